@@ -57,4 +57,4 @@ def _curve(
     if quantize is None or not choosing:
         return curve
     solve = partial(method.compress, unit.task, geometry, weights, replace(statistics, told=curve.told))
-    return with_bits(curve, unit.task, quantize, weights, statistics, solve, geometry.bits)
+    return with_bits(curve, unit.task, quantize, weights, statistics, solve, geometry)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lamina.block_lamina import LINEAR_ROLES
 from manifests.errors import NumericsError
-from pipeline.families.family import LINEAR_ROLES
 from pipeline.kernels.checks import all_finite
 from workers.block import Block, overflow_advice
 from workers.wide_linear import widen_linears_

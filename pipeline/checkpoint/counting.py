@@ -34,7 +34,7 @@ def count_sizes(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapp
             "compressed": sum(math.prod(e["shape"]) * DTYPES[e["dtype"]].itemsize for e in tensors.values()),
         },
         "cache_bytes_per_token": {
-            "dense": itemsize * sum(layer.cache_numbers for layer in geometry.layers),
+            "dense": itemsize * sum(layer.attention.cache_numbers for layer in geometry.layers),
             "compressed": itemsize * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
         },
     }

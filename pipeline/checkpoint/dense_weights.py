@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lamina.decoder_layer_lamina import DecoderLayer, SelfAttention
 from manifests.errors import InputError
-from pipeline.families.family import LINEAR_ROLES, LayerGeometry
+from pipeline.families.family import LayerGeometry
 
 ROUNDINGS = 64  # of the stored numbers: what is exact but for them
 
@@ -27,32 +27,35 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
     Raises InputError when value heads are of a rank that d numbers do not hold.
     """
     layer = layer.to(torch.float64)
-    G, d = geometry.kv_heads, geometry.head_dim
-    found: dict[str, Tensor] = {}
-    for role in (role for role in geometry.roles if role not in LINEAR_ROLES):
-        found |= {f"{role}.{name}": tensor for name, tensor in layer.role(role).state_dict().items()}
+    block = geometry.attention
+    G, d = block.kv_heads, block.head_dim
+    value, output = block.value_output
+    tensors: dict[str, Tensor] = {}
+    for role in (norm.role for norm in geometry.norms):
+        tensors |= {f"{role}.{name}": tensor for name, tensor in layer.role(role).state_dict().items()}
     matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}
-    for role in (role for role in LINEAR_ROLES if role in geometry.roles and role != "o"):
-        width = matrices["up"].shape[0] if role == "down" else geometry.hidden
+    for role in (*block.roles[:-1], *(role for mlp in geometry.mlps for role in mlp.roles)):
+        fed = next((other for other in matrices if geometry.matrices[other].feeds == geometry.matrices[role].reads), "")
+        width = matrices[fed].shape[0] if fed else geometry.hidden
         matrices[role], biases[role] = _affine(layer, role, width)
     attention = layer.get_submodule(".".join(layer._attention))
     assert isinstance(attention, SelfAttention)
-    heads = matrices["v"].shape[0] // attention.value_dim
-    value_GwD = matrices["v"].unflatten(0, (heads, -1)).expand(G, -1, -1)
-    bias_Gw = biases["v"].unflatten(0, (heads, -1)).expand(G, -1)
-    matrices["o"], biases["o"] = _affine(layer, "o", geometry.heads * value_GwD.shape[1])
-    output_DHw = matrices["o"].unflatten(1, (geometry.heads, -1))
+    heads = matrices[value.role].shape[0] // attention.value_dim
+    value_GwD = matrices[value.role].unflatten(0, (heads, -1)).expand(G, -1, -1)
+    bias_Gw = biases[value.role].unflatten(0, (heads, -1)).expand(G, -1)
+    matrices[output.role], biases[output.role] = _affine(layer, output.role, block.heads * value_GwD.shape[1])
+    output_DHw = matrices[output.role].unflatten(1, (block.heads, -1))
     value_GdD, bias_Gd, output_DHd = _to_head_dim(value_GwD, bias_Gw, output_DHw, d, stored)
-    matrices |= {"v": value_GdD.flatten(0, 1), "o": output_DHd.flatten(1)}
-    biases["v"] = bias_Gd.flatten()
+    matrices |= {value.role: value_GdD.flatten(0, 1), output.role: output_DHd.flatten(1)}
+    biases[value.role] = bias_Gd.flatten()
     for role, matrix in matrices.items():
-        found[f"{role}.weight"] = matrix
-        if role in geometry.biases:
-            found[f"{role}.bias"] = biases[role]
+        tensors[f"{role}.weight"] = matrix
+        if geometry.matrices[role].bias:
+            tensors[f"{role}.bias"] = biases[role]
         elif biases[role].any():
             raise InputError(f"layer: {role} has a bias, which a dense {geometry.model_type} model has no place for")
-    return found
+    return tensors
 
 
 def pad_mlp(weights: dict[str, Tensor], width: int) -> dict[str, Tensor]:

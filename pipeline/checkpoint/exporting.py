@@ -24,7 +24,8 @@ from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
-from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
+from pipeline.families.blocks import roles_of
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.source_dtypes import source_dtype
@@ -145,19 +146,21 @@ def _brings_code(output: Storage) -> bool:
 
 def coarsest(layer: LayerGeometry, dtype_of: Callable[[str], torch.dtype]) -> torch.dtype:
     """The dtype with the largest rounding errors of the weights of v and o."""
-    return max((dtype_of(f"{layer.path(role)}{WEIGHT}") for role in ("v", "o")), key=lambda each: torch.finfo(each).eps)
+    return max(
+        (dtype_of(f"{layer.path(role)}{WEIGHT}") for role in roles_of(layer.attention.value_output)),
+        key=lambda each: torch.finfo(each).eps,
+    )
 
 
 def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
     """What is stored as one matrix of the family's own shape, but for the channels of an MLP."""
     forms = config["forms"][layer.index]
-    whole = [role for role in LINEAR_ROLES if forms.get(role, {"form": "dense"})["form"] in ("dense", "pruned")]
-    return [role for role in whole if role in layer.roles]
+    return [role for role in layer.matrices if forms.get(role, {"form": "dense"})["form"] in ("dense", "pruned")]
 
 
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
     """The paths of all linear modules of the family's model."""
-    paths = [layer.path(role) for layer in geometry.layers for role in LINEAR_ROLES if role in layer.roles]
+    paths = [layer.path(role) for layer in geometry.layers for role in layer.matrices]
     return [*paths, config["block"]["head"]]
 
 

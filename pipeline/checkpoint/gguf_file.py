@@ -31,7 +31,7 @@ from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.checkpoint.targets import mlp_widths, refuse_faults
-from pipeline.families.family import LINEAR_ROLES
+from pipeline.families.blocks import AttentionBlock
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.kernels.packing import unpack
@@ -145,7 +145,7 @@ def _rounded(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[st
     """By its name in the file, every matrix whose codes llama.cpp's blocks hold; others are multiplied out."""
     heads: dict[str, int | None] = {config["block"][name]: None for name in ("embed", "head")}
     for layer in geometry_of(config).layers:
-        rotated = {"q": layer.heads, "k": layer.kv_heads}
+        rotated = _rotated(layer.attention)
         heads |= {layer.path(role): rotated.get(role) for role in whole_roles(config, layer)}
     names, found = _file_names(config), {}
     for path, scheme in rounded_modules(config, packed_modules(checkpoint.tensors)).items():
@@ -219,10 +219,15 @@ def _tensors(
         reader.read_ahead(layer + 1)
         mine = geometry.layers[layer]
         weights = dense_weights(reader.block(layer, None).module, mine, coarsest(mine, dtype_of))
-        for role, heads in (("q", mine.heads), ("k", mine.kv_heads)):
+        for role, heads in _rotated(mine.attention).items():
             weights[f"{role}.weight"] = neighbours_first(weights[f"{role}.weight"], heads)
         yield from (weights[f"{role}.weight"] for role in LAYER_NAMES)
         say(f"layer {layer} written")
+
+
+def _rotated(block: AttentionBlock) -> dict[str, int]:
+    """Map the roles whose outputs are rotated to their numbers of heads."""
+    return {block.query.role: block.heads, block.key.role: block.kv_heads}
 
 
 def neighbours_first(weight: Tensor, heads: int) -> Tensor:
@@ -243,7 +248,7 @@ def _file_names(config: Mapping[str, Any]) -> dict[str, str]:
     """Path of a matrix's module -> the matrix's name in the file."""
     names = {config["block"]["embed"]: "token_embd.weight", config["block"]["head"]: "output.weight"}
     for layer in geometry_of(config).layers:
-        names |= {layer.path(role): f"blk.{layer.index}.{LAYER_NAMES[role]}.weight" for role in LINEAR_ROLES}
+        names |= {layer.path(role): f"blk.{layer.index}.{LAYER_NAMES[role]}.weight" for role in layer.matrices}
     return names
 
 

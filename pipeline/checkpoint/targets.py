@@ -90,12 +90,13 @@ def _value_faults(config: Mapping[str, Any], described: LayersConfig) -> list[st
     for layer in geometry.layers:
         form, spec = described.form_of(layer.index, "v")
         width = form.head_width(described.layer_shape(layer.index), spec)
-        if width > layer.head_dim and rounded_modules(config, [layer.path("o")]):
+        value, output = layer.attention.value_output
+        if width > layer.attention.head_dim and rounded_modules(config, [layer.path(output.role)]):
             faults.append(
                 f"layer {layer.index}: values of {width} numbers a head, of which o is rounded: no dense model with "
-                f"heads of {layer.head_dim} numbers does the same"
+                f"heads of {layer.attention.head_dim} numbers does the same"
             )
-        if spec.get("absorbed") and "v" in layer.biases and "o" not in layer.biases:
+        if spec.get("absorbed") and value.bias and not output.bias:
             faults.append(f"layer {layer.index}: the bias of v went into o, which has none in a dense model")
     return faults
 

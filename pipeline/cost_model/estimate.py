@@ -176,12 +176,12 @@ def _worker_peak(
     calibration = manifest.calibration
     largest, widest = (
         max(each.numbers() for each in geometry.layers),
-        max(each.intermediate for each in geometry.layers),
+        max(block.width for each in geometry.layers for block in each.mlps),
     )
     layer, placed = _layer_bytes(manifest, geometry, itemsize)
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + max(
-        3 * each.intermediate + 4 * each.heads * each.head_dim for each in geometry.layers
+        3 * sum(block.width for block in each.mlps) + 4 * each.attention.query.outputs for each in geometry.layers
     )
     held = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     statistics, solving = moments

@@ -52,11 +52,12 @@ class ProbedShape:
     @classmethod
     def of(cls, geometry: Geometry, manifest: Manifest) -> ProbedShape:
         """Of a model, with the samples of a job."""
-        widest = max(geometry.layers, key=lambda layer: layer.intermediate)
+        widths = {layer.index: sum(block.width for block in layer.mlps) for layer in geometry.layers}
+        widest = max(geometry.layers, key=lambda layer: widths[layer.index])
         calibration = manifest.calibration
         sequence = calibration.sequence_length if calibration else cls.sequence
-        features, read = (heads * widest.head_dim for heads in (widest.heads, widest.kv_heads))
-        return cls(geometry.hidden, widest.intermediate, sequence, features, read)
+        features, read = widest.attention.query.outputs, widest.attention.key.outputs
+        return cls(geometry.hidden, widths[widest.index], sequence, features, read)
 
     def at_most(self, hidden: int, length: int) -> ProbedShape:
         """Narrowed as a whole, in heads of 64, and on shorter samples."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from manifests.quantize import QUANTIZED_ROLES
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
 from pipeline.families.family import LayerGeometry
@@ -17,7 +16,6 @@ from pipeline.methods.method import Task
 TRIED_BYTES, NEAREST_BYTES = 200, 700  # of memory for each number while scales are tried: six of them, or twenty
 FED_BYTES = 300  # for each number, mostly the errors before it in its block
 CHOSEN = 1 + 3 * 2 * 3  # roundings of a task whose bits are chosen: at each of three of them two kinds of three sizes
-READ = ("attention.in", "o.in", "mlp.in", "down.in", "head.in")
 
 
 @dataclass(frozen=True)
@@ -43,13 +41,14 @@ def rounding_work(
     """
     if manifest.quantize is None:
         return ()
-    rounded = {*QUANTIZED_ROLES, *manifest.quantize.outer_roles} - {*manifest.quantize.skip}
     fed, times = manifest.rounds_by_feedback, CHOSEN if manifest.quantize.bits == "auto" else 1
     found = []
     for task in tasks:
         layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
+        rounded = {*layer.matrices, *manifest.quantize.outer_roles} - {*manifest.quantize.skip}
         sizes = [_stored_shape(role, layer, cut) for role in task.roles if role in rounded]
-        inputs = {moment.point for moment in task.moments if moment.point in READ and moment.kind == "value"}
+        points = {*layer.reads.values()}
+        inputs = {moment.point for moment in task.moments if moment.point in points and moment.kind == "value"}
         numbers = sum(rows * columns for rows, columns in sizes)
         if fed and inputs:
             widths = {columns for _, columns in sizes}
@@ -68,7 +67,12 @@ def rounding_work(
 def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, int]:
     """Rows and columns of a matrix, with that share of an MLP's channels."""
     rows, columns = layer.weight_shape(role)
-    return round(rows * kept) if role in ("gate", "up") else rows, round(columns * kept) if role == "down" else columns
+    for block in layer.mlps:
+        if role == block.writer.role:
+            return rows, round(columns * kept)
+        if role in block.roles:
+            return round(rows * kept), columns
+    return rows, columns
 
 
 def round_seconds(work: RoundWork, rates: Rates) -> float:

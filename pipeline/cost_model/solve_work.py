@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.families.blocks import MLPBlock
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Moment, Task
 
@@ -68,12 +69,11 @@ class SolveWork:
 
 
 def point_features(point: str, geometry: LayerGeometry) -> int:
-    """Numbers per token that pass a point of the layer."""
-    role, _, side = point.partition(".")
-    if role in ("attention", "mlp"):
-        return geometry.hidden
-    rows, columns = geometry.weight_shape(role)[0], geometry.weight_shape(role)[-1]
-    return columns if side == "in" else rows
+    """Return the numbers per token at a point. The gradient's points `mid`, `out` and `pull:` are of hidden size."""
+    for matrix in geometry.matrices.values():
+        if point in (matrix.reads, f"{matrix.role}.out"):
+            return matrix.inputs if point == matrix.reads else matrix.outputs
+    return geometry.hidden
 
 
 def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
@@ -83,10 +83,8 @@ def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
 
 
 def moment_width(moment: Moment, geometry: LayerGeometry) -> int:
-    """Of one head's moment, or of the whole one. The gradient's points `mid`, `out` and `pull:` are of hidden size."""
-    named = moment.point.partition(".")[0] in {*geometry.roles, "attention", "mlp"}
-    features = point_features(moment.point, geometry) if named else geometry.hidden
-    return features // moment.heads
+    """Return the width of one head's moment, or of the whole one."""
+    return point_features(moment.point, geometry) // moment.heads
 
 
 def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:
@@ -96,17 +94,18 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
     goes by the loss; of others, what solving them takes.
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
+    context = geometry.attention.writer.reads
     if samples:
-        found = _mlp_curve(task, geometry, samples[0])
-    elif any(moment.point == "o.in" and moment.heads == 1 for moment in task.moments):
-        found = _value_curve(task, geometry, min(BASES, max(1, geometry.head_dim // multiple)))
+        work = _mlp_curve(task, geometry.mlp_of(task.roles[0]), samples[0])
+    elif any(moment.point == context and moment.heads == 1 for moment in task.moments):
+        work = _value_curve(task, geometry, min(BASES, max(1, geometry.attention.head_dim // multiple)))
     elif pulls := sum(moment.point.startswith("pull:") for moment in task.moments):
         cube = pulls * float(geometry.hidden) ** 3
         eigen = VALUES_FLOPS * cube
-        found = SolveWork(task.name, (1 / 3 + 4.0) * cube + eigen, 0, eigen_flops=eigen, factor_flops=cube / 3)
+        work = SolveWork(task.name, (1 / 3 + 4.0) * cube + eigen, 0, eigen_flops=eigen, factor_flops=cube / 3)
     else:
         return solve_work(task, geometry, tokens)
-    return found.plus(_taken(task, geometry))
+    return work.plus(_elementwise(task, geometry))
 
 
 def solve_work(task: Task, geometry: LayerGeometry, tokens: int, told: bool = False) -> SolveWork:
@@ -118,27 +117,30 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, told: bool = Fa
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     points = {moment.point for moment in task.moments if moment.heads == 1}
+    output = geometry.attention.writer
     if any(point.startswith("pull:") for point in points):
-        return _taken(task, geometry).plus(_directed_stack(task, geometry))
-    if {"o.in", "mid"} <= points and not any(moment.heads > 1 for moment in task.moments):
-        return _taken(task, geometry).plus(_directed_output(geometry))
-    found = _taken(task, geometry)
+        return _elementwise(task, geometry).plus(_directed_stack(task, geometry))
+    if {output.reads, output.feeds} <= points and not any(moment.heads > 1 for moment in task.moments):
+        return _elementwise(task, geometry).plus(_directed_output(geometry))
+    work = _elementwise(task, geometry)
+    mlps = {block.writer.reads: block for block in geometry.mlps if block.writer.role in task.roles}
     for moment in task.moments:
         width = moment_width(moment, geometry)
-        if moment.point == "down.in" and moment.heads == 1 and len(task.roles) > 1:
+        if moment.point in mlps and moment.heads == 1 and len(task.roles) > 1:
+            block = mlps[moment.point]
             if not (told and samples):
-                found = found.plus(_elimination(geometry, REMOVED_SHARE, refit=not samples))
+                work = work.plus(_elimination(block, REMOVED_SHARE, refit=not samples))
             if not samples and any(other.kind == "gradient" for other in task.moments):  # W_down's energy, too
-                found = found.plus(SolveWork("", geometry.hidden * float(geometry.intermediate) ** 2, 0))
+                work = work.plus(SolveWork("", geometry.hidden * float(block.width) ** 2, 0))
         elif not moment.diagonal and moment.kind != "sample":
             eigen = EIGEN_FLOPS * moment.groups * width**3
-            found = found.plus(SolveWork("", eigen, 0, eigen_flops=eigen))
+            work = work.plus(SolveWork("", eigen, 0, eigen_flops=eigen))
             if moment.heads == 1 and all(other.kind == "value" for other in task.moments):
-                found = found.plus(_low_rank(task, geometry, width))
-    return found.plus(_fits(geometry, samples[0])) if samples else found
+                work = work.plus(_low_rank(task, geometry, width))
+    return work.plus(_fits(geometry.mlp_of(task.roles[0]), samples[0])) if samples else work
 
 
-def _taken(task: Task, geometry: LayerGeometry) -> SolveWork:
+def _elementwise(task: Task, geometry: LayerGeometry) -> SolveWork:
     """What any task does with its weights and moments before and after: elementwise."""
     numbers = [triangle_numbers(moment, geometry) for moment in task.moments if moment.kind != "sample"]
     moved = WEIGHT_BYTES * geometry.numbers(task.roles) + MOMENT_BYTES * 2.0 * sum(numbers)
@@ -162,8 +164,8 @@ def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
 
 def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
     """Of the matrices that read an input, behind its root: their singular values by a gram, and the factors."""
-    shapes = [geometry.weight_shape(role) for role in task.roles if role in geometry.roles]
-    outputs = sum(shape[0] for shape in shapes if shape[-1] == inputs)
+    matrices = (geometry.matrices[role] for role in task.roles)
+    outputs = sum(matrix.outputs for matrix in matrices if matrix.inputs == inputs)
     least = min(outputs, inputs)
     eigen, rank = EIGEN_FLOPS * float(least) ** 3, CUT_SHARE * least
     roots = 4.0 * float(inputs) ** 3
@@ -181,7 +183,7 @@ def _directed_stack(task: Task, geometry: LayerGeometry) -> SolveWork:
 
 def _directed_output(geometry: LayerGeometry) -> SolveWork:
     """Of v and o: the fit of both at a rank of the values, then o's own rank behind it."""
-    hidden, features = geometry.hidden, geometry.heads * geometry.head_dim
+    hidden, features = geometry.attention.writer.shape
     reduced = BASIS_SHARE * features
     rank = CUT_SHARE * min(reduced, hidden)
     product = SolveWork("", 2.0 * hidden * reduced * (reduced + hidden) + 2.0 * rank * hidden * reduced, 0)
@@ -192,10 +194,12 @@ def _directed_output(geometry: LayerGeometry) -> SolveWork:
 
 def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork:
     """Of values and o at so many numbers of all heads. kernels/value_output.py."""
-    hidden, features = geometry.hidden, geometry.heads * geometry.head_dim
+    hidden, features = geometry.attention.writer.shape
     solved = (turns + 1) * (reduced**3 / 3 + hidden * reduced**2) + (turns + 1) * hidden * reduced**2
     steps = turns * GRADIENT_STEPS
-    solved += steps * 2.0 * geometry.head_dim * reduced * (reduced + features)  # head by head: few columns at a time
+    solved += (
+        steps * 2.0 * geometry.attention.head_dim * reduced * (reduced + features)
+    )  # head by head: few columns at a time
     products = turns * 2.0 * hidden * reduced**2
     stepped = 32.0 * reduced * features + 8.0 * (reduced**2 + features**2)  # both products of a step and copies between
     refitted = 24.0 * reduced * (features + reduced + 2 * hidden)
@@ -204,14 +208,14 @@ def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork
     return SolveWork("", solved + products, waits, factor_flops=solved, moved_bytes=moved)
 
 
-def _mlp_curve(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
+def _mlp_curve(task: Task, block: MLPBlock, tokens: int) -> SolveWork:
     """An elimination down to the smallest width and a factor in its order; moments that grow from width to width, and
     their eigenvalues; at three widths the directions of gate and up, and a sample of so many tokens.
     """
-    hidden, inner, readers = geometry.hidden, geometry.intermediate, _readers(geometry)
+    hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     widths = [inner * place / task.pieces for place in range(1, task.pieces + 1)]
     ordered = hidden**3 / 3 + 2.0 * hidden**2 * inner + inner**3 / 3 + hidden * inner**2
-    begun = replace(_elimination(geometry, 1 - 1 / task.pieces), name="begun")
+    begun = replace(_elimination(block, 1 - 1 / task.pieces), name="begun")
     begun = begun.plus(SolveWork("", ordered, 0, factor_flops=(hidden**3 + inner**3) / 3))
     flops, seen = hidden**3 / 3 + (4.0 * readers + 2.0) * inner * hidden**2, 0.0
     probed = _spaced([width for width in widths if tokens >= FIT_TOKENS * width])
@@ -219,7 +223,7 @@ def _mlp_curve(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
     mixtures = min(PROBE_OUTPUTS, hidden)
     for width in probed:
         ranks = [share * min(readers * width, hidden) for share in PROBES]
-        flops += 3.0 * hidden**3 + _refit_flops(geometry, width) + 2.0 * readers * max(ranks) * hidden * width
+        flops += 3.0 * hidden**3 + _refit_flops(block, width) + 2.0 * readers * max(ranks) * hidden * width
         flops += len(ranks) * (width**3 / 3 + 2.0 * mixtures * width**2)
         whole = 2.0 * readers * hidden * inner + 4.0 * mixtures * inner
         cut = sum(2.0 * rank * (hidden + readers * width) + width**2 + 8.0 * mixtures * width for rank in ranks)
@@ -237,25 +241,25 @@ def _spaced(widths: Sequence[float]) -> list[float]:
 
 def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
     """A fit of values and o at each rank of the basis, and the eigenvalues by which a rank of o is told."""
-    hidden, features = geometry.hidden, geometry.heads * geometry.head_dim
+    hidden, features = geometry.attention.writer.shape
     flops = hidden**3 / 3 + 4.0 * hidden**3 + 4.0 * hidden * features * (hidden + features)
     eigen = VALUES_FLOPS * hidden**3
-    found = SolveWork(task.name, flops + eigen, 0, eigen_flops=eigen, factor_flops=hidden**3 / 3)
+    work = SolveWork(task.name, flops + eigen, 0, eigen_flops=eigen, factor_flops=hidden**3 / 3)
     for place in range(1, bases):
         reduced = features * place / bases
         values = VALUES_FLOPS * min(reduced, hidden) ** 3
-        told = SolveWork("", 2.0 * hidden * reduced * min(reduced, hidden) + values, 0, eigen_flops=values)
-        found = found.plus(_value_fit(geometry, reduced, TURNS), told)
-    return found
+        predicted = SolveWork("", 2.0 * hidden * reduced * min(reduced, hidden) + values, 0, eigen_flops=values)
+        work = work.plus(_value_fit(geometry, reduced, TURNS), predicted)
+    return work
 
 
-def _elimination(geometry: LayerGeometry, share: float, refit: bool = False) -> SolveWork:
+def _elimination(block: MLPBlock, share: float, refit: bool = False) -> SolveWork:
     """Of a share of an MLP's channels. kernels/elimination.py.
 
     N³ for the inverse, 3 n² for each removal from n channels, D N² for W_down's gram; 2 D n for each removal with its
     refit.
     """
-    hidden, width = geometry.hidden, geometry.intermediate
+    hidden, width = block.writer.outputs, block.width
     removed, together = int(share * width), max(1, width // ALONE)
     factors = width**3 + (width**3 - (width - removed) ** 3) * 1.0
     if refit:
@@ -264,27 +268,22 @@ def _elimination(geometry: LayerGeometry, share: float, refit: bool = False) -> 
     return SolveWork("", factors + 1.0 * hidden * width**2, steps, factor_flops=factors)
 
 
-def _refit_flops(geometry: LayerGeometry, kept: float) -> float:
+def _refit_flops(block: MLPBlock, kept: float) -> float:
     """Of down on a part of the channels, from their moment."""
-    if kept >= geometry.intermediate:
+    if kept >= block.width:
         return 0.0
-    return kept**3 / 3 + 2.0 * geometry.hidden * kept * geometry.intermediate
+    return kept**3 / 3 + 2.0 * block.writer.outputs * kept * block.width
 
 
-def _readers(geometry: LayerGeometry) -> int:
-    """How many roles read the MLP's input."""
-    return sum(role in geometry.roles for role in ("gate", "up"))
-
-
-def _fits(geometry: LayerGeometry, tokens: int) -> SolveWork:
+def _fits(block: MLPBlock, tokens: int) -> SolveWork:
     """Of an MLP that has a sample, where a share of its channels goes and of the rank of gate and up, and of down:
     besides elimination and eigenproblems.
     """
-    hidden, inner, readers = geometry.hidden, geometry.intermediate, _readers(geometry)
+    hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     kept = (1 - REMOVED_SHARE) * inner
     rank = CUT_SHARE * min(readers * kept, hidden)
     metrics = 8.0 * hidden**3 + 2.0 * hidden**2 * inner + (4.0 * readers + 2.0) * hidden**2 * kept
-    fits = _refit_flops(geometry, kept) + kept**3 / 3 + 4.0 * hidden * kept**2 + 2.0 * readers * hidden * rank * kept
+    fits = _refit_flops(block, kept) + kept**3 / 3 + 4.0 * hidden * kept**2 + 2.0 * readers * hidden * rank * kept
     whole = 2.0 * (readers + 1) * hidden * inner
     seen = whole + 2.0 * rank * (hidden + readers * kept) + 2.0 * hidden * kept + kept**2
     fitted = min(tokens, max(LEAST_SAMPLE, SAMPLE_TOKENS * kept))

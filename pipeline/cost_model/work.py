@@ -119,7 +119,11 @@ def layer_work(
     layer, moments, tokens, sequence = asked.layer, asked.moments, asked.tokens, asked.sequence
     forward = forward_flops(layer, sequence)
     packed = forward - 2.0 * (1.0 - kept) * layer.numbers()
-    skipped = 2.0 * layer.hidden * layer.intermediate if any(m.point == "down.in" for m in moments) else 0.0
+    skipped = sum(
+        2.0 * layer.hidden * block.width
+        for block in layer.mlps
+        if any(moment.point == block.writer.reads for moment in moments)
+    )
     weight_bytes = layer.numbers() * itemsize
     return LayerWork(
         weight_bytes=weight_bytes,
@@ -305,7 +309,7 @@ def _pulled_roles(moment: Moment) -> tuple[str, ...]:
 
 def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
     """Per token and layer: two for every weight, and attention over half the sequence on average."""
-    return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
+    return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.attention.query.outputs
 
 
 def scoring_flops(geometry: Geometry, window: int) -> float:

@@ -1,6 +1,6 @@
 """What a model family is, as data: where its tensors are called what, and which numbers its config gives.
 
-Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, V vocabulary.
+Legend: V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-LINEAR_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
-NORM_ROLES = ("input_norm", "mlp_norm")
-HEAD_NORM_ROLES = ("q_norm", "k_norm")
-
+from pipeline.families.blocks import AttentionBlock, Block, Matrix, MLPBlock
 
 TRAINING = "training alone"
 
@@ -47,76 +44,128 @@ class Family:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A norm of a layer: a weight of `size` numbers, and for a LayerNorm a bias of as many."""
+
+    role: str
+    size: int
+    bias: bool
+
+
+@dataclass(frozen=True)
 class LayerGeometry:
-    """One decoder layer: its sizes and shapes, and what its tensors are called. Another layer's may be others.
+    """One decoder layer: its blocks and norms, and the names of its tensors. Every layer may differ from the next.
 
     Attributes:
-        index: of the layer, from 0.
-        prefix: of the names of its tensors, with the trailing dot.
+        index: the number of the layer, from 0.
+        prefix: the prefix of the names of its tensors, with the trailing dot.
+        blocks: attention and MLP, in the order of the forward pass.
         modules: role -> module path inside the layer, in the family's order.
-        activation: of the MLP, by the name that transformers gives it.
-        bits: of most stored numbers, by which indices are counted.
-        own_bits: `role.weight` or `role.bias` -> bits of a number, of the tensors that are stored in another dtype.
+        bits: the size of most stored numbers; indices are counted in these.
+        own_bits: `role.weight` or `role.bias` -> bits of a number, for tensors that are stored in another dtype.
         outer: role -> module path and shape of the matrices outside of the layers that go with this one: `embed` with
-            the first, `head` with the last. None of its own roles, they are part of it only where they are asked for.
+            the first, `head` with the last. They are part of the layer only where they are asked for.
     """
 
     model_type: str
     index: int
     prefix: str
     hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    blocks: tuple[Block, ...]
+    norms: tuple[Norm, ...]
     modules: tuple[tuple[str, str], ...]
-    biases: frozenset[str]
-    layer_norm: bool
-    activation: str
     bits: int
     outer: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     own_bits: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def attention(self) -> AttentionBlock:
+        """Return the attention block."""
+        (block,) = (block for block in self.blocks if isinstance(block, AttentionBlock))
+        return block
+
+    @property
+    def mlps(self) -> tuple[MLPBlock, ...]:
+        """Return the MLP blocks."""
+        return tuple(block for block in self.blocks if isinstance(block, MLPBlock))
+
+    def block(self, name: str) -> Block:
+        """Return the block of this name. Raises ValueError where the layer has none."""
+        (block,) = (block for block in self.blocks if block.name == name)
+        return block
+
+    def block_of(self, role: str) -> Block:
+        """Return the block that a role belongs to. Raises KeyError for a role of none."""
+        for block in self.blocks:
+            if role in block.roles:
+                return block
+        raise KeyError(role)
+
+    def mlp_of(self, role: str) -> MLPBlock:
+        """Return the MLP block that a role belongs to. Raises KeyError for a role of none."""
+        block = self.block_of(role)
+        if not isinstance(block, MLPBlock):
+            raise KeyError(role)
+        return block
+
+    @cached_property
+    def matrices(self) -> Mapping[str, Matrix]:
+        """Map role -> matrix, of all blocks in order."""
+        return {matrix.role: matrix for block in self.blocks for matrix in block.matrices}
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """Return the points that matrices read, in the order of the forward pass."""
+        return tuple(dict.fromkeys(matrix.reads for matrix in self.matrices.values()))
+
+    @property
+    def reads(self) -> dict[str, str]:
+        """Map each role, the head included, to the point that its matrix reads; an embedding reads none."""
+        inside = {role: matrix.reads for role, matrix in self.matrices.items()}
+        return inside | {role: f"{role}.in" for role, _, _ in self.outer if role == "head"}
+
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """The roles that this layer has, in the family's order."""
+        """Return the roles of matrices and norms, in the family's order."""
         return tuple(role for role, _ in self.modules)
 
+    @cached_property
+    def linear_roles(self) -> tuple[str, ...]:
+        """Return the roles of matrices, in the family's order."""
+        return tuple(role for role in self.roles if role in self.matrices)
+
     def weight_shape(self, role: str) -> tuple[int, ...]:
-        """Shape of the dense weight of a role: (out, in) of a linear, (D,) or (d,) of a norm."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            **{name: shape for name, _, shape in self.outer},
-            "q": (query, self.hidden),
-            "k": (key_value, self.hidden),
-            "v": (key_value, self.hidden),
-            "o": (self.hidden, query),
-            "gate": (self.intermediate, self.hidden),
-            "up": (self.intermediate, self.hidden),
-            "down": (self.hidden, self.intermediate),
-        }
-        return shapes.get(role) or ((self.head_dim,) if role in HEAD_NORM_ROLES else (self.hidden,))
+        """Return the shape of the dense weight of a role: (out, in) of a matrix, (size,) of a norm."""
+        return self._shapes[role]["weight"]
 
     def role_shapes(self, role: str) -> dict[str, tuple[int, ...]]:
-        """`weight` and, where the module has one, `bias` -> shape."""
-        weight = self.weight_shape(role)
-        has_bias = role in self.biases or (role in NORM_ROLES and self.layer_norm)
-        return {"weight": weight, "bias": weight[:1]} if has_bias else {"weight": weight}
+        """Map `weight` and, where the module has one, `bias` to its shape."""
+        return self._shapes[role]
+
+    @cached_property
+    def _shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {role: {"weight": shape} for role, _, shape in self.outer}
+        for norm in self.norms:
+            shapes[norm.role] = _shapes((norm.size,), norm.bias)
+        for role, matrix in self.matrices.items():
+            shapes[role] = _shapes(matrix.shape, matrix.bias)
+        return shapes
 
     def path(self, role: str) -> str:
-        """Module path of a role, as the checkpoint names it."""
+        """Return the module path of a role, as the checkpoint names it."""
         outside = {name: path for name, path, _ in self.outer}
         return outside.get(role) or self.prefix + dict(self.modules)[role]
 
     def group_path(self, roles: tuple[str, ...], name: str) -> str:
-        """Module path of what the roles of a group share: NAME, below the deepest module that holds the attention's, or
-        the MLP's roles. The groups `attention` and `mlp` of all these lie in that module itself, or where it is the
-        layer, in `NAME_factors`."""
-        halves = (("q", "k", "v", "o", *HEAD_NORM_ROLES), ("gate", "up", "down"))
-        beside = next(half for half in halves if roles[0] in half)
-        parents = [path.split(".")[:-1] for role, path in self.modules if role in beside]
+        """Return the module path of tensors that the roles of a group share.
+
+        They lie at NAME below the deepest module that holds all matrices of the roles' block. A group with the name of
+        its block lies in that module itself or, where that module is the layer, in `NAME_factors`.
+        """
+        block, modules = self.block_of(roles[0]), dict(self.modules)
+        parents = [modules[role].split(".")[:-1] for role in block.roles]
         shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))]
-        inside = [*shared, name] if name not in ("attention", "mlp") else shared or [f"{name}_factors"]
+        inside = [*shared, name] if name != block.name else shared or [f"{name}_factors"]
         return self.prefix + ".".join(inside)
 
     def tensor_name(self, key: str, roles: tuple[str, ...]) -> str:
@@ -153,10 +202,9 @@ class LayerGeometry:
         """Stored by the dense layer (or only some of its roles), each tensor in its own dtype."""
         return sum(math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in self.tensors(roles).items())
 
-    @property
-    def cache_numbers(self) -> int:
-        """How many numbers the dense layer caches per token, keys and values together."""
-        return 2 * self.kv_heads * self.head_dim
+
+def _shapes(weight: tuple[int, ...], bias: bool) -> dict[str, tuple[int, ...]]:
+    return {"weight": weight, "bias": weight[:1]} if bias else {"weight": weight}
 
 
 @dataclass(frozen=True)

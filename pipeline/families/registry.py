@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manifests.errors import InputError
 from pipeline.families import gptj, llama, mistral, opt, qwen2, qwen3
+from pipeline.families.blocks import MLPBlock, dense_blocks
 from pipeline.families.config_fields import (
     COPIED_FIELDS,
     RENAMED_FIELDS,
@@ -24,7 +25,7 @@ from pipeline.families.config_fields import (
     own_name,
     refuse_other_values,
 )
-from pipeline.families.family import Family, Geometry, LayerGeometry
+from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
 from pipeline.families.light_imports import without_kernels
 
 FAMILIES: dict[str, Family] = {
@@ -34,6 +35,8 @@ POSITIVE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
 )  # fmt: skip
+NORM_ROLES = ("input_norm", "mlp_norm")
+HEAD_NORM_ROLES = ("q_norm", "k_norm")
 COMMON_ACTIVATIONS = frozenset({"silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"})
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
 BY_LAYER = "per_layer_config"  # of a source's config.json, as transformers has it: layer -> the fields it has otherwise
@@ -96,21 +99,15 @@ def geometry_of(
         outer.append((f"{block['head']}.weight", (vocab, hidden)))
     if block["head_bias"]:
         outer.append((f"{block['head']}.bias", (vocab,)))
-    modules, biases = tuple(block["modules"].items()), frozenset(block["biases"])
     layers = tuple(
         LayerGeometry(
             model_type=standard["source_model_type"],
             index=index,
             prefix=f"{block['layers']}.{index}.",
             hidden=hidden,
-            intermediate=sizes["intermediate_size"],
-            heads=sizes["num_attention_heads"],
-            kv_heads=sizes["num_key_value_heads"],
-            head_dim=sizes["head_dim"],
-            modules=modules,
-            biases=biases,
-            layer_norm=layer_norm,
-            activation=standard["hidden_act"],
+            blocks=dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes}),
+            norms=_norms(block, hidden, sizes["head_dim"]),
+            modules=tuple(block["modules"].items()),
             bits=bits,
             outer=_outer_matrices(standard, index),
         )
@@ -125,6 +122,15 @@ def geometry_of(
         layers=tuple(replace(layer, own_bits=_own_bits(layer, stored_bits)) for layer in layers),
         outer=tuple(outer),
         outer_bits=tuple((name, own) for name, _ in outer if (own := stored_bits.get(name, bits)) != bits),
+    )
+
+
+def _norms(block: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[Norm, ...]:
+    """The norms of a layer: of the residual stream, and of single query and key heads."""
+    layer_norm = block["norm"] == "layer"
+    sizes = dict.fromkeys(HEAD_NORM_ROLES, head_dim) | dict.fromkeys(NORM_ROLES, hidden)
+    return tuple(
+        Norm(role, sizes[role], layer_norm and role in NORM_ROLES) for role in block["modules"] if role in sizes
     )
 
 
@@ -152,10 +158,10 @@ def sizes_by_layer(standard: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [common | sizes for sizes in own]
 
 
-def activation_of(layer: LayerGeometry) -> Callable[[Tensor], Tensor]:
-    """The function between the MLP's input projections and `down`."""
-    found: Callable[[Tensor], Tensor] = transformers.activations.ACT2FN[layer.activation]
-    return found
+def activation_of(block: MLPBlock) -> Callable[[Tensor], Tensor]:
+    """Return the function that acts on the channels of an MLP."""
+    activation: Callable[[Tensor], Tensor] = transformers.activations.ACT2FN[block.activation]
+    return activation
 
 
 def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, Any]:

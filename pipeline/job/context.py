@@ -187,7 +187,10 @@ def driver_job(inputs: Inputs) -> Job:
         importance_shards=inputs.importance_shards,
         keep_statistics=propagate == "dense" if keep is None else keep,
         measures=measure_tasks(inputs.methods, inputs.geometry),
-        predicts=tuple(with_moments(task, manifest) for task in predict_tasks(inputs.methods, inputs.geometry)),
+        predicts=tuple(
+            with_moments(task, manifest, inputs.geometry.layers[task.layer])
+            for task in predict_tasks(inputs.methods, inputs.geometry)
+        ),
         gradient=calibration.gradient.kind if calibration else "model",
         gradient_shards=inputs.gradient_shards,
     )

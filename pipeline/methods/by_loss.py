@@ -12,14 +12,8 @@ from torch import Tensor
 
 from manifests.records import Curve
 from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
-from pipeline.methods.method import Moment
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
-
-
-def pull(*roles: str) -> Moment:
-    """The gradient at the input that these roles share."""
-    return Moment(f"pull:{'+'.join(roles)}", kind="gradient")
 
 
 def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD: Tensor) -> Directions:

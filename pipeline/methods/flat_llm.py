@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manifests.methods import FlatLLM
 from manifests.records import Curve, FormSpec
+from pipeline.families.blocks import AttentionBlock, MLPBlock, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
@@ -24,13 +25,12 @@ from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, spect
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.moments import input_moment, output_gradient
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
-MLP_ROLES = ("gate", "up", "down")
-FORMS = {"attention": ("value", "head_pca"), "query_key": ("query_key", "head_low_rank"), "mlp": ("mlp", "pruned")}
-HIDDEN, CONTEXT = Moment("down.in"), Moment("o.in")
-AFTER_ATTENTION, AFTER_LAYER = Moment("mid", kind="gradient"), Moment("out", kind="gradient")
+VALUE, QUERY_KEY, MLP = "value", "query_key", "mlp"  # rank variables
+FORMS = {VALUE: "head_pca", QUERY_KEY: "head_low_rank", MLP: "pruned"}
 
 
 @dataclass(frozen=True)
@@ -56,52 +56,61 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return frozenset({"importance"}) if follows else frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `attention` (v, o), `mlp` and `query_key` (q, k) of every chosen layer.
+        """Claim groups `attention` (v, o), `query_key` (q, k) and the MLP of every chosen layer.
 
         Raises ValueError on layers that do not exist, and on ranks given for what is off or beyond the full rank.
         """
         groups = []
         for layer in self.chosen_layers(geometry):
             self._check_ranks(layer)
+            attention = layer.attention
             if self.entry.attention:
-                groups.append(Group(layer.index, "attention", ("v", "o"), self._attention_moments(layer)))
+                moments = self._attention_moments(attention)
+                groups.append(Group(layer.index, attention.name, roles_of(attention.value_output), moments))
             if self.entry.query_key == "head_pca":
-                groups.append(Group(layer.index, "query_key", ("q", "k"), _query_key_moments(layer)))
+                moments = _query_key_moments(attention)
+                groups.append(Group(layer.index, "query_key", roles_of(attention.query_key), moments))
             if self.entry.mlp:
-                groups.append(Group(layer.index, "mlp", _mlp_roles(layer), self._mlp_moments()))
+                groups += [Group(layer.index, mlp.name, mlp.roles, self._mlp_moments(mlp)) for mlp in layer.mlps]
         return tuple(groups)
 
     def _check_ranks(self, geometry: LayerGeometry) -> None:
         given = self.entry.ranks.model_dump() if self.entry.ranks is not None else {}
         on = {"value": self.entry.attention, "mlp": self.entry.mlp, "query_key": self.entry.query_key != "none"}
-        full = {"value": geometry.head_dim, "mlp": geometry.intermediate, "query_key": geometry.head_dim}
+        head_dim = geometry.attention.head_dim
+        full = {"value": head_dim, "mlp": max(mlp.width for mlp in geometry.mlps), "query_key": head_dim}
         for name, rank in given.items():
             if rank is not None and not on[name]:
                 raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")
             if rank is not None and rank > full[name]:
                 raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]} of layer {geometry.index}")
 
-    def _attention_moments(self, geometry: LayerGeometry) -> tuple[Moment, ...]:
-        return (self._value_moment(geometry), *((CONTEXT, AFTER_ATTENTION) if self.entry.needs_gradient else ()))
+    def _attention_moments(self, block: AttentionBlock) -> tuple[Moment, ...]:
+        felt = (input_moment(block.writer), output_gradient(block.writer)) if self.entry.needs_gradient else ()
+        return (self._value_moment(block), *felt)
 
-    def _mlp_moments(self) -> tuple[Moment, ...]:
-        return (HIDDEN, *((AFTER_LAYER,) if self.entry.needs_gradient else ()))
+    def _mlp_moments(self, block: MLPBlock) -> tuple[Moment, ...]:
+        felt = (output_gradient(block.writer),) if self.entry.needs_gradient else ()
+        return (input_moment(block.writer), *felt)
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank of the values, or by width of the MLP."""
         (variable,) = self.group_variables(group, geometry)
-        if group.name == "mlp":
-            metric, down_DN = factored(statistics.mean(AFTER_LAYER)[0]), weights["down.weight"].double()
-            felt_DN, hidden_NN = metric.factor.T @ down_DN, statistics.mean(HIDDEN)[0]
+        block = geometry.block_of(group.roles[0])
+        writer = block.writer
+        metric_DD, input_FF = statistics.mean(output_gradient(writer))[0], statistics.mean(input_moment(writer))[0]
+        output_DF = weights[writer.weight_key].double()
+        if isinstance(block, MLPBlock):
+            metric, down_DN, hidden_NN = factored(metric_DD), output_DF, input_FF
+            felt_DN = metric.factor.T @ down_DN
             chooses_DN = felt_DN if self.entry.weighting == "loss" else down_DN
             priority_N = self._priority(hidden_NN, chooses_DN, variable.least)
             losses = metric.scale * nested_losses(nested_outputs(hidden_NN, felt_DN, priority_N))
             return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: 0)
-        output_DF = weights["o.weight"].double()
-        encode_Gdd, decode_Gdd, _, _ = self._basis(geometry, output_DF, statistics, geometry.head_dim)
-        metric_FF = pulled(output_DF, statistics.mean(AFTER_ATTENTION)[0])
-        losses = projection_losses(metric_FF, statistics.mean(CONTEXT)[0], encode_Gdd, decode_Gdd)
-        return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: geometry.kv_heads * rank)
+        attention = geometry.attention
+        encode_Gdd, decode_Gdd, _, _ = self._basis(attention, output_DF, statistics, attention.head_dim)
+        losses = projection_losses(pulled(output_DF, metric_DD), input_FF, encode_Gdd, decode_Gdd)
+        return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: attention.kv_heads * rank)
 
     def _priority(self, hidden_NN: Tensor, chooses_DN: Tensor, least: int) -> Tensor:
         """The channels in the order in which widths take them in."""
@@ -132,122 +141,125 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Dispatches on the group; see the three functions below."""
+        """Compress values and output, queries and keys, or an MLP."""
         forms = self.forms(group, geometry, ranks)
         if not forms:
             return Solution(dict(weights), {}, {"dense": True})
-        if group.name == "attention":
-            found = self._compress_attention(geometry, weights, statistics, ranks["value"])
-        elif group.name == "query_key":
-            found = _compress_query_key(geometry, weights, statistics.moments, ranks["query_key"])
+        if VALUE in ranks:
+            solution = self._compress_attention(geometry.attention, weights, statistics, ranks[VALUE])
+        elif QUERY_KEY in ranks:
+            solution = _compress_query_key(geometry.attention, weights, statistics.moments, ranks[QUERY_KEY])
         else:
-            found = self._compress_mlp(geometry, weights, statistics, ranks["mlp"])
-        return replace(found, forms=forms)
+            solution = self._compress_mlp(geometry.mlp_of(group.roles[0]), weights, statistics, ranks[MLP])
+        return replace(solution, forms=forms)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """By the group: `head_pca`, `pruned`, or `head_low_rank`, where that stores less than the weights."""
-        D, d = geometry.hidden, geometry.head_dim
-        name, form = FORMS[group.name]
-        if group.name == "query_key" and ranks[name] * (D + d) >= d * D:
+        D, d = geometry.hidden, geometry.attention.head_dim
+        if QUERY_KEY in ranks and ranks[QUERY_KEY] * (D + d) >= d * D:
             return {}
-        return dict.fromkeys(group.roles, FormSpec(form=form, rank=ranks[name]))
+        form = next(form for name, form in FORMS.items() if name in ranks)
+        (rank,) = (ranks[name] for name in FORMS if name in ranks)
+        return dict.fromkeys(group.roles, FormSpec(form=form, rank=rank))
 
-    def _value_moment(self, geometry: LayerGeometry) -> Moment:
+    def _value_moment(self, block: AttentionBlock) -> Moment:
         if self.entry.basis == "context":
-            return Moment("o.in", heads=geometry.heads, groups=geometry.kv_heads)
-        return Moment("v.out", heads=geometry.kv_heads, groups=geometry.kv_heads)
+            return Moment(block.writer.reads, heads=block.heads, groups=block.kv_heads)
+        return Moment(f"{block.value.role}.out", heads=block.kv_heads, groups=block.kv_heads)
 
     def _compress_attention(
-        self, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
+        self, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
         """W̃_v = E W_v and W̃_o = W_o D for the encoder E (r × d) and decoder D (d × r) of each KV head."""
-        output_DF = weights["o.weight"].double()
-        encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = self._basis(geometry, output_DF, statistics, rank)
+        value, writer = block.value_output
+        output_DF = weights[writer.weight_key].double()
+        encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = self._basis(block, output_DF, statistics, rank)
         tensors = {
-            "v.weight": encode_heads(encoder_Grd, weights["v.weight"]),
-            "o.weight": by_heads(output_DF, of_heads(decoder_Gdr, geometry.heads)),
+            value.weight_key: encode_heads(encoder_Grd, weights[value.weight_key]),
+            writer.weight_key: by_heads(output_DF, of_heads(decoder_Gdr, block.heads)),
         }
-        if "v.bias" in weights:
-            tensors["v.bias"] = encode_heads(encoder_Grd, weights["v.bias"][:, None])[:, 0]
-        if "o.bias" in weights:
-            tensors["o.bias"] = weights["o.bias"].double()
+        if value.bias:
+            tensors[value.bias_key] = encode_heads(encoder_Grd, weights[value.bias_key][:, None])[:, 0]
+        if writer.bias:
+            tensors[writer.bias_key] = weights[writer.bias_key].double()
         report = {"error": dropped_share(eigenvalues_Gd, rank), "spectrum": spectrum(eigenvalues_Gd)}
         report |= {"clipped": clipped} if clipped else {}
         inputs: dict[str, Callable[[], Tensor]] = {}
-        if CONTEXT in statistics.moments:
-            inputs["o"] = partial(_encoded, of_heads(encoder_Grd, geometry.heads).double(), statistics)
+        if (context := input_moment(writer)) in statistics.moments:
+            inputs[writer.role] = partial(_encoded, of_heads(encoder_Grd, block.heads).double(), context, statistics)
         return Solution(tensors, {}, report, inputs)
 
     def _basis(
-        self, geometry: LayerGeometry, output_DF: Tensor, statistics: Statistics, rank: int
+        self, block: AttentionBlock, output_DF: Tensor, statistics: Statistics, rank: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """Encoder (G, r, d), decoder (G, d, r), eigenvalues (G, d), clipped: as `weighted_head_pca`."""
-        moment_Gdd = statistics.moments[self._value_moment(geometry)]
+        moment_Gdd = statistics.moments[self._value_moment(block)]
         if self.entry.weighting == "none":
             decoder_Gdr, eigenvalues_Gd = head_pca(moment_Gdd, rank)
             return decoder_Gdr.transpose(1, 2), decoder_Gdr, eigenvalues_Gd, 0
         if self.entry.weighting == "loss":
-            metric_FF = pulled(output_DF, statistics.mean(AFTER_ATTENTION)[0])
-            gram_Gdd = diagonal_blocks(metric_FF, geometry.heads, geometry.kv_heads)
+            metric_FF = pulled(output_DF, statistics.mean(output_gradient(block.writer))[0])
+            gram_Gdd = diagonal_blocks(metric_FF, block.heads, block.kv_heads)
         else:
-            gram_Gdd = output_gram(output_DF, geometry.heads, geometry.kv_heads)
+            gram_Gdd = output_gram(output_DF, block.heads, block.kv_heads)
         return weighted_head_pca(moment_Gdd, gram_Gdd, rank)
 
     def _compress_mlp(
-        self, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
+        self, block: MLPBlock, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
-        """Keeps `rank` channels and refits the down projection on them."""
-        moment_NN, down_DN = statistics.moments[HIDDEN][0], weights["down.weight"]
+        """Keep `rank` channels and refit the matrix that writes on them."""
+        writer = block.writer
+        moment_NN, down_DN = statistics.moments[input_moment(writer)][0], weights[writer.weight_key]
         if self.entry.selection == "leverage":
             kept_k, jitter = select_leverage(moment_NN, rank, self.entry.ridge)
             refit_Dk, fallbacks, error = refit_with_error(down_DN, moment_NN, kept_k)
         else:
             felt_DN = None
             if self.entry.weighting == "loss":
-                felt_DN = factored(statistics.mean(AFTER_LAYER)[0]).factor.T @ down_DN.double()
+                felt_DN = factored(statistics.mean(output_gradient(writer))[0]).factor.T @ down_DN.double()
             kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, felt_DN)
-        tensors = {"down.weight": refit_Dk}
-        for role in _mlp_roles(geometry)[:-1]:
-            tensors[f"{role}.weight"] = weights[f"{role}.weight"][kept_k].double()
-            if f"{role}.bias" in weights:
-                tensors[f"{role}.bias"] = weights[f"{role}.bias"][kept_k].double()
-        if "down.bias" in weights:
-            tensors["down.bias"] = weights["down.bias"].double()
+        tensors = {writer.weight_key: refit_Dk}
+        for reader in block.readers:
+            tensors[reader.weight_key] = weights[reader.weight_key][kept_k].double()
+            if reader.bias:
+                tensors[reader.bias_key] = weights[reader.bias_key][kept_k].double()
+        if writer.bias:
+            tensors[writer.bias_key] = weights[writer.bias_key].double()
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
-        inputs = {"down": lambda: moment_NN[kept_k][:, kept_k] / statistics.tokens}
-        outputs = dict.fromkeys((role for role in _mlp_roles(geometry) if role != "down"), kept_k)
+        inputs = {writer.role: lambda: moment_NN[kept_k][:, kept_k] / statistics.tokens}
+        outputs = dict.fromkeys(roles_of(block.readers), kept_k)
         return Solution(tensors, {}, report, inputs, outputs)
 
 
-def _encoded(encoder_Hrd: Tensor, statistics: Statistics) -> Tensor:
-    """The mean moment of what o reads, in each head's basis on both sides."""
-    encoded_RF = encode_heads(encoder_Hrd, statistics.mean(CONTEXT)[0])
+def _encoded(encoder_Hrd: Tensor, context: Moment, statistics: Statistics) -> Tensor:
+    """Return the mean moment of the output projection's input, in each head's basis on both sides."""
+    encoded_RF = encode_heads(encoder_Hrd, statistics.mean(context)[0])
     return encode_heads(encoder_Hrd, encoded_RF.T.contiguous())
 
 
 def _compress_query_key(
-    geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor], rank: int
+    block: AttentionBlock, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor], rank: int
 ) -> Solution:
     """Q Qᵀ W per head, before RoPE, as two factors: first (n·r × D), second (n × d × r)."""
     tensors: dict[str, Tensor] = {}
     report: dict[str, Any] = {}
-    for role, moment in zip(("q", "k"), _query_key_moments(geometry), strict=True):
+    for matrix, moment in zip(block.query_key, _query_key_moments(block), strict=True):
+        role = matrix.role
         basis_ndr, eigenvalues_nd = head_pca(moments[moment], rank)
-        tensors[f"{role}.first.weight"] = encode_heads(basis_ndr.transpose(1, 2), weights[f"{role}.weight"])
+        tensors[f"{role}.first.weight"] = encode_heads(basis_ndr.transpose(1, 2), weights[matrix.weight_key])
         tensors[f"{role}.second"] = basis_ndr
-        if f"{role}.bias" in weights:
-            tensors[f"{role}.bias"] = _project(basis_ndr, weights[f"{role}.bias"])
+        if matrix.bias:
+            tensors[matrix.bias_key] = _project(basis_ndr, weights[matrix.bias_key])
         report |= {f"{role}_error": dropped_share(eigenvalues_nd, rank), f"{role}_spectrum": spectrum(eigenvalues_nd)}
     return Solution(tensors, {}, report)
 
 
-def _query_key_moments(geometry: LayerGeometry) -> tuple[Moment, Moment]:
-    heads, kv_heads = geometry.heads, geometry.kv_heads
-    return Moment("q.out", heads=heads, groups=heads), Moment("k.out", heads=kv_heads, groups=kv_heads)
-
-
-def _mlp_roles(geometry: LayerGeometry) -> tuple[str, ...]:
-    return tuple(role for role in MLP_ROLES if role in geometry.roles)
+def _query_key_moments(block: AttentionBlock) -> tuple[Moment, Moment]:
+    heads, kv_heads = block.heads, block.kv_heads
+    return (
+        Moment(f"{block.query.role}.out", heads=heads, groups=heads),
+        Moment(f"{block.key.role}.out", heads=kv_heads, groups=kv_heads),
+    )
 
 
 def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:
@@ -257,19 +269,17 @@ def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:
 
 
 def _rank_variable(group: Group, geometry: LayerGeometry, multiple: int) -> RankVariable:
-    D, d, N = geometry.hidden, geometry.head_dim, geometry.intermediate
-    H, G = geometry.heads, geometry.kv_heads
-    if group.name == "attention":
-        per_rank = D * (H + G) + (G if "v" in geometry.biases else 0)
-        bias = D if "o" in geometry.biases else 0
-        return RankVariable(group.layer, group.name, "value", d, multiple, lambda rank: per_rank * rank + bias)
-    if group.name == "query_key":
-        bias = H * d * ("q" in geometry.biases) + G * d * ("k" in geometry.biases)
-        factored, dense = (H + G) * (D + d), (H + G) * d * D
-        return RankVariable(
-            group.layer, group.name, "query_key", d, multiple, lambda rank: bias + min(factored * rank, dense)
-        )
-    rows = [role for role in group.roles if role != "down"]
-    per_channel = D * len(group.roles) + sum(role in geometry.biases for role in rows)
-    bias = D if "down" in geometry.biases else 0
-    return RankVariable(group.layer, group.name, "mlp", N, multiple, lambda rank: per_channel * rank + bias)
+    D, block = geometry.hidden, geometry.block_of(group.roles[0])
+    if isinstance(block, MLPBlock):
+        return RankVariable(group.layer, group.name, MLP, block.width, multiple, block.numbers)
+    attention = geometry.attention
+    d, H, G = attention.head_dim, attention.heads, attention.kv_heads
+    if group.roles == roles_of(attention.value_output):
+        per_rank = D * (H + G) + (G if attention.value.bias else 0)
+        bias = attention.writer.biases
+        return RankVariable(group.layer, group.name, VALUE, d, multiple, lambda rank: per_rank * rank + bias)
+    bias = sum(matrix.biases for matrix in attention.query_key)
+    factored, dense = (H + G) * (D + d), (H + G) * d * D
+    return RankVariable(
+        group.layer, group.name, QUERY_KEY, d, multiple, lambda rank: bias + min(factored * rank, dense)
+    )

@@ -5,7 +5,7 @@ Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,21 +14,47 @@ from torch import Tensor
 
 from manifests.methods import JointRankK
 from manifests.records import Curve, FormSpec
+from pipeline.families.blocks import Matrix, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import MethodBase
-from pipeline.methods.by_loss import curve_of, directions, factors, losses, pull
+from pipeline.methods.by_loss import curve_of, directions, factors, losses
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.moments import input_moment, pull
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
-INPUTS = {"query_key": Moment("attention.in"), "mlp": Moment("mlp.in")}
-ROLES = {"query_key": ("q", "k"), "mlp": ("gate", "up")}
+QUERY_KEY, MLP = "query_key", "mlp"  # rank variables
 Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
-NAMES = {"query_key": "query_key", "mlp": "gate_up"}  # of the pair, in the form
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two matrices that read the same input.
+
+    Attributes:
+        variable: the name of their rank.
+        form: how the entry decomposes them.
+        shared: the name of the factor that they share.
+    """
+
+    variable: str
+    matrices: tuple[Matrix, ...]
+    form: str
+    shared: str
+
+    @property
+    def input(self) -> Moment:
+        """Return the moment of what they read."""
+        return input_moment(self.matrices[0])
+
+    @property
+    def stacks(self) -> list[tuple[Matrix, ...]]:
+        """Return the matrices that are decomposed together."""
+        return [(matrix,) for matrix in self.matrices] if self.form == "separate" else [self.matrices]
 
 
 @dataclass(frozen=True)
@@ -43,42 +69,56 @@ class JointRankKMethod(MethodBase[JointRankK]):
         return self.entry.ranks is not None
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `query_key` (q, k) and `mlp` (gate, up) of every chosen layer."""
+        """Claim groups `query_key` (q, k) and the matrices that read the MLP's input, in every chosen layer."""
         layers = self.chosen_layers(geometry)
         for layer in layers:
             self._check(layer)
-        names = [name for name in ROLES if self._form(name) != "none"]
-        return tuple(Group(layer.index, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
+        return tuple(
+            Group(layer.index, name, roles_of(pair.matrices), self._moments(pair))
+            for layer in layers
+            for name, pair in self._pairs(layer).items()
+        )
 
-    def _moments(self, name: str) -> tuple[Moment, ...]:
+    def _pairs(self, geometry: LayerGeometry) -> dict[str, _Pair]:
+        """Map the name of each group of a layer to its pair."""
+        pairs = {}
+        if self.entry.query_key != "none":
+            matrices = geometry.attention.query_key
+            pairs[QUERY_KEY] = _Pair(QUERY_KEY, matrices, self.entry.query_key, QUERY_KEY)
+        if self.entry.mlp_form != "none":
+            for block in geometry.mlps:
+                pairs[block.name] = _Pair(MLP, block.readers, self.entry.mlp_form, block.reader_group)
+        return pairs
+
+    def _moments(self, pair: _Pair) -> tuple[Moment, ...]:
         if self.entry.needs_gradient:
-            return (INPUTS[name], *(pull(*roles) for roles in self._stacked(name)))
-        return (INPUTS[name],) if self.entry.weighting == "input" else ()
-
-    def _stacked(self, name: str) -> list[tuple[str, ...]]:
-        """The roles that are decomposed together."""
-        return [(role,) for role in ROLES[name]] if self._form(name) == "separate" else [ROLES[name]]
+            return (pair.input, *(pull(matrices) for matrices in pair.stacks))
+        return (pair.input,) if self.entry.weighting == "input" else ()
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank; of separate weights the sum, without what correlates between them."""
-        input_DD = statistics.mean(INPUTS[group.name])[0]
+        pair = self._pairs(geometry)[group.name]
+        input_DD = statistics.mean(pair.input)[0]
         lines = []
-        for roles, stack in zip(self._stacked(group.name), self._stacks(geometry, group.name), strict=True):
-            parts, _ = of_one_size([weights[f"{role}.weight"] for role in roles])
-            pull_DD = statistics.mean(pull(*roles))[0]
+        for matrices, stack in zip(pair.stacks, self._stacks(geometry, pair), strict=True):
+            parts, _ = of_one_size([weights[matrix.weight_key] for matrix in matrices])
+            pull_DD = statistics.mean(pull(matrices))[0]
             lines.append((stack, losses(parts, self.entry.weighting, input_DD, pull_DD)))
 
         def loss_at(rank: int) -> float:
             return sum(0.0 if _saves_nothing(stack, rank) else float(lost[rank]) for stack, lost in lines)
 
-        cache = geometry.weight_shape("k")[0] if group.name == "query_key" else 0
+        cache = geometry.attention.key.outputs if pair.variable == QUERY_KEY else 0
         (variable,) = self.group_variables(group, geometry)
         return curve_of(variable, loss_at, lambda rank: cache)
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """One rank for each group, named like it."""
-        cap, multiple = self._cap(geometry, group.name), self.entry.multiple(geometry.hidden)
-        return (RankVariable(group.layer, group.name, group.name, cap, multiple, self._cost(geometry, group.name)),)
+        """Choose one rank for each group."""
+        pair, multiple = self._pairs(geometry)[group.name], self.entry.multiple(geometry.hidden)
+        stacks = self._stacks(geometry, pair)
+        cap = max(-(-dense // per_rank) for dense, per_rank in stacks)  # the first at which everything stays dense
+        cost = _cost(stacks, sum(matrix.biases for matrix in pair.matrices))
+        return (RankVariable(group.layer, group.name, pair.variable, cap, multiple, cost),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The ranks given, or those that store `ratio` of the dense numbers: in every layer, or on average.
@@ -95,7 +135,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         share_of = dict(zip(layers, shares, strict=True))
         return {
             variable.key: min(
-                self._rank_at(geometry.layers[variable.layer], variable.name, share_of[variable.layer]),
+                self._rank_at(geometry.layers[variable.layer], variable.group, share_of[variable.layer]),
                 float(variable.cap),
             )
             for variable in self.rank_variables(geometry)
@@ -105,20 +145,20 @@ class JointRankKMethod(MethodBase[JointRankK]):
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
-        rank, name = ranks[group.name], group.name
-        forms = self.forms(group, geometry, ranks)
+        pair = self._pairs(geometry)[group.name]
+        rank, forms = ranks[pair.variable], self.forms(group, geometry, ranks)
         if not forms:
             return Solution(dict(weights), {}, {"dense": True})
         stacked = {role: weights[f"{role}.weight"] for role in group.roles}
         biases = {key: bias for key, bias in weights.items() if key.endswith(".bias")}
         if self.entry.weighting == "loss":
-            solution = self._by_loss(name, stacked, rank, statistics)
+            solution = _by_loss(pair, stacked, rank, statistics)
             return Solution(solution.tensors | biases, forms, solution.report)
-        roots = input_roots(statistics.moments[INPUTS[name]][0]) if self.entry.weighting == "input" else None
-        if self._form(name) == "separate":
+        roots = input_roots(statistics.moments[pair.input][0]) if self.entry.weighting == "input" else None
+        if pair.form == "separate":
             solution = _separate(stacked, rank, roots)
-        elif self._form(name) == "joint_per_head":
-            solution = _per_head(stacked, geometry.heads, rank, roots)
+        elif pair.form == "joint_per_head":
+            solution = _per_head(stacked, geometry.attention.heads, rank, roots)
         else:
             solution = _joint(stacked, rank, roots)
         clipped = {"clipped": roots.clipped} if roots else {}
@@ -126,76 +166,73 @@ class JointRankKMethod(MethodBase[JointRankK]):
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """Role -> form of the entry's, `low_rank` where weights are separate; none where factors would save nothing."""
-        rank, name = ranks[group.name], group.name
-        if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
+        pair = self._pairs(geometry)[group.name]
+        rank = ranks[pair.variable]
+        if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, pair)):
             return {}
-        if self._form(name) == "separate":
+        if pair.form == "separate":
             cut = (role for role in group.roles if rank <= rank_limit(*geometry.weight_shape(role)))
             return dict.fromkeys(cut, FormSpec(form="low_rank", rank=rank))
-        kind = "joint_head_low_rank" if self._form(name) == "joint_per_head" else "joint_low_rank"
-        return dict.fromkeys(group.roles, FormSpec(form=kind, rank=rank, group=NAMES[name]))
-
-    def _by_loss(self, name: str, stacked: Mapping[str, Tensor], rank: int, statistics: Statistics) -> Solution:
-        """Each stack in the metric of the loss. docs/methods.md#curves."""
-        tensors: dict[str, Tensor] = {}
-        input_DD, report = statistics.mean(INPUTS[name])[0], {}
-        for roles in self._stacked(name):
-            weights = [stacked[role] for role in roles]
-            if len(roles) == 1 and rank > rank_limit(*weights[0].shape):
-                tensors[f"{roles[0]}.weight"] = weights[0]
-                continue
-            pull_DD = statistics.mean(pull(*roles))[0]
-            found = directions(weights, "loss", input_DD, pull_DD)
-            first_rD, seconds = factors(found, rank, weights)
-            tensors[f"{roles[0]}.first.weight"] = first_rD
-            tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
-            lost = float(losses_by_rank(found, input_DD, pull_DD)[rank])
-            report["_".join((*roles, "predicted"))] = lost
-        return Solution(tensors, {}, report)
-
-    def _form(self, name: str) -> str:
-        return self.entry.query_key if name == "query_key" else self.entry.mlp_form
+        kind = "joint_head_low_rank" if pair.form == "joint_per_head" else "joint_low_rank"
+        return dict.fromkeys(group.roles, FormSpec(form=kind, rank=rank, group=pair.shared))
 
     def _check(self, geometry: LayerGeometry) -> None:
-        if self._form("mlp") != "none" and "gate" not in geometry.roles:
+        if self.entry.mlp_form != "none" and not all(block.gated for block in geometry.mlps):
             raise ValueError(
                 f"mlp: {geometry.model_type} has an MLP without gate, so nothing is stacked; set mlp: false"
             )
-        if self._form("query_key") == "joint_per_head" and geometry.heads != geometry.kv_heads:
+        heads, kv_heads = geometry.attention.heads, geometry.attention.kv_heads
+        if self.entry.query_key == "joint_per_head" and heads != kv_heads:
             raise ValueError(
                 f"query_key: joint_per_head pairs each query head with a key head of its own, but the model has "
-                f"{geometry.heads} query and {geometry.kv_heads} key heads; use joint or separate"
+                f"{heads} query and {kv_heads} key heads; use joint or separate"
             )
-        for name, given in (self.entry.ranks.model_dump() if self.entry.ranks else {}).items():
-            limit = self._limit(geometry, name)
-            if self._form(name) != "none" and given > limit:
-                raise ValueError(f"ranks.{name}: {given} saves nothing; the largest rank that does is {limit}")
+        given = self.entry.ranks.model_dump() if self.entry.ranks else {}
+        for pair in self._pairs(geometry).values() if given else ():
+            rank, limit = given[pair.variable], self._limit(geometry, pair)
+            if rank > limit:
+                raise ValueError(f"ranks.{pair.variable}: {rank} saves nothing; the largest rank that does is {limit}")
 
-    def _limit(self, geometry: LayerGeometry, name: str) -> int:
-        """The largest rank at which every stack stores less than its dense weights."""
-        return min((dense - 1) // per_rank for dense, per_rank in self._stacks(geometry, name))
+    def _limit(self, geometry: LayerGeometry, pair: _Pair) -> int:
+        """Return the largest rank at which every stack stores less than its dense weights."""
+        return min((dense - 1) // per_rank for dense, per_rank in self._stacks(geometry, pair))
 
-    def _stacks(self, geometry: LayerGeometry, name: str) -> list[Stack]:
-        """What is decomposed on its own: each weight, or the pair; a pair per head counts as one."""
-        D, rows = geometry.hidden, [geometry.weight_shape(role)[0] for role in ROLES[name]]
-        if self._form(name) == "separate":
+    def _stacks(self, geometry: LayerGeometry, pair: _Pair) -> list[Stack]:
+        """Return the sizes of each weight, or of the pair; a pair per head counts as one."""
+        D, rows = geometry.hidden, [matrix.outputs for matrix in pair.matrices]
+        if pair.form == "separate":
             return [(m * D, m + D) for m in rows]
-        firsts = geometry.heads if self._form(name) == "joint_per_head" else 1
+        firsts = geometry.attention.heads if pair.form == "joint_per_head" else 1
         return [(sum(rows) * D, sum(rows) + firsts * D)]
 
-    def _cap(self, geometry: LayerGeometry, name: str) -> int:
-        """The first rank at which everything stays dense."""
-        return max(-(-dense // per_rank) for dense, per_rank in self._stacks(geometry, name))
-
-    def _rank_at(self, geometry: LayerGeometry, name: str, ratio: float) -> float:
-        """The rank at which the factors store `ratio` of the dense numbers."""
-        stacks = self._stacks(geometry, name)
+    def _rank_at(self, geometry: LayerGeometry, group: str, ratio: float) -> float:
+        """Return the rank at which the factors of a group store `ratio` of the dense numbers."""
+        stacks = self._stacks(geometry, self._pairs(geometry)[group])
         return ratio * sum(dense for dense, _ in stacks) / sum(per_rank for _, per_rank in stacks)
 
-    def _cost(self, geometry: LayerGeometry, name: str) -> Callable[[float], float]:
-        stacks = self._stacks(geometry, name)
-        bias = geometry.numbers(ROLES[name]) - sum(dense for dense, _ in stacks)
-        return lambda rank: bias + sum(min(per_rank * rank, dense) for dense, per_rank in stacks)
+
+def _by_loss(pair: _Pair, stacked: Mapping[str, Tensor], rank: int, statistics: Statistics) -> Solution:
+    """Decompose each stack in the metric of the loss. docs/methods.md#curves."""
+    tensors: dict[str, Tensor] = {}
+    input_DD, report = statistics.mean(pair.input)[0], {}
+    for matrices in pair.stacks:
+        roles = roles_of(matrices)
+        weights = [stacked[role] for role in roles]
+        if len(roles) == 1 and rank > rank_limit(*weights[0].shape):
+            tensors[f"{roles[0]}.weight"] = weights[0]
+            continue
+        pull_DD = statistics.mean(pull(matrices))[0]
+        order = directions(weights, "loss", input_DD, pull_DD)
+        first_rD, seconds = factors(order, rank, weights)
+        tensors[f"{roles[0]}.first.weight"] = first_rD
+        tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
+        lost = float(losses_by_rank(order, input_DD, pull_DD)[rank])
+        report["_".join((*roles, "predicted"))] = lost
+    return Solution(tensors, {}, report)
+
+
+def _cost(stacks: Sequence[Stack], biases: int) -> Callable[[float], float]:
+    return lambda rank: biases + sum(min(per_rank * rank, dense) for dense, per_rank in stacks)
 
 
 def _saves_nothing(stack: Stack, rank: int) -> bool:

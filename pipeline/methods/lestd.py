@@ -17,6 +17,7 @@ from torch import Tensor
 
 from manifests.methods import LeSTD
 from manifests.records import Curve, FormSpec
+from pipeline.families.blocks import AttentionBlock, Block, MLPBlock
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots
 from pipeline.kernels.scales import of_one_size, scale_report
@@ -37,10 +38,9 @@ from pipeline.methods.lestd_sizes import (
     sizes_at_common_threshold,
 )
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
+from pipeline.methods.moments import input_moment
 from pipeline.ranks.budget import RankVariable
 
-INPUT = Moment("attention.in")
-ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
 SIZE = "size"
 SAFE_EXPONENT = 40  # of a core's largest entry: squares of what counts beside it are normal float32 numbers
 
@@ -72,45 +72,53 @@ class LeSTDMethod(MethodBase[LeSTD]):
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `attention` (q, k, v, o) and `mlp` ((gate), up, down) of every chosen layer."""
-        names = {"attention": ("attention",), "mlp": ("mlp",), "both": ("attention", "mlp")}[self.entry.target]
-        return tuple(self._group(layer, name) for layer in self.chosen_layers(geometry) for name in names)
+        kinds = {"attention": AttentionBlock, "mlp": MLPBlock, "both": Block}[self.entry.target]
+        return tuple(
+            self._group(layer, block)
+            for layer in self.chosen_layers(geometry)
+            for block in layer.blocks
+            if isinstance(block, kinds)
+        )
 
-    def _group(self, layer: LayerGeometry, name: str) -> Group:
-        self._check(layer, name)
-        roles = ATTENTION if name == "attention" else tuple(role for role in MLP if role in layer.roles)
-        own = (INPUT, _context(layer)) if self._own_output else ()
-        felt = lestd_loss.moments(roles) if self.entry.needs_gradient else ()
-        return Group(layer.index, name, roles, tuple(dict.fromkeys((*own, *felt))))
+    def _group(self, layer: LayerGeometry, block: Block) -> Group:
+        self._check(layer, block)
+        own = (input_moment(block.readers[0]), _context(layer.attention)) if self._own_output else ()
+        felt = lestd_loss.moments(block) if self.entry.needs_gradient else ()
+        return Group(layer.index, block.name, block.roles, tuple(dict.fromkeys((*own, *felt))))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by size, of cores that are not refined."""
-        problems = self._problems(group, geometry, weights, statistics.moments)
+        block = geometry.block_of(group.roles[0])
+        problems = self._problems(block, geometry, weights, statistics.moments)
         plain = replace(self, entry=self.entry.model_copy(update={"refine_sweeps": 0}))
 
         def loss_at(size: int) -> float:
             errors: dict[str, Tensor] = {}
-            for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):
-                again = rebuild(plain._solve(problem, self._rule(geometry, group.name), part_size).found)
-                errors |= errors_of(problem, again, self._stacked_roles(group, geometry, problem))
-            return lestd_loss.loss_of(lestd_loss.role_changes(group.roles, errors), statistics)
+            for problem, part_size in zip(problems, self._split(geometry, block, size), strict=True):
+                again = rebuild(plain._solve(problem, self._rule(geometry, block), part_size).found)
+                errors |= errors_of(problem, again, self._stacked_roles(block, problem))
+            return lestd_loss.loss_of(lestd_loss.matrix_changes(block, errors), statistics)
 
         (variable,) = self.group_variables(group, geometry)
-        return lestd_loss.curve(variable, geometry, loss_at)
+        cache = block.cache_numbers if isinstance(block, AttentionBlock) else 0
+        return lestd_loss.curve(variable, cache, loss_at)
 
-    def _stacked_roles(self, group: Group, geometry: LayerGeometry, problem: Problem) -> list[tuple[str, ...]]:
-        """Which roles each tensor of a problem holds, in the order of its third mode."""
-        if group.name == "mlp":
-            return [group.roles]
+    def _stacked_roles(self, block: Block, problem: Problem) -> list[tuple[str, ...]]:
+        """Return the roles that each tensor of a problem holds, in the order of its third mode."""
+        if not isinstance(block, AttentionBlock):
+            return [block.roles]
+        query, key, value, output = block.roles
         if problem.layout.own:
-            return [("o",)]
-        if geometry.heads == geometry.kv_heads:
-            return [("q", "k", "v") if self._own_output else ("q", "k", "v", "o")]
-        return [("q",) if self._own_output else ("q", "o"), ("k", "v")]
+            return [(output,)]
+        if block.heads == block.kv_heads:
+            return [(query, key, value) if self._own_output else block.roles]
+        return [(query,) if self._own_output else (query, output), (key, value)]
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """One, `size`: the numbers stored, with the index, without biases; cap: all that help."""
-        least, cap = self._bounds(geometry, group.name)
-        biases = geometry.numbers(group.roles) - self._dense(geometry, group.name)
+        block = geometry.block_of(group.roles[0])
+        least, cap = self._bounds(geometry, block)
+        biases = sum(matrix.biases for matrix in block.matrices)
         return (RankVariable(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
@@ -118,7 +126,9 @@ class LeSTDMethod(MethodBase[LeSTD]):
         variables = self.rank_variables(geometry)
         if self.fixed_ranks:
             return {variable.key: float(variable.cap) for variable in variables}
-        dense = [self._dense(geometry.layers[variable.layer], variable.group) for variable in variables]
+        layers = (geometry.layers[variable.layer] for variable in variables)
+        named = zip(layers, variables, strict=True)
+        dense = [self._dense(layer, layer.block(variable.group)) for layer, variable in named]
         even = [min(ratio * numbers, variable.cap) for numbers, variable in zip(dense, variables, strict=True)]
         if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
             return {variable.key: want for variable, want in zip(variables, even, strict=True)}
@@ -132,9 +142,10 @@ class LeSTDMethod(MethodBase[LeSTD]):
 
     def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> dict[str, Any]:
         """The size to choose at every threshold."""
-        (problem,) = self._problems(group, geometry, weights, {})
+        block = geometry.block_of(group.roles[0])
+        (problem,) = self._problems(block, geometry, weights, {})
         squares, exponent = _squares(self._whole(problem))
-        curve = size_curve(problem.layout.part, self._rule(geometry, group.name), squares)
+        curve = size_curve(problem.layout.part, self._rule(geometry, block), squares)
         return {**curve, "first": curve["first"] + GRID_PER_OCTAVE * exponent}
 
     def compress(
@@ -144,15 +155,15 @@ class LeSTDMethod(MethodBase[LeSTD]):
 
         At the size of the dense weights these stay.
         """
-        size = ranks[SIZE]
-        if size >= self._dense(geometry, group.name):
+        size, block = ranks[SIZE], geometry.block_of(group.roles[0])
+        if size >= self._dense(geometry, block):
             return Solution(dict(weights), {}, {"dense": True})
         tensors = {name: bias for name, bias in weights.items() if name.endswith(".bias")}
-        problems = self._problems(group, geometry, weights, statistics.moments)
+        problems = self._problems(block, geometry, weights, statistics.moments)
         form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if self._own_output else {})
         report: dict[str, Any] = {}
-        for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):
-            solved = self._solve(problem, self._rule(geometry, group.name), part_size)
+        for problem, part_size in zip(problems, self._split(geometry, block, size), strict=True):
+            solved = self._solve(problem, self._rule(geometry, block), part_size)
             factors, entries = _stored(problem, solved)
             tensors |= {f"{group.name}.tucker.{name}": tensor for name, tensor in factors.items()}
             form |= {"sparse": solved.choice.count is not None} | _form(problem.layout, solved.choice) | entries
@@ -164,37 +175,39 @@ class LeSTDMethod(MethodBase[LeSTD]):
         """Whether o, whose input is not that of q, k and v, is decomposed by itself."""
         return self.entry.weighting == "input"
 
-    def _rule(self, geometry: LayerGeometry, name: str) -> Rule:
+    def _rule(self, geometry: LayerGeometry, block: Block) -> Rule:
         multiple = self.entry.multiple(geometry.hidden)
-        wide = name == "mlp" or not self.entry.prune  # d × d is next to nothing, and its core can be pruned instead
+        wide = (
+            isinstance(block, MLPBlock) or not self.entry.prune
+        )  # d × d is next to nothing, and its core can be pruned instead
         return Rule(self.entry.ranks, self.entry.prune, not self._own_output, wide, multiple)
 
-    def _layouts(self, geometry: LayerGeometry, name: str) -> list[Layout]:
-        D, d, H, G, bits = geometry.hidden, geometry.head_dim, geometry.heads, geometry.kv_heads, geometry.bits
-        if name == "mlp":
-            count = sum(role in geometry.roles for role in MLP)
-            return [Layout(Part(D, geometry.intermediate, ((count, 1),), bits), ("",))]
-        own = self._own_output
+    def _layouts(self, geometry: LayerGeometry, block: Block) -> list[Layout]:
+        D, bits = geometry.hidden, geometry.bits
+        if isinstance(block, MLPBlock):
+            return [Layout(Part(D, block.width, ((len(block.matrices), 1),), bits), ("",))]
+        attention = geometry.attention
+        d, H, G, own = attention.head_dim, attention.heads, attention.kv_heads, self._own_output
         if H == G:
             layouts = [Layout(Part(D, d, ((3 if own else 4, H),), bits), ("",))]
         else:
             layouts = [Layout(Part(D, d, ((1 if own else 2, H), (2, G)), bits), ("_q" if own else "_qo", "_kv"))]
         return [*layouts, Layout(Part(D, d, ((1, H),), bits), ("_o",), "_o")] if own else layouts
 
-    def _dense(self, geometry: LayerGeometry, name: str) -> int:
-        """Numbers of the weights."""
-        return sum(layout.part.dense for layout in self._layouts(geometry, name))
+    def _dense(self, geometry: LayerGeometry, block: Block) -> int:
+        """Count the numbers of the weights."""
+        return sum(layout.part.dense for layout in self._layouts(geometry, block))
 
-    def _bounds(self, geometry: LayerGeometry, name: str) -> tuple[int, int]:
+    def _bounds(self, geometry: LayerGeometry, block: Block) -> tuple[int, int]:
         """The smallest size that can be stored, and the largest that is worth anything."""
-        rule, parts = self._rule(geometry, name), [layout.part for layout in self._layouts(geometry, name)]
+        rule, parts = self._rule(geometry, block), [layout.part for layout in self._layouts(geometry, block)]
         dense = sum(part.dense for part in parts)
         return min(sum(rule.least(part) for part in parts), dense), min(sum(rule.most(part) for part in parts), dense)
 
-    def _split(self, geometry: LayerGeometry, name: str, size: int) -> list[int]:
+    def _split(self, geometry: LayerGeometry, block: Block, size: int) -> list[int]:
         """A size among the problems of a group, by their dense numbers."""
-        rule, parts = self._rule(geometry, name), [layout.part for layout in self._layouts(geometry, name)]
-        size = max(size, self._bounds(geometry, name)[0])
+        rule, parts = self._rule(geometry, block), [layout.part for layout in self._layouts(geometry, block)]
+        size = max(size, self._bounds(geometry, block)[0])
         if len(parts) == 1:
             return [size]
         first, last = parts
@@ -202,37 +215,39 @@ class LeSTDMethod(MethodBase[LeSTD]):
         share = max(rule.least(first), min(share, size - rule.least(last)))
         return [share, size - share]
 
-    def _check(self, geometry: LayerGeometry, name: str) -> None:
+    def _check(self, geometry: LayerGeometry, block: Block) -> None:
         if self.entry.ranks is None:
             return
-        parts = [layout.part for layout in self._layouts(geometry, name)]
+        parts = [layout.part for layout in self._layouts(geometry, block)]
         limits = tuple(max(part.full[mode] for part in parts) for mode in range(3))
         given = list(self.entry.ranks)
         if any(rank > limit for rank, limit in zip(given, limits, strict=True)):
-            raise ValueError(f"ranks: {given} for {name}; this model allows up to {list(limits)}")
-        stored, dense = self._bounds(geometry, name)[0], self._dense(geometry, name)
+            raise ValueError(f"ranks: {given} for {block.name}; this model allows up to {list(limits)}")
+        stored, dense = self._bounds(geometry, block)[0], self._dense(geometry, block)
         if stored >= dense:
             what = "with one core entry" if self.entry.prune else "and a dense core"
             raise ValueError(f"ranks: {given} {what} store {stored:,} numbers, no fewer than the weights' {dense:,}")
 
     def _problems(
-        self, group: Group, geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
+        self, block: Block, geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
     ) -> list[Problem]:
-        parts, scales = of_one_size([weights[f"{role}.weight"] for role in group.roles])
-        layouts = self._layouts(geometry, group.name)
-        if group.name == "mlp":
+        parts, scales = of_one_size([weights[matrix.weight_key] for matrix in block.matrices])
+        layouts = self._layouts(geometry, block)
+        if isinstance(block, MLPBlock):
             return [Problem(layouts[0], stack_mlp(parts[:-1], parts[-1]), parts=(tuple(scales),))]
         query, key, value, output = parts
-        stacked = stack_attention(query, key, value, output, geometry.heads, geometry.kv_heads)
+        attention = geometry.attention
+        stacked = stack_attention(query, key, value, output, attention.heads, attention.kv_heads)
         q, k, v, o = scales
         by_core = ((q, k, v, o),) if len(stacked) == 1 else ((q, o), (k, v))
         if not self._own_output:
             return [Problem(layouts[0], stacked, parts=by_core)]
         last = stacked[0].shape[2] - 1  # q, k, v, o or q, o
         inputs = [stacked[0][:, :, :last], *stacked[1:]]
+        input_DD, context_Hdd = moments[input_moment(attention.query)][0], moments[_context(attention)]
         return [
-            replace(weighted_inputs(layouts[0], inputs, moments[INPUT][0]), parts=(by_core[0][:last], *by_core[1:])),
-            replace(weighted_output(layouts[1], stacked[0][:, :, last:], moments[_context(geometry)]), parts=((o,),)),
+            replace(weighted_inputs(layouts[0], inputs, input_DD), parts=(by_core[0][:last], *by_core[1:])),
+            replace(weighted_output(layouts[1], stacked[0][:, :, last:], context_Hdd), parts=((o,),)),
         ]
 
     def _whole(self, problem: Problem) -> Tucker:
@@ -257,8 +272,8 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return Solved(choice, found, whole.energies)
 
 
-def _context(geometry: LayerGeometry) -> Moment:
-    return Moment("o.in", heads=geometry.heads, groups=geometry.heads)
+def _context(block: AttentionBlock) -> Moment:
+    return Moment(block.writer.reads, heads=block.heads, groups=block.heads)
 
 
 def _cost(least: int, cap: int, biases: int) -> Any:

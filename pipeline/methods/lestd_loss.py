@@ -11,52 +11,55 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from manifests.records import Curve
-from pipeline.families.family import LayerGeometry
+from pipeline.families.blocks import Block, Matrix
 from pipeline.kernels.sensitivity import change_loss
 from pipeline.methods.method import Moment, Statistics
+from pipeline.methods.moments import input_moment, output_gradient
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, steps, to_columns
 
-READS = {"q": "attention.in", "k": "attention.in", "v": "attention.in", "o": "o.in"} | {
-    "gate": "mlp.in",
-    "up": "mlp.in",
-    "down": "down.in",
-}
-AFTER = {"o": "mid", "down": "out"}
 SEEN = (0.03, 0.06, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)  # shares of the way from the least size to the largest
 CHOICES = 64
 
 
-def moments(roles: tuple[str, ...]) -> tuple[Moment, ...]:
-    """Of what each role reads; of the gradient, the residual stream in full and the inner projections' diagonal."""
-    return tuple(dict.fromkeys([Moment(READS[role]) for role in roles] + [_gradient(role) for role in roles]))
+def moments(block: Block) -> tuple[Moment, ...]:
+    """Return the moments of what each matrix reads and of the gradients at its outputs."""
+    inputs, gradients = map(input_moment, block.matrices), map(output_gradient, block.matrices)
+    return tuple(dict.fromkeys((*inputs, *gradients)))
 
 
-def loss_of(changes: Mapping[str, Tensor], found: Statistics) -> float:
-    """½ tr(G Δ C Δᵀ), summed over the roles as if their errors were not correlated; changes as (out, in)."""
+def loss_of(changes: Mapping[Matrix, Tensor], statistics: Statistics) -> float:
+    """Sum ½ tr(G Δ C Δᵀ) over matrices, as if their errors were not correlated; changes are (out, in)."""
     return sum(
-        change_loss(change, found.mean(Moment(READS[role]))[0], found.mean(_gradient(role))[0])
-        for role, change in changes.items()
+        change_loss(change, statistics.mean(input_moment(matrix))[0], statistics.mean(output_gradient(matrix))[0])
+        for matrix, change in changes.items()
     )
 
 
-def role_changes(roles: tuple[str, ...], errors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """role -> (out, in), from its error (D, width, H) of the tensor that its weight was stacked into."""
+def matrix_changes(block: Block, errors: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
+    """Map each matrix to its change (out, in).
+
+    `errors`: by role, (D, width, H), of the tensor that the weight was stacked into.
+    """
     return {
-        role: errors[role].permute(0, 2, 1).flatten(1) if role in AFTER else errors[role].permute(2, 1, 0).flatten(0, 1)
-        for role in roles
+        matrix: errors[matrix.role].permute(0, 2, 1).flatten(1)
+        if matrix.writes_stream
+        else errors[matrix.role].permute(2, 1, 0).flatten(0, 1)
+        for matrix in block.matrices
     }
 
 
-def curve(variable: RankVariable, geometry: LayerGeometry, loss_at: Callable[[int], float]) -> Curve:
-    """A few sizes are solved; between them the logarithm of the loss is taken as linear. At the cap nothing is lost."""
+def curve(variable: RankVariable, cache: int, loss_at: Callable[[int], float]) -> Curve:
+    """Solve a few sizes, and interpolate the logarithm of the loss between them. At the cap nothing is lost.
+
+    `cache`: the numbers per token that the group caches at any size.
+    """
     least, cap = variable.least, variable.cap
     while variable.cost(least) == variable.cost(min(least * 2, cap)) and least * 2 < cap:
         least *= 2  # sizes below the smallest that can be stored cost the same
     sizes = sorted({round(least + share * (cap - least)) for share in SEEN} - {cap})
     seen = [(size, loss_at(size)) for size in sizes]
     choices = [size for size in steps(cap, variable.multiple, CHOICES, sizes[0]) if size < cap]
-    cache = 0 if variable.group.endswith("mlp") else geometry.cache_numbers
     points = [Point({variable.name: size}, round(variable.cost(size)), _between(seen, size), cache) for size in choices]
     return to_columns([*points, Point({variable.name: cap}, round(variable.cost(cap)), 0.0, cache)])
 
@@ -68,9 +71,3 @@ def _between(seen: list[tuple[int, float]], size: int) -> float:
         return below[1]
     share = (size - below[0]) / (above[0] - below[0])
     return math.exp((1.0 - share) * math.log(below[1]) + share * math.log(above[1]))
-
-
-def _gradient(role: str) -> Moment:
-    if role in AFTER:
-        return Moment(AFTER[role], kind="gradient")
-    return Moment(f"{role}.out", kind="gradient", diagonal=True)

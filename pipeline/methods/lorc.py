@@ -15,22 +15,23 @@ from torch import Tensor
 
 from manifests.methods import LoRC
 from manifests.records import Curve, FormSpec
+from pipeline.families.blocks import AttentionBlock, Matrix, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.heads import by_heads, of_heads
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import MethodBase
-from pipeline.methods.by_loss import curve_of, directions, factors, losses, pull
+from pipeline.methods.by_loss import curve_of, directions, factors, losses
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
+from pipeline.methods.moments import input_moment, pull
 from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, most_numbers
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
-INPUT = Moment("attention.in")
+KEY, VALUE = "key", "value"  # groups, and their rank variables
 CONDITION = "condition"
 _ROUNDING = 1e-9  # of a mean of shares
-ROLES = {"key": ("k",), "value": ("v", "o")}  # o takes in the second factor of v where that is smaller
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,26 @@ class LoRCMethod(MethodBase[LoRC]):
         layers = self.chosen_layers(geometry)
         for layer in layers:
             self._check(layer)
-        names = [name for name in ROLES if getattr(self.entry, name)]
-        return tuple(Group(layer.index, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
+        names = [name for name in (KEY, VALUE) if getattr(self.entry, name)]
+        return tuple(
+            Group(layer.index, name, roles_of(matrices), self._moments(matrices[0]))
+            for layer in layers
+            for name in names
+            for matrices in (_matrices(layer.attention, name),)
+        )
 
     def _check(self, layer: LayerGeometry) -> None:
-        keep, least = self.entry.cache_keep, min(self.entry.multiple(layer.hidden), *layer.weight_shape("k"))
+        keep, least = self.entry.cache_keep, min(self.entry.multiple(layer.hidden), *layer.attention.key.shape)
         if keep is not None and keep * _cached(layer) < least:
             raise ValueError(
                 f"cache_keep: {keep:g} of {_cached(layer)} cached numbers is less than the smallest rank, {least}; "
                 f"give at least {least / _cached(layer):.4f}, or a smaller rank_multiple"
             )
 
-    def _moments(self, name: str) -> tuple[Moment, ...]:
+    def _moments(self, matrix: Matrix) -> tuple[Moment, ...]:
         if self.entry.needs_gradient:
-            return INPUT, pull(ROLES[name][0])
-        return (INPUT,) if self.entry.weighting == "input" else ()
+            return input_moment(matrix), pull((matrix,))
+        return (input_moment(matrix),) if self.entry.weighting == "input" else ()
 
     def cache_target(self, geometry: Geometry) -> float | None:
         """`cache_keep` of what is claimed of the dense cache."""
@@ -76,9 +82,9 @@ class LoRCMethod(MethodBase[LoRC]):
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank; the cache holds the latents."""
-        role = group.roles[0]
-        input_DD, pull_DD = statistics.mean(INPUT)[0], statistics.mean(pull(role))[0]
-        lost = losses([weights[f"{role}.weight"]], self.entry.weighting, input_DD, pull_DD)
+        matrix = geometry.matrices[group.roles[0]]
+        input_DD, pull_DD = statistics.mean(input_moment(matrix))[0], statistics.mean(pull((matrix,)))[0]
+        lost = losses([weights[matrix.weight_key]], self.entry.weighting, input_DD, pull_DD)
 
         def dense(rank: int) -> bool:
             return self._stays_dense(geometry, group.name, rank)
@@ -98,14 +104,15 @@ class LoRCMethod(MethodBase[LoRC]):
 
     def _corners(self, variable: RankVariable, geometry: LayerGeometry) -> list[Point]:
         """Cached and stored numbers at the ranks between which both are linear."""
-        ends = (1, geometry.head_dim, geometry.head_dim + 1, variable.cap - 1, variable.cap)
+        head_dim = geometry.attention.head_dim
+        ends = (1, head_dim, head_dim + 1, variable.cap - 1, variable.cap)
         ranks = sorted({rank for rank in ends if 1 <= rank <= variable.cap})
         full = self._full(geometry)
         return [Point({}, variable.cost(rank), 0.0, full if rank >= full else rank) for rank in ranks]
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """One rank for each group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
-        cap, multiple = min(geometry.weight_shape("k")), self.entry.multiple(geometry.hidden)
+        cap, multiple = min(geometry.attention.key.shape), self.entry.multiple(geometry.hidden)
         cost = partial(self._cost, geometry, group.name)
         return (RankVariable(group.layer, group.name, group.name, cap, multiple, cost),)
 
@@ -117,7 +124,7 @@ class LoRCMethod(MethodBase[LoRC]):
         if keep is None:
             shares = self._shares(geometry, ratio, dict.fromkeys((layer.index for layer in layers), 1.0), scores)
             return {
-                variable.key: shares[variable.layer] * min(geometry.layers[variable.layer].weight_shape("k"))
+                variable.key: shares[variable.layer] * min(geometry.layers[variable.layer].attention.key.shape)
                 for variable in variables
             }
         most = {layer.index: _exact_share(layer) for layer in layers}
@@ -173,7 +180,8 @@ class LoRCMethod(MethodBase[LoRC]):
         where the whole cache stays."""
         if self.entry.allocation != "progressive" or self.entry.cache_keep == 1.0:
             return ()
-        return tuple(Group(layer, CONDITION, ("k", "v")) for layer in range(geometry.num_layers))
+        cached = ((layer.index, (layer.attention.key, layer.attention.value)) for layer in geometry.layers)
+        return tuple(Group(layer, CONDITION, roles_of(matrices)) for layer, matrices in cached)
 
     def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> dict[str, list[float]]:
         """ln κ of the two matrices."""
@@ -183,16 +191,17 @@ class LoRCMethod(MethodBase[LoRC]):
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
-        rank, role, forms = ranks[group.name], group.roles[0], self.forms(group, geometry, ranks)
+        rank, matrix, forms = ranks[group.name], geometry.matrices[group.roles[0]], self.forms(group, geometry, ranks)
         if not forms:
             return Solution(dict(weights), {}, {"dense": True})
-        first_rD, second_Cr, report = self._latent(role, weights[f"{role}.weight"], rank, statistics)
+        role = matrix.role
+        first_rD, second_Cr, report = self._latent(matrix, weights[matrix.weight_key], rank, statistics)
         tensors = {f"{role}.first.weight": first_rD}
-        if "o" in forms:
-            tensors |= _absorbed_output(geometry, weights, second_Cr)
+        if geometry.attention.writer.role in forms:
+            tensors |= _absorbed_output(geometry.attention, weights, second_Cr)
             return Solution(tensors, forms, report | {"absorbed": True})
         tensors[f"{role}.second.weight"] = second_Cr
-        tensors |= {name: weight for name, weight in weights.items() if name != f"{role}.weight"}
+        tensors |= {name: weight for name, weight in weights.items() if name != matrix.weight_key}
         return Solution(tensors, forms, report)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
@@ -200,22 +209,23 @@ class LoRCMethod(MethodBase[LoRC]):
         rank = ranks[group.name]
         if self._stays_dense(geometry, group.name, rank):
             return {}
-        if group.name == "key":
-            return {"k": FormSpec(form="latent", rank=rank)}
-        absorbs = _absorbs(geometry, rank)
-        latent = {"v": FormSpec(form="latent", rank=rank, absorbed=absorbs)}
-        return latent | ({"o": FormSpec(form="absorbed", rank=rank)} if absorbs else {})
+        role = group.roles[0]
+        if group.name == KEY:
+            return {role: FormSpec(form="latent", rank=rank)}
+        absorbs = _absorbs(geometry.attention, rank)
+        latent = {role: FormSpec(form="latent", rank=rank, absorbed=absorbs)}
+        return latent | ({geometry.attention.writer.role: FormSpec(form="absorbed", rank=rank)} if absorbs else {})
 
     def _latent(
-        self, role: str, weight_CD: Tensor, rank: int, statistics: Statistics
+        self, matrix: Matrix, weight_CD: Tensor, rank: int, statistics: Statistics
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """first (r, D), second (C, r), and the figures for the report."""
         if self.entry.weighting == "loss":
-            input_DD, pull_DD = statistics.mean(INPUT)[0], statistics.mean(pull(role))[0]
-            found = directions([weight_CD], "loss", input_DD, pull_DD)
-            first_rD, (second_Cr,) = factors(found, rank, [weight_CD])
-            return first_rD, second_Cr, {"predicted": float(losses_by_rank(found, input_DD, pull_DD)[rank])}
-        roots = input_roots(statistics.moments[INPUT][0]) if self.entry.weighting == "input" else None
+            input_DD, pull_DD = statistics.mean(input_moment(matrix))[0], statistics.mean(pull((matrix,)))[0]
+            order = directions([weight_CD], "loss", input_DD, pull_DD)
+            first_rD, (second_Cr,) = factors(order, rank, [weight_CD])
+            return first_rD, second_Cr, {"predicted": float(losses_by_rank(order, input_DD, pull_DD)[rank])}
+        roots = input_roots(statistics.moments[input_moment(matrix)][0]) if self.entry.weighting == "input" else None
         first_rD, second_Cr, values = low_rank(weight_CD, rank, roots)
         report = {"error": dropped_share(values.square(), rank), "spectrum": spectrum(values.square())}
         return first_rD, second_Cr, report | ({"clipped": roots.clipped} if roots else {})
@@ -227,7 +237,7 @@ class LoRCMethod(MethodBase[LoRC]):
 
     def _full(self, geometry: LayerGeometry) -> int:
         """The rank from which a group stays dense. A latent of D < C numbers is exact, and smaller in the cache."""
-        return _cached(geometry) if self.fixed_ranks else min(geometry.weight_shape("k"))
+        return _cached(geometry) if self.fixed_ranks else min(geometry.attention.key.shape)
 
     def _cost(self, geometry: LayerGeometry, name: str, rank: float) -> float:
         dense = _dense(geometry, name)
@@ -258,12 +268,12 @@ def _cache_ranks(
 
 def _cached(geometry: LayerGeometry) -> int:
     """C: numbers that the dense cache holds per token, of keys or of values."""
-    return geometry.kv_heads * geometry.head_dim
+    return geometry.attention.key.outputs
 
 
 def _exact_share(geometry: LayerGeometry) -> float:
     """The widest latent, of the cache: min(C, D) / C."""
-    return min(geometry.weight_shape("k")) / _cached(geometry)
+    return min(geometry.attention.key.shape) / _cached(geometry)
 
 
 def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
@@ -276,41 +286,44 @@ def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
 
 def _factored(geometry: LayerGeometry, name: str, rank: float) -> float:
     """Numbers stored by a group with latents."""
-    D, C, HD = geometry.hidden, _cached(geometry), geometry.heads * geometry.hidden
-    rebuilt = rank * (D + C) + _biases(geometry, ROLES[name])
-    if name == "key":
+    block = geometry.attention
+    D, C, HD = geometry.hidden, _cached(geometry), block.heads * geometry.hidden
+    rebuilt = rank * (D + C) + sum(matrix.biases for matrix in _matrices(block, name))
+    if name == KEY:
         return rebuilt
-    rebuilt += HD * geometry.head_dim
-    return rank * (D + HD) + _biases(geometry, ("o",)) if _absorbs(geometry, rank) else rebuilt
+    rebuilt += HD * block.head_dim
+    return rank * (D + HD) + block.writer.biases if _absorbs(block, rank) else rebuilt
 
 
 def _dense(geometry: LayerGeometry, name: str) -> float:
-    return geometry.numbers(ROLES[name])
+    return geometry.numbers(roles_of(_matrices(geometry.attention, name)))
 
 
-def _biases(geometry: LayerGeometry, roles: tuple[str, ...]) -> int:
-    return sum(geometry.weight_shape(role)[0] for role in roles if role in geometry.biases)
+def _matrices(block: AttentionBlock, name: str) -> tuple[Matrix, ...]:
+    """Return the matrices of a group; the output takes in the second factor of the values where that is smaller."""
+    return (block.key,) if name == KEY else block.value_output
 
 
-def _absorbs(geometry: LayerGeometry, rank: float) -> bool:
+def _absorbs(block: AttentionBlock, rank: float) -> bool:
     """Whether W_o takes in the second factor: where latents are no wider than a value head, it saves everywhere.
 
     D·r per query head is then less than the second factor and W_o together, and so are the products of a token; heads
     of r <= d numbers move no more than before. Wider ones would store less for a while yet, but a prefill pads queries
     and keys to their width. v's bias must go somewhere.
     """
-    has_room = "v" not in geometry.biases or "o" in geometry.biases
-    return has_room and rank <= geometry.head_dim
+    has_room = not block.value.bias or block.writer.bias
+    return has_room and rank <= block.head_dim
 
 
-def _absorbed_output(geometry: LayerGeometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
+def _absorbed_output(block: AttentionBlock, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
     """W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
-    H, G = geometry.heads, geometry.kv_heads
-    output_DF = weights["o.weight"].double()
-    tensors = {"o.weight": by_heads(output_DF, of_heads(second_Cr.double().unflatten(0, (G, -1)), H))}
-    if "o.bias" in weights:
-        tensors["o.bias"] = weights["o.bias"].double()
-    if "v.bias" in weights:
-        bias_Hd = of_heads(weights["v.bias"].double().reshape(G, -1), H)
-        tensors["o.bias"] = tensors["o.bias"] + by_heads(output_DF, bias_Hd[..., None]).T.contiguous().sum(0)
+    H, G, (value, writer) = block.heads, block.kv_heads, block.value_output
+    output_DF = weights[writer.weight_key].double()
+    tensors = {writer.weight_key: by_heads(output_DF, of_heads(second_Cr.double().unflatten(0, (G, -1)), H))}
+    if writer.bias:
+        tensors[writer.bias_key] = weights[writer.bias_key].double()
+    if value.bias:
+        bias_Hd = of_heads(weights[value.bias_key].double().reshape(G, -1), H)
+        moved_D = by_heads(output_DF, bias_Hd[..., None]).T.contiguous().sum(0)
+        tensors[writer.bias_key] = tensors[writer.bias_key] + moved_D
     return tensors

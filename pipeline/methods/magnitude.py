@@ -6,7 +6,6 @@ Legend: D hidden, N intermediate, k channels kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,8 +18,7 @@ from pipeline.methods.base import MethodBase
 from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 
-ROLES = ("gate", "up", "down")
-MLP = "mlp"
+WIDTH = "mlp"  # the rank variable
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,17 @@ class MagnitudeMethod(MethodBase[Magnitude]):
     name: ClassVar[str] = "magnitude"
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The MLP of every chosen layer."""
-        return tuple(Group(layer.index, MLP, _roles(layer)) for layer in self.chosen_layers(geometry))
+        """Claim the MLP of every chosen layer."""
+        return tuple(
+            Group(layer.index, block.name, block.roles)
+            for layer in self.chosen_layers(geometry)
+            for block in layer.mlps
+        )
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """A width, cap N."""
-        multiple, cost = self.entry.multiple(geometry.hidden), partial(_stored, geometry)
-        return (RankVariable(group.layer, MLP, MLP, geometry.intermediate, multiple, cost),)
+        """Choose a width, N at most."""
+        block, multiple = geometry.mlp_of(group.roles[0]), self.entry.multiple(geometry.hidden)
+        return (RankVariable(group.layer, group.name, WIDTH, block.width, multiple, block.numbers),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The ratio of N."""
@@ -44,36 +46,30 @@ class MagnitudeMethod(MethodBase[Magnitude]):
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """`pruned` at the width."""
-        return dict.fromkeys(group.roles, FormSpec(form="pruned", rank=ranks[MLP]))
+        return dict.fromkeys(group.roles, FormSpec(form="pruned", rank=ranks[WIDTH]))
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """The channels with the largest sum of squares over their rows of gate and up and their column of down."""
+        """Keep the channels with the largest sum of squares over their rows of the readers and column of the writer."""
+        block = geometry.mlp_of(group.roles[0])
         size_N = sum(
-            (weights[f"{role}.weight"].double().square().sum(dim=0 if role == "down" else 1) for role in group.roles),
+            (
+                weights[matrix.weight_key].double().square().sum(dim=1 if matrix.feeds_matrix else 0)
+                for matrix in block.matrices
+            ),
             start=torch.zeros((), dtype=torch.float64),
         )
-        kept_k = torch.sort(size_N, descending=True, stable=True).indices[: ranks[MLP]].sort().values
-        tensors: dict[str, Tensor] = {"down.weight": weights["down.weight"][:, kept_k]}
+        kept_k = torch.sort(size_N, descending=True, stable=True).indices[: ranks[WIDTH]].sort().values
+        writer = block.writer
+        tensors: dict[str, Tensor] = {writer.weight_key: weights[writer.weight_key][:, kept_k]}
         for key, tensor in weights.items():
-            if not key.startswith("down."):
-                tensors[key] = tensor[kept_k]
-            elif key == "down.bias":
+            if key == writer.bias_key:
                 tensors[key] = tensor
+            elif key != writer.weight_key:
+                tensors[key] = tensor[kept_k]
         return Solution(
             tensors,
             self.forms(group, geometry, ranks),
             {"dropped_magnitude": float(1.0 - size_N[kept_k].sum() / size_N.sum())},
         )
-
-
-def _roles(geometry: LayerGeometry) -> tuple[str, ...]:
-    return tuple(role for role in ROLES if role in geometry.roles)
-
-
-def _stored(geometry: LayerGeometry, width: float) -> float:
-    """Numbers of an MLP with so many channels."""
-    rows = [role for role in _roles(geometry) if role != "down"]
-    channel = geometry.hidden * (len(rows) + 1) + sum(role in geometry.biases for role in rows)
-    return channel * width + (geometry.hidden if "down" in geometry.biases else 0)

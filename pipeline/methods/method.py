@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -77,9 +77,13 @@ class Statistics:
     told: str = ""
 
     def mean(self, moment: Moment) -> Tensor:
-        """A moment per token, float64, whatever its kind."""
-        found = self.moments[moment].to(torch.float64)
-        return found if moment.kind == "gradient" else found / self.tokens
+        """Return a moment per calibration token, float64, whatever its kind."""
+        total = self.moments[moment].to(torch.float64)
+        return total if moment.kind == "gradient" else total / self.tokens
+
+    def with_mean(self, moment: Moment, mean: Tensor) -> Statistics:
+        """Return statistics in which a moment of values has this mean per token."""
+        return replace(self, moments={**self.moments, moment: mean * self.tokens})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from manifests.methods import LossAware
-from manifests.quantize import OUTER_BITS, QUANTIZED_ROLES, Quantize
+from manifests.quantize import OUTER_BITS, Quantize
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.packing import WORD_BITS, words_of
@@ -18,7 +18,6 @@ from pipeline.kernels.packing import WORD_BITS, words_of
 SHAPE_BYTES = 16  # of each rounded matrix, two int64
 LEAST_BITS, MOST_BITS = 3, 8
 MATRICES = 2  # that a role is stored as, at most
-NARROWED = ("v", "gate", "up")  # roles whose biases are cut with their outputs
 Claimed = Collection[tuple[int, str]] | None  # layers and roles
 PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of an index of theirs
 
@@ -38,7 +37,7 @@ def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) ->
 
     It is of the widest matrix that ranks or codes make smaller.
     """
-    matrices = [role for role in roles if _is_counted(manifest, role)]
+    matrices = [role for role in roles if _is_counted(manifest, role, layer)]
     widest = max((layer.bits_of(f"{role}.weight") / layer.bits for role in matrices), default=1.0)
     quantize = manifest.quantize
     if quantize is None:
@@ -56,17 +55,17 @@ def overcounted(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str], 
     found = 0.0
     for key, (_, shape) in layer.tensors(roles).items():
         role, _, part = key.partition(".")
-        if part == "weight" and _is_counted(manifest, role):
+        if part == "weight" and _is_counted(manifest, role, layer):
             continue
         own = layer.bits_of(key) / layer.bits / _share(manifest, layer.bits)
-        stays = part == "bias" and role not in NARROWED
+        stays = part == "bias" and not (role in layer.matrices and layer.matrices[role].feeds_matrix)
         found += math.prod(shape) * ((weight - own if stays or weight <= own else 0.0) + own - 1.0)
     return found
 
 
-def _is_counted(manifest: Manifest, role: str) -> bool:
-    """Whether bytes of a role's matrix follow from its numbers at ρ: it is rounded, where anything is."""
-    return manifest.quantize is None or (role in QUANTIZED_ROLES and role not in manifest.quantize.skip)
+def _is_counted(manifest: Manifest, role: str, layer: LayerGeometry) -> bool:
+    """Tell whether bytes of a role's matrix follow from its numbers at ρ: it is rounded, where anything is."""
+    return manifest.quantize is None or (role in layer.matrices and role not in manifest.quantize.skip)
 
 
 def scope_units(geometry: Geometry, scope: str) -> float:
@@ -117,9 +116,9 @@ def _counted(
 ) -> Iterator[tuple[LayerGeometry, str, tuple[int, ...]]]:
     """Layer, role and shape of each matrix whose bytes follow from its numbers."""
     for layer in geometry.layers:
-        for role in layer.roles:
+        for role in layer.linear_roles:
             is_claimed = claimed is None or (layer.index, role) in claimed
-            if is_claimed and role in QUANTIZED_ROLES and _is_counted(manifest, role):
+            if is_claimed and _is_counted(manifest, role, layer):
                 yield layer, role, layer.weight_shape(role)
     yield from _outer(manifest, geometry)
 
@@ -178,4 +177,4 @@ def _beside(manifest: Manifest, geometry: Geometry) -> float:
 
 def _rounded_shapes(manifest: Manifest, layer: LayerGeometry) -> list[tuple[int, ...]]:
     skip = manifest.quantize.skip if manifest.quantize else ()
-    return [layer.weight_shape(role) for role in layer.roles if role in QUANTIZED_ROLES and role not in skip]
+    return [layer.weight_shape(role) for role in layer.linear_roles if role not in skip]

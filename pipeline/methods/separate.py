@@ -14,19 +14,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from manifests.records import FormSpec
+from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, low_rank, rank_limit
 from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import E, MethodBase
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.moments import input_moment
 from pipeline.ranks.budget import RankVariable
-
-GROUPS = {  # what shares an input
-    "query_key_value": (("q", "k", "v"), Moment("attention.in")),
-    "output": (("o",), Moment("o.in")),
-    "gate_up": (("gate", "up"), Moment("mlp.in")),
-    "down": (("down",), Moment("down.in")),
-}
 
 
 @dataclass(frozen=True)
@@ -40,32 +35,32 @@ class SeparateMethod(MethodBase[E]):
         """S and S⁻¹ of the inputs with this second moment: ‖(W − W')S‖ is least."""
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The groups of GROUPS in every chosen layer."""
-        found = []
-        for layer in self.chosen_layers(geometry):
-            for name, (roles, moment) in GROUPS.items():
-                there = tuple(role for role in roles if role in layer.roles)
-                found.append(Group(layer.index, name, there, (moment,) if self.needs_inputs else ()))
-        return tuple(found)
+        """Claim every matrix of each chosen layer; matrices that read the same input are one group."""
+        return tuple(
+            Group(layer.index, name, roles_of(matrices), (input_moment(matrices[0]),) if self.needs_inputs else ())
+            for layer in self.chosen_layers(geometry)
+            for block in layer.blocks
+            for name, matrices in block.by_input.items()
+        )
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """One for each role; from its cap on the weight stays as it is, as two factors would store no less."""
         multiple = self.entry.multiple(geometry.hidden)
-        found = []
+        variables = []
         for role in group.roles:
             m, D = geometry.weight_shape(role)
-            cost = partial(_stored, m, D, geometry.numbers((role,)) - m * D)
-            found.append(RankVariable(group.layer, group.name, role, rank_limit(m, D) + 1, multiple, cost))
-        return tuple(found)
+            cost = partial(_stored, m, D, geometry.matrices[role].biases)
+            variables.append(RankVariable(group.layer, group.name, role, rank_limit(m, D) + 1, multiple, cost))
+        return tuple(variables)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The rank at which the two factors of a weight store `ratio` of its numbers."""
-        found: dict[Key, float] = {}
+        targets: dict[Key, float] = {}
         for group in self.claims(geometry):
             for role in group.roles:
                 m, D = geometry.layers[group.layer].weight_shape(role)
-                found[group.layer, group.name, role] = min(ratio * m * D / (m + D), rank_limit(m, D) + 1.0)
-        return found
+                targets[group.layer, group.name, role] = min(ratio * m * D / (m + D), rank_limit(m, D) + 1.0)
+        return targets
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks

@@ -10,13 +10,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from manifests.records import Curve, FormSpec
+from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.base import MethodDefaults
 from pipeline.methods.method import Group, Key, Method, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, to_columns
 
-GROUPS = {"query_key_value": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 WHOLE, BITS = "whole", "bits"
 
 
@@ -50,7 +50,7 @@ class Unchanged(MethodDefaults):
         return to_columns([Point({WHOLE: 1}, geometry.numbers(group.roles), 0.0)])
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The groups of GROUPS in every layer, without the roles that are claimed, and one for each outer role.
+        """Claim what others leave: matrices that read the same input as one group, and each outer role by itself.
 
         Raises ValueError as the others do.
         """
@@ -71,15 +71,15 @@ class Unchanged(MethodDefaults):
         return tuple(v for group in inside for v in self.group_variables(group, geometry.layers[group.layer]))
 
     def _inside(self, geometry: Geometry) -> tuple[Group, ...]:
-        taken = {
+        claimed = {
             (group.layer, role) for method in self.others for group in method.claims(geometry) for role in group.roles
         }
         groups = []
         for layer in geometry.layers:
-            for name, roles in GROUPS.items():
-                free = [role for role in roles if role in layer.roles and role not in self.skip]
-                if left := tuple(role for role in free if (layer.index, role) not in taken):
-                    groups.append(Group(layer.index, name, left))
+            for name, matrices in (group for block in layer.blocks for group in block.by_input.items()):
+                free = (role for role in roles_of(matrices) if role not in self.skip)
+                if unclaimed := tuple(role for role in free if (layer.index, role) not in claimed):
+                    groups.append(Group(layer.index, name, unclaimed))
         return tuple(groups)
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:

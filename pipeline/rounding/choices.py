@@ -12,16 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manifests.quantize import QUANTIZED_ROLES, Quantize
+from manifests.quantize import Quantize
 from manifests.records import Curve
+from pipeline.families.blocks import Matrix, MLPBlock
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.interpolation import interpolated
 from pipeline.kernels.rounding import round_with_feedback
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
+from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.rounded_size import INDEX_BITS, beside, rounded_share
 from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
 from pipeline.rounding.solutions import (
-    INPUTS,
     RIDGE,
     Feedbacks,
     RoundedSolution,
@@ -33,20 +35,23 @@ from pipeline.rounding.solutions import (
 )
 
 CHOICES = (3, 4, 8)
-METRICS = {"o": Moment("mid", kind="gradient"), "down": Moment("out", kind="gradient")}  # of what enters the stream
-CHANNELS = ("gate", "up")
 MOST_GAIN = 100.0  # of a channel that down hardly read before it was fitted again
 TINY = 1e-150
 SAMPLED = 3  # sizes of points that have the same ranks full; factors lose more by rounding than what stays whole
 UNDERSTATED = 1.3  # measured divergence over what ranks are predicted to lose, where rounding's comes out as predicted
 
 
-def gradient_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
-    """What the loss feels of what these roles give: of each number, or of all together where they enter the stream; and
-    of what reads the MLP's input together, what it feels of that. (Who factors q and k asks for theirs.)"""
-    felt = [METRICS.get(role, _felt(role)) for role in roles if role in QUANTIZED_ROLES]
-    reading = tuple(role for role in ("gate", "up") if role in roles)
-    return (*felt, _pull(reading)) if reading else tuple(felt)
+def gradient_moments(roles: Sequence[str], geometry: LayerGeometry) -> tuple[Moment, ...]:
+    """Return the gradients by which rounding of these roles is predicted: at their outputs, and for the readers of an
+    MLP at their common input. (Methods that factor q and k ask for theirs.)"""
+    matrices = [geometry.matrices[role] for role in roles if role in geometry.matrices]
+    felt = tuple(map(output_gradient, matrices))
+    pulls = [
+        pull(readers)
+        for block in geometry.mlps
+        if (readers := [matrix for matrix in block.readers if matrix.role in roles])
+    ]
+    return (*felt, *pulls)
 
 
 def with_bits(
@@ -56,16 +61,17 @@ def with_bits(
     weights: Weights,
     statistics: Statistics,
     solve: Callable[[Ranks], Solution],
-    bits: int,
+    geometry: LayerGeometry,
 ) -> Curve:
-    """The curve with a point at each of CHOICES in place of each, `bits` among its ranks.
+    """Return the curve with a point at each of CHOICES in place of each, `bits` among its ranks.
 
-    `numbers` become bytes in numbers of the dtype (of `bits` bits), codes, scales and shapes counted. The loss is what
-    the ranks lose, times UNDERSTATED, and what rounding with error feedback loses, ½ tr(G Δ C Δᵀ). That is known at
+    `numbers` become bytes in numbers of the layer's dtype, codes, scales and shapes counted. The loss is what the ranks
+    lose, times UNDERSTATED, and what rounding with error feedback loses, ½ tr(G Δ C Δᵀ). That is known at
     SAMPLED sizes, at which the group is solved and rounded, and interpolated between them, among points of which the
     same matrices are factors. `solve`: ranks -> solution.
     """
-    roles = [role for role in group.roles if role in QUANTIZED_ROLES and role not in quantize.skip]
+    bits = geometry.bits
+    roles = [role for role in group.roles if role in geometry.matrices and role not in quantize.skip]
     others = [weight for name, weight in weights.items() if name.removesuffix(".weight") not in roles]
     plain = sum(weight.numel() for weight in others)
     wider = math.ceil(sum(weight.numel() * (8 * weight.itemsize - bits) for weight in others) / bits)
@@ -77,10 +83,13 @@ def with_bits(
         return to_columns(frontier(whole), curve.told)
     scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
     feedbacks = Feedbacks()
-    known_roles = [role for role in group.roles if role in QUANTIZED_ROLES]  # a skipped one may share a rounded factor
     predictors = {
-        choice: _Predictor(known_roles, weights, statistics, quantize, choice, feedbacks) for choice in CHOICES
+        choice: _Predictor(group, geometry, weights, statistics, quantize, choice, feedbacks) for choice in CHOICES
     }
+
+    def rounding(solution: Solution, choice: int) -> RoundedSolution:
+        return round_solution(solution, quantize, choice, statistics.moments, weights, geometry.reads, feedbacks)
+
     points = []
     for line in _alike(from_columns(curve)):
         sampled, known = _sampled(line), []
@@ -90,10 +99,7 @@ def with_bits(
             indexed |= {form.group for form in solution.forms.values() if form.form == "pivoted" and form.group}
             odd |= roles_of_odd_groups(solution, quantize)
             before = multiplied(solution, {})
-            each = (
-                (choice, round_solution(solution, quantize, choice, statistics.moments, weights, feedbacks))
-                for choice in CHOICES
-            )
+            each = ((choice, rounding(solution, choice)) for choice in CHOICES)
             known.append([predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each])
         shapes = [_counted_shape(weights[f"{role}.weight"], quantize.group, role in odd) for role in roles]
         sizes = torch.tensor([point.numbers for point in line])
@@ -142,7 +148,8 @@ class _Predictor:
 
     def __init__(
         self,
-        roles: Sequence[str],
+        group: Group,
+        geometry: LayerGeometry,
         weights: Weights,
         statistics: Statistics,
         quantize: Quantize,
@@ -150,15 +157,19 @@ class _Predictor:
         feedbacks: Feedbacks,
     ) -> None:
         self.weights, self.statistics = weights, statistics
+        # A skipped role may share a rounded factor with another.
+        self.matrices = {role: geometry.matrices[role] for role in group.roles if role in geometry.matrices}
+        self.mlps = [block for block in geometry.mlps if not {*block.roles}.isdisjoint(group.roles)]
         # By role, of the dense one: predicted loss, share of squares lost.
         self.whole: dict[str, tuple[float, float]] = {}
-        self.reading = [role for role in roles if role not in METRICS]
-        for role in (role for role in self.reading if role not in quantize.skip):
-            weight_OI = weights[f"{role}.weight"].to(torch.float64)
-            moment_II, felt_O = statistics.mean(INPUTS[role])[0], statistics.mean(_felt(role))[0]
-            group = fitting_group(weight_OI.shape[1], quantize.group)
-            feedback, dtype = feedbacks.of(INPUTS[role], moment_II), weights[f"{role}.weight"].dtype
-            rounded = round_with_feedback(weight_OI, feedback, bits, group, dtype)
+        self.reading = [matrix for matrix in self.matrices.values() if not matrix.writes_stream]
+        for matrix in (matrix for matrix in self.reading if matrix.role not in quantize.skip):
+            role, read = matrix.role, input_moment(matrix)
+            weight_OI = weights[matrix.weight_key].to(torch.float64)
+            moment_II, felt_O = statistics.mean(read)[0], statistics.mean(output_gradient(matrix))[0]
+            columns = fitting_group(weight_OI.shape[1], quantize.group)
+            feedback, dtype = feedbacks.of(read, moment_II), weights[matrix.weight_key].dtype
+            rounded = round_with_feedback(weight_OI, feedback, bits, columns, dtype)
             errors_O = _squares(rounded.values - weight_OI, moment_II)
             share = float(errors_O.sum()) / max(float(_squares(weight_OI, moment_II).sum()), TINY)
             self.whole[role] = 0.5 * float(errors_O @ felt_O), share
@@ -172,11 +183,12 @@ class _Predictor:
             role, change_OI = roles[0], after_OI - before[roles]
             if not change_OI.any():
                 continue  # a role that is skipped, whose inputs may not have been summed
-            moment_II = self.statistics.mean(INPUTS[role])[0]
+            matrix = self.matrices[role]
+            moment_II = self.statistics.mean(input_moment(matrix))[0]
             if role in solution.inputs:
                 moment_II = solution.inputs[role]().to(torch.float64)
-            if role in METRICS:
-                felt_OO = self.statistics.mean(METRICS[role])[0]
+            if matrix.writes_stream:
+                felt_OO = self.statistics.mean(output_gradient(matrix))[0]
                 total += 0.5 * float(((felt_OO @ change_OI) * (change_OI @ moment_II)).sum())
                 continue
             if role in firsts:
@@ -192,27 +204,37 @@ class _Predictor:
         return max(0.0, total)
 
     def _felt_outputs(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-        """By role that reads the stream, G of each output that the solution gives."""
-        found = {}
-        gain_k = self._gain(solution, before)
-        for role in self.reading:
-            felt_O = self.statistics.mean(_felt(role))[0]
-            if role in solution.outputs:
-                felt_O = felt_O[solution.outputs[role]]
-            found[role] = felt_O * gain_k if role in CHANNELS and gain_k is not None else felt_O
-        return found
+        """Map each role that reads the stream to G of each output that the solution gives."""
+        felt, gains = (
+            {},
+            {role: gain for block in self.mlps for role, gain in self._gains(block, solution, before).items()},
+        )
+        for matrix in self.reading:
+            felt_O = self.statistics.mean(output_gradient(matrix))[0]
+            if matrix.role in solution.outputs:
+                felt_O = felt_O[solution.outputs[matrix.role]]
+            felt[matrix.role] = felt_O * gains[matrix.role] if matrix.role in gains else felt_O
+        return felt
 
-    def _gain(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor]) -> Tensor | None:
-        """(k,): how much more the loss feels of each channel that stays, by the columns of down before and now."""
-        if ("down",) not in before:
-            return None
-        felt_DD, dense_DN = self.statistics.mean(METRICS["down"])[0], self.weights["down.weight"].to(torch.float64)
-        kept = solution.outputs.get("up")
+    def _gains(
+        self, block: MLPBlock, solution: Solution, before: Mapping[tuple[str, ...], Tensor]
+    ) -> dict[str, Tensor]:
+        """Map the readers of an MLP to (k,): how much more the loss feels of each channel that stays.
+
+        It follows from the writer's columns before and now; nothing where the solution does not hold the writer.
+        """
+        writer = block.writer
+        if (writer.role,) not in before:
+            return {}
+        felt_DD = self.statistics.mean(output_gradient(writer))[0]
+        dense_DN = self.weights[writer.weight_key].to(torch.float64)
+        kept = solution.outputs.get(block.readers[-1].role)
         dense_Dk = dense_DN if kept is None else dense_DN[:, kept]
-        if dense_Dk.shape != before["down",].shape:
-            return None
-        now_k, then_k = (((felt_DD @ down_Dk) * down_Dk).sum(dim=0) for down_Dk in (before["down",], dense_Dk))
-        return (now_k / then_k.clamp_min(TINY)).clamp(max=MOST_GAIN)
+        if dense_Dk.shape != before[writer.role,].shape:
+            return {}
+        now_k, then_k = (((felt_DD @ down_Dk) * down_Dk).sum(dim=0) for down_Dk in (before[writer.role,], dense_Dk))
+        gain_k = (now_k / then_k.clamp_min(TINY)).clamp(max=MOST_GAIN)
+        return {reader.role: gain_k for reader in block.readers}
 
     def _first_errors(
         self, solution: Solution, rounded: RoundedSolution, felt: Mapping[str, Tensor]
@@ -225,24 +247,28 @@ class _Predictor:
         """
         found: dict[str, _FirstError] = {}
         for key, roles in readers_of_firsts(solution).items():
-            pull = _pull(roles)
-            if key not in rounded.rounded or pull not in self.statistics.moments:
+            matrices = [self.matrices[role] for role in roles]
+            if key not in rounded.rounded or pull(matrices) not in self.statistics.moments:
                 continue
-            moment_II, pull_II = self.statistics.mean(INPUTS[roles[0]])[0], self.statistics.mean(pull)[0]
+            moment_II = self.statistics.mean(input_moment(matrices[0]))[0]
+            pull_II = self.statistics.mean(pull(matrices))[0]
             turn_II = _projection(rounded.rounded[key].values, moment_II)
             turn_II.diagonal().sub_(1.0)
             change_II = _projection(solution.tensors[key].to(torch.float64), moment_II) @ turn_II
             loss = 0.5 * float(((pull_II @ change_II) * (change_II @ moment_II)).sum())
-            share = self._share(solution, roles, moment_II, felt)
+            share = self._share(solution, matrices, moment_II, felt)
             found |= {role: _FirstError(share * loss if role == roles[0] else 0.0, turn_II) for role in roles}
         return found
 
-    def _share(self, solution: Solution, roles: Sequence[str], moment_II: Tensor, felt: Mapping[str, Tensor]) -> float:
+    def _share(
+        self, solution: Solution, matrices: Sequence[Matrix], moment_II: Tensor, felt: Mapping[str, Tensor]
+    ) -> float:
         """Of Σ_o G_o E[y_o²] over the dense outputs y, what the outputs that the solution gives have."""
         now = dense = 0.0
-        for role in roles:
-            squares_O = _squares(self.weights[f"{role}.weight"].to(torch.float64), moment_II)
-            dense += float(squares_O @ self.statistics.mean(_felt(role))[0])
+        for matrix in matrices:
+            role = matrix.role
+            squares_O = _squares(self.weights[matrix.weight_key].to(torch.float64), moment_II)
+            dense += float(squares_O @ self.statistics.mean(output_gradient(matrix))[0])
             squares_O = squares_O[solution.outputs[role]] if role in solution.outputs else squares_O
             now += float(squares_O @ felt[role]) if len(squares_O) == len(felt[role]) else 0.0
         return now / dense if dense > 0.0 else 1.0
@@ -268,11 +294,3 @@ def _projection(first_rI: Tensor, moment_II: Tensor) -> Tensor:
 def _squares(matrix_OI: Tensor, moment_II: Tensor) -> Tensor:
     """(O,) mean squares of what each row gives."""
     return ((matrix_OI @ moment_II) * matrix_OI).sum(dim=1).clamp_min(0.0)
-
-
-def _pull(roles: Sequence[str]) -> Moment:
-    return Moment(f"pull:{'+'.join(roles)}", kind="gradient")
-
-
-def _felt(role: str) -> Moment:
-    return Moment(f"{role}.out", kind="gradient", diagonal=True)

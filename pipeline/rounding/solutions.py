@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifests.quantize import OUTER_ROLES, QUANTIZED_ROLES, Quantize
+from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.kernels.packing import scaled
 from pipeline.kernels.pivoted import Pivoted, expand
@@ -21,13 +21,6 @@ from pipeline.kernels.rounding import Feedback, Rounded, error_feedback, round_w
 from pipeline.methods.method import Moment, Solution, Weights, stored_dtype
 from pipeline.rounding.schemes import WEIGHT, packed_tensors
 
-INPUTS = {
-    **dict.fromkeys(("q", "k", "v"), Moment("attention.in")),
-    "o": Moment("o.in"),
-    **dict.fromkeys(("gate", "up"), Moment("mlp.in")),
-    "down": Moment("down.in"),
-    "head": Moment("head.in"),
-}
 FIRST, SECOND, ROWS, COEFFICIENTS = (
     "first.weight",
     "second.weight",
@@ -36,6 +29,7 @@ FIRST, SECOND, ROWS, COEFFICIENTS = (
 )
 LEAST_GROUP = 16  # smaller ones would store more in scales than they save
 ERROR_ROWS = 512
+Reads = Mapping[str, str]  # role -> the point that its dense matrix reads: `LayerGeometry.reads`
 RIDGE = 1e-6  # of the latents' mean moment, towards the second factor as it was
 
 
@@ -73,18 +67,18 @@ class Feedbacks:
         return self.known[point]
 
 
-def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
-    """What rounding with error feedback needs of a group of these roles, each once."""
-    return tuple(dict.fromkeys(INPUTS[role] for role in roles if role in INPUTS))
+def input_moments(roles: Sequence[str], reads: Reads) -> tuple[Moment, ...]:
+    """Return the moments that rounding with error feedback needs of a group of these roles, each once."""
+    return tuple(dict.fromkeys(Moment(reads[role]) for role in roles if role in reads))
 
 
 def at_correction(
-    pair: Moment, moments: Mapping[Moment, Tensor], quantize: Quantize
+    pair: Moment, moments: Mapping[Moment, Tensor], quantize: Quantize, reads: Reads
 ) -> tuple[dict[Moment, Tensor], Quantize]:
-    """What rounds a correction: the moment of what the layer as it is compressed reads at the pair's point, and
-    `quantize` without the roles that read elsewhere, which other corrections give."""
+    """Return what rounds a correction: the moment of the compressed layer's values at the pair's point, and `quantize`
+    without the roles that read elsewhere, which other corrections give."""
     whole_1PF, read = moments[pair], Moment(pair.point)
-    elsewhere = tuple(role for role, point in INPUTS.items() if point != read)
+    elsewhere = tuple(role for role, point in reads.items() if point != pair.point)
     skip = (*quantize.skip, *elsewhere)
     return {read: whole_1PF[:, : whole_1PF.shape[2]]}, quantize.model_copy(update={"skip": skip})
 
@@ -95,6 +89,7 @@ def round_solution(
     bits: int,
     moments: Mapping[Moment, Tensor],
     weights: Weights,
+    reads: Reads,
     feedbacks: Feedbacks | None = None,
 ) -> RoundedSolution:
     """Rounds every matrix of a solution.
@@ -110,20 +105,20 @@ def round_solution(
     """
     tensors, worst = dict(solution.tensors), 0.0
     schemes: dict[str, Scheme] = {}
-    found: dict[str, Rounded] = {}
+    done: dict[str, Rounded] = {}
     nearest: list[str] = []
     feedbacks, fed = Feedbacks() if feedbacks is None else feedbacks, quantize.feedback is not False
-    for together in _reading_the_same(rounded_matrices(solution, quantize.skip), solution, weights):
+    for together in _reading_the_same(rounded_matrices(solution, quantize.skip), solution, weights, reads):
         first = together[0]
         dtype = stored_dtype(first.key, solution.tensors[first.key], weights, solution.forms)
         read = [
-            _as_read(matrix, solution, moments, found) if fed else (solution.tensors[matrix.key], None)
+            _as_read(matrix, solution, moments, done, reads) if fed else (solution.tensors[matrix.key], None)
             for matrix in together
         ]
         weight_OI, moment_II = torch.cat([weight_oI for weight_oI, _ in read]), read[0][1]
         try:
             scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
-            feedback = feedbacks.of(_read_by(first, solution), moment_II)
+            feedback = feedbacks.of(_read_by(first, solution, reads), moment_II)
             rounded = round_with_feedback(weight_OI, feedback, bits, scheme.group, dtype)
         except ValueError as error:
             raise ValueError(f"{', '.join(matrix.key for matrix in together)}: {error}") from error
@@ -133,13 +128,13 @@ def round_solution(
             path = matrix.key.removesuffix(WEIGHT)
             del tensors[matrix.key]
             tensors |= packed_tensors(path, codes_oI, scales_oS, scheme)
-            schemes[path], found[matrix.key] = scheme, Rounded(codes_oI, scales_oS, rounded.damping)
-            worst = max(worst, _error(weight_oI, found[matrix.key], moment_II))
+            schemes[path], done[matrix.key] = scheme, Rounded(codes_oI, scales_oS, rounded.damping)
+            worst = max(worst, _error(weight_oI, done[matrix.key], moment_II))
             nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if nearest and moments and fed:
         report["nearest"] = sorted(nearest)
-    return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, found)
+    return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, done)
 
 
 def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple[str, ...], Tensor]:
@@ -168,7 +163,7 @@ def readers_of_firsts(solution: Solution) -> dict[str, tuple[str, ...]]:
     for matrix in rounded_matrices(solution, ()):
         if matrix.behind is not None:
             found.setdefault(matrix.behind, set()).update(matrix.roles)
-    return {key: tuple(role for role in QUANTIZED_ROLES if role in roles) for key, roles in found.items()}
+    return {key: tuple(role for role in solution.forms if role in roles) for key, roles in found.items()}
 
 
 def roles_of_odd_groups(solution: Solution, quantize: Quantize) -> set[str]:
@@ -199,7 +194,7 @@ def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
         owner, _, part = key.partition(".")
         shared = tuple(role for role, form in solution.forms.items() if form.group == owner)
         roles = shared if part in (ROWS, COEFFICIENTS) else (owner,)
-        if not all(role in (*QUANTIZED_ROLES, *OUTER_ROLES) and role not in skip for role in roles):
+        if not roles or any(role in skip for role in roles):
             continue
         if part in ("weight", FIRST, ROWS):
             found.append(Matrix(key, roles))
@@ -218,18 +213,18 @@ def _owner_of_first(role: str, solution: Solution) -> str:
 
 
 def _as_read(
-    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], found: Mapping[str, Rounded]
+    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], done: Mapping[str, Rounded], reads: Reads
 ) -> tuple[Tensor, Tensor | None]:
     """The weight to round, and the moment of what it reads, float64, or None."""
     weight_OI = solution.tensors[matrix.key]
-    input_II = _input(matrix.roles[0], solution, moments)
+    input_II = _input(matrix.roles[0], solution, moments, reads)
     before_rI = None if matrix.behind is None else solution.tensors[matrix.behind].to(torch.float64)
     columns = (weight_OI if before_rI is None else before_rI).shape[1]
     if input_II is None or input_II.shape != (columns, columns):
         return weight_OI, None
     if before_rI is None:
         return weight_OI, input_II
-    rounded_rI = found[matrix.behind].values if matrix.behind and matrix.behind in found else before_rI
+    rounded_rI = done[matrix.behind].values if matrix.behind and matrix.behind in done else before_rI
     read_Ir = input_II @ rounded_rI.T
     latents_rr = rounded_rI @ read_Ir
     return _refit(weight_OI.to(torch.float64), before_rI @ read_Ir, latents_rr), latents_rr
@@ -242,28 +237,31 @@ def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> flo
     return rounding_error(weight_OI[rows], stored_oI, moment_II)
 
 
-def _reading_the_same(matrices: Sequence[Matrix], solution: Solution, weights: Weights) -> list[list[Matrix]]:
+def _reading_the_same(
+    matrices: Sequence[Matrix], solution: Solution, weights: Weights, reads: Reads
+) -> list[list[Matrix]]:
     """In order, those together that read the same calibration moment, are as wide as it is, and are stored in one
     dtype: their columns are rounded at once."""
     found: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
-        tensor, point = solution.tensors[matrix.key], _read_by(matrix, solution)
+        tensor, point = solution.tensors[matrix.key], _read_by(matrix, solution, reads)
         dtypes = tensor.dtype, stored_dtype(matrix.key, tensor, weights, solution.forms)
         found.setdefault((point, tensor.shape[1], *dtypes) if point else matrix.key, []).append(matrix)
     return list(found.values())
 
 
-def _read_by(matrix: Matrix, solution: Solution) -> Moment | None:
-    """The moment of what a matrix reads, where that is calibration text's."""
-    own = matrix.behind is not None or matrix.roles[0] in solution.inputs
-    return None if own else INPUTS.get(matrix.roles[0])
+def _read_by(matrix: Matrix, solution: Solution, reads: Reads) -> Moment | None:
+    """Return the moment of a matrix's input, where calibration text gives it."""
+    role = matrix.roles[0]
+    own = matrix.behind is not None or role in solution.inputs
+    return Moment(reads[role]) if role in reads and not own else None
 
 
-def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor]) -> Tensor | None:
+def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor], reads: Reads) -> Tensor | None:
     """The moment of what a role's stored matrix reads, float64."""
     if role in solution.inputs:
         return solution.inputs[role]().to(torch.float64)
-    dense = moments.get(INPUTS[role]) if role in INPUTS else None
+    dense = moments.get(Moment(reads[role])) if role in reads else None
     return None if dense is None else dense[0].to(torch.float64)
 
 

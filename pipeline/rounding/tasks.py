@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from manifests.errors import InputError
 from manifests.methods import LeSTD, MethodEntry
-from manifests.quantize import QUANTIZED_ROLES, Quantize
+from manifests.quantize import Quantize
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Task
 from pipeline.rounding.choices import gradient_moments
 from pipeline.rounding.solutions import LEAST_GROUP, input_moments
@@ -28,17 +28,17 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
     _check_value_ranks(manifest, geometry)
     _check_ends(manifest.quantize, geometry)
     _check_groups(manifest.quantize, geometry)
-    return tuple(with_moments(task, manifest) for task in tasks)
+    return tuple(with_moments(task, manifest, geometry.layers[task.layer]) for task in tasks)
 
 
-def with_moments(task: Task, manifest: Manifest) -> Task:
+def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
     """The task with what rounding it, and choosing its bits, needs besides."""
     if manifest.quantize is None or not manifest.rounds_by_feedback:
         return task
     roles = [role for role in task.roles if role not in manifest.quantize.skip]
-    needed = input_moments(roles)
+    needed = input_moments(roles, layer.reads)
     if manifest.quantize.bits == "auto" and roles:
-        needed += gradient_moments(task.roles)  # a skipped role may share a rounded factor
+        needed += gradient_moments(task.roles, layer)  # a skipped role may share a rounded factor
     return replace(task, moments=tuple(dict.fromkeys((*task.moments, *needed))))
 
 
@@ -78,15 +78,17 @@ def _check_value_ranks(manifest: Manifest, geometry: Geometry) -> None:
     assert quantize is not None
     for position, entry in enumerate(manifest.methods):
         rank, group = getattr(getattr(entry, "ranks", None), "value", None), quantize.group
-        if not rank or not group or "o" in quantize.skip:
+        if not rank or not group:
             continue
         for layer in geometry.layers:
-            read = layer.heads * rank
-            if rank < layer.head_dim and math.gcd(read, group) < LEAST_GROUP:
+            block = layer.attention
+            read, role = block.heads * rank, block.writer.role
+            if rank < block.head_dim and role not in quantize.skip and math.gcd(read, group) < LEAST_GROUP:
+                least = LEAST_GROUP // math.gcd(block.heads, LEAST_GROUP)
                 raise InputError(
-                    f"methods.{position}.ranks.value: {layer.heads} heads of {rank} are {read} numbers that o reads, "
-                    f"and groups of {group} (quantize.group) have less than {LEAST_GROUP} in common with them; give a "
-                    f"multiple of {LEAST_GROUP // math.gcd(layer.heads, LEAST_GROUP)}, or skip: [o]"
+                    f"methods.{position}.ranks.value: {block.heads} heads of {rank} are {read} numbers that {role} "
+                    f"reads, and groups of {group} (quantize.group) have less than {LEAST_GROUP} in common with them; "
+                    f"give a multiple of {least}, or skip: [{role}]"
                 )
 
 
@@ -114,12 +116,11 @@ def _check_groups(quantize: Quantize, geometry: Geometry) -> None:
 
 def _odd_widths(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]:
     """Role and what it reads in the dense model, where groups do not divide it; each once."""
-    rounded = {*QUANTIZED_ROLES, *quantize.outer_roles} - {*quantize.skip}
     widths = {
         (role, layer.weight_shape(role)[1]): None
         for layer in geometry.layers
-        for role in (*layer.roles, *(outer for outer, _, _ in layer.outer))
-        if role in rounded
+        for role in (*layer.linear_roles, *(outer for outer, _, _ in layer.outer if outer in quantize.outer_roles))
+        if role not in quantize.skip
     }
     return [(role, width) for role, width in widths if quantize.group and width % quantize.group]
 

@@ -118,7 +118,7 @@ def check_counts(
         ("bytes", "compressed"): sum(record.num_bytes for record in checkpoint.tensors.values()),
         ("cache_bytes_per_token", "compressed"): itemsize
         * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
-        ("cache_bytes_per_token", "dense"): itemsize * sum(layer.cache_numbers for layer in geometry.layers),
+        ("cache_bytes_per_token", "dense"): itemsize * sum(layer.attention.cache_numbers for layer in geometry.layers),
     }
     if original is not None:
         dense = {

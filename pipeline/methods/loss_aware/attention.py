@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import Curve, FormSpec
+from pipeline.families.blocks import AttentionBlock, roles_of
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
 from pipeline.kernels.moments import head_moment
@@ -29,18 +30,13 @@ from pipeline.kernels.sensitivity import (
 )
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output, output_of, value_output_problem
-from pipeline.methods.loss_aware.pairs import carry, complete, pair
+from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+from pipeline.methods.moments import input_moment, output_gradient, pair
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
-ROLES = ("v", "o")
 VALUE, OUTPUT = "value", "output"
-CONTEXT = Moment("o.in")
-METRIC = Moment("mid", kind="gradient")
-MOMENTS = (CONTEXT, METRIC)
-READ, WRITTEN = pair("attention.in"), pair("o.in")
-CORRECTIONS = (READ, WRITTEN)
 CURVE_GAIN = 1e-2  # of a base's loss: a turn of its fit that gains less is the last in a curve; a solve goes on
 BASES = 16  # ranks of the value basis that are compared at most; each takes the eigenvalues of a D × D matrix
 
@@ -56,13 +52,23 @@ class Reduced(NamedTuple):
     moment: Tensor
 
 
-def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Curve:
+def moments(block: AttentionBlock) -> tuple[Moment, ...]:
+    """Return the moment of what o reads, and of the gradient behind it."""
+    return input_moment(block.writer), output_gradient(block.writer)
+
+
+def corrections(block: AttentionBlock) -> tuple[Moment, ...]:
+    """Return the pairs that `correct` is called with, one after another: what v reads, and what o reads."""
+    return pair(block.input), pair(block.writer.reads)
+
+
+def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
     """Every rank of o on each of a few ranks of the value basis."""
-    fits, options = _Fits(entry, geometry, weights, found), []
-    for rank in steps(geometry.head_dim, entry.multiple(geometry.hidden), count=BASES):
+    fits, options = _Fits(entry, geometry.attention, weights, statistics), []
+    for rank in steps(geometry.attention.head_dim, entry.multiple(geometry.hidden), count=BASES):
         dropped, losses = fits.losses(rank)
         stack = _stack(entry, geometry, rank)
-        numbers, cache = _other_numbers(geometry, rank), geometry.kv_heads * rank
+        numbers, cache = _other_numbers(geometry, rank), geometry.attention.kv_heads * rank
         options += [
             Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, cache)
             for point in stack.points(losses, entry.multiple(geometry.hidden))
@@ -73,79 +79,88 @@ def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tenso
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     """Stored at the smallest ranks."""
     multiple = entry.multiple(geometry.hidden)
-    rank = min(multiple, geometry.head_dim)
+    rank = min(multiple, geometry.attention.head_dim)
     return _stack(entry, geometry, rank).least(multiple) + _other_numbers(geometry, rank)
 
 
 def solve(
-    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
+    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks
 ) -> Solution:
     """v and o on the basis of rank `value`; then o at rank `output`."""
     rank, stack = ranks[VALUE], _stack(entry, geometry, ranks[VALUE])
-    whole_basis, whole_output = rank >= geometry.head_dim, ranks[OUTPUT] >= stack.full
+    block = geometry.attention
+    whole_basis, whole_output = rank >= block.head_dim, ranks[OUTPUT] >= stack.full
     if whole_basis and whole_output:
         return Solution(dict(weights), {}, {"dense": True})
-    reduced, based = _based(entry, geometry, weights, found, rank)
-    cut = _cut(entry, geometry, reduced.output, reduced.moment, found, ranks)
-    biases = biases_of(weights, ("o",))
-    tensors = _without_output(based.tensors) | cut.tensors | biases
-    return Solution(tensors, based.forms | cut.forms, inputs={"o": lambda: reduced.moment})
+    reduced, based = _based(entry, block, weights, statistics, rank)
+    cut = _cut(entry, geometry, reduced.output, reduced.moment, statistics, ranks)
+    kept = {key: tensor for key, tensor in based.tensors.items() if key != block.writer.weight_key}
+    tensors = kept | cut.tensors | biases_of(weights, (block.writer,))
+    return Solution(tensors, based.forms | cut.forms, inputs={block.writer.role: lambda: reduced.moment})
 
 
 def correct(
     entry: LossAware,
     geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
-    found: Statistics,
+    statistics: Statistics,
     ranks: Ranks,
     before: Mapping[str, Tensor],
 ) -> Solution:
     """First v and its basis for the input as it now comes, with a full-rank o; then o, by what is missing behind it."""
-    if READ in found.moments:
-        return _based(entry, geometry, carry(found, READ, weights, ("v",)).weights, found, ranks[VALUE])[1]
-    now = complete(found, WRITTEN, before["o.weight"])
-    cut = _cut(entry, geometry, now.weight, now.moment, found, ranks)
-    return Solution(cut.tensors | biases_of(weights, ("o",)), cut.forms)
+    block = geometry.attention
+    read, written = corrections(block)
+    if read in statistics.moments:
+        moved = carry(statistics, read, weights, (block.value,))
+        return _based(entry, block, moved.weights, statistics, ranks[VALUE])[1]
+    now = complete(statistics, written, before[block.writer.weight_key])
+    cut = _cut(entry, geometry, now.weight, now.moment, statistics, ranks)
+    return Solution(cut.tensors | biases_of(weights, (block.writer,)), cut.forms)
 
 
 def _based(
-    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, rank: int
+    entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
 ) -> tuple[Reduced, Solution]:
     """v and o on the basis of a rank; o is not cut."""
-    tensors = dict(weights)
-    if rank >= geometry.head_dim:
-        return Reduced(None, weights["o.weight"].double(), found.mean(CONTEXT)[0]), Solution(tensors, {})
-    reduced = _Fits(entry, geometry, weights, found).reduced(rank)
+    tensors, (value, writer) = dict(weights), block.value_output
+    if rank >= block.head_dim:
+        moment_FF = statistics.mean(input_moment(writer))[0]
+        return Reduced(None, weights[writer.weight_key].double(), moment_FF), Solution(tensors, {})
+    reduced = _Fits(entry, block, weights, statistics).reduced(rank)
     assert reduced.encode is not None
-    tensors["v.weight"] = encode_heads(reduced.encode, weights["v.weight"])
-    if "v.bias" in weights:
-        tensors["v.bias"] = encode_heads(reduced.encode, weights["v.bias"][:, None])[:, 0]
-    tensors["o.weight"] = reduced.output
+    tensors[value.weight_key] = encode_heads(reduced.encode, weights[value.weight_key])
+    if value.bias:
+        tensors[value.bias_key] = encode_heads(reduced.encode, weights[value.bias_key][:, None])[:, 0]
+    tensors[writer.weight_key] = reduced.output
     form = FormSpec(form="head_pca", rank=rank)
-    return reduced, Solution(tensors, dict.fromkeys(ROLES, form))
+    return reduced, Solution(tensors, dict.fromkeys(roles_of(block.value_output), form))
 
 
 def _cut(
-    entry: LossAware, geometry: LayerGeometry, output_DR: Tensor, moment_RR: Tensor, found: Statistics, ranks: Ranks
+    entry: LossAware,
+    geometry: LayerGeometry,
+    output_DR: Tensor,
+    moment_RR: Tensor,
+    statistics: Statistics,
+    ranks: Ranks,
 ) -> Solution:
     """o behind the basis at its own rank."""
     stack, rank = _stack(entry, geometry, ranks[VALUE]), ranks[OUTPUT]
+    block, writer = geometry.attention, geometry.attention.writer
     if rank >= stack.full:
         basis = FormSpec(form="head_pca", rank=ranks[VALUE])
-        return Solution({"o.weight": output_DR}, {"o": basis} if ranks[VALUE] < geometry.head_dim else {})
-    directions = output_directions(output_DR, moment_RR, _solving_metric(entry, found.mean(METRIC)[0]))
+        forms = {writer.role: basis} if ranks[VALUE] < block.head_dim else {}
+        return Solution({writer.weight_key: output_DR}, forms)
+    metric_DD = _solving_metric(entry, statistics.mean(output_gradient(writer))[0])
+    directions = output_directions(output_DR, moment_RR, metric_DD)
     first_rR, second_Dr = directions.encode[:rank] @ output_DR, directions.decode[:, :rank]
-    return Solution(*stack.store({"o": output_DR}, first_rR, second_Dr))
-
-
-def _without_output(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name != "o.weight"}
+    return Solution(*stack.store({writer.role: output_DR}, first_rR, second_Dr))
 
 
 def _other_numbers(geometry: LayerGeometry, rank: int) -> int:
     """Of v at a rank, and of the biases."""
-    rows = geometry.kv_heads * rank
-    return rows * (geometry.hidden + ("v" in geometry.biases)) + geometry.hidden * ("o" in geometry.biases)
+    block = geometry.attention
+    return block.kv_heads * rank * (geometry.hidden + block.value.bias) + block.writer.biases
 
 
 def _solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
@@ -159,17 +174,19 @@ class _Fits:
     """Values and o at any rank of the basis, and what they cost."""
 
     def __init__(
-        self, entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics
+        self, entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics
     ) -> None:
-        self.output_DF, self.heads, self.width = weights["o.weight"].double(), geometry.heads, geometry.head_dim
-        self.context_FF, self.metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
+        context, metric = moments(block)
+        self.output_DF, self.heads = weights[block.writer.weight_key].double(), block.heads
+        self.width = block.head_dim
+        self.context_FF, self.metric_DD = statistics.mean(context)[0], statistics.mean(metric)[0]
         self.by_loss = entry.weighting == "loss"
         self.solving = factored(_solving_metric(entry, self.metric_DD))
         self.problem = value_output_problem(self.output_DF, self.solving, self.context_FF)
         # Of each KV head by itself, leading rows first: where the fit of all heads together starts.
-        gram_Gdd = head_moment(self.problem.seen, geometry.heads, geometry.kv_heads, torch.float64)
-        context_Gdd = diagonal_blocks(self.context_FF, geometry.heads, geometry.kv_heads)
-        self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, geometry.head_dim)[0]
+        gram_Gdd = head_moment(self.problem.seen, block.heads, block.kv_heads, torch.float64)
+        context_Gdd = diagonal_blocks(self.context_FF, block.heads, block.kv_heads)
+        self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, block.head_dim)[0]
 
     def reduced(self, rank: int) -> Reduced:
         """At a rank."""
@@ -203,6 +220,9 @@ class _Fits:
 
 
 def _stack(entry: LossAware, geometry: LayerGeometry, rank: int) -> Stack:
-    widths = {} if rank >= geometry.head_dim else {"value_rank": rank}
-    inputs = geometry.heads * rank
-    return Stack(OUTPUT, ("o",), geometry.hidden, inputs, geometry.bits, entry.factors == "pivoted", widths)
+    block = geometry.attention
+    widths = {} if rank >= block.head_dim else {"value_rank": rank}
+    inputs = block.heads * rank
+    return Stack(
+        OUTPUT, (block.writer.role,), geometry.hidden, inputs, geometry.bits, entry.factors == "pivoted", widths
+    )

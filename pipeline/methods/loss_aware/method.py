@@ -13,45 +13,54 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import Curve
+from pipeline.families.blocks import AttentionBlock, MLPBlock, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.loss_aware import attention, mlp, query_key
+from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 
+QUERY_KEY, ATTENTION = "query_key", "attention"
 
-class Part(Protocol):
-    """A module that knows one group."""
+
+class AttentionPart(Protocol):
+    """A module that compresses two matrices of an attention block."""
+
+    @property
+    def moments(self) -> Callable[[AttentionBlock], tuple[Moment, ...]]:
+        """Return the statistics that `curve` and `solve` need."""
+        ...
+
+    @property
+    def corrections(self) -> Callable[[AttentionBlock], tuple[Moment, ...]]:
+        """Return the pairs that `correct` is called with, one after another."""
+        ...
 
     @property
     def curve(self) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics], Curve]:
-        """Every choice of ranks that no other undercuts in both size and loss."""
+        """Return every choice of ranks that no other undercuts in both size and loss."""
         ...
 
     @property
     def least_numbers(self) -> Callable[[LossAware, LayerGeometry], int]:
-        """What the smallest of it stores."""
-        ...
-
-    @property
-    def CORRECTIONS(self) -> tuple[Moment, ...]:  # noqa: N802 - a constant of the module
-        """The pairs that `correct` is called with, one after another."""
+        """Count the numbers stored at the smallest ranks."""
         ...
 
     @property
     def correct(
         self,
     ) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics, Ranks, Mapping[str, Tensor]], Solution]:
-        """As `Correcting.correct`."""
+        """Apply one correction, as `Correcting.correct`."""
         ...
 
     @property
     def solve(self) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics, Ranks], Solution]:
-        """The factors at ranks chosen."""
+        """Return the factors at chosen ranks."""
         ...
 
 
-PARTS: Mapping[str, Part] = {"query_key": query_key, "attention": attention, "mlp": mlp}
+PARTS: Mapping[str, AttentionPart] = {QUERY_KEY: query_key, ATTENTION: attention}
 
 
 @dataclass(frozen=True)
@@ -61,31 +70,45 @@ class LossAwareMethod(MethodBase[LossAware]):
     name: ClassVar[str] = "loss_aware"
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `query_key` (q, k), `attention` (v, o) and `mlp` ((gate), up, down) of every chosen layer."""
-        names = [name for name in PARTS if getattr(self.entry, name)]
-        return tuple(self._group(layer, name) for layer in self.chosen_layers(geometry) for name in names)
+        """Claim groups `query_key` (q, k), `attention` (v, o) and the MLP of every chosen layer."""
+        groups: list[Group] = []
+        for layer in self.chosen_layers(geometry):
+            block = layer.attention
+            for name, matrices in {QUERY_KEY: block.query_key, ATTENTION: block.value_output}.items():
+                if getattr(self.entry, name):
+                    pairs = PARTS[name].corrections(block) if self._corrects else ()
+                    groups.append(Group(layer.index, name, roles_of(matrices), PARTS[name].moments(block), pairs))
+            if self.entry.mlp:
+                groups += [self._mlp_group(layer, block) for block in layer.mlps]
+        return tuple(groups)
 
-    def _group(self, layer: LayerGeometry, name: str) -> Group:
-        roles, moments = {
-            "query_key": (query_key.ROLES, query_key.MOMENTS),
-            "attention": (attention.ROLES, attention.MOMENTS),
-            "mlp": (mlp.roles(layer), mlp.moments(layer)),
-        }[name]
-        corrections = PARTS[name].CORRECTIONS if self.entry.correct == "output" else ()
-        pieces = mlp.pieces(self.entry, layer) if name == "mlp" else 1
-        return Group(layer.index, name, roles, moments, corrections, pieces)
+    @property
+    def _corrects(self) -> bool:
+        return self.entry.correct == "output"
+
+    def _mlp_group(self, layer: LayerGeometry, block: MLPBlock) -> Group:
+        pairs = mlp.corrections(block) if self._corrects else ()
+        pieces = mlp.pieces(Sizes(self.entry, layer, block))
+        return Group(layer.index, block.name, block.roles, mlp.moments(block), pairs, pieces)
+
+    def _sizes(self, group: Group, geometry: LayerGeometry) -> Sizes:
+        return Sizes(self.entry, geometry, geometry.mlp_of(group.roles[0]))
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """All ranks at one step."""
-        return PARTS[group.name].least_numbers(self.entry, geometry)
+        """Count the numbers stored where all ranks are at one step."""
+        if group.name in PARTS:
+            return PARTS[group.name].least_numbers(self.entry, geometry)
+        return mlp.least_numbers(self._sizes(group, geometry))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Dispatches on the group; see the modules beside."""
-        return PARTS[group.name].curve(self.entry, geometry, weights, statistics)
+        """Return every choice of ranks that no other undercuts in both size and loss."""
+        if group.name in PARTS:
+            return PARTS[group.name].curve(self.entry, geometry, weights, statistics)
+        return mlp.curve(self._sizes(group, geometry), weights, statistics)
 
     def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> mlp.Begun:
-        """The MLP's: see `mlp.begin`."""
-        return mlp.begin(self.entry, geometry, weights, statistics)
+        """Eliminate channels of an MLP, as `mlp.begin`."""
+        return mlp.begin(self._sizes(group, geometry), weights, statistics)
 
     def curve_pieces(
         self,
@@ -96,34 +119,35 @@ class LossAwareMethod(MethodBase[LossAware]):
         begun: mlp.Begun,
         numbers: Sequence[int],
     ) -> list[mlp.Piece]:
-        """The MLP's: see `mlp.piece`."""
-        return mlp.piece(self.entry, geometry, weights, statistics, begun, numbers)
+        """Compare the ranks of some widths of an MLP, as `mlp.piece`."""
+        return mlp.piece(self._sizes(group, geometry), weights, statistics, begun, numbers)
 
     def join_curve(self, group: Group, geometry: LayerGeometry, begun: mlp.Begun, pieces: Sequence[mlp.Piece]) -> Curve:
-        """As `curve`, of the MLP."""
-        return mlp.join(self.entry, geometry, begun, pieces)
+        """Return the curve of an MLP from all of its pieces."""
+        return mlp.join(self._sizes(group, geometry), begun, pieces)
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """None: ranks are points of curves."""
+        """Return none: ranks are points of curves."""
         return ()
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """None: ranks are points of curves."""
+        """Return none: ranks are points of curves."""
         return {}
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Dispatches on the group; see the modules beside."""
-        return PARTS[group.name].solve(self.entry, geometry, weights, statistics, ranks)
+        """Return the factors at chosen ranks."""
+        return next(self.compress_sizes(group, geometry, weights, statistics, [ranks]))
 
     def compress_sizes(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, sizes: Sequence[Ranks]
     ) -> Iterator[Solution]:
-        """As `compress`; of an MLP, see `mlp.solve_sizes`."""
-        if group.name == "mlp":
-            return mlp.solve_sizes(self.entry, geometry, weights, statistics, sizes)
-        return (self.compress(group, geometry, weights, statistics, ranks) for ranks in sizes)
+        """Return the factors at several sizes; those of an MLP share the elimination of channels."""
+        if group.name in PARTS:
+            part = PARTS[group.name]
+            return (part.solve(self.entry, geometry, weights, statistics, ranks) for ranks in sizes)
+        return mlp.solve(self._sizes(group, geometry), weights, statistics, sizes)
 
     def correct(
         self,
@@ -134,5 +158,7 @@ class LossAwareMethod(MethodBase[LossAware]):
         ranks: Ranks,
         before: Weights,
     ) -> Solution:
-        """Dispatches on the group; see the modules beside."""
-        return PARTS[group.name].correct(self.entry, geometry, weights, statistics, ranks, before)
+        """Apply one correction, as `Correcting.correct`."""
+        if group.name in PARTS:
+            return PARTS[group.name].correct(self.entry, geometry, weights, statistics, ranks, before)
+        return mlp.correct(self._sizes(group, geometry), weights, statistics, ranks, before)

@@ -1,4 +1,4 @@
-"""The MLP: channels removed, gate and up at a joint rank on those that stay, down at a rank.
+"""An MLP: channels removed, the matrices that read at a joint rank on those that stay, the one that writes at a rank.
 
 docs/methods.md#curves. The curve may be cut by widths among workers: `begin` tells in which order channels go, `piece`
 what one width loses, `join` makes the points of it. Nothing of a width depends on which others a worker is given.
@@ -7,44 +7,20 @@ what one width loses, `join` makes the points of it. Nothing of a width depends 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from manifests.methods import LossAware
 from manifests.records import Curve
-from pipeline.families.family import LayerGeometry
+from pipeline.families.blocks import MLPBlock, roles_of
 from pipeline.kernels.interpolation import interpolated
-from pipeline.methods.loss_aware.mlp_sizes import (
-    DOWN,
-    GATE_UP,
-    WIDTH,
-    bias_numbers,
-    down_stack,
-    reader_stack,
-    readers,
-    told_widths,
-    widths_of,
-)
-from pipeline.methods.loss_aware.mlp_solver import (
-    HIDDEN,
-    INPUT,
-    METRIC,
-    REMEMBERED_BYTES,
-    Solver,
-    gradient_of,
-    probed_ranks,
-    probed_widths,
-    sample_of,
-)
-from pipeline.methods.loss_aware.pairs import carry, complete, pair
+from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
+from pipeline.methods.loss_aware.mlp_solver import REMEMBERED_BYTES, Solver, probed_ranks, probed_widths, sample_of
+from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+from pipeline.methods.moments import input_moment, output_gradient, pair
 from pipeline.ranks.curves import Point, frontier, merged, to_columns
-
-READ, WRITTEN = pair("mlp.in"), pair("down.in")
-CORRECTIONS = (READ, WRITTEN)
 
 
 class Begun(TypedDict):
@@ -65,90 +41,86 @@ class Piece(TypedDict):
     bends: list[float]
 
 
-def roles(geometry: LayerGeometry) -> tuple[str, ...]:
-    """(gate), up, down."""
-    return (*readers(geometry), "down")
+def moments(block: MLPBlock) -> tuple[Moment, ...]:
+    """Return the moments and the sample that curve and solution need."""
+    whole = (input_moment(block.readers[0]), input_moment(block.writer), output_gradient(block.writer))
+    return (*whole, sample_of(block), *map(output_gradient, block.readers))
 
 
-def moments(geometry: LayerGeometry) -> tuple[Moment, ...]:
-    """The diagonal suffices for the gradient at gate and up."""
-    return (INPUT, HIDDEN, METRIC, sample_of(geometry), *(gradient_of(role) for role in readers(geometry)))
+def corrections(block: MLPBlock) -> tuple[Moment, ...]:
+    """Return the pairs that `correct` is called with, one after another: at the readers, and at the writer."""
+    return pair(block.input), pair(block.writer.reads)
 
 
-def pieces(entry: LossAware, geometry: LayerGeometry) -> int:
-    """Into how many the curve may be cut: one for each width."""
-    return len(widths_of(entry, geometry))
+def pieces(sizes: Sizes) -> int:
+    """Return into how many pieces the curve may be cut: one for each width."""
+    return len(sizes.widths)
 
 
-def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Curve:
-    """Ranks of gate/up and of down on each of a few widths. It tells which channels each width keeps."""
-    solver = Solver(entry, geometry, weights, found, min(widths_of(entry, geometry)))
+def curve(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    """Compare ranks of the readers and of the writer on each of a few widths.
+
+    The curve's hint says which channels each width keeps.
+    """
+    solver = Solver(sizes, weights, statistics, min(sizes.widths))
     begun = _begun(solver)
-    return join(entry, geometry, begun, _pieces(solver, begun, _by_work(entry, geometry)))
+    return join(sizes, begun, _pieces(solver, begun, _by_work(sizes)))
 
 
-def begin(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Begun:
-    """Eliminates channels. Holds the statistics, and as many numbers again as their largest moment has."""
-    return _begun(Solver(entry, geometry, weights, found, min(widths_of(entry, geometry))))
+def begin(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> Begun:
+    """Eliminate channels. Holds the statistics, and as many numbers again as their largest moment has."""
+    return _begun(Solver(sizes, weights, statistics, min(sizes.widths)))
 
 
 def piece(
-    entry: LossAware,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    found: Statistics,
-    begun: Begun,
-    numbers: Sequence[int],
+    sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, begun: Begun, numbers: Sequence[int]
 ) -> list[Piece]:
-    """Some widths, one after another, by their numbers among `pieces`, which come by the work that they are.
+    """Compute some widths, one after another, by their numbers among `pieces`; the most work comes first.
 
-    Holds the statistics, as many numbers again as their largest moment has, and a batch of the sample. What widths
-    share is done again for each call: a factor of that moment and the products with it; the elimination is not.
+    Holds the statistics, as many numbers again as their largest moment has, and a batch of the sample. Each call
+    repeats what widths share, a factor of that moment and the products with it, but not the elimination.
     """
-    widths = _by_work(entry, geometry)
-    solver = Solver(entry, geometry, weights, found, min(widths), begun["order"])
+    widths = _by_work(sizes)
+    solver = Solver(sizes, weights, statistics, min(widths), begun["order"])
     return _pieces(solver, begun, [widths[number] for number in numbers])
 
 
-def join(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Sequence[Piece]) -> Curve:
-    """The points of all widths, from all `pieces` in their order."""
-    by_width = dict(zip(_by_work(entry, geometry), each, strict=True))
-    points = frontier(list(_options(entry, geometry, begun, by_width)))
-    return to_columns(points, told_widths(begun["order"], widths_of(entry, geometry)))
+def join(sizes: Sizes, begun: Begun, each: Sequence[Piece]) -> Curve:
+    """Make the points of all widths, from all `pieces` in their order."""
+    by_width = dict(zip(_by_work(sizes), each, strict=True))
+    points = frontier(list(_options(sizes, begun, by_width)))
+    return to_columns(points, encode_widths(begun["order"], sizes.widths))
 
 
 def _begun(solver: Solver) -> Begun:
-    widths = widths_of(solver.entry, solver.geometry)
-    losses = [float(solver.width_losses[width]) for width in widths]
-    return Begun(
-        order=solver.priority.tolist(),
-        losses=losses,
-        probed=probed_widths(solver.entry, solver.geometry, len(solver.sample_TD)),
-    )
+    losses = [float(solver.width_losses[width]) for width in solver.sizes.widths]
+    probed = probed_widths(solver.sizes, len(solver.sample_TD))
+    return Begun(order=solver.priority.tolist(), losses=losses, probed=probed)
 
 
 def _pieces(solver: Solver, begun: Begun, asked: Sequence[int]) -> list[Piece]:
-    pruned = dict(zip(widths_of(solver.entry, solver.geometry), begun["losses"], strict=True))
-    found = {}
+    pruned = dict(zip(solver.sizes.widths, begun["losses"], strict=True))
+    by_width = {}
     for width, linear, down in solver.losses(asked, begun["probed"]):
         bends = solver.bends(solver.kept(width), linear, pruned[width]) if width in begun["probed"] else []
-        found[width] = Piece(gate_up=linear.tolist(), down=down.tolist(), bends=bends)
-    return [found[width] for width in asked]
+        by_width[width] = Piece(gate_up=linear.tolist(), down=down.tolist(), bends=bends)
+    return [by_width[width] for width in asked]
 
 
-def _options(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Mapping[int, Piece]) -> Iterator[Point]:
-    multiple = entry.multiple(geometry.hidden)
-    for width, loss in zip(widths_of(entry, geometry), begun["losses"], strict=True):
-        pruned = Point({WIDTH: width}, bias_numbers(geometry, width), loss)
-        upper = reader_stack(entry, geometry, width).points(_bent(geometry, begun, each, width), multiple)
-        lower = down_stack(entry, geometry, width).points(_column(each[width]["down"]), multiple)
+def _options(sizes: Sizes, begun: Begun, each: Mapping[int, Piece]) -> Iterator[Point]:
+    for width, loss in zip(sizes.widths, begun["losses"], strict=True):
+        pruned = Point({WIDTH: width}, sizes.bias_numbers(width), loss)
+        upper = sizes.reader_stack(width).points(_bent(sizes.block, begun, each, width), sizes.multiple)
+        lower = sizes.writer_stack(width).points(_column(each[width]["down"]), sizes.multiple)
         yield from merged([pruned], merged(upper, lower))
 
 
-def _bent(geometry: LayerGeometry, begun: Begun, each: Mapping[int, Piece], width: int) -> Tensor:
-    """What gate and up lose by rank: the linear prediction, times what a few ranks are seen to lose by it; at widths
-    between those that were looked at, what is in between."""
-    linear, ranks = _column(each[width]["gate_up"]), probed_ranks(geometry, width)
+def _bent(block: MLPBlock, begun: Begun, each: Mapping[int, Piece], width: int) -> Tensor:
+    """Predict what the readers lose by rank: the linear prediction, times the bend that a few ranks were seen to have.
+
+    Between the widths that were looked at, bends are interpolated.
+    """
+    linear, ranks = _column(each[width]["gate_up"]), probed_ranks(block, width)
     probed = begun["probed"]
     if not probed or not ranks or width > probed[-1]:
         return linear
@@ -166,76 +138,66 @@ def _column(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _by_work(entry: LossAware, geometry: LayerGeometry) -> list[int]:
-    """The widths, those first that are looked at where the sample has tokens enough, and of the others the largest."""
-    widths = widths_of(entry, geometry)
-    probed = probed_widths(entry, geometry)
-    return sorted(widths, key=lambda width: (width not in probed, -width))
+def _by_work(sizes: Sizes) -> list[int]:
+    """Return the widths: first those that are probed where the sample has tokens enough, then the largest first."""
+    probed = probed_widths(sizes)
+    return sorted(sizes.widths, key=lambda width: (width not in probed, -width))
 
 
-def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
-    """Stored at the smallest width and ranks."""
-    width, multiple = min(widths_of(entry, geometry)), entry.multiple(geometry.hidden)
-    stacks = (reader_stack(entry, geometry, width), down_stack(entry, geometry, width))
-    return sum(stack.least(multiple) for stack in stacks) + bias_numbers(geometry, width)
+def least_numbers(sizes: Sizes) -> int:
+    """Count the numbers stored at the smallest width and ranks."""
+    width = min(sizes.widths)
+    stacks = (sizes.reader_stack(width), sizes.writer_stack(width))
+    return sum(stack.least(sizes.multiple) for stack in stacks) + sizes.bias_numbers(width)
 
 
 def solve(
-    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
-) -> Solution:
-    """Prunes to `width`, refits down, then cuts gate/up and down to their ranks."""
-    return next(solve_sizes(entry, geometry, weights, found, [ranks]))
-
-
-def solve_sizes(
-    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, sizes: Sequence[Ranks]
+    sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, each: Sequence[Ranks]
 ) -> Iterator[Solution]:
-    """As `solve`, one size after another: channels are eliminated down to the least width, and what the dense MLP gives
-    of the sample is computed, once."""
-    remembered_bytes = REMEMBERED_BYTES if len(sizes) > 1 else 0
-    least = min(ranks[WIDTH] for ranks in sizes)
-    solver = Solver(entry, geometry, weights, found, least, remembered_bytes=remembered_bytes)
-    return (_solution(solver, ranks) for ranks in sizes)
+    """Prune to `width`, refit the writer, then cut readers and writer to their ranks; one solution for each of `each`.
+
+    Channels are eliminated once, down to the least width; the outputs of the dense MLP on the sample are computed once.
+    """
+    remembered_bytes = REMEMBERED_BYTES if len(each) > 1 else 0
+    least = min(ranks[WIDTH] for ranks in each)
+    solver = Solver(sizes, weights, statistics, least, remembered_bytes=remembered_bytes)
+    return (_solution(solver, ranks) for ranks in each)
 
 
 def _solution(solver: Solver, ranks: Ranks) -> Solution:
-    entry, geometry, width = solver.entry, solver.geometry, ranks[WIDTH]
-    upper, lower = reader_stack(entry, geometry, width), down_stack(entry, geometry, width)
-    if width >= geometry.intermediate and ranks[GATE_UP] >= upper.full and ranks[DOWN] >= lower.full:
+    sizes, block, width = solver.sizes, solver.block, ranks[WIDTH]
+    upper, lower = sizes.reader_stack(width), sizes.writer_stack(width)
+    full_ranks = ranks[block.reader_group] >= upper.full and ranks[block.writer_group] >= lower.full
+    if width >= block.width and full_ranks:
         return Solution(dict(solver.weights), {}, {"dense": True})
     kept = solver.kept(width)
     read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)
     moment_kk = solver.moment(kept)
-    if ranks[GATE_UP] < upper.full and solver.sees(width):
-        again = solver.refit_again(kept, ranks[GATE_UP])
+    if ranks[block.reader_group] < upper.full and solver.sees(width):
+        again = solver.refit_again(kept, ranks[block.reader_group])
         refit_Dk, moment_kk = again.weight, again.moment
         report = {**report, "refit_tokens": solver.fitted_tokens(width)}
     written = solver.written(refit_Dk, moment_kk, ranks)
-    outputs = dict.fromkeys(readers(geometry), kept)
-    return Solution(
-        read.tensors | written.tensors, read.forms | written.forms, report, {"down": lambda: moment_kk}, outputs
-    )
+    inputs, outputs = {block.writer.role: lambda: moment_kk}, dict.fromkeys(roles_of(block.readers), kept)
+    return Solution(read.tensors | written.tensors, read.forms | written.forms, report, inputs, outputs)
 
 
 def correct(
-    entry: LossAware,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    found: Statistics,
-    ranks: Ranks,
-    before: Mapping[str, Tensor],
+    sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor]
 ) -> Solution:
-    """First gate and up for the input as it now comes, with a full-rank down; then down, by what is missing behind."""
-    if READ not in found.moments:
-        now = complete(found, WRITTEN, before["down.weight"])
-        return Solver(entry, geometry, weights, found, ranks[WIDTH]).written(now.weight, now.moment, ranks)
-    moved = carry(found, READ, weights, readers(geometry))
-    behind = replace(found, moments={**found.moments, INPUT: moved.moment[None] * found.tokens})
-    solver = Solver(entry, geometry, moved.weights, behind, ranks[WIDTH])
+    """Fit the readers to the input behind compressed layers, behind them a full writer; then the writer to the rest."""
+    block = sizes.block
+    read_pair, written_pair = corrections(block)
+    if read_pair not in statistics.moments:
+        now = complete(statistics, written_pair, before[block.writer.weight_key])
+        return Solver(sizes, weights, statistics, ranks[WIDTH]).written(now.weight, now.moment, ranks)
+    moved = carry(statistics, read_pair, weights, block.readers)
+    behind = statistics.with_mean(input_moment(block.readers[0]), moved.moment[None])
+    solver = Solver(sizes, moved.weights, behind, ranks[WIDTH])
     kept = solver.kept(ranks[WIDTH])
     read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)
-    full = {**ranks, DOWN: down_stack(entry, geometry, ranks[WIDTH]).full}
+    full = {**ranks, block.writer_group: sizes.writer_stack(ranks[WIDTH]).full}
     written = solver.written(refit_Dk, solver.moment(kept), full)
     return Solution(read.tensors | written.tensors, read.forms | written.forms, report)

@@ -1,49 +1,71 @@
-"""The sizes that an MLP can have: widths, and ranks of gate and up together and of down. docs/methods.md#curves.
+"""The sizes that an MLP can have: widths, ranks of the matrices that read together, and of the one that writes.
 
-Legend: N intermediate.
+docs/methods.md#curves. Legend: N channels of the dense MLP.
 """
 
 from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
+from pipeline.families.blocks import Matrix, MLPBlock, roles_of
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.loss_aware.stacks import Stack
 
-WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
+WIDTH = "width"  # rank variable; the others have the names of the block's two groups
 _DIGITS = string.digits + string.ascii_lowercase  # they ascend as codes, too
 
 
-def readers(geometry: LayerGeometry) -> tuple[str, ...]:
-    """The roles that read the MLP's input."""
-    return tuple(role for role in ("gate", "up") if role in geometry.roles)
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one MLP of a layer, as an entry of the manifest allows them."""
+
+    entry: LossAware
+    geometry: LayerGeometry
+    block: MLPBlock
+
+    @property
+    def multiple(self) -> int:
+        """Return the number that widths and ranks are multiples of."""
+        return self.entry.multiple(self.geometry.hidden)
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Return a few widths, evenly up to the full one."""
+        whole, multiple, count = self.block.width, self.multiple, self.entry.widths
+        even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
+        return [*sorted(width for width in even if width < whole), whole]
+
+    def reader_stack(self, width: int) -> Stack:
+        """Return the stack of the matrices that read, at a width."""
+        return self._stack(self.block.reader_group, self.block.readers, len(self.block.readers) * width, None, width)
+
+    def writer_stack(self, width: int) -> Stack:
+        """Return the matrix that writes, at a width."""
+        return self._stack(self.block.writer_group, (self.block.writer,), self.geometry.hidden, width, width)
+
+    def _stack(self, name: str, matrices: tuple[Matrix, ...], outputs: int, inputs: int | None, width: int) -> Stack:
+        inputs, pivoted = inputs or self.geometry.hidden, self.entry.factors == "pivoted"
+        form = {} if width >= self.block.width else {"width": width}
+        return Stack(name, roles_of(matrices), outputs, inputs, self.geometry.bits, pivoted, form)
+
+    def bias_numbers(self, width: int) -> int:
+        """Count the numbers of all biases."""
+        return width * sum(reader.bias for reader in self.block.readers) + self.block.writer.biases
 
 
-def reader_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
-    """gate and up at a width."""
-    names, pivoted = readers(geometry), entry.factors == "pivoted"
-    rows = len(names) * width
-    return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, pivoted, _width_of_form(geometry, width))
+def encode_widths(order: Sequence[int], widths: Sequence[int]) -> str:
+    """Encode which channels stay at which widths, one character for each channel.
 
-
-def down_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
-    """down at a width."""
-    pivoted, widths = entry.factors == "pivoted", _width_of_form(geometry, width)
-    return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, pivoted, widths)
-
-
-def _width_of_form(geometry: LayerGeometry, width: int) -> dict[str, int]:
-    return {} if width >= geometry.intermediate else {"width": width}
-
-
-def told_widths(order: Sequence[int], widths: Sequence[int]) -> str:
-    """Which channels stay at which widths: for each channel the place of the least of `widths` that keeps it, as a
-    digit of 0 … 9, a … z; nothing where there are more widths. `order`: the channels, those that stay longest first."""
+    The character, of 0 … 9, a … z, is the place of the least of `widths` that keeps the channel. Returns an empty
+    string where there are more widths than characters. `order`: the channels, those that stay longest first.
+    """
     if len(widths) > len(_DIGITS):
         return ""
     places_N = torch.bucketize(torch.arange(len(order)), torch.tensor(widths), right=True)
@@ -53,20 +75,7 @@ def told_widths(order: Sequence[int], widths: Sequence[int]) -> str:
     return "".join(digits)
 
 
-def kept_as_told(told: str, place: int) -> Tensor:
-    """The channels, ascending, that `told_widths` says stay at the width of this place."""
-    digits_N = torch.tensor(list(told.encode()))
+def decode_kept(encoded: str, place: int) -> Tensor:
+    """Return the channels, ascending, that stay at the width of this place by `encode_widths`."""
+    digits_N = torch.tensor(list(encoded.encode()))
     return (digits_N <= ord(_DIGITS[place])).nonzero()[:, 0]
-
-
-def bias_numbers(geometry: LayerGeometry, width: int) -> int:
-    """Of all roles."""
-    biased = geometry.biases
-    return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
-
-
-def widths_of(entry: LossAware, geometry: LayerGeometry) -> list[int]:
-    """A few widths, evenly up to the full one."""
-    whole, multiple, count = geometry.intermediate, entry.multiple(geometry.hidden), entry.widths
-    even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
-    return [*sorted(width for width in even if width < whole), whole]

@@ -1,6 +1,8 @@
 """What the curve and the solution of one MLP are made of. docs/methods.md#curves.
 
-Legend: D hidden, N intermediate, k channels kept, m rows of the stack of gate and up, T tokens of the sample.
+Legend: D hidden, N intermediate, k channels kept, m rows of the stack of the readers, T tokens of the sample.
+
+`down` stands for the matrix that writes, `up` for those that read (gate and up, or up alone).
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifests.methods import LossAware
 from manifests.records import FormSpec
-from pipeline.families.family import LayerGeometry
+from pipeline.families.blocks import Matrix, MLPBlock, roles_of
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, nystrom_refit
@@ -30,25 +31,16 @@ from pipeline.kernels.sensitivity import (
     pushed,
     tail_losses,
 )
-from pipeline.methods.loss_aware.mlp_sizes import (
-    DOWN,
-    GATE_UP,
-    down_stack,
-    kept_as_told,
-    reader_stack,
-    readers,
-    widths_of,
-)
+from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
 from pipeline.methods.loss_aware.stacks import biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+from pipeline.methods.moments import input_moment, output_gradient
 
-INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
-METRIC = Moment("out", kind="gradient")
 SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
 LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
-PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of gate and up costs
+PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of the readers costs
 PROBE_OUTPUTS = 256  # mixtures of outputs at most, through which that is seen
-PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of gate and up
+PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of the readers
 PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
 TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
 BATCH = 4096  # tokens that pass the MLP at a time
@@ -57,16 +49,16 @@ REMEMBERED_BYTES = 2**27  # of the outputs of a sample, where several sizes are 
 
 
 class _Cut(NamedTuple):
-    """gate and up behind `first` (r, D), which they share, or as they are; `parts` by role (k, r) or (k, D)."""
+    """The readers behind `first` (r, D), which they share, or as they are; `parts` (k, r) or (k, D), biases (k)."""
 
     first: Tensor | None
-    parts: Mapping[str, Tensor]
-    biases: Mapping[str, Tensor]
+    parts: Mapping[Matrix, Tensor]
+    biases: Mapping[Matrix, Tensor]
 
     def at(self, rank: int) -> _Cut:
         """At a smaller rank."""
         assert self.first is not None
-        return _Cut(self.first[:rank], {role: part[:, :rank] for role, part in self.parts.items()}, self.biases)
+        return _Cut(self.first[:rank], {reader: part[:, :rank] for reader, part in self.parts.items()}, self.biases)
 
 
 class Solver:
@@ -74,10 +66,9 @@ class Solver:
 
     def __init__(
         self,
-        entry: LossAware,
-        geometry: LayerGeometry,
+        sizes: Sizes,
         weights: Mapping[str, Tensor],
-        found: Statistics,
+        statistics: Statistics,
         least: int,
         order: Sequence[int] | None = None,
         remembered_bytes: int = 0,
@@ -86,14 +77,16 @@ class Solver:
         elimination down to it has told that. `remembered_bytes`: of the sample's outputs, for sizes to come."""
         self.remembered_bytes = remembered_bytes
         self._outputs: dict[tuple[int, int], Tensor] = {}  # by the first token of a part, and how many are fitted
-        self.order, self.least, self.told = order, least, found.told
-        self.entry, self.geometry, self.weights = entry, geometry, weights
-        self.by_loss = entry.weighting == "loss"
-        self.down_DN = weights["down.weight"].double()
-        self.input_DD, self.hidden_NN = found.mean(INPUT)[0], found.mean(HIDDEN)[0]
-        self.metric_DD = found.mean(METRIC)[0]
-        self.gradients_N = {role: found.mean(gradient_of(role))[0] for role in readers(geometry)}
-        self.sample_TD = found.moments[sample_of(geometry)][0]
+        self.order, self.least, self.hint = order, least, statistics.told
+        self.sizes, self.block, self.weights = sizes, sizes.block, weights
+        self.by_loss = sizes.entry.weighting == "loss"
+        readers, writer = self.block.readers, self.block.writer
+        self.down_DN = weights[writer.weight_key].double()
+        self.input_DD = statistics.mean(input_moment(readers[0]))[0]
+        self.hidden_NN = statistics.mean(input_moment(writer))[0]
+        self.metric_DD = statistics.mean(output_gradient(writer))[0]
+        self.gradients_N = {reader: statistics.mean(output_gradient(reader))[0] for reader in readers}
+        self.sample_TD = statistics.moments[sample_of(self.block)][0]
         self._directions: dict[int, Directions] = {}  # by width
         self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
@@ -108,7 +101,7 @@ class Solver:
             return torch.tensor(self.order, device=self.down_DN.device)
         chooses_DN = self._felt_down if self.by_loss else self.down_DN
         order = eliminate(self.hidden_NN, chooses_DN, self.least).order
-        stays_N = torch.ones(self.geometry.intermediate, dtype=torch.bool, device=order.device)
+        stays_N = torch.ones(self.block.width, dtype=torch.bool, device=order.device)
         return torch.cat((stays_N.index_fill(0, order, False).nonzero()[:, 0], order.flip(0)))
 
     @cached_property
@@ -133,7 +126,7 @@ class Solver:
         changes no bit.
         """
         before, pull_DD, spread_DD = 0, torch.zeros_like(self.input_DD), torch.zeros_like(self.metric_DD)
-        for width in widths_of(self.entry, self.geometry):
+        for width in self.sizes.widths:
             if before >= max(widths):
                 return
             pull_DD = pull_DD + self._pull(self.priority[before:width], self._input.factor)
@@ -158,41 +151,41 @@ class Solver:
 
     def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
         """gate and up on the channels that stay, at their rank."""
-        width, rank, names = kept_k.numel(), ranks[GATE_UP], readers(self.geometry)
-        stack = reader_stack(self.entry, self.geometry, width)
-        parts = {role: self.weights[f"{role}.weight"][kept_k].double() for role in names}
-        biases = {name: bias[kept_k] for name, bias in biases_of(self.weights, names).items()}
+        width, rank, readers = kept_k.numel(), ranks[self.block.reader_group], self.block.readers
+        stack = self.sizes.reader_stack(width)
+        parts = {reader.role: self.weights[reader.weight_key][kept_k].double() for reader in readers}
+        biases = {name: bias[kept_k] for name, bias in biases_of(self.weights, readers).items()}
         if rank >= stack.full:
             tensors = {f"{role}.weight": part for role, part in parts.items()}
-            return Solution(tensors | biases, self._pruned(names, width))
-        found = self.reader_directions(kept_k)
-        second_mr = torch.cat(list(parts.values())) @ found.decode[:, :rank]
-        tensors, forms = stack.store(parts, found.encode[:rank], second_mr)
+            return Solution(tensors | biases, self._pruned(readers, width))
+        order = self.reader_directions(kept_k)
+        second_mr = torch.cat(list(parts.values())) @ order.decode[:, :rank]
+        tensors, forms = stack.store(parts, order.encode[:rank], second_mr)
         return Solution(tensors | biases, forms)
 
     def written(self, weight_Dk: Tensor, moment_kk: Tensor, ranks: Ranks) -> Solution:
         """down on the channels that stay, whose inputs have this moment, at its rank."""
-        width, rank = weight_Dk.shape[1], ranks[DOWN]
-        stack, biases = down_stack(self.entry, self.geometry, width), biases_of(self.weights, (DOWN,))
+        width, rank, writer = weight_Dk.shape[1], ranks[self.block.writer_group], self.block.writer
+        stack, biases = self.sizes.writer_stack(width), biases_of(self.weights, (writer,))
         if rank >= stack.full:
-            return Solution({"down.weight": weight_Dk, **biases}, self._pruned((DOWN,), width))
-        found = self.down_directions(weight_Dk, moment_kk)
-        tensors, forms = stack.store({DOWN: weight_Dk}, found.encode[:rank] @ weight_Dk, found.decode[:, :rank])
+            return Solution({writer.weight_key: weight_Dk, **biases}, self._pruned((writer,), width))
+        order = self.down_directions(weight_Dk, moment_kk)
+        tensors, forms = stack.store({writer.role: weight_Dk}, order.encode[:rank] @ weight_Dk, order.decode[:, :rank])
         return Solution(tensors | biases, forms)
 
-    def _pruned(self, names: tuple[str, ...], width: int) -> dict[str, FormSpec]:
+    def _pruned(self, matrices: tuple[Matrix, ...], width: int) -> dict[str, FormSpec]:
         form = FormSpec(form="pruned", rank=width)
-        return dict.fromkeys(names, form) if width < self.geometry.intermediate else {}
+        return dict.fromkeys(roles_of(matrices), form) if width < self.block.width else {}
 
     def kept(self, width: int) -> Tensor:
         """The channels that stay, ascending."""
-        if width >= self.geometry.intermediate:
-            return torch.arange(self.geometry.intermediate, device=self.down_DN.device)
-        widths = widths_of(self.entry, self.geometry)
-        if self.told and width in widths:
-            kept_k = kept_as_told(self.told, widths.index(width)).to(self.down_DN.device)
-            if kept_k.numel() != width or len(self.told) != self.geometry.intermediate:
-                raise ValueError(f"the curve tells of {len(self.told)} channels, and keeps {kept_k.numel()} of {width}")
+        if width >= self.block.width:
+            return torch.arange(self.block.width, device=self.down_DN.device)
+        widths = self.sizes.widths
+        if self.hint and width in widths:
+            kept_k = decode_kept(self.hint, widths.index(width)).to(self.down_DN.device)
+            if kept_k.numel() != width or len(self.hint) != self.block.width:
+                raise ValueError(f"the curve tells of {len(self.hint)} channels, and keeps {kept_k.numel()} of {width}")
             return kept_k
         return self.priority[:width].sort().values
 
@@ -212,7 +205,7 @@ class Solver:
         a hundredth or so, and alike for all ranks. `pruned`: what the width costs by itself.
         """
         width, factors = kept_k.numel(), [1.0] * len(PROBES)
-        ranks = probed_ranks(self.geometry, width)
+        ranks = probed_ranks(self.block, width)
         if not ranks:
             return factors
         directions, batches = self.reader_directions(kept_k), self._probe(width).split(BATCH)
@@ -257,7 +250,7 @@ class Solver:
         if (known := self._outputs.get((start, tokens))) is not None:
             return known
         hidden_TN = self._hidden(part_TD, self._whole)
-        targets_TD = hidden_TN @ self.weights["down.weight"].to(hidden_TN.dtype).T
+        targets_TD = hidden_TN @ self.weights[self.block.writer.weight_key].to(hidden_TN.dtype).T
         if tokens * part_TD.shape[1] * part_TD.itemsize <= self.remembered_bytes:
             self._outputs[start, tokens] = targets_TD
         return targets_TD
@@ -303,30 +296,32 @@ class Solver:
 
     @cached_property
     def _whole(self) -> _Cut:
-        names = {role: f"{role}.bias" for role in self.gradients_N}
-        biases = {role: self.weights[name] for role, name in names.items() if name in self.weights}
-        return _Cut(None, {role: self.weights[f"{role}.weight"] for role in self.gradients_N}, biases)
+        readers = self.block.readers
+        biases = {reader: self.weights[reader.bias_key] for reader in readers if reader.bias}
+        return _Cut(None, {reader: self.weights[reader.weight_key] for reader in readers}, biases)
 
     def _cut(self, kept_k: Tensor, directions: Directions, rank: int) -> _Cut:
         decode_Dr = directions.decode[:, :rank]
-        seconds = {role: weight[kept_k].double() @ decode_Dr for role, weight in self._whole.parts.items()}
-        biases = {role: bias[kept_k] for role, bias in self._whole.biases.items()}
+        seconds = {reader: weight[kept_k].double() @ decode_Dr for reader, weight in self._whole.parts.items()}
+        biases = {reader: bias[kept_k] for reader, bias in self._whole.biases.items()}
         return _Cut(directions.encode[:rank], seconds, biases)
 
     def _hidden(self, inputs_TD: Tensor, cut: _Cut) -> Tensor:
-        """act(gate) ⊙ up, or act(up), as the forward pass computes them: in the dtype of the sample."""
+        """Compute act(gate) ⊙ up, or act(up), as the forward pass does: in the dtype of the sample."""
         dtype, biases = inputs_TD.dtype, cut.biases
         read_TF = inputs_TD if cut.first is None else inputs_TD @ cut.first.to(dtype).T
-        read = {role: read_TF @ part.to(dtype).T for role, part in cut.parts.items()}
-        read = {role: values + biases[role].to(dtype) if role in biases else values for role, values in read.items()}
-        activation = activation_of(self.geometry)
-        return activation(read["gate"]) * read["up"] if "gate" in read else activation(read["up"])
+        values = []
+        for reader, part in cut.parts.items():
+            product = read_TF @ part.to(dtype).T
+            values.append(product + biases[reader].to(dtype) if reader in biases else product)
+        activated = activation_of(self.block)(values[0])
+        return activated * values[1] if self.block.gated else activated
 
     def _pull(self, kept_k: Tensor, factor_DD: Tensor | None = None, by_loss: bool = True) -> Tensor:
         """Σ s w wᵀ of some channels of gate and up, as it stands or as the factor feels it."""
         pull_DD = torch.zeros_like(self.input_DD)
-        for role, squares_N in self.gradients_N.items():
-            weight_kD = self.weights[f"{role}.weight"][kept_k].double()
+        for reader, squares_N in self.gradients_N.items():
+            weight_kD = self.weights[reader.weight_key][kept_k].double()
             if by_loss:
                 weight_kD *= squares_N[kept_k, None].double().sqrt()
             pull_DD += _square(weight_kD if factor_DD is None else weight_kD @ factor_DD)
@@ -343,18 +338,13 @@ def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
     return values_TF.to(dtype) @ weight_qF.to(dtype).T
 
 
-def sample_of(geometry: LayerGeometry) -> Moment:
-    """Inputs of the MLP, whole tokens."""
-    return Moment("mlp.in", kind="sample", tokens=_sampled(geometry.intermediate))
+def sample_of(block: MLPBlock) -> Moment:
+    """Return the sample of the MLP's inputs, whole tokens."""
+    return Moment(block.input, kind="sample", tokens=_sampled(block.width))
 
 
 def _sampled(width: int) -> int:
     return max(LEAST_SAMPLE, SAMPLE_TOKENS * width)
-
-
-def gradient_of(role: str) -> Moment:
-    """The squares at a role's output."""
-    return Moment(f"{role}.out", kind="gradient", diagonal=True)
 
 
 def probe_tokens(width: int) -> int:
@@ -362,17 +352,19 @@ def probe_tokens(width: int) -> int:
     return max(LEAST_PROBE, PROBE_TOKENS * width)
 
 
-def probed_widths(entry: LossAware, geometry: LayerGeometry, tokens: int | None = None) -> list[int]:
-    """The widths at which the activation is looked at, with a sample of so many tokens, or with a whole one: what it
-    bends changes little from width to width."""
-    tokens = sample_of(geometry).tokens if tokens is None else tokens
-    fitted = [width for width in widths_of(entry, geometry) if tokens >= TOKENS_OF_FIT * width]
+def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
+    """Return the widths at which a sample of so many tokens, or a whole one, is run through the activation.
+
+    A few suffice: what the activation bends changes little from width to width.
+    """
+    tokens = sample_of(sizes.block).tokens if tokens is None else tokens
+    fitted = [width for width in sizes.widths if tokens >= TOKENS_OF_FIT * width]
     count = min(PROBED, len(fitted))
     return [fitted[place * (len(fitted) - 1) // max(1, count - 1)] for place in range(count)]
 
 
-def probed_ranks(geometry: LayerGeometry, width: int) -> dict[int, int]:
-    """Of gate and up, at a width: rank -> place of its share among `PROBES`."""
-    full = min(len(readers(geometry)) * width, geometry.hidden)
+def probed_ranks(block: MLPBlock, width: int) -> dict[int, int]:
+    """Map the ranks of the readers that are tried at a width to the place of their share among `PROBES`."""
+    full = min(len(block.readers) * width, block.writer.outputs)
     ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
     return {rank: place for rank, place in ranks.items() if rank < full}

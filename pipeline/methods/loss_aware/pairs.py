@@ -5,12 +5,13 @@ Legend: D hidden, F features at a point, a_d and a_c what the dense and the comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.families.blocks import Matrix
 from pipeline.kernels.refit import correction
 from pipeline.methods.method import Moment, Statistics
 
@@ -32,29 +33,24 @@ class Completed(NamedTuple):
     moment: Tensor
 
 
-def pair(point: str) -> Moment:
-    """Both models at a point."""
-    return Moment(point, kind="pair")
-
-
-def carry(found: Statistics, moment: Moment, weights: Mapping[str, Tensor], roles: tuple[str, ...]) -> Carried:
-    """The roles' weights for the input as it comes behind compressed layers; exactly as they are if it is the same."""
-    moment_DD, error_DD = _sums(found, moment)
+def carry(statistics: Statistics, moment: Moment, weights: Mapping[str, Tensor], matrices: Iterable[Matrix]) -> Carried:
+    """Fit the weights of some matrices to the input behind compressed layers; the same input changes nothing."""
+    moment_DD, error_DD = _sums(statistics, moment)
     change_DD = correction(error_DD, moment_DD, READERS_RIDGE)
-    moved = {name: weights[name].double() for name in (f"{role}.weight" for role in roles)}
+    moved = {matrix.weight_key: weights[matrix.weight_key].double() for matrix in matrices}
     moved = {name: weight + weight @ change_DD for name, weight in moved.items()}
     unit_DD = torch.eye(len(change_DD), dtype=change_DD.dtype, device=change_DD.device)
     return Carried({**weights, **moved}, unit_DD + change_DD, moment_DD)
 
 
-def complete(found: Statistics, moment: Moment, weight_DF: Tensor) -> Completed:
+def complete(statistics: Statistics, moment: Moment, weight_DF: Tensor) -> Completed:
     """A weight with what the dense model has more in the residual stream behind it."""
-    moment_FF, error_DF = _sums(found, moment)
+    moment_FF, error_DF = _sums(statistics, moment)
     return Completed(weight_DF.double() + correction(error_DF, moment_FF, WRITERS_RIDGE), moment_FF)
 
 
-def _sums(found: Statistics, moment: Moment) -> tuple[Tensor, Tensor]:
+def _sums(statistics: Statistics, moment: Moment) -> tuple[Tensor, Tensor]:
     """E[x xᵀ] (F, F) and E[e xᵀ] (D, F), per token."""
-    whole_PF = found.mean(moment)[0]
+    whole_PF = statistics.mean(moment)[0]
     width = whole_PF.shape[1]
     return whole_PF[:width], whole_PF[width:]

@@ -5,13 +5,14 @@ Legend: m rows of the stack, F inputs, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from manifests.records import FormSpec
+from pipeline.families.blocks import Matrix
 from pipeline.kernels.pivoted import pivoted, pivoted_numbers
 from pipeline.ranks.curves import Point, steps
 
@@ -57,20 +58,20 @@ class Stack:
         """One point for each rank; `losses` (at least full + 1) predicted by rank, and nothing lost at the full one."""
         ranks = steps(self.full, multiple)
         predicted = [*losses[torch.tensor(ranks[:-1], dtype=torch.int64, device=losses.device)].tolist(), 0.0]
-        found = zip(ranks, predicted, strict=True)
-        points = [Point({self.name: rank}, self.numbers(rank), loss) for rank, loss in found]
+        lost = zip(ranks, predicted, strict=True)
+        points = [Point({self.name: rank}, self.numbers(rank), loss) for rank, loss in lost]
         return [point for point in points[:-1] if point.numbers < points[-1].numbers] + points[-1:]
 
     def store(self, parts: Mapping[str, Tensor], first_rF: Tensor, second_mr: Tensor) -> tuple[Stored, Forms]:
         """Tensors and forms of second @ first; `parts` are the roles' dense weights, whose rows say where roles end."""
         rank = first_rF.shape[0]
         if self.pivoted:
-            found = pivoted(first_rF, second_mr)
+            factors = pivoted(first_rF, second_mr)
             path = f"{self.name}.pivoted"
             tensors = {
-                f"{path}.rows.weight": found.rows,
-                f"{path}.coefficients.weight": found.coefficients,
-                f"{path}.indices": found.indices.to(torch.int32),
+                f"{path}.rows.weight": factors.rows,
+                f"{path}.coefficients.weight": factors.coefficients,
+                f"{path}.indices": factors.indices.to(torch.int32),
             }
             form = self._form("pivoted", rank, self.name)
             return tensors, dict.fromkeys(self.roles, form)
@@ -91,6 +92,6 @@ Stored = dict[str, Tensor]
 Forms = dict[str, FormSpec]
 
 
-def biases_of(weights: Mapping[str, Tensor], roles: tuple[str, ...]) -> Stored:
-    """The biases of some roles, float64."""
-    return {f"{role}.bias": weights[f"{role}.bias"].double() for role in roles if f"{role}.bias" in weights}
+def biases_of(weights: Mapping[str, Tensor], matrices: Iterable[Matrix]) -> Stored:
+    """Return the biases of some matrices, float64."""
+    return {matrix.bias_key: weights[matrix.bias_key].double() for matrix in matrices if matrix.bias}

@@ -1,0 +1,211 @@
+"""The blocks of a decoder layer as data: the matrices of each, what every matrix reads and what it feeds. No weights.
+
+A *point* names values that pass through a layer: `attention.in`, `o.in`, `mlp.in` and `down.in` are what matrices read;
+`mid` and `out` are the residual stream after attention and after the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+STREAM_POINTS = ("mid", "out")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear map of a block: a weight of shape (outputs, inputs) and perhaps a bias.
+
+    Attributes:
+        role: the name of the matrix, unique in its layer.
+        reads: the point whose values it multiplies. Matrices that read one point share its moment.
+        feeds: the point that its outputs enter: another matrix's input or the residual stream. Empty for queries and
+            keys, which make attention scores.
+    """
+
+    role: str
+    outputs: int
+    inputs: int
+    bias: bool
+    reads: str
+    feeds: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the weight, (outputs, inputs)."""
+        return self.outputs, self.inputs
+
+    @property
+    def weight_key(self) -> str:
+        """Return the name of the weight among those of its layer."""
+        return f"{self.role}.weight"
+
+    @property
+    def bias_key(self) -> str:
+        """Return the name of the bias among the tensors of its layer."""
+        return f"{self.role}.bias"
+
+    @property
+    def biases(self) -> int:
+        """Count the numbers of the bias."""
+        return self.outputs if self.bias else 0
+
+    @property
+    def writes_stream(self) -> bool:
+        """Tell whether the outputs are added to the residual stream."""
+        return self.feeds in STREAM_POINTS
+
+    @property
+    def feeds_matrix(self) -> bool:
+        """Tell whether another matrix reads what this one gives, so that both can lose the same channels."""
+        return bool(self.feeds) and not self.writes_stream
+
+
+def roles_of(matrices: Iterable[Matrix]) -> tuple[str, ...]:
+    """Return the roles of some matrices."""
+    return tuple(matrix.role for matrix in matrices)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Matrices that read the block's input, and one that writes to the residual stream.
+
+    Attributes:
+        name: unique in the layer.
+        reader_group: the name of the readers as one group of matrices; `writer_group`: that of the writer.
+    """
+
+    reader_group: ClassVar[str]
+    writer_group: ClassVar[str]
+
+    name: str
+    readers: tuple[Matrix, ...]
+    writer: Matrix
+
+    @property
+    def input(self) -> str:
+        """Return the point that the readers read."""
+        return self.readers[0].reads
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Return all matrices, the readers first."""
+        return (*self.readers, self.writer)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Return the roles of all matrices, the readers' first."""
+        return roles_of(self.matrices)
+
+    @property
+    def by_input(self) -> dict[str, tuple[Matrix, ...]]:
+        """Group the matrices by the point that they read: name of the group → matrices."""
+        return {self.reader_group: self.readers, self.writer_group: (self.writer,)}
+
+
+@dataclass(frozen=True)
+class AttentionBlock(Block):
+    """Queries, keys and values, and the output projection; key and value heads may be shared by query heads."""
+
+    reader_group: ClassVar[str] = "query_key_value"
+    writer_group: ClassVar[str] = "output"
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def query(self) -> Matrix:
+        """(heads · head_dim, hidden)."""
+        return self.readers[0]
+
+    @property
+    def key(self) -> Matrix:
+        """(kv_heads · head_dim, hidden)."""
+        return self.readers[1]
+
+    @property
+    def value(self) -> Matrix:
+        """(kv_heads · head_dim, hidden)."""
+        return self.readers[2]
+
+    @property
+    def query_key(self) -> tuple[Matrix, Matrix]:
+        """Return the two matrices that make the attention scores."""
+        return self.query, self.key
+
+    @property
+    def value_output(self) -> tuple[Matrix, Matrix]:
+        """Return the two matrices that value heads connect."""
+        return self.value, self.writer
+
+    @property
+    def cache_numbers(self) -> int:
+        """Count the numbers that the dense block caches per token, keys and values together."""
+        return self.key.outputs + self.value.outputs
+
+
+@dataclass(frozen=True)
+class MLPBlock(Block):
+    """One or two matrices that read, an activation, and one that writes: writer(act(reader 0) ⊙ reader 1).
+
+    Attributes:
+        width: the number of channels between readers and writer.
+        activation: by the name that transformers gives it; it acts on the outputs of the first reader.
+    """
+
+    reader_group: ClassVar[str] = "gate_up"
+    writer_group: ClassVar[str] = "down"
+
+    width: int
+    activation: str
+
+    def numbers(self, width: float) -> float:
+        """Count the numbers, biases included, that the block stores with so many channels."""
+        channel = sum(matrix.inputs + matrix.bias for matrix in self.readers) + self.writer.outputs
+        return channel * width + self.writer.biases
+
+    @property
+    def gated(self) -> bool:
+        """Tell whether a second reader multiplies the activated channels."""
+        return len(self.readers) > 1
+
+
+def dense_blocks(
+    modules: Mapping[str, str], biased: Collection[str], hidden: int, sizes: Mapping[str, Any]
+) -> tuple[Block, ...]:
+    """Return the attention block and the MLP block of a dense layer.
+
+    Args:
+        modules: role → module path; without `gate`, the MLP has one reader.
+        biased: the roles that have a bias.
+        sizes: `num_attention_heads`, `num_key_value_heads`, `head_dim`, `intermediate_size` and `hidden_act`.
+    """
+    heads, kv_heads, head_dim = (sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    width = sizes["intermediate_size"]
+
+    def matrix(role: str, outputs: int, inputs: int, reads: str, feeds: str = "") -> Matrix:
+        return Matrix(role, outputs, inputs, role in biased, reads, feeds)
+
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    attention = AttentionBlock(
+        name="attention",
+        readers=(
+            matrix("q", queries, hidden, "attention.in"),
+            matrix("k", keys, hidden, "attention.in"),
+            matrix("v", keys, hidden, "attention.in", "o.in"),
+        ),
+        writer=matrix("o", hidden, queries, "o.in", "mid"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    mlp = MLPBlock(
+        name="mlp",
+        readers=tuple(matrix(role, width, hidden, "mlp.in", "down.in") for role in ("gate", "up") if role in modules),
+        writer=matrix("down", hidden, width, "down.in", "out"),
+        width=width,
+        activation=sizes["hidden_act"],
+    )
+    return attention, mlp

@@ -1,0 +1,33 @@
+"""The moments of single matrices: of the values that they read, and of the loss's gradient at their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeline.families.blocks import Matrix, roles_of
+from pipeline.methods.method import Moment
+
+
+def input_moment(matrix: Matrix) -> Moment:
+    """Return the moment of the values that a matrix reads."""
+    return Moment(matrix.reads)
+
+
+def output_gradient(matrix: Matrix) -> Moment:
+    """Return the moment of the gradient at a matrix's outputs.
+
+    A matrix that writes to the residual stream gets the whole moment of the gradient there; others the diagonal.
+    """
+    if matrix.writes_stream:
+        return Moment(matrix.feeds, kind="gradient")
+    return Moment(f"{matrix.role}.out", kind="gradient", diagonal=True)
+
+
+def pull(matrices: Iterable[Matrix]) -> Moment:
+    """Return the moment of the gradient at the input that these matrices share, as far as it comes through them."""
+    return Moment(f"pull:{'+'.join(roles_of(matrices))}", kind="gradient")
+
+
+def pair(point: str) -> Moment:
+    """Return the joint moment of the dense and the compressed model at a point. docs/methods.md#corrections."""
+    return Moment(point, kind="pair")
