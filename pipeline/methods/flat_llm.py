@@ -145,22 +145,22 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         forms = self.forms(group, geometry, ranks)
         if not forms:
             return Solution(dict(weights), {}, {"dense": True})
-        if VALUE in ranks:
-            solution = self._compress_attention(geometry.attention, weights, statistics, ranks[VALUE])
-        elif QUERY_KEY in ranks:
-            solution = _compress_query_key(geometry.attention, weights, statistics.moments, ranks[QUERY_KEY])
+        name = _variable_name(group, geometry)
+        if name == VALUE:
+            solution = self._compress_attention(geometry.attention, weights, statistics, ranks[name])
+        elif name == QUERY_KEY:
+            solution = _compress_query_key(geometry.attention, weights, statistics.moments, ranks[name])
         else:
-            solution = self._compress_mlp(geometry.mlp_of(group.roles[0]), weights, statistics, ranks[MLP])
+            solution = self._compress_mlp(geometry.mlp_of(group.roles[0]), weights, statistics, ranks[name])
         return replace(solution, forms=forms)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """By the group: `head_pca`, `pruned`, or `head_low_rank`, where that stores less than the weights."""
         D, d = geometry.hidden, geometry.attention.head_dim
-        if QUERY_KEY in ranks and ranks[QUERY_KEY] * (D + d) >= d * D:
+        name = _variable_name(group, geometry)
+        if name == QUERY_KEY and ranks[name] * (D + d) >= d * D:
             return {}
-        form = next(form for name, form in FORMS.items() if name in ranks)
-        (rank,) = (ranks[name] for name in FORMS if name in ranks)
-        return dict.fromkeys(group.roles, FormSpec(form=form, rank=rank))
+        return dict.fromkeys(group.roles, FormSpec(form=FORMS[name], rank=ranks[name]))
 
     def _value_moment(self, block: AttentionBlock) -> Moment:
         if self.entry.basis == "context":
@@ -268,18 +268,24 @@ def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:
     return torch.bmm(basis_ndr, torch.bmm(basis_ndr.transpose(1, 2), bias_nd1)).flatten()
 
 
+def _variable_name(group: Group, geometry: LayerGeometry) -> str:
+    """Return the name of the rank variable of a group."""
+    if group.roles == roles_of(geometry.attention.value_output):
+        return VALUE
+    return QUERY_KEY if group.roles == roles_of(geometry.attention.query_key) else MLP
+
+
 def _rank_variable(group: Group, geometry: LayerGeometry, multiple: int) -> RankVariable:
-    D, block = geometry.hidden, geometry.block_of(group.roles[0])
-    if isinstance(block, MLPBlock):
-        return RankVariable(group.layer, group.name, MLP, block.width, multiple, block.numbers)
+    name = _variable_name(group, geometry)
+    if name == MLP:
+        block = geometry.mlp_of(group.roles[0])
+        return RankVariable(group.layer, group.name, name, block.width, multiple, block.numbers)
     attention = geometry.attention
-    d, H, G = attention.head_dim, attention.heads, attention.kv_heads
-    if group.roles == roles_of(attention.value_output):
+    D, d, H, G = geometry.hidden, attention.head_dim, attention.heads, attention.kv_heads
+    if name == VALUE:
         per_rank = D * (H + G) + (G if attention.value.bias else 0)
         bias = attention.writer.biases
-        return RankVariable(group.layer, group.name, VALUE, d, multiple, lambda rank: per_rank * rank + bias)
+        return RankVariable(group.layer, group.name, name, d, multiple, lambda rank: per_rank * rank + bias)
     bias = sum(matrix.biases for matrix in attention.query_key)
     factored, dense = (H + G) * (D + d), (H + G) * d * D
-    return RankVariable(
-        group.layer, group.name, QUERY_KEY, d, multiple, lambda rank: bias + min(factored * rank, dense)
-    )
+    return RankVariable(group.layer, group.name, name, d, multiple, lambda rank: bias + min(factored * rank, dense))

@@ -133,9 +133,11 @@ def test_counts_are_those_of_the_files(finished: Finished) -> None:
         "compressed": sum(number for name, number in numbers.items() if ".layers." in name),
     }
     assert counts["bytes"] == {"dense": 4 * geometry.model_numbers(), "compressed": 4 * sum(numbers.values())}
-    cached = 3 * layer.kv_heads * layer.head_dim + layer.kv_heads * (2 * LOW["value"] + layer.head_dim)
+    cached = 3 * layer.attention.kv_heads * layer.attention.head_dim + layer.attention.kv_heads * (
+        2 * LOW["value"] + layer.attention.head_dim
+    )
     assert counts["cache_bytes_per_token"] == {
-        "dense": 4 * 3 * 2 * layer.kv_heads * layer.head_dim,
+        "dense": 4 * 3 * 2 * layer.attention.kv_heads * layer.attention.head_dim,
         "compressed": 4 * cached,
     }
     index = json.loads((finished.output / INDEX_FILE).read_text(encoding="utf-8"))

@@ -56,9 +56,9 @@ def test_each_layer_has_a_geometry_of_its_own(model: tuple[Path, Any]) -> None:
     directory, dense = model
     standard = standard_config(json.loads((directory / "config.json").read_text()))
     geometry = geometry_of(standard)
-    assert [layer.intermediate for layer in geometry.layers] == WIDTHS
-    assert [layer.kv_heads for layer in geometry.layers] == KV_HEADS
-    assert {(layer.heads, layer.head_dim) for layer in geometry.layers} == {(4, 16)}
+    assert [layer.mlps[0].width for layer in geometry.layers] == WIDTHS
+    assert [layer.attention.kv_heads for layer in geometry.layers] == KV_HEADS
+    assert {(layer.attention.heads, layer.attention.head_dim) for layer in geometry.layers} == {(4, 16)}
     assert geometry.expected_tensors() == {name: tuple(tensor.shape) for name, tensor in dense.state_dict().items()}
     assert geometry.model_numbers() == dense.num_parameters()
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lamina import LaminaConfig
 from manifests.errors import InputError
+from pipeline.families.blocks import Matrix, MLPBlock
 from pipeline.families.registry import checkpoint_config, geometry_of, standard_config, supported_families
 
 SMALL: dict[str, Any] = {
@@ -270,7 +271,13 @@ def test_a_role_may_have_dots() -> None:
     """Of several MLPs in one layer, say: whose a tensor is does not hang on the first dot of its key."""
     geometry = geometry_of(standard_config({"model_type": "llama", **SMALL})).layers[1]
     role = "experts.3.up"
-    several = replace(geometry, modules=(*geometry.modules, (role, "mlp.experts.3.up_proj")))
+    up, down = (Matrix(f"experts.3.{name}", 8, 8, False, "mlp.in") for name in ("up", "down"))
+    expert = MLPBlock("experts.3", (up,), down, 8, "silu")
+    several = replace(
+        geometry,
+        blocks=(*geometry.blocks, expert),
+        modules=(*geometry.modules, (role, "mlp.experts.3.up_proj"), (down.role, "mlp.experts.3.down_proj")),
+    )
     path = "model.layers.1.mlp.experts.3.up_proj"
     assert several.tensor_name(f"{role}.first.weight", (role,)) == f"{path}.first.weight"
     assert several.tensor_name("up.weight", ("up",)) == "model.layers.1.mlp.up_proj.weight"

@@ -44,7 +44,13 @@ def test_what_methods_make_of_a_group(name: str, emulated: EmulatedDevice | None
         if group.layer != 0:
             continue
         _, _, weights, statistics = problem(entry, where, group.name)
-        rounding = replace(group, moments=input_moments(group.roles) + gradient_moments(group.roles))
+        rounding = replace(
+            group,
+            moments=(
+                *input_moments(group.roles, where.layers[0].reads),
+                *gradient_moments(group.roles, where.layers[0]),
+            ),
+        )
         moments = {**make_statistics(where, rounding).moments, **statistics.moments}
         statistics = replace(statistics, moments=moments)
         given = method, Task.of(0, group), where, weights, statistics

@@ -110,12 +110,12 @@ def _padded(role: str, part: Tensor, where: Geometry, dense: Tensor, width: int,
         return part
     whole = torch.zeros_like(dense)
     if role == "v":
-        whole.view(where.layers[0].kv_heads, where.layers[0].head_dim, -1)[:, :value] = part.view(
-            where.layers[0].kv_heads, value, -1
+        whole.view(where.layers[0].attention.kv_heads, where.layers[0].attention.head_dim, -1)[:, :value] = part.view(
+            where.layers[0].attention.kv_heads, value, -1
         )
     elif role == "o":
-        whole.view(-1, where.layers[0].heads, where.layers[0].head_dim)[..., :value] = part.view(
-            -1, where.layers[0].heads, value
+        whole.view(-1, where.layers[0].attention.heads, where.layers[0].attention.head_dim)[..., :value] = part.view(
+            -1, where.layers[0].attention.heads, value
         )
     elif role == "down":
         whole[:, :width] = part

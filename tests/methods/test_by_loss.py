@@ -90,7 +90,9 @@ def test_low_rank_curves_say_what_is_lost_and_stored(
         assert lost == pytest.approx(point.loss, rel=1e-4, abs=1e-7)
         if name != "mlp" and kind == "lorc":
             assert point.cache == (
-                point.ranks["key"] if solution.forms else where.layers[0].kv_heads * where.layers[0].head_dim
+                point.ranks["key"]
+                if solution.forms
+                else where.layers[0].attention.kv_heads * where.layers[0].attention.head_dim
             )
 
 
@@ -144,8 +146,11 @@ def effective_output(
     tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], where: Geometry
 ) -> torch.Tensor:
     """What reaches the output of each head's dense context: o times the basis of its head."""
-    groups, per_group = where.layers[0].kv_heads, where.layers[0].heads // where.layers[0].kv_heads
-    dense = weights["v.weight"].view(groups, where.layers[0].head_dim, -1)
+    groups, per_group = (
+        where.layers[0].attention.kv_heads,
+        where.layers[0].attention.heads // where.layers[0].attention.kv_heads,
+    )
+    dense = weights["v.weight"].view(groups, where.layers[0].attention.head_dim, -1)
     small = tensors["v.weight"].view(groups, -1, where.hidden)
     bases = [torch.linalg.lstsq(dense[g].T, small[g].T).solution.T for g in range(groups) for _ in range(per_group)]
     return tensors["o.weight"] @ torch.block_diag(*bases)
@@ -188,7 +193,7 @@ def test_a_cache_is_shared_by_loss(share: float) -> None:
         weights, statistics = make_weights(where, group.roles, group.layer), make_statistics(where, group, group.layer)
         curves[task.key] = method.curve(group, where.layers[group.layer], weights, statistics)
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
-    dense = where.layers[0].kv_heads * where.layers[0].head_dim
+    dense = where.layers[0].attention.kv_heads * where.layers[0].attention.head_dim
     cached = [min(dense, rank) for found in ranks.values() for rank in found.values()]
     assert share * 6 * dense - 2 < sum(cached) <= share * 6 * dense
     assert share == 1.0 or len(set(cached)) > 1

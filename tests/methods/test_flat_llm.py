@@ -87,8 +87,8 @@ def products(solution: Solution, geometry: LayerGeometry, rank: int) -> list[tup
     value, out = solution.tensors["v.weight"], solution.tensors["o.weight"]
     bias = solution.tensors.get("v.bias", torch.zeros(value.shape[0], dtype=torch.float64))
     found = []
-    for h in range(geometry.heads):
-        g = h // (geometry.heads // geometry.kv_heads)
+    for h in range(geometry.attention.heads):
+        g = h // (geometry.attention.heads // geometry.attention.kv_heads)
         rows = slice(g * rank, (g + 1) * rank)
         block = out[:, h * rank : (h + 1) * rank]
         found.append((block @ value[rows], block @ bias[rows]))
@@ -97,17 +97,17 @@ def products(solution: Solution, geometry: LayerGeometry, rank: int) -> list[tup
 
 @pytest.mark.parametrize(("basis", "weighting"), VALUES)
 def test_value_and_output(geometry: LayerGeometry, basis: str, weighting: str) -> None:
-    method, d = method_of(basis=basis, weighting=weighting), geometry.head_dim
+    method, d = method_of(basis=basis, weighting=weighting), geometry.attention.head_dim
     for rank in sorted({1, d // 2, d - 1, d}):
         group, weights, moments, solution = compress(method, geometry, "attention", rank)
         (moment,) = moments.values()
         assert group.moments[0] == (
-            Moment("o.in", geometry.heads, geometry.kv_heads) if basis == "context"
-            else Moment("v.out", geometry.kv_heads, geometry.kv_heads)
+            Moment("o.in", geometry.attention.heads, geometry.attention.kv_heads) if basis == "context"
+            else Moment("v.out", geometry.attention.kv_heads, geometry.attention.kv_heads)
         )  # fmt: skip
-        project, error = naive.projections(moment, weights["o.weight"], geometry.heads, rank, weighting)
+        project, error = naive.projections(moment, weights["o.weight"], geometry.attention.heads, rank, weighting)
         for h, (product, bias) in enumerate(products(solution, geometry, rank)):
-            g = h // (geometry.heads // geometry.kv_heads)
+            g = h // (geometry.attention.heads // geometry.attention.kv_heads)
             out = weights["o.weight"][:, h * d : (h + 1) * d] @ project[g]
             equal(product, out @ weights["v.weight"][g * d : (g + 1) * d])
             if "v.bias" in weights:
@@ -117,35 +117,39 @@ def test_value_and_output(geometry: LayerGeometry, basis: str, weighting: str) -
             equal(solution.tensors["o.bias"], weights["o.bias"])
         assert solution.report == {"error": pytest.approx(error, abs=1e-9), "spectrum": solution.report["spectrum"]}
         assert solution.forms == dict.fromkeys(("v", "o"), FormSpec(form="head_pca", rank=rank))
-        assert solution.tensors["v.weight"].shape == (geometry.kv_heads * rank, geometry.hidden)
-        assert solution.tensors["o.weight"].shape == (geometry.hidden, geometry.heads * rank)
+        assert solution.tensors["v.weight"].shape == (geometry.attention.kv_heads * rank, geometry.hidden)
+        assert solution.tensors["o.weight"].shape == (geometry.hidden, geometry.attention.heads * rank)
         assert solution.tensors["o.weight"].is_contiguous()
 
 
 @pytest.mark.parametrize(("basis", "weighting"), VALUES)
 def test_value_and_output_at_full_rank_are_the_dense_ones(geometry: LayerGeometry, basis: str, weighting: str) -> None:
-    d = geometry.head_dim
+    d = geometry.attention.head_dim
     _, weights, _, solution = compress(method_of(basis=basis, weighting=weighting), geometry, "attention", d)
     for h, (product, _) in enumerate(products(solution, geometry, d)):
-        g = h // (geometry.heads // geometry.kv_heads)
+        g = h // (geometry.attention.heads // geometry.attention.kv_heads)
         equal(product, weights["o.weight"][:, h * d : (h + 1) * d] @ weights["v.weight"][g * d : (g + 1) * d])
     assert solution.report["error"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_the_paper_s_theorem(geometry: LayerGeometry) -> None:
     """Σ‖y − Q̃Q̃ᵀy‖² over values equals the dropped eigenvalues (docs/methods.md#value-and-output), y by weights."""
-    method, d, rank = method_of(basis="value", weighting="none"), geometry.head_dim, geometry.head_dim // 2
+    method, d, rank = (
+        method_of(basis="value", weighting="none"),
+        geometry.attention.head_dim,
+        geometry.attention.head_dim // 2,
+    )
     (group, *_) = method.claims(alone(geometry))
     weights = weights_of(geometry, group.roles)
     x_TD = torch.randn(300, geometry.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    y_TGd = (x_TD @ weights["v.weight"].T).reshape(300, geometry.kv_heads, d)
+    y_TGd = (x_TD @ weights["v.weight"].T).reshape(300, geometry.attention.kv_heads, d)
     moment_Gdd = torch.einsum("tgd,tge->gde", y_TGd, y_TGd)
     solution = method.compress(group, geometry, weights, Statistics({group.moments[0]: moment_Gdd}), {"value": rank})
     # The rows of W̃_v are Q̃ᵀ W_v: kept energy is that of the latents, as Q̃ is orthonormal.
     latent = x_TD @ solution.tensors["v.weight"].T
     lost = y_TGd.square().sum() - latent.square().sum()
     assert solution.report["error"] == pytest.approx((lost / y_TGd.square().sum()).item(), rel=1e-9)
-    dropped = sum(naive.leading(moment_Gdd[g], rank)[1][rank:].sum().item() for g in range(geometry.kv_heads))
+    dropped = sum(naive.leading(moment_Gdd[g], rank)[1][rank:].sum().item() for g in range(geometry.attention.kv_heads))
     assert lost.item() == pytest.approx(dropped, rel=1e-9)
 
 
@@ -156,12 +160,12 @@ def test_the_paper_s_theorem(geometry: LayerGeometry) -> None:
 @pytest.mark.parametrize("width", [1, 7, 17])
 def test_mlp(geometry: LayerGeometry, selection: str, width: int) -> None:
     ridge = 0.7
-    if geometry.intermediate > 20 and selection == "eliminate":
-        width = geometry.intermediate - 2  # the naive elimination takes a while
+    if geometry.mlps[0].width > 20 and selection == "eliminate":
+        width = geometry.mlps[0].width - 2  # the naive elimination takes a while
     group, weights, moments, solution = compress(
-        method_of(selection=selection, ridge=ridge), geometry, "mlp", min(width, geometry.intermediate)
+        method_of(selection=selection, ridge=ridge), geometry, "mlp", min(width, geometry.mlps[0].width)
     )
-    width = min(width, geometry.intermediate)
+    width = min(width, geometry.mlps[0].width)
     moment, down = moments[Moment("down.in")][0], weights["down.weight"]
     kept = naive.leverage(moment, width, ridge) if selection == "leverage" else naive.eliminate(moment, down, width)
     new, error = naive.refit(moment, down, kept)
@@ -182,7 +186,7 @@ def test_mlp(geometry: LayerGeometry, selection: str, width: int) -> None:
 
 @pytest.mark.parametrize("selection", ["leverage", "eliminate"])
 def test_mlp_at_full_width_is_the_dense_one(geometry: LayerGeometry, selection: str) -> None:
-    _, weights, _, solution = compress(method_of(selection=selection), geometry, "mlp", geometry.intermediate)
+    _, weights, _, solution = compress(method_of(selection=selection), geometry, "mlp", geometry.mlps[0].width)
     for name, weight in weights.items():
         equal(solution.tensors[name], weight)
     assert solution.report["error"] == 0.0
@@ -192,7 +196,7 @@ def test_mlp_of_fewer_tokens_than_channels_says_so() -> None:
     geometry = geometry_of_size("gqa")
     method = method_of()
     (group,) = (group for group in method.claims(alone(geometry)) if group.name == "mlp")
-    rows = torch.randn(4, geometry.intermediate, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    rows = torch.randn(4, geometry.mlps[0].width, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     solution = method.compress(
         group,
         geometry,
@@ -209,7 +213,7 @@ def test_mlp_of_fewer_tokens_than_channels_says_so() -> None:
 
 
 def test_query_and_key(geometry: LayerGeometry) -> None:
-    method, d, D = method_of(query_key="head_pca"), geometry.head_dim, geometry.hidden
+    method, d, D = method_of(query_key="head_pca"), geometry.attention.head_dim, geometry.hidden
     limit = d * D / (d + D)
     for rank in range(1, d + 1):
         _, weights, moments, solution = compress(method, geometry, "query_key", rank)
@@ -221,7 +225,7 @@ def test_query_and_key(geometry: LayerGeometry) -> None:
                 equal(solution.tensors[name], weight)
             continue
         assert solution.forms == dict.fromkeys(("q", "k"), FormSpec(form="head_low_rank", rank=rank))
-        for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):
+        for role, heads in (("q", geometry.attention.heads), ("k", geometry.attention.kv_heads)):
             moment = moments[Moment(f"{role}.out", heads, heads)]
             first, second = solution.tensors[f"{role}.first.weight"], solution.tensors[f"{role}.second"]
             assert first.shape == (heads * rank, D)
@@ -285,7 +289,7 @@ def test_the_same_bits_every_time(name: str) -> None:
 
 def test_more_rank_is_less_error(geometry: LayerGeometry) -> None:
     method = method_of()
-    for name, full in (("attention", geometry.head_dim), ("mlp", geometry.intermediate)):
+    for name, full in (("attention", geometry.attention.head_dim), ("mlp", geometry.mlps[0].width)):
         ranks = sorted({1, full // 4 or 1, full // 2, full})
         errors = [compress(method, geometry, name, rank)[3].report["error"] for rank in ranks]
         assert errors == sorted(errors, reverse=True)
@@ -294,16 +298,16 @@ def test_more_rank_is_less_error(geometry: LayerGeometry) -> None:
 def test_output_weighting_is_better_for_outputs() -> None:
     """What the weighting is for: less error behind W_o, at the same rank."""
     geometry = geometry_of_size("gqa")
-    d, rank = geometry.head_dim, 3
+    d, rank = geometry.attention.head_dim, 3
     found = {}
     for weighting in ("none", "output"):
         method = method_of(basis="context", weighting=weighting)
         _, weights, moments, solution = compress(method, geometry, "attention", rank)
         (moment,) = moments.values()
-        project, _ = naive.projections(moment, weights["o.weight"], geometry.heads, rank, weighting)
+        project, _ = naive.projections(moment, weights["o.weight"], geometry.attention.heads, rank, weighting)
         lost = 0.0
-        for h in range(geometry.heads):
-            g = h // (geometry.heads // geometry.kv_heads)
+        for h in range(geometry.attention.heads):
+            g = h // (geometry.attention.heads // geometry.attention.kv_heads)
             residual = weights["o.weight"][:, h * d : (h + 1) * d] @ (torch.eye(d, dtype=torch.float64) - project[g])
             lost += torch.trace(residual @ moment[g] @ residual.T).item()
         found[weighting] = lost
@@ -316,7 +320,9 @@ def test_dead_values_are_no_error() -> None:
     for weighting in ("none", "output"):
         method = method_of(weighting=weighting)
         (group, *_) = method.claims(alone(geometry))
-        zero = torch.zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim, dtype=torch.float64)
+        zero = torch.zeros(
+            geometry.attention.kv_heads, geometry.attention.head_dim, geometry.attention.head_dim, dtype=torch.float64
+        )
         solution = method.compress(
             group, geometry, weights_of(geometry, group.roles), Statistics({group.moments[0]: zero}), {"value": 2}
         )

@@ -106,7 +106,7 @@ def test_no_rank_given_does_better_than_those_searched(geometry: str, keep: floa
     where = GEOMETRIES[geometry]
     group = group_of(lestd(), where, "attention")
     weights = make_weights(where, group.roles)
-    D, d = where.hidden, where.layers[0].head_dim
+    D, d = where.hidden, where.layers[0].attention.head_dim
     size = int(keep * sum(weights[f"{role}.weight"].numel() for role in group.roles))
     found = (
         lestd(refine_sweeps=0).compress(group, where.layers[group.layer], weights, Statistics(), {"size": size}).report
@@ -133,7 +133,7 @@ def test_no_rank_given_does_better_than_those_searched(geometry: str, keep: floa
 
 def test_ranks_given_with_a_dense_core_are_the_size() -> None:
     where = GEOMETRIES["mha"]
-    D, d, H = where.hidden, where.layers[0].head_dim, where.layers[0].heads
+    D, d, H = where.hidden, where.layers[0].attention.head_dim, where.layers[0].attention.heads
     method = lestd(ranks=[20, 10, 3], prune=False)
     assert method.fixed_ranks
     (variable, *_) = method.rank_variables(where)
@@ -154,7 +154,7 @@ def test_ranks_given_with_a_dense_core_are_the_size() -> None:
 def make_moments(where: Geometry, seed: int = 1) -> dict[Moment, Tensor]:
     """Of inputs with a spectrum of their own, for attention and o."""
     generator = torch.Generator().manual_seed(seed)
-    D, d, H = where.hidden, where.layers[0].head_dim, where.layers[0].heads
+    D, d, H = where.hidden, where.layers[0].attention.head_dim, where.layers[0].attention.heads
     inputs_TD = torch.randn(400, D, generator=generator, dtype=torch.float64) * torch.linspace(0.05, 3, D)
     context_Td = torch.randn(400, d, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 2, d)
     scales_H = torch.linspace(0.2, 2, H, dtype=torch.float64)
@@ -169,13 +169,13 @@ def output_errors(
 ) -> tuple[float, float]:
     """Relative squared errors of the outputs of q, k, v together, and of o's heads."""
     moment_DD = moments[Moment("attention.in")][0]
-    moment_Hdd = moments[Moment("o.in", heads=where.layers[0].heads, groups=where.layers[0].heads)]
+    moment_Hdd = moments[Moment("o.in", heads=where.layers[0].attention.heads, groups=where.layers[0].attention.heads)]
 
     def inputs(weight: Tensor) -> float:
         return float(torch.einsum("oi,ij,oj->", weight, moment_DD, weight))
 
     def output(weight: Tensor) -> float:
-        by_head = weight.unflatten(1, (where.layers[0].heads, -1))
+        by_head = weight.unflatten(1, (where.layers[0].attention.heads, -1))
         return float(torch.einsum("ohi,hij,ohj->", by_head, moment_Hdd, by_head))
 
     names = [f"{role}.weight" for role in "qkv"]

@@ -18,6 +18,7 @@ from pipeline.kernels.sensitivity import pulled
 from pipeline.methods.loss_aware import mlp as mlp_part
 from pipeline.methods.loss_aware import mlp_solver
 from pipeline.methods.loss_aware.method import LossAwareMethod
+from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.method import Group, Moment, Scores, Solution, Statistics
 from pipeline.methods.registry import (
     allocate_ranks,
@@ -85,7 +86,11 @@ def test_points_count_what_is_stored(geometry: str, name: str, entry: dict[str, 
         assert torch.equal(tensor, copy), "an input was changed"
     assert points[0].numbers <= method.least_numbers(group, where.layers[group.layer])
     multiple = method.entry.multiple(where.hidden)
-    widest = {"query_key": where.hidden, "value": where.layers[0].head_dim, "width": where.layers[0].intermediate}
+    widest = {
+        "query_key": where.hidden,
+        "value": where.layers[0].attention.head_dim,
+        "width": where.layers[0].mlps[0].width,
+    }
     for key, rank in (item for point in points for item in point.ranks.items()):
         assert rank % multiple == 0 or rank == widest.get(key, rank), key
 
@@ -140,15 +145,15 @@ def test_values_lose_what_their_point_says(geometry: str, entry: dict[str, Any])
         again = rebuild(
             method.compress(group, where.layers[group.layer], weights, statistics, point.ranks), where, weights
         )
-        value, effective = where.layers[0].head_dim, again["o"]
+        value, effective = where.layers[0].attention.head_dim, again["o"]
         if point.ranks["value"] < value:
             # o · v is all that counts: what reaches the output of each context is o times the basis of its head.
             flat = torch.linalg.lstsq(weights["v.weight"].T, again["v"].T).solution.T
-            heads = flat.view(where.layers[0].kv_heads, value, where.layers[0].kv_heads, value)
+            heads = flat.view(where.layers[0].attention.kv_heads, value, where.layers[0].attention.kv_heads, value)
             blocks = [
                 heads[g, :, g]
-                for g in range(where.layers[0].kv_heads)
-                for _ in range(where.layers[0].heads // where.layers[0].kv_heads)
+                for g in range(where.layers[0].attention.kv_heads)
+                for _ in range(where.layers[0].attention.heads // where.layers[0].attention.kv_heads)
             ]
             effective = effective @ torch.block_diag(*blocks)
             seen += 1
@@ -208,7 +213,7 @@ def test_down_is_fitted_again_to_what_gate_and_up_give() -> None:
     for found in (solution, without):
         again = {**weights, **{f"{role}.weight": w for role, w in rebuild(found, where, weights).items()}}
         biases = {
-            key: torch.zeros(where.layers[0].intermediate, dtype=torch.float64) for key in ("gate.bias", "up.bias")
+            key: torch.zeros(where.layers[0].mlps[0].width, dtype=torch.float64) for key in ("gate.bias", "up.bias")
         }
         for key, bias in biases.items():
             bias[:60] = found.tensors[key]
@@ -224,9 +229,12 @@ def test_ranks_below_those_that_were_looked_at_are_not_free() -> None:
     entry = method_of(widths=1).entry
     linear = torch.linspace(8.0, 0.0, layer.hidden + 1, dtype=torch.float64)
     piece = mlp_part.Piece(gate_up=linear.tolist(), down=[0.0] * (layer.hidden + 1), bends=[0.0, 0.0, 0.0])
-    begun = mlp_part.Begun(order=list(range(layer.intermediate)), losses=[0.0], probed=[layer.intermediate])
-    by_rank = {p.ranks["gate_up"]: p.loss for p in from_columns(mlp_part.join(entry, layer, begun, [piece]))}
-    smallest = min(mlp_solver.probed_ranks(layer, layer.intermediate))
+    begun = mlp_part.Begun(order=list(range(layer.mlps[0].width)), losses=[0.0], probed=[layer.mlps[0].width])
+    by_rank = {
+        p.ranks["gate_up"]: p.loss
+        for p in from_columns(mlp_part.join(Sizes(entry, layer, layer.mlps[0]), begun, [piece]))
+    }
+    smallest = min(mlp_solver.probed_ranks(layer.mlps[0], layer.mlps[0].width))
     assert by_rank[smallest] == 0.0
     assert by_rank[1] > 0.5 * float(linear[1])
     assert by_rank[smallest - 1] > 0.0
@@ -242,7 +250,7 @@ def test_what_the_curve_told_is_not_found_again(weighting: str, monkeypatch: pyt
     told = replace(statistics, told=curve.told)
     points = a_few(from_columns(curve))
     expected = [method.compress(group, layer, weights, statistics, point.ranks) for point in points]
-    beside = {"width": layer.intermediate - 1, "gate_up": 20, "down": 20}
+    beside = {"width": layer.mlps[0].width - 1, "gate_up": 20, "down": 20}
     assert_same(
         method.compress(group, layer, weights, told, beside), method.compress(group, layer, weights, statistics, beside)
     )

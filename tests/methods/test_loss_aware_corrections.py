@@ -10,14 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.families.blocks import Matrix
 from pipeline.families.family import Geometry
-from pipeline.methods.loss_aware.pairs import READERS_RIDGE, WRITERS_RIDGE, carry, complete, pair
+from pipeline.methods.loss_aware.mlp_sizes import Sizes
+from pipeline.methods.loss_aware.mlp_solver import Solver
+from pipeline.methods.loss_aware.pairs import READERS_RIDGE, WRITERS_RIDGE, carry, complete
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
+from pipeline.methods.moments import pair
 from pipeline.ranks.curves import from_columns
 from tests.methods.loss_aware_weights import make_statistics, make_weights, rebuild
 from tests.methods.test_loss_aware import GEOMETRIES, group_of, method_of
 
 TOKENS = 40
+UP = Matrix("up", 5, 8, True, "mlp.in", "down.in")
 NAMES = ("query_key", "attention", "mlp")
 
 
@@ -43,7 +48,7 @@ def randn(*shape: int) -> Tensor:
 def test_readers_read_what_the_dense_input_gave() -> None:
     packed_TD, dense_TD, weight_mD = randn(TOKENS, 8), randn(TOKENS, 8) + 0.5 * randn(TOKENS, 8), randn(5, 8)
     found = with_pair(packed_TD, dense_TD - packed_TD, pair("mlp.in"))
-    moved = carry(found, pair("mlp.in"), {"up.weight": weight_mD, "up.bias": randn(5)}, ("up",))
+    moved = carry(found, pair("mlp.in"), {"up.weight": weight_mD, "up.bias": randn(5)}, (UP,))
     # of least ‖W a_d − W' a_c‖² + λ‖W' − W‖²
     missing_Tm = (dense_TD - packed_TD) @ weight_mD.T
     torch.testing.assert_close(moved.weights["up.weight"], weight_mD + ridged(packed_TD, missing_Tm, READERS_RIDGE))
@@ -64,7 +69,7 @@ def test_nothing_missing_changes_no_bit() -> None:
     nothing = with_pair(values_TF, torch.zeros(TOKENS, 9, dtype=torch.float64), pair("o.in"))
     assert torch.equal(complete(nothing, pair("o.in"), weight_DF).weight, weight_DF)
     same = with_pair(values_TF, torch.zeros(TOKENS, 6, dtype=torch.float64), pair("mlp.in"))
-    assert torch.equal(carry(same, pair("mlp.in"), {"up.weight": weight_DF}, ("up",)).weights["up.weight"], weight_DF)
+    assert torch.equal(carry(same, pair("mlp.in"), {"up.weight": weight_DF}, (UP,)).weights["up.weight"], weight_DF)
 
 
 def corrected(
@@ -98,13 +103,11 @@ def read_at(
         factor = randn(where.hidden, where.hidden)  # only q and k take the input's moment into account
         return factor @ factor.T
     if point == "down.in":
-        from pipeline.methods.loss_aware.mlp_solver import Solver
-
-        solver = Solver(method_of().entry, where.layers[0], weights, statistics, 1)
+        solver = Solver(Sizes(method_of().entry, where.layers[0], where.layers[0].mlps[0]), weights, statistics, 1)
         return solver.moment(solver.kept(ranks["width"]))
     from pipeline.methods.loss_aware.attention import _based
 
-    return _based(method_of().entry, where.layers[0], weights, statistics, ranks["value"])[0].moment
+    return _based(method_of().entry, where.layers[0].attention, weights, statistics, ranks["value"])[0].moment
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -120,8 +120,8 @@ def test_the_mean_cache_share_is_what_is_asked_for(cache_keep: float, allocation
     methods = build_methods(job)
     scores = Scores(measured={f"{layer}/0/condition": {"log_condition": [1.0 + layer, 2.0]} for layer in range(6)})
     ranks = allocate_ranks(job, methods, where, scores)
-    shares = [rank / (where.layers[0].kv_heads * d) for chosen in ranks.values() for rank in chosen.values()]
-    assert sum(shares) / len(shares) == pytest.approx(cache_keep, abs=0.5 / (where.layers[0].kv_heads * d))
+    shares = [rank / (where.layers[0].attention.kv_heads * d) for chosen in ranks.values() for rank in chosen.values()]
+    assert sum(shares) / len(shares) == pytest.approx(cache_keep, abs=0.5 / (where.layers[0].attention.kv_heads * d))
     if allocation == "progressive" and cache_keep == 0.6:
         assert ranks["0/0/key"]["key"] > ranks["5/0/key"]["key"]
 

@@ -150,7 +150,7 @@ def test_every_point_of_loss_aware_is_at_multiples(part: str) -> None:
     group = next(group for group in method.claims(where) if group.name == part)
     statistics, weights = make_statistics(where, group), make_weights(where, group.roles)
     points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
-    whole = {where.hidden, where.layers[0].head_dim, where.layers[0].intermediate}
+    whole = {where.hidden, where.layers[0].attention.head_dim, where.layers[0].mlps[0].width}
     found = {rank for point in points for rank in point.ranks.values()}
     assert all(rank % 4 == 0 or rank in whole for rank in found)
     assert any(rank % 4 == 0 and rank not in whole for rank in found)

@@ -60,8 +60,8 @@ def test_by_loss_it_is_the_best_common_rank() -> None:
     assert stored(job, where, ranks) <= target
     best = min(
         predicted_loss(curves, pair)
-        for value in range(1, where.layers[0].head_dim + 1)
-        for width in range(1, where.layers[0].intermediate + 1)
+        for value in range(1, where.layers[0].attention.head_dim + 1)
+        for width in range(1, where.layers[0].mlps[0].width + 1)
         if stored(job, where, pair := _everywhere(ranks, value, width)) <= target
     )
     assert predicted_loss(curves, ranks) <= best * 1.02

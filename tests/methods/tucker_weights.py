@@ -85,7 +85,7 @@ def rebuild(solution: Solution, where: Geometry, group: Group) -> dict[str, Tens
     prefix = f"{group.name}.tucker."
     stored = {name.removeprefix(prefix): t for name, t in solution.tensors.items() if name.startswith(prefix)}
     R1, R2, R3 = form["ranks"]
-    H, G = where.layers[0].heads, where.layers[0].kv_heads
+    H, G = where.layers[0].attention.heads, where.layers[0].attention.kv_heads
     own = form.get("own_output", False)
     if group.name == "mlp":
         cores = [("", group.roles, 1)]

@@ -13,13 +13,14 @@ from torch import Tensor
 from manifests.methods import FlatLLM, LossAware
 from manifests.quantize import Quantize
 from manifests.records import FormSpec
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.packing import scaled, unpack
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
 from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, to_columns
-from pipeline.rounding.choices import CHOICES, METRICS, UNDERSTATED, _Predictor, gradient_moments, with_bits
+from pipeline.rounding.choices import CHOICES, UNDERSTATED, _Predictor, gradient_moments, with_bits
 from pipeline.rounding.solutions import Feedbacks, input_moments, multiplied, round_solution
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import features, make_statistics, make_weights
@@ -27,6 +28,7 @@ from tests.methods.loss_aware_weights import features, make_statistics, make_wei
 ROWS, COLUMNS, TOKENS = 96, 64, 500
 RANKS = (16, 32, COLUMNS)
 QUANTIZE = Quantize(bits="auto", group=32)
+LAYER = llama("gqa", bits=32).layers[0]
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -38,13 +40,19 @@ INPUTS = _random(TOKENS, COLUMNS, seed=2) * torch.linspace(0.2, 2.0, COLUMNS, dt
 FELT = _random(ROWS, ROWS, seed=3) * 0.1
 
 
+def with_rounding(group: Group, layer: LayerGeometry) -> Group:
+    """The group with the moments that rounding it needs besides."""
+    needed = input_moments(group.roles, layer.reads) + gradient_moments(group.roles, layer)
+    return replace(group, moments=tuple({*group.moments, *needed}))
+
+
 def metric(role: str) -> Tensor:
     """G; of what reads the stream the same for all outputs, so that the dense errors carry over exactly."""
-    return FELT @ FELT.T if role in METRICS else 0.3 * torch.eye(ROWS, dtype=torch.float64)
+    return FELT @ FELT.T if LAYER.matrices[role].writes_stream else 0.3 * torch.eye(ROWS, dtype=torch.float64)
 
 
 def statistics(role: str) -> Statistics:
-    (read,), (felt,) = input_moments((role,)), gradient_moments((role,))
+    (read,), (felt,) = input_moments((role,), LAYER.reads), gradient_moments((role,), LAYER)
     gradients = metric(role).diagonal() if felt.diagonal else metric(role)
     return Statistics({read: (INPUTS.T @ INPUTS)[None], felt: gradients[None]}, TOKENS)
 
@@ -66,7 +74,10 @@ def solve_as_read(ranks: Ranks) -> Solution:
 def change_by_rounding(role: str, ranks: Ranks, bits: int) -> Tensor:
     """Read back from the packed tensors, and multiplied out."""
     solution = solve(role, ranks)
-    tensors = round_solution(solution, QUANTIZE, bits, statistics(role).moments, {f"{role}.weight": WEIGHT})[0].tensors
+    rounded = round_solution(
+        solution, QUANTIZE, bits, statistics(role).moments, {f"{role}.weight": WEIGHT}, LAYER.reads
+    )
+    tensors = rounded.solution.tensors
     before = after = torch.eye(ROWS, dtype=torch.float64)
     for part in (role, f"{role}.second", f"{role}.first"):
         if f"{part}.weight" in solution.tensors:
@@ -89,7 +100,7 @@ def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str, solve_it: Ca
     sizes = {rank: rank * (ROWS + COLUMNS) if rank < COLUMNS else ROWS * COLUMNS for rank in RANKS}
     points = [Point({"rank": rank}, numbers, 1e-3 * (COLUMNS - rank)) for rank, numbers in sizes.items()]
     group, weights = Group(0, "matrix", (role,)), {f"{role}.weight": WEIGHT}
-    curve = with_bits(to_columns(points), group, QUANTIZE, weights, statistics(role), solve_it, 32)
+    curve = with_bits(to_columns(points), group, QUANTIZE, weights, statistics(role), solve_it, LAYER)
     found = from_columns(curve)
     assert {point.ranks[BITS] for point in found} == set(CHOICES)
     assert {point.ranks["rank"] for point in found} >= {RANKS[0], COLUMNS}
@@ -105,16 +116,24 @@ def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str, solve_it: Ca
 )
 def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLLMMethod) -> None:
     where = llama("gqa")
-    ranks = {"value": where.layers[0].head_dim // 2, "output": 8, "width": 16, "gate_up": 8, "down": 8, "mlp": 16}
+    ranks = {
+        "value": where.layers[0].attention.head_dim // 2,
+        "output": 8,
+        "width": 16,
+        "gate_up": 8,
+        "down": 8,
+        "mlp": 16,
+    }
     for group in method.claims(where)[:3]:
         found, weights = make_statistics(where, group), make_weights(where, group.roles)
-        needed = input_moments(tuple(role for role in group.roles if role in METRICS))
+        writers = tuple(role for role in group.roles if LAYER.matrices[role].writes_stream)
+        needed = input_moments(writers, LAYER.reads)
         for moment in needed:
             values = _random(TOKENS, features(where, moment), seed=5)
             found = Statistics({moment: (values.T @ values)[None], **found.moments}, found.tokens)
         solution = method.compress(group, where.layers[0], weights, found, {**ranks, "query_key": 8})
         for role, read in solution.inputs.items():
-            dense = found.mean(input_moments((role,))[0])[0]
+            dense = found.mean(input_moments((role,), LAYER.reads)[0])[0]
             assert 0.1 < read().trace() / dense.trace() < 10.0  # half of it, in another basis; not TOKENS times that
         assert solution.inputs.keys() == {"attention": {"o"}, "mlp": {"down"}}.get(group.name, set())
 
@@ -129,15 +148,17 @@ def test_points_never_store_more_than_they_say(name: str, width: int) -> None:
     if name == "flat":
         method = FlatLLMMethod(FlatLLM(method="flat_llm", allocation="loss", rank_multiple=32))
     group = next(group for group in method.claims(where) if group.name == name.replace("flat", "mlp"))
-    asked = replace(group, moments=tuple({*group.moments, *input_moments(group.roles), *gradient_moments(group.roles)}))
+    asked = with_rounding(group, where.layers[0])
     found, weights = make_statistics(where, asked), make_weights(where, group.roles)
     solve_it = partial(method.compress, group, where.layers[0], weights, found)
     ranked = method.curve(group, where.layers[0], weights, found)
     dtype = {key: tensor.to(torch.bfloat16) for key, tensor in weights.items()}
-    points = from_columns(with_bits(ranked, group, QUANTIZE, dtype, found, solve_it, where.bits))
+    points = from_columns(with_bits(ranked, group, QUANTIZE, dtype, found, solve_it, where.layers[0]))
     assert {point.ranks[BITS] for point in points} == set(CHOICES)
     for point in points:
-        rounded = round_solution(solve_it(point.ranks), QUANTIZE, point.ranks[BITS], found.moments, dtype).solution
+        rounded = round_solution(
+            solve_it(point.ranks), QUANTIZE, point.ranks[BITS], found.moments, dtype, LAYER.reads
+        ).solution
         stored = sum(tensor.nbytes for tensor in rounded.tensors.values()) / 2
         odd = any(point.ranks.get(rank) == 112 for rank in ("width", "mlp"))
         assert point.numbers - (500 if odd else 200) <= stored <= point.numbers, point
@@ -163,10 +184,10 @@ def test_errors_of_a_first_factor_count_together() -> None:
         for role, part in zip(roles, felt.diagonal().split(ROWS), strict=True)
     }
     gradients[Moment("pull:q+k", kind="gradient")] = (stacked.T @ felt @ stacked)[None]
-    found = Statistics({input_moments(roles)[0]: moment[None] * TOKENS, **gradients}, TOKENS)
+    found = Statistics({input_moments(roles, LAYER.reads)[0]: moment[None] * TOKENS, **gradients}, TOKENS)
     before = multiplied(solution, {})
-    rounded = round_solution(solution, QUANTIZE, 3, found.moments, dense)
-    predictor = _Predictor(roles, dense, found, QUANTIZE, 3, Feedbacks())
+    rounded = round_solution(solution, QUANTIZE, 3, found.moments, dense, LAYER.reads)
+    predictor = _Predictor(Group(0, "query_key", roles), LAYER, dense, found, QUANTIZE, 3, Feedbacks())
     firsts = predictor._first_errors(solution, rounded, predictor._felt_outputs(solution, before))
     change = second @ first @ firsts["k"].turn
     exact = 0.5 * float((felt @ change * (change @ moment)).sum())
@@ -183,16 +204,16 @@ def test_channels_behind_a_refitted_down_are_felt_by_its_columns() -> None:
     where = llama("gqa", hidden_size=64, intermediate_size=96)
     method = LossAwareMethod(LossAware(method="loss_aware", rank_multiple=32))
     group = next(group for group in method.claims(where) if group.name == "mlp")
-    asked = replace(group, moments=tuple({*group.moments, *input_moments(group.roles), *gradient_moments(group.roles)}))
+    asked = with_rounding(group, where.layers[0])
     found, weights = make_statistics(where, asked), make_weights(where, group.roles)
     solution = method.compress(
         group, where.layers[0], weights, found, {"width": 32, "gate_up": 64, "down": 64, "value": 1, "output": 1}
     )
     kept = solution.outputs["up"]
     assert len(kept) == 32
-    predictor = _Predictor(group.roles, weights, found, QUANTIZE, 4, Feedbacks())
+    predictor = _Predictor(group, where.layers[0], weights, found, QUANTIZE, 4, Feedbacks())
     felt = predictor._felt_outputs(solution, multiplied(solution, {}))["up"]
-    metric = found.mean(METRICS["down"])[0]
+    metric = found.mean(Moment("out", kind="gradient"))[0]
     column = int(kept[3])
     now, then = multiplied(solution, {})["down",][:, 3], weights["down.weight"][:, column].double()
     alone = found.mean(Moment("up.out", kind="gradient", diagonal=True))[0][column]
@@ -203,7 +224,7 @@ def test_without_feedback_every_number_goes_to_the_nearest_code_whatever_is_know
     weights, found = {"o.weight": WEIGHT}, statistics("o")
     whole = solve("o", {"rank": COLUMNS})
     tensors = [
-        round_solution(whole, quantize, 4, moments, weights).solution.tensors["o.weight_packed"]
+        round_solution(whole, quantize, 4, moments, weights, LAYER.reads).solution.tensors["o.weight_packed"]
         for quantize, moments in (
             (Quantize(bits=4, feedback=False), found.moments),
             (Quantize(bits=4), {}),

@@ -213,7 +213,7 @@ def test_what_leaves_a_worker_does_not_grow_with_the_shards(
     assert not left
     collect(worker, made[0], POINTS)
     geometry = worker.setup.geometry.layers[0]
-    widths = [geometry.hidden, *[geometry.head_dim] * 3, geometry.hidden, geometry.intermediate]
+    widths = [geometry.hidden, *[geometry.attention.head_dim] * 3, geometry.hidden, geometry.mlps[0].width]
     assert grids <= sum(2 * width for width in widths) + 16 * len(POINTS)
     assert sum(left) <= sum(4 * width * (width + band) + 8 * width for width in widths)
     assert sum(left) < 0.7 * sum(8 * width * width for width in widths), "a single triangle"

@@ -69,7 +69,7 @@ def test_hidden_states_are_those_of_the_source(model: Path, tmp_path: Path) -> N
 def test_moments_and_cosines_are_those_of_hooks_on_the_source(model: Path, tmp_path: Path) -> None:
     setup = make_setup(model, tmp_path / "run")
     worker, reference = make_worker(setup), Reference(model, setup)
-    heads, groups = setup.geometry.layers[1].heads, setup.geometry.layers[1].kv_heads
+    heads, groups = setup.geometry.layers[1].attention.heads, setup.geometry.layers[1].attention.kv_heads
     moments = (
         Moment("attention.in"), Moment("o.in", heads, groups), Moment("v.out", groups, groups),
         Moment("q.out", heads, heads), Moment("k.out", groups, groups), Moment("mlp.in"), Moment("down.in"),
@@ -220,7 +220,11 @@ def test_full_rank_is_the_dense_layer(model: Path, tmp_path: Path) -> None:
     setup = make_setup(model, tmp_path / "run", EVERYTHING)
     worker, reference = make_worker(setup), Reference(model, setup)
     geometry = setup.geometry.layers[0]
-    full = {"value": geometry.head_dim, "mlp": geometry.intermediate, "query_key": geometry.head_dim}
+    full = {
+        "value": geometry.attention.head_dim,
+        "mlp": geometry.mlps[0].width,
+        "query_key": geometry.attention.head_dim,
+    }
     staged, reports = solve_layer(worker, 0, full)
     worker.execute(Forward("compressed", 0, 0, staged=staged))
     found, expected = held(worker, "compressed", 1, 0), reference.shard(reference.hidden_LMSD[1], 0)
@@ -243,7 +247,7 @@ def test_compressed_layer_is_the_source_s_with_padded_factors(model: Path, tmp_p
             for part in ("weight", "bias"):
                 name = f"{geometry.path(role)}.{part}"
                 if name in factors:
-                    heads = {"v": geometry.kv_heads, "o": geometry.heads}.get(role)
+                    heads = {"v": geometry.attention.kv_heads, "o": geometry.attention.heads}.get(role)
                     getattr(module, part).copy_(padded(factors[name], getattr(module, part), heads))
     seen: list[Tensor] = []
     reference.layers[0].register_forward_hook(
