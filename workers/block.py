@@ -18,10 +18,11 @@ from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
 from lamina.rotary_lamina import Angles, LaminaRotaryEmbedding
 from manifests.errors import NumericsError
+from pipeline.families.blocks import roles_of
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
 from workers.wide_linear import Convert, widen_linears_
 
-SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}
 Tap = Callable[[Tensor], None]
 
 
@@ -35,18 +36,18 @@ class Block:
     def __init__(
         self,
         config: LayersConfig,
-        layer: int,
+        geometry: LayerGeometry,
         tensors: Mapping[str, Tensor],
         device: torch.device,
         convert: Convert = Tensor.to,
     ) -> None:
         """`tensors`: names relative to the layer, already of the forward's dtype; `convert`: makes weights in another,
         where products are faster in that."""
-        self.layer = layer
+        self.layer, self.geometry = geometry.index, geometry
         self.config = config
         self.device = device
         with torch.device("meta"):
-            self.module = DecoderLayer(config, layer)
+            self.module = DecoderLayer(config, geometry.index)
         known = stored_state(self.module).keys()  # old checkpoints hold buffers besides, such as rotary_emb.inv_freq
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
         self.module.load_state_dict(placed, strict=True, assign=True)
@@ -84,7 +85,8 @@ class Block:
     def _watched(self) -> Iterator[list[Tensor]]:
         """The ends of queries and keys: attention kernels turn NaN scores into zeros without a word."""
         ends: list[Tensor] = []
-        roles = (f"{role}_norm" if f"{role}_norm" in self.config.block["modules"] else role for role in ("q", "k"))
+        queries_keys = roles_of(self.geometry.attention.query_key)
+        roles = (f"{role}_norm" if f"{role}_norm" in self.geometry.roles else role for role in queries_keys)
         with ExitStack() as hooks:
             for role in roles:
                 taps = [lambda values: ends.append(extremes(values))]
@@ -94,9 +96,10 @@ class Block:
     @contextmanager
     def _tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:
         """Hooks the taps onto the modules of their roles; if `stop`, the pass ends when each has been reached."""
+        inputs = {block.input: f"{block.readers[0].role}.in" for block in self.geometry.blocks}
         resolved: dict[str, list[Tap]] = {}
         for point, tap in taps:
-            resolved.setdefault(SHARED_INPUTS.get(point, point), []).append(tap)
+            resolved.setdefault(inputs.get(point, point), []).append(tap)
         awaited = set(resolved)
 
         def reached(point: str) -> None:
@@ -120,7 +123,7 @@ class Block:
         def watch(role: str) -> Tap:
             return lambda values: bad.append(role) if not all_finite(values) else None
 
-        with self._tapped([(f"{role}.out", watch(role)) for role in self.config.block["modules"]], stop=False):
+        with self._tapped([(f"{role}.out", watch(role)) for role in self.geometry.roles], stop=False):
             self._forward(hidden_BSD)
         where = self.config.block["modules"][bad[0]] if bad else "the residual sum"
         what = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"

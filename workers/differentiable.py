@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lamina.block_lamina import LINEAR_ROLES
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import all_finite
 from workers.block import Block, overflow_advice
@@ -49,9 +48,8 @@ class DifferentiableBlock:
                 if role in roles:
                     block.module.role(role).register_forward_hook(lambda _, __, normed: normed.to(self.dtype))
             return
-        for role in LINEAR_ROLES:
-            if role in roles:
-                block.module.role(role).register_forward_pre_hook(self._cast)
+        for role in block.geometry.matrices:
+            block.module.role(role).register_forward_pre_hook(self._cast)
 
     def run(self, hidden_SD: Tensor) -> Tensor:
         """The layer's output (S, D), in the residual's dtype."""

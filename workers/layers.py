@@ -172,7 +172,8 @@ class LayerReader:
         if staged is not None:
             return self._packed_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
         rounded = rounded_modules(self.setup.config, packed_modules(tensors))
-        return Block(self.config, layer, self._relative(layer, tensors, rounded), self.device, self.memory.converted)
+        geometry, named = self.setup.geometry.layers[layer], self._relative(layer, tensors, rounded)
+        return Block(self.config, geometry, named, self.device, self.memory.converted)
 
     def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
         """As they were read ahead, or are read now."""
@@ -188,7 +189,8 @@ class LayerReader:
     ) -> Block:
         config = copy.copy(self.config)
         config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
-        return Block(config, layer, self._relative(layer, tensors, rounded), self.device, self.memory.converted)
+        geometry, named = self.setup.geometry.layers[layer], self._relative(layer, tensors, rounded)
+        return Block(config, geometry, named, self.device, self.memory.converted)
 
     def read_part(self, layer: int, part: int, parts: int) -> dict[str, Tensor]:
         """One of so many parts of a layer's source tensors, as they are stored: the largest are dealt first."""

@@ -27,7 +27,6 @@ from workers.layers import LayerReader
 
 LINEAGE = "paired"
 Take = Callable[[Moment, Tensor, Tensor], None]  # is given what passes a point: x, and e
-READ = ("attention.in", "mlp.in")  # what is missing there is told by the same point of the dense layer
 
 
 class PairPass:
@@ -152,14 +151,16 @@ class PairPass:
 
 def _values(dense: Block, packed: Block, dense_BSD: Tensor, packed_BSD: Tensor, point: str) -> tuple[Tensor, Tensor]:
     """x at a point of the compressed layer, and the e that `methods.method.Moment` says; e in float32 or better."""
-    if point in READ:
+    writers = {block.writer.reads: block.writer for block in packed.geometry.blocks}
+    if point not in writers:  # the input of a block: the same point of the dense layer says what is missing
         return (found := _at(packed, packed_BSD, point)), _wide(_at(dense, dense_BSD, point)) - _wide(found)
-    if point == "o.in":
-        values_BSF, output_BSD = _both(packed, packed_BSD, point, "o.out")
-        streams = (dense_BSD, _at(dense, dense_BSD, "o.out")), (packed_BSD, output_BSD)
+    writer = writers[point]
+    if writer.feeds == "mid":
+        written = f"{writer.role}.out"
+        values_BSF, output_BSD = _both(packed, packed_BSD, point, written)
+        streams = (dense_BSD, _at(dense, dense_BSD, written)), (packed_BSD, output_BSD)
         dense_mid, packed_mid = (_wide(stream) + _wide(added) for stream, added in streams)
         return values_BSF, dense_mid - packed_mid
-    assert point == "down.in", point
     caught: list[Tensor] = []
     output_BSD = _run(packed, packed_BSD, (point, caught.append))
     return caught[0], _wide(_run(dense, dense_BSD)) - _wide(output_BSD)

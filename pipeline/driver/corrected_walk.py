@@ -26,7 +26,6 @@ from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Solve, SolveDone, Write
 
-POINTS = ("attention.in", "o.in", "mlp.in", "down.in")  # in the order of the forward pass
 Solved = dict[Task, tuple[Solve, SolveDone]]
 
 
@@ -54,7 +53,8 @@ class CorrectedWalk:
         if not pending:
             return
         base = next((layer for layer in range(pending[0], 0, -1) if self._activations(layer)), 0)
-        self.session.observer.phase("correct", pending[-1] + 1 - base, (len(POINTS) + 1) * self.job.shards)
+        passes = max(map(len, self.job.points)) + 1
+        self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
             if layer in pending:
                 yield from self._solve(layer, base, ranks)
@@ -67,7 +67,7 @@ class CorrectedWalk:
         solved: Solved = {}
         uncorrected = [task for task in tasks if not task.corrections]
         draft: StagedLayer | None = yield from self._drafted(layer, uncorrected, {}, ranks, solved)
-        for step, point in enumerate(POINTS):
+        for step, point in enumerate(self.job.points[layer]):
             asking = {task: moment for task in tasks for moment in task.corrections if moment.point == point}
             if asking:
                 units = self._units(layer, base, step, draft, moments=tuple(sorted(set(asking.values()))))
@@ -122,7 +122,8 @@ class CorrectedWalk:
 
     def _propagate(self, layer: int, base: int) -> TaskStream[int]:
         """Commits both models' outputs as the inputs of the next layer. Returns that layer."""
-        units = self._units(layer, base, len(POINTS), staged_layer(self.session.journal, layer), emit=True)
+        staged, passes = staged_layer(self.session.journal, layer), len(self.job.points[layer])
+        units = self._units(layer, base, passes, staged, emit=True)
         activations = tuple(result.activation for result in (yield units))
         self.session.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
         self.session.cleaner.retain_activations(activations)

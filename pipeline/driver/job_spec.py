@@ -28,6 +28,7 @@ class Job:
         propagate: whose hidden states the statistics are taken on.
         every: hidden states are committed each time this many layers are done.
         gradient: where gradients come from: the model's own loss, or random ones at each layer's output.
+        points: for each layer the points at which a group may be corrected, in the order of the forward pass.
         gradient_shards: the shards that hold samples of the backward pass.
     """
 
@@ -38,6 +39,7 @@ class Job:
     scores: frozenset[str]
     propagate: Literal["dense", "compressed"]
     importance_shards: tuple[int, ...]
+    points: tuple[tuple[str, ...], ...] = ()
     every: int = 1
     keep_statistics: bool = False
     measures: tuple[Task, ...] = ()

@@ -185,6 +185,7 @@ def driver_job(inputs: Inputs) -> Job:
         scores=inputs.scores,
         propagate=propagate,
         importance_shards=inputs.importance_shards,
+        points=tuple(layer.points for layer in inputs.geometry.layers),
         keep_statistics=propagate == "dense" if keep is None else keep,
         measures=measure_tasks(inputs.methods, inputs.geometry),
         predicts=tuple(

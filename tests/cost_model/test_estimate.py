@@ -194,7 +194,7 @@ def test_what_rounding_takes() -> None:
     )
     where = llama(hidden_size=64, intermediate_size=128)
     without, tasks = (claim_tasks(build_methods(each), where) for each in (plain, job))
-    work = layer_work(job, where, [with_moments(task, job) for task in tasks], 2)
+    work = layer_work(job, where, [with_moments(task, job, where.layers[task.layer]) for task in tasks], 2)
     assert work.solves[:2] == layer_work(plain, where, without, 2).solves
     assert work.solves[2].flops == 0  # q and k, which are rounded alone
     found = {each.name: each for each in work.rounding}
@@ -227,7 +227,7 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     where = llama(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
     rounded = {"bits": 4, "group": 32}
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
-    tasks = [with_moments(task, job) for task in claim_tasks(build_methods(job), where)]
+    tasks = [with_moments(task, job, where.layers[task.layer]) for task in claim_tasks(build_methods(job), where)]
     work = layer_work(job, where, tasks, 2)
     seconds = phase_seconds(work, NOMINAL_CPU, Pass(6, 4, 1, importance=0, compressed=False))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]

@@ -608,6 +608,7 @@ def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **se
         return {task.key: {"rank": 1 + known + wide.get(task.layer, 0)} for task in tasks}
 
     given = {"scores": IMPORTANCE, "propagate": "compressed", "importance_shards": tuple(range(shards)), **settings}
+    given.setdefault("points", (("attention.in", "o.in", "mlp.in", "down.in"),) * num_layers)
     return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
 
 

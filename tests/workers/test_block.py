@@ -7,6 +7,7 @@ import torch
 
 from lamina import LaminaConfig
 from manifests.errors import NumericsError
+from pipeline.families.registry import geometry_of
 from tests.workers.bench import FAMILIES, Reference, layer_names, make_setup, save_source
 from workers.block import Block
 from workers.config import WorkerConfig
@@ -34,7 +35,7 @@ def make_block(
     }
     for name, value in (change or {}).items():
         tensors[name] = torch.full_like(tensors[name], value)
-    return Block(config, LAYER, tensors, CPU)
+    return Block(config, geometry_of(config.to_dict()).layers[LAYER], tensors, CPU)
 
 
 def points_of(setup: WorkerConfig) -> list[str]:
@@ -136,4 +137,4 @@ def test_a_bad_input_is_not_blamed_on_the_layer(family: tuple[WorkerConfig, Refe
 def test_missing_tensors_are_no_layer(family: tuple[WorkerConfig, Reference]) -> None:
     setup, _ = family
     with pytest.raises(RuntimeError, match="Missing key"):
-        Block(LaminaConfig(**setup.config), LAYER, {}, CPU)
+        Block(LaminaConfig(**setup.config), setup.geometry.layers[LAYER], {}, CPU)
