@@ -147,7 +147,7 @@ def kept_ranks(layer: LayerGeometry, keep: float) -> tuple[int, int]:
     """Of a value head's numbers, and of the MLP's channels, where q and k stay whole and both keep the same share."""
     touched = layer.numbers(("v", "o", "gate", "up", "down"))
     share = 1.0 - (1.0 - keep) * layer.numbers() / touched
-    return round(share * layer.head_dim), round(share * layer.intermediate)
+    return round(share * layer.attention.head_dim), round(share * layer.mlps[0].width)
 
 
 def _times(count: float, found: Iterator[Needed]) -> Iterator[Needed]:
@@ -165,39 +165,39 @@ def _forward(
     roles: tuple[str, ...] = LINEARS,
 ) -> Iterator[Needed]:
     """Of samples through a layer, one at a time: its linears of these roles, attention's products where o is one."""
-    value, channels = kept or (layer.head_dim, layer.intermediate)
-    widths = {"v": layer.kv_heads * value, "gate": channels, "up": channels}
-    reads = {"o": layer.heads * value, "down": channels}
+    value, channels = kept or (layer.attention.head_dim, layer.mlps[0].width)
+    widths = {"v": layer.attention.kv_heads * value, "gate": channels, "up": channels}
+    reads = {"o": layer.attention.heads * value, "down": channels}
     for role in roles:
         outputs, inputs = layer.weight_shape(role)
         sizes = (length, reads.get(role, inputs), widths.get(role, outputs))
         yield Needed(phase, Bare("product", sizes, dtype), samples)
     if "o" in roles:
-        for sizes in ((length, layer.head_dim, length), (length, length, value)):
-            yield Needed(phase, Bare("product", sizes, dtype, layer.heads), samples / 2)
+        for sizes in ((length, layer.attention.head_dim, length), (length, length, value)):
+            yield Needed(phase, Bare("product", sizes, dtype, layer.attention.heads), samples / 2)
 
 
 def _moments(layer: LayerGeometry, phase: str, tokens: int) -> Iterator[Needed]:
     """Of the MLP's channels, and of what each KV head's values become, over a shard."""
     rows = min(tokens, PRODUCT_ROWS)
-    inner, width, single = layer.intermediate, layer.head_dim, torch.float
+    inner, width, single = layer.mlps[0].width, layer.attention.head_dim, torch.float
     yield Needed(phase, Bare("product", (inner, rows, inner), single), tokens / rows / 2)
-    heads = layer.heads // layer.kv_heads
+    heads = layer.attention.heads // layer.attention.kv_heads
     rows = min(tokens * heads, PRODUCT_ROWS)
-    bare = Bare("product", (width, rows, width), single, layer.kv_heads)
+    bare = Bare("product", (width, rows, width), single, layer.attention.kv_heads)
     yield Needed(phase, bare, tokens * heads / rows / 2)
 
 
 def _solves(layer: LayerGeometry, phase: str, value: int, channels: int) -> Iterator[Needed]:
     """Of one layer, in float64: bases of its values and both factors, elimination of channels with the refit."""
     double = functools.partial(Bare, dtype=torch.float64)
-    hidden, inner, width = layer.hidden, layer.intermediate, layer.head_dim
+    hidden, inner, width = layer.hidden, layer.mlps[0].width, layer.attention.head_dim
     yield Needed(
-        phase, double("eigen", (width,), batch=layer.kv_heads), 2
+        phase, double("eigen", (width,), batch=layer.attention.kv_heads), 2
     )  # a root of the outputs' gram, and the basis
-    yield Needed(phase, double("product", (width, hidden, width), batch=layer.heads), 1 / 2)
-    yield Needed(phase, double("product", (value, width, hidden), batch=layer.kv_heads), 1)
-    yield Needed(phase, double("product", (hidden, width, value), batch=layer.heads), 1)
+    yield Needed(phase, double("product", (width, hidden, width), batch=layer.attention.heads), 1 / 2)
+    yield Needed(phase, double("product", (value, width, hidden), batch=layer.attention.kv_heads), 1)
+    yield Needed(phase, double("product", (hidden, width, value), batch=layer.attention.heads), 1)
     yield Needed(phase, double("product", (inner, hidden, inner)), 1 / 2)
     square = double("product", (inner, inner, inner))
     yield Needed(phase, square, inner**3 / square.flops)  # of the moment, a factor and the inverse
@@ -216,8 +216,8 @@ def written_bytes(manifest: Manifest, geometry: Geometry) -> dict[str, float]:
     written = layers * layer.numbers() * ITEMSIZE * (manifest.budget.keep or 1.0)
     if manifest.calibration.propagate == "compressed":
         return {"walk": written}
-    inner, width = layer.intermediate, layer.head_dim
-    triangles = inner * (inner + 1) / 2 + layer.kv_heads * width * (width + 1) / 2
+    inner, width = layer.mlps[0].width, layer.attention.head_dim
+    triangles = inner * (inner + 1) / 2 + layer.attention.kv_heads * width * (width + 1) / 2
     return {"statistics": layers * 8 * triangles, "compress": written}
 
 
