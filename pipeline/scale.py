@@ -27,7 +27,7 @@ def _body(arguments: Any) -> int:
     owner = read_lock(run_dir.storage)
     if owner is None or not owner["alive"]:
         raise InputError(f"{run_dir.place}: no job is running here; set workers.max in its manifest")
-    run_dir.ask_for_workers(workers, owner["token"])
+    run_dir.request_workers(workers, owner["token"])
     say(
         f"asked process {owner['pid']} on {owner['host']} for {workers} workers; it notices within seconds, "
         f"and `python -m pipeline.status {run_dir.place}` shows how many are ready"

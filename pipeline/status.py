@@ -61,7 +61,7 @@ def read_status(place: Place) -> dict[str, Any]:
         "last_run": _last_run(owner, ended),
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
         "points": points,
-        "last_commit": max(ledger.storage.written().values(), default=None),
+        "last_commit": max(ledger.storage.modified_times().values(), default=None),
         "summary": complete.summary if complete else None,
         "warnings": damage_warnings(complete.summary if complete else {"held_out": held_out and held_out.as_json()}),
         "log": _last_lines(run_dir.logs),

@@ -28,7 +28,7 @@ class Writable(Protocol):
         ...
 
 
-class Growing(Protocol):
+class Appender(Protocol):
     """Text that grows under a name while others may read it."""
 
     def write(self, text: str, /) -> object:
@@ -44,14 +44,14 @@ class Growing(Protocol):
         ...
 
 
-class Hold(Protocol):
+class NameLock(Protocol):
     """A name held against all other processes, until `release` or the end of this one.
 
     Attributes:
-        everywhere: against those of other hosts, too, whatever the place is mounted through.
+        across_hosts: against those of other hosts, too, whatever the place is mounted through.
     """
 
-    everywhere: bool
+    across_hosts: bool
 
     def is_ours(self) -> bool:
         """Whether it still is: the name was not removed, nor given to another."""
@@ -140,7 +140,7 @@ class Storage(ABC):
         """`size`, and whatever else is told without reading that changes when the bytes do. Raises as `read` does."""
 
     @abstractmethod
-    def written(self, folder: str = "") -> Mapping[str, float]:
+    def modified_times(self, folder: str = "") -> Mapping[str, float]:
         """The names of a folder and of those below it, ascending, and when each was written (Unix seconds).
 
         Without those of writers at work.
@@ -151,7 +151,7 @@ class Storage(ABC):
         """Removes names durably; those that are not there, too, are gone afterwards."""
 
     @abstractmethod
-    def hold(self, name: str) -> Hold:
+    def hold(self, name: str) -> NameLock:
         """Holds a name, making it when it is not there. Raises BlockingIOError when another process holds it."""
 
     @abstractmethod
@@ -197,7 +197,7 @@ class Storage(ABC):
 
     def names(self, folder: str = "") -> list[str]:
         """The names of a folder and of those below it, ascending; without those of writers at work."""
-        return list(self.written(folder))
+        return list(self.modified_times(folder))
 
     def folders(self, folder: str = "") -> list[str]:
         """The names of the folders directly in a folder, ascending."""
@@ -246,7 +246,7 @@ class Storage(ABC):
         """
         return 0
 
-    def take(self, name: str, source: Storage, source_name: str) -> None:
+    def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
         """As `copy`, in the cheapest way: the two may be one and the same afterwards, so that neither may be edited."""
         self.copy(name, source, source_name)
 
@@ -256,12 +256,12 @@ class Storage(ABC):
             for piece in reader.pieces():
                 file.write(piece)
 
-    def appender(self, name: str) -> Growing:
+    def appender(self, name: str) -> Appender:
         """Text that grows under a name, such as a log: at once where that is cheap, else every few seconds.
 
         Raises OSError or StorageError.
         """
-        return _Republished(self, name)
+        return _RewrittenText(self, name)
 
     def prepare(self, folders: Iterable[str] = ()) -> None:
         """Makes sure that names can be written, also in these folders."""
@@ -336,8 +336,8 @@ class Ranges(Readable):
             raise StorageError(f"reading {at}: it was removed or never made; check the address") from error
 
 
-class _Republished:
-    """See `Growing`: all of the text again every few seconds, where a name cannot grow. For logs, which are short."""
+class _RewrittenText:
+    """See `Appender`: all of the text again every few seconds, where a name cannot grow. For logs, which are short."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self._storage = storage

@@ -17,12 +17,12 @@ class Background:
     """
 
     def __init__(self, ahead: int = 2) -> None:
-        """`ahead`: calls that may wait or run when `do` returns: what they hold is held so many times."""
+        """`ahead`: calls that may wait or run when `submit` returns: what they hold is held so many times."""
         self._ahead = ahead
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="background")
         self._pending: deque[Future[Any]] = deque()
 
-    def do(self, call: Callable[..., object], *arguments: Any) -> None:
+    def submit(self, call: Callable[..., object], *arguments: Any) -> None:
         """Has it called, after those before it; waits while too many are under way. Raises what one of these raised."""
         self._pending.append(self._thread.submit(call, *arguments))
         while len(self._pending) > self._ahead:

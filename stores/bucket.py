@@ -122,7 +122,7 @@ class Bucket(Storage):
         head = self._head(name)
         return {"size": head["size"], "e_tag": str(head["e_tag"]), "modified": head["last_modified"].isoformat()}
 
-    def written(self, folder: str = "") -> dict[str, float]:
+    def modified_times(self, folder: str = "") -> dict[str, float]:
         def ask() -> list[Any]:
             return [
                 head for batch in obstore.list(self._connection.patient, self._key(folder) or None) for head in batch
@@ -147,14 +147,14 @@ class Bucket(Storage):
             if keys:
                 repeated(lambda: obstore.delete(self._connection.patient, keys))
 
-    def take(self, name: str, source: Storage, source_name: str) -> None:
+    def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
         within = isinstance(source, Bucket) and source.bucket == self.bucket
         if isinstance(source, Bucket) and within and source.size(source_name) <= COPY_BYTES:
             with self._errors("copying", name):
                 before, after = source._key(source_name), self._key(name)
                 repeated(lambda: obstore.copy(self._connection.patient, before, after))
         else:
-            super().take(name, source, source_name)
+            super().link_or_copy(name, source, source_name)
 
     def prepare(self, folders: Iterable[str] = ()) -> None:
         """Besides, makes sure that the bucket keeps conditions, on which commits and locks stand."""

@@ -22,7 +22,7 @@ from stores.background import Background
 from stores.headers import DTYPE_NAMES, DTYPES, TensorRecord, build_header, read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, Storage, Writable, open_storage
-from stores.threads import side_by_side
+from stores.threads import parallel_map
 
 METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 CHECKED_NUMBERS = 16 * 1024 * 1024
@@ -45,7 +45,7 @@ def write_shard(
         NumericsError: a tensor holds NaN or infinity; nothing is written.
         StorageError: no room, or a failing device; nothing is published.
     """
-    digests = side_by_side(lambda item: _checked(*item, digest=threads > 1), tensors.items(), threads)
+    digests = parallel_map(lambda item: _checked(*item, digest=threads > 1), tensors.items(), threads)
     specs = [(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()]
     known = {key: digest for key, digest in zip(tensors, digests, strict=True) if digest}
     return _write(open_storage(place), name, specs, metadata, lambda key: _tensor_bytes(tensors[key]), known)
@@ -155,7 +155,7 @@ class _Hashed:
         self.num_bytes = 0
 
     def write(self, piece: Any) -> None:
-        self._beside.do(self.digest.update, piece)
+        self._beside.submit(self.digest.update, piece)
         self._file.write(piece)
         self.num_bytes += len(piece)
 

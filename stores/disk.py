@@ -125,7 +125,7 @@ class Disk(Storage):
         with file:
             yield DiskFile(path, file)
 
-    def written(self, folder: str = "") -> dict[str, float]:
+    def modified_times(self, folder: str = "") -> dict[str, float]:
         found = {}
         for name in self.names(folder):
             with suppress(FileNotFoundError):  # removed since it was listed
@@ -188,12 +188,12 @@ class Disk(Storage):
             fsync_directory(self.root)
         return removed
 
-    def take(self, name: str, source: Storage, source_name: str) -> None:
+    def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
         if isinstance(source, Disk):
             make_directory((self.root / name).parent)
             link_or_copy(source.root / source_name, self.root / name)
         else:
-            super().take(name, source, source_name)
+            super().link_or_copy(name, source, source_name)
 
     def appender(self, name: str) -> TextIO:
         return open(self.root / name, "a", encoding="utf-8", buffering=1)
@@ -306,9 +306,9 @@ class DiskFile(Readable):
 
 
 class FileLock:
-    """See `stores.backend.Hold`: the kernel's lock of an open file, which ends with its process."""
+    """See `stores.backend.NameLock`: the kernel's lock of an open file, which ends with its process."""
 
-    everywhere = False  # a network filesystem may keep it to itself
+    across_hosts = False  # a network filesystem may keep it to itself
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path

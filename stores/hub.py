@@ -83,7 +83,7 @@ class Hub(Storage):
         tag = str(self.stamp(name)["e_tag"])
         return tag if SHA256.fullmatch(tag) else super().sha256(name)
 
-    def written(self, folder: str = "") -> dict[str, float]:
+    def modified_times(self, folder: str = "") -> dict[str, float]:
         start = f"{folder}/" if folder else ""
         return dict.fromkeys(sorted(name for name in self.listing if name.startswith(start)), 0.0)
 

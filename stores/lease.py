@@ -60,12 +60,12 @@ def _is_free(place: Conditional, name: str, content: Mapping[str, Any], tag: str
 
 
 class Lease:
-    """See `stores.backend.Hold`: an object that its owner, a thread of this process, renews until it is released.
+    """See `stores.backend.NameLock`: an object that its owner, a thread of this process, renews until it is released.
 
     `generation` grows with each owner: what was done under an older one is of an owner that is dead or should be.
     """
 
-    everywhere = True
+    across_hosts = True
 
     def __init__(self, place: Conditional, name: str, before: tuple[Mapping[str, Any], str] | None) -> None:
         self.generation = (int(before[0].get("generation", 0)) if before else 0) + 1

@@ -197,7 +197,7 @@ class Ledger:
         return listing
 
 
-class LedgerPart(Ledger):
+class LedgerView(Ledger):
     """A ledger as one of several that share it sees it: its entries are its own, but for those of some kinds.
 
     A kind is the first part of a key. `KIND/…` is `OWN/KIND/…` in the whole, or `ELSEWHERE[KIND]/KIND/…`; where that

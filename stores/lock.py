@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from manifests.errors import InUseError, StorageError
-from stores.storage import Hold, Place, Storage, open_storage
+from stores.storage import NameLock, Place, Storage, open_storage
 
 FRESH_S = 60.0
 WATCH_S = 12.0  # an older heartbeat may be of a clock that is behind; four beats of a job's
@@ -42,9 +42,9 @@ class RunLock:
         self.storage = open_storage(place)
         self.name = name
         self.temporary = temporary
-        self._hold: Hold | None = None
+        self._hold: NameLock | None = None
         self._owner: dict[str, Any] = {}
-        self.earlier: Mapping[str, Any] = {}  # the progress that the owner before noted last
+        self.previous_progress: Mapping[str, Any] = {}  # the progress that the owner before noted last
 
     @property
     def token(self) -> str:
@@ -84,7 +84,7 @@ class RunLock:
             hold.release()
             raise
         self._hold = hold
-        self.earlier = before
+        self.previous_progress = before
 
     def beat(self, progress: Mapping[str, Any]) -> None:
         """Says that the owner lives and how far it is. Call it at least every 5 s.
@@ -104,7 +104,7 @@ class RunLock:
             raise InUseError(f"{self._at}: the lock was lost: {owner}; stopping")
 
     def fence(self) -> int:
-        """See `Hold.fence`; 0 where the lock is not held. Raises InUseError when another may have it."""
+        """See `NameLock.fence`; 0 where the lock is not held. Raises InUseError when another may have it."""
         found = 0 if self._hold is None else self._hold.fence()
         if found is None:
             owner = _describe(_read_owner(self.storage, self.name))
@@ -135,7 +135,7 @@ class RunLock:
     def _at(self) -> str:
         return self.storage.at(self.name)
 
-    def _wait(self) -> Hold:
+    def _wait(self) -> NameLock:
         """The hold of the name. Raises InUseError when another keeps it."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -147,7 +147,7 @@ class RunLock:
                     raise InUseError(f"{self._at}: {owner}; wait for it, or stop it first") from None
                 time.sleep(PATIENCE_S / 10)
 
-    def _check_before(self, hold: Hold) -> Mapping[str, Any]:
+    def _check_before(self, hold: NameLock) -> Mapping[str, Any]:
         """With the name in hand: says who died, and refuses where it may be an owner on another host that lives.
         Returns the progress that this owner noted last."""
         owner = _read_owner(self.storage, self.name)
@@ -155,7 +155,7 @@ class RunLock:
         before = progress if isinstance(progress, dict) else {}
         if owner is None or owner.get("released"):
             return before
-        if not hold.everywhere and (_lives_elsewhere(owner) or self._beats_elsewhere(owner)):
+        if not hold.across_hosts and (_lives_elsewhere(owner) or self._beats_elsewhere(owner)):
             raise InUseError(
                 f"{self._at}: {_describe(owner)}; this host cannot see whether it lives: if it does not, try again "
                 f"when the heartbeat is older than {FRESH_S:.0f} s"

@@ -48,7 +48,7 @@ class Memory(Storage):
         data = self._file(name)
         return {"size": len(data), "written": str(self._written[self._prefix + name])}
 
-    def written(self, folder: str = "") -> dict[str, float]:
+    def modified_times(self, folder: str = "") -> dict[str, float]:
         start = self._prefix + (f"{folder}/" if folder else "")
         with self._lock:
             inside = sorted(name for name in self._files if name.startswith(start))
@@ -91,9 +91,9 @@ class Memory(Storage):
 
 
 class MemoryLock:
-    """See `stores.backend.Hold`. A name that was removed is nobody's."""
+    """See `stores.backend.NameLock`. A name that was removed is nobody's."""
 
-    everywhere = True
+    across_hosts = True
 
     def __init__(self, files: dict[str, bytes], held: dict[str, object], name: str) -> None:
         self._files = files

@@ -43,7 +43,7 @@ SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
-class Standing:
+class FingerprintCheck:
     """How a run directory stands to a job, before anything is changed there. See `RunDirectory.bind`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Standing:
     differing: tuple[str, ...] = ()
 
     @property
-    def goes_on(self) -> bool:
+    def reuses_entries(self) -> bool:
         """Whether the entries that are there count as they are."""
         return self.kind == "same"
 
@@ -163,11 +163,11 @@ class RunDirectory:
                 f"{', '.join(foreign[:SHOWN_FIELDS])}{more}; move them away, or set another run_dir"
             )
 
-    def ask_for_workers(self, workers: int, token: str) -> None:
+    def request_workers(self, workers: int, token: str) -> None:
         """Leaves word for the owner of the lock with this token. Needs no lock. Raises StorageError."""
         self.storage.replace(SCALE, json.dumps({"workers": workers, "token": token}).encode())
 
-    def workers_asked_for(self, token: str) -> int | None:
+    def requested_workers(self, token: str) -> int | None:
         """What was asked of the owner with this token, if anything: a later one starts as its manifest says."""
         try:
             asked = json.loads(self.storage.read(SCALE))
@@ -181,7 +181,7 @@ class RunDirectory:
         fresh: bool = False,
         adaptable: Callable[[list[str]], bool] = lambda _: False,
         before_work: Collection[str] = (),
-    ) -> Standing:
+    ) -> FingerprintCheck:
         """How the directory stands to a job; `bind` makes it the job's, when its work may begin.
 
         `fresh` is to forget what another (or the same) job has done. `adaptable` gets the fields that differ, and
@@ -196,23 +196,23 @@ class RunDirectory:
         self.storage.below(STAGED).sweep()
         content = json.loads(json.dumps({"version": FINGERPRINT_VERSION, "fields": dict(new)}, allow_nan=False))
         if fresh:
-            return Standing("fresh", content)
+            return FingerprintCheck("fresh", content)
         if not self.storage.has(FINGERPRINT):
             if self._has_work(before_work):
                 raise InputError(
                     f"run_dir {self.place}: holds work, but no fingerprint.json to tell whose; use --fresh"
                 )
-            return Standing("new", content)
+            return FingerprintCheck("new", content)
         differing = self._differing(self._read_fingerprint(), content)
         if not differing:
-            return Standing("same", content)
+            return FingerprintCheck("same", content)
         if not self._has_work(before_work):
-            return Standing("new", content, tuple(differing))
+            return FingerprintCheck("new", content, tuple(differing))
         if not adaptable(list(differing)):
             raise InputError(self._refusal(list(differing.values())))
-        return Standing("adapted", content, tuple(differing))
+        return FingerprintCheck("adapted", content, tuple(differing))
 
-    def bind(self, standing: Standing, adapt: Callable[[], None] = lambda: None) -> None:
+    def bind(self, standing: FingerprintCheck, adapt: Callable[[], None] = lambda: None) -> None:
         """Makes the directory the job's, in the order that a crash between two steps allows.
 
         `adapt` undoes what depends on the fields that differ, of a standing that is `adapted`. Raises StorageError.
@@ -221,7 +221,7 @@ class RunDirectory:
             self._forget()
         elif standing.kind == "adapted":
             adapt()
-        if not standing.goes_on:
+        if not standing.reuses_entries:
             content = {**standing.content, "sha256": _digest(standing.content)}
             self.storage.replace(FINGERPRINT, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
 

@@ -25,7 +25,7 @@ from stores.hub import open_hub
 from stores.model_files import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from stores.node_cache import NodeCache
 from stores.storage import Readable, Storage, is_address, open_storage
-from stores.threads import side_by_side
+from stores.threads import parallel_map
 
 __all__ = [
     "CONFIG_FILE", "INDEX_FILE", "SINGLE_FILE", "SourceCheckpoint", "is_hub_id", "open_source", "parse_json",
@@ -130,7 +130,7 @@ class SourceCheckpoint:
             StorageError: a file cannot be read, or changes while it is.
         """
         names = [CONFIG_FILE, *([INDEX_FILE] if self.indexed else []), *self.files]
-        records = side_by_side(lambda name: self._digest(name, known.get(name)), names)
+        records = parallel_map(lambda name: self._digest(name, known.get(name)), names)
         return dict(zip(names, records, strict=True))
 
     def _digest(self, file_name: str, known: SourceFile | None) -> SourceFile:

@@ -14,7 +14,7 @@ from stores.checkpoint import tensor_digest, write_shard
 from stores.headers import parse_header
 from stores.source import read_tensors
 from stores.storage import Place, open_storage
-from stores.threads import side_by_side
+from stores.threads import parallel_map
 
 STAGED = "staged"
 STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")
@@ -58,7 +58,7 @@ def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | N
             if at is None or (at.dtype, at.shape) != (committed.dtype, committed.shape):
                 raise _damaged(path, key, name)
         tensors = read_tensors(file, sorted((there[key] for key in wanted), key=lambda at: at.begin))
-    digests = side_by_side(lambda key: tensor_digest(tensors[key]), wanted)
+    digests = parallel_map(lambda key: tensor_digest(tensors[key]), wanted)
     for (key, committed), digest in zip(wanted.items(), digests, strict=True):
         if digest != committed.sha256:
             raise _damaged(path, key, name)

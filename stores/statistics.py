@@ -15,7 +15,7 @@ import torch
 from manifests.records import ArrayRecord
 from stores.arrays import ArrayReader, ArrayStore, ArrayWriter, chunk_shape
 from stores.storage import Place
-from stores.threads import side_by_side, taken_ahead
+from stores.threads import parallel_imap, parallel_map
 
 TILE = 1024
 STRIP = 64  # rows that are mirrored at a time: several times as fast on a CPU as more
@@ -73,7 +73,7 @@ class StatisticsStore:
                     selection = (slice(group, group + 1), slice(start, stop), slice(start, width))
                     writer.write_(selection, rows_Gnc[group : group + 1])
 
-            side_by_side(write, self._tile_rows(width), self._threads)
+            parallel_map(write, self._tile_rows(width), self._threads)
             return writer.commit()
 
     def read(self, record: ArrayRecord, brought: Callable[[torch.Tensor], torch.Tensor] = _itself) -> torch.Tensor:
@@ -123,7 +123,7 @@ class StatisticsStore:
             return reader.read((slice(group, group + 1), slice(start, stop), slice(start, reader.shape[2])))[0]
 
         places, moment_GFF = self._upper_rows(reader.shape), None
-        for (group, start, stop), row in zip(places, taken_ahead(read, places, self._threads), strict=True):
+        for (group, start, stop), row in zip(places, parallel_imap(read, places, self._threads), strict=True):
             row_nc = brought(row)
             if moment_GFF is None:
                 moment_GFF = row_nc.new_empty(reader.shape)

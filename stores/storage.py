@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from manifests.errors import InputError
-from stores.backend import Growing, Hold, Readable, Storage, Writable, matching
+from stores.backend import Appender, NameLock, Readable, Storage, Writable, matching
 from stores.disk import Disk
 
 __all__ = [
-    "Growing", "Hold", "Place", "Readable", "Storage", "Writable", "is_address", "matching", "on_this_machine",
+    "Appender", "NameLock", "Place", "Readable", "Storage", "Writable", "is_address", "matching", "on_this_machine",
     "open_file", "open_storage",
 ]  # fmt: skip
 
@@ -57,7 +57,7 @@ def open_file(file: str | os.PathLike[str]) -> tuple[Storage, str]:
     return open_storage(folder), name
 
 
-def holds(outer: str, inner: str) -> bool:
+def contains(outer: str, inner: str) -> bool:
     """Whether an address is another's, or of a folder that it is in."""
     return f"{inner}/".startswith(f"{outer.rstrip('/')}/")
 
@@ -74,5 +74,5 @@ def on_this_machine(place: Place, choose: Callable[[Storage], Iterable[str]]) ->
         return
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
         for name in choose(storage):
-            Disk(folder).take(name, storage, name)
+            Disk(folder).link_or_copy(name, storage, name)
         yield folder

@@ -14,7 +14,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def side_by_side(take: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
+def parallel_map(take: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
     """`take` of each, in their order. Raises what the first that fails raises; what is not begun by then never is. One
     thread is the caller's own."""
     if threads == 1:
@@ -23,7 +23,7 @@ def side_by_side(take: Callable[[T], R], items: Iterable[T], threads: int = THRE
         return list(pool.map(take, items))
 
 
-def taken_ahead(take: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
+def parallel_imap(take: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
     """The same, as they are asked for: as many are begun or wait as there are threads."""
     if threads == 1:
         yield from map(take, items)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stores.threads import side_by_side
+from stores.threads import parallel_map
 
 PIECE_BYTES = 32 * 2**20  # of pinned memory, which copies that are under way hold
 
@@ -86,7 +86,7 @@ class Copies:
         """The same of several, by as many threads as there are; what is computed next here may take them."""
         if self.stream is None:
             return list(tensors)
-        return [self.arrived(values) for values in side_by_side(self.bring, tensors)]
+        return [self.arrived(values) for values in parallel_map(self.bring, tensors)]
 
     def arrived(self, values: Tensor) -> Tensor:
         """What `bring` gave, for what this thread computes next."""

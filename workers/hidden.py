@@ -61,7 +61,7 @@ class HiddenWriter:
         if self.hidden_MSD is not None:
             self.copies.keep(self.hidden_MSD[self.filled : self.filled + len(hidden_BSD)], hidden_BSD)
         if self.writer is not None:
-            self.beside.do(_append, self.writer, hidden_BSD)
+            self.beside.submit(_append, self.writer, hidden_BSD)
         self.filled += len(hidden_BSD)
 
     def finish(self) -> ArrayRecord | None:

@@ -23,7 +23,7 @@ from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modu
 from pipeline.units.units import Unwritten
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
-from stores.threads import side_by_side
+from stores.threads import parallel_map
 from workers.block import Block
 from workers.config import WorkerConfig
 from workers.copies import Copies
@@ -215,7 +215,7 @@ class LayerReader:
             return {name: self.copies.bring(tensor) for name, tensor in read(names).items()}
 
         threads = self.setup.threads
-        parts = side_by_side(fetch, filter(None, _dealt(sizes, threads)), threads)
+        parts = parallel_map(fetch, filter(None, _dealt(sizes, threads)), threads)
         return {name: tensor for part in parts for name, tensor in part.items()}
 
     def _arrived(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -147,7 +147,7 @@ class Assembler:
         if plan.layer is not None:
             entry = self._entry(plan.layer)
             assert entry is not None
-            self.output.take(plan.name, self.run_dir, entry.staged.path)
+            self.output.link_or_copy(plan.name, self.run_dir, entry.staged.path)
             return entry.staged
         key = rest_key(plan.name.removesuffix(SHARD_SUFFIX))
         entered = self.journal.get(key)
@@ -155,7 +155,7 @@ class Assembler:
             return entered
         assert plan.source_file is not None
         if plan.whole:
-            self.output.take(plan.name, self.inputs.source.storage, plan.source_file)
+            self.output.link_or_copy(plan.name, self.inputs.source.storage, plan.source_file)
             record = describe_shard(self.output, plan.name)
         else:
             record = copy_shard(self.output, plan.name, self.inputs.source, plan.tensors)

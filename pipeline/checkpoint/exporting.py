@@ -40,7 +40,7 @@ from pipeline.rounding.schemes import (
 from stores.checkpoint import copy_shard, write_index, write_shard
 from stores.model_files import CODE, copy_companions
 from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
-from stores.storage import Place, Storage, holds, matching, open_storage
+from stores.storage import Place, Storage, contains, matching, open_storage
 from workers.layers import cpu_reader
 
 
@@ -172,6 +172,6 @@ def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceChec
             f"{checkpoint.place}: not compressed by Lamina, but an ordinary checkpoint ({config.get('model_type')}), "
             "which engines read without an export; give the `output` of a job's manifest"
         )
-    if holds(checkpoint.storage.address, open_storage(destination).address):
+    if contains(checkpoint.storage.address, open_storage(destination).address):
         raise InputError(f"{destination}: in {checkpoint.place}, which would no longer verify; give another place")
     return checkpoint, {**config, "core": "dense"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from manifests.errors import StorageError, reason
 from stores.durable import storage_errors
-from stores.storage import Growing, Place, Storage, open_storage
+from stores.storage import Appender, Place, Storage, open_storage
 
 LOG = logging.getLogger("lamina")
 STORES = logging.getLogger("stores")
@@ -34,12 +34,12 @@ class _Json(logging.Formatter):
         return json.dumps(told | {name: state.get(name) for name in WHERE} | {"message": record.getMessage()})
 
 
-class _LogFile(logging.StreamHandler["Growing | _FirstWritten"]):
+class _LogFile(logging.StreamHandler["Appender | _FirstWritten"]):
     """Says once when nothing more can be written; logging itself would print a traceback for every line."""
 
     failed = False
 
-    def __init__(self, path: str, file: Growing | _FirstWritten) -> None:
+    def __init__(self, path: str, file: Appender | _FirstWritten) -> None:
         super().__init__(file)
         self.path = path
 
@@ -64,7 +64,7 @@ class _FirstWritten:
     def __init__(self, storage: Storage, name: str) -> None:
         self.storage = storage
         self.name = name
-        self.file: Growing | None = None
+        self.file: Appender | None = None
 
     def write(self, text: str) -> None:
         if self.file is None:

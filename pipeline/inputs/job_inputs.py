@@ -34,7 +34,7 @@ from stores.headers import DTYPES
 from stores.model_files import companions
 from stores.run_directory import FOLDERS
 from stores.source import SourceCheckpoint, is_hub_id, open_source
-from stores.storage import holds, open_storage
+from stores.storage import contains, open_storage
 from workers.config import FORWARD_DTYPES
 
 T = TypeVar("T")
@@ -241,16 +241,16 @@ def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:
     places = {"output": open_storage(manifest.output), "run_dir": open_storage(manifest.run_dir)}
     model = source.storage.address
     for name, place in places.items():
-        if holds(place.address, model) or holds(model, place.address):
+        if contains(place.address, model) or contains(model, place.address):
             raise InputError(
                 f"{name}: {place.address} and the model {model} lie in each other; the source is never written to"
             )
         if fault := place.fault():
             raise InputError(f"{name}: {place.address} is {fault}")
     output, run_dir = places["output"].address, places["run_dir"].address
-    if holds(output, run_dir):
+    if contains(output, run_dir):
         raise InputError(f"output: {output} must not hold run_dir {run_dir}; give two separate directories")
-    if taken := [folder for folder in FOLDERS if holds(f"{run_dir}/{folder}", output)]:
+    if taken := [folder for folder in FOLDERS if contains(f"{run_dir}/{folder}", output)]:
         raise InputError(
             f"output: {output} lies in {taken[0]}, where run_dir {run_dir} keeps its own files; give another"
         )

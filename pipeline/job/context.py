@@ -35,7 +35,7 @@ from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.model_files import companions
-from stores.run_directory import MANIFEST, RunDirectory, Standing
+from stores.run_directory import MANIFEST, FingerprintCheck, RunDirectory
 from stores.source_watch import SourceWatch
 from stores.storage import open_storage
 from workers.memory import map_large_tensors
@@ -72,7 +72,7 @@ class JobContext:
     observer: JobObserver
     stop: threading.Event
     started: float
-    standing: Standing
+    standing: FingerprintCheck
     watch: SourceWatch
     points: tuple[Manifest, ...] = ()
     in_process: bool = False
@@ -129,7 +129,7 @@ def open_job(
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
         locks = (stack.enter_context(run_dir.lock), stack.enter_context(claim_output(output)))
-        observer.earlier = read_paces(run_dir.lock.earlier.get("paces"))
+        observer.earlier = read_paces(run_dir.lock.previous_progress.get("paces"))
         source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
         if source_files != run_dir.ledger.get(SOURCE):
             check_copied(inputs)
@@ -144,7 +144,7 @@ def open_job(
             inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started,
             standing, watch, in_process=in_process,
         )  # fmt: skip
-        if standing.goes_on:
+        if standing.reuses_entries:
             check_ledger(job)
         elif standing.kind == "new":  # a start that is refused has not read the source in vain
             run_dir.ledger.commit(SOURCE, source_files)
@@ -223,7 +223,7 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
 def begin(job: JobContext, finished: bool) -> None:
     """Makes the run directory the job's, as its work may begin; says what the run builds on. `finished`: as above."""
     job.run_dir.bind(job.standing, partial(_undo_solves, job.ledger, job.standing.differing))
-    if not job.standing.goes_on:
+    if not job.standing.reuses_entries:
         check_ledger(job)
     replaceable = frozenset() if finished else job.output_files.replaceable()
     if replaceable:  # with --fresh, the ledger has forgotten whose they are

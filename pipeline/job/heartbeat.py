@@ -95,7 +95,7 @@ class Heartbeat:
             _show(pool, state)
         for lock in self.locks:
             lock.beat(state)
-        asked = self.run_dir.workers_asked_for(self.locks[0].token)
+        asked = self.run_dir.requested_workers(self.locks[0].token)
         if asked is not None and pool is not None:
             pool.resize(asked)
 

@@ -65,7 +65,7 @@ def _about(job: JobContext) -> dict[str, str]:
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
     """The summary of a job that is done in this OUTPUT, and what is wrong with the files there."""
-    done = job.ledger.get(COMPLETE) if job.standing.goes_on else None
+    done = job.ledger.get(COMPLETE) if job.standing.reuses_entries else None
     if done is None or done.output != job.output:
         return None, []
     seal = done.contract_sha256

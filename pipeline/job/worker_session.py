@@ -108,7 +108,7 @@ class StoreCleaner:
             self.dropping.finish()
             store.sweep(live.values())
         elif dropped := [record for path, record in (before or {}).items() if path not in live]:
-            self.dropping.do(store.drop, *dropped)
+            self.dropping.submit(store.drop, *dropped)
         self._retained[store] = live
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
@@ -163,7 +163,7 @@ class JobWorkers:
                 scored = background.add(scoring(job, background, layers)) if scoring else None
                 self.driver(job, journal=checks, background=background).run()
                 if compared:
-                    preparing.do(_prepare_assembly, job)
+                    preparing.submit(_prepare_assembly, job)
                 background.finish()
                 self._cleaner(job).retain_activations(())
                 job.observer.stage("verify")

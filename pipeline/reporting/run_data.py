@@ -195,7 +195,7 @@ def _statistics_bytes(entries: Mapping[str, Any]) -> dict[int, int]:
 
 def _commits(ledger: Storage, keys: Sequence[str]) -> tuple[tuple[float, str], ...]:
     times: dict[str, float] = {}
-    for name, written in ledger.written().items():
+    for name, written in ledger.modified_times().items():
         key = name.rsplit(".", 2)[0].replace(".", "/")
         times[key] = max(times.get(key, 0.0), written)
     return tuple(sorted((times[key], key) for key in keys if key in times))

@@ -18,7 +18,7 @@ from pipeline.inputs.fingerprint import semantic_fields
 from pipeline.inputs.job_inputs import Inputs, check_inputs, opened_model
 from pipeline.methods.method import Task
 from pipeline.units.sharding import gradient_samples
-from stores.ledger import Ledger, LedgerPart
+from stores.ledger import Ledger, LedgerView
 from stores.source import SourceCheckpoint
 
 MOST_TOGETHER = 8  # points that are solved jointly; the layers of all of them are staged at once
@@ -44,7 +44,7 @@ class SweptPoint:
     def ledger(self, whole: Ledger) -> Ledger:
         """Return its view of the ledger: statistics are shared by all points, curves by those with the same methods."""
         by_methods = dict.fromkeys(("curves", "measured"), f"methods/{self.curves_digest}")
-        return LedgerPart(whole, point_part(self.digest), dict.fromkeys(SHARED, "") | by_methods)
+        return LedgerView(whole, point_part(self.digest), dict.fromkeys(SHARED, "") | by_methods)
 
 
 class SharedInputs(Inputs):

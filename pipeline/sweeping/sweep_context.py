@@ -70,7 +70,7 @@ class SweepContext:
         """Bind the run directory to the sweep before its work begins. Return the context of the next stages."""
         self.job.run_dir.bind(self.job.standing)
         begun = replace(self, job=replace(self.job, standing=replace(self.job.standing, kind="same")))
-        if not self.job.standing.goes_on:
+        if not self.job.standing.reuses_entries:
             begun.enter()
         for point in self.points:
             if point.point.save:
@@ -90,7 +90,7 @@ class SweepContext:
 
     def is_done(self, point: SweptPoint) -> bool:
         """True if a point has a result on this text, and an undamaged checkpoint if the sweep saves it."""
-        if not self.job.standing.goes_on:
+        if not self.job.standing.reuses_entries:
             return False
         entry = point.ledger(self.job.ledger).get(RESULT)
         if entry is None or entry.text != self.text:
@@ -133,7 +133,7 @@ def open_sweep(
     with ExitStack() as stack:
         run_dir.prepare(run_dir_bytes(swept, plan))
         locks = [stack.enter_context(run_dir.lock)]
-        observer.earlier = read_paces(run_dir.lock.earlier.get("paces"))
+        observer.earlier = read_paces(run_dir.lock.previous_progress.get("paces"))
         source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
         if source_files != run_dir.ledger.get(SOURCE):
             check_copied(inputs)
@@ -145,7 +145,7 @@ def open_sweep(
             standing, watch, tuple(point.manifest for point in points), in_process,
         )  # fmt: skip
         context = SweepContext(sweep, swept, job)
-        if standing.goes_on:
+        if standing.reuses_entries:
             context.enter()
         elif standing.kind == "new":  # if the start is refused later, the next one need not digest the source again
             run_dir.ledger.commit(SOURCE, source_files)

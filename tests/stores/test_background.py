@@ -14,7 +14,7 @@ def test_calls_are_made_in_order_in_another_thread() -> None:
     main = threading.main_thread()
     with Background() as beside:
         for number in range(100):
-            beside.do(lambda number: made.append((number, threading.current_thread() is main)), number)
+            beside.submit(lambda number: made.append((number, threading.current_thread() is main)), number)
     assert made == [(number, False) for number in range(100)]
 
 
@@ -27,10 +27,10 @@ def test_the_caller_is_never_far_ahead() -> None:
         held.wait(30)
 
     beside = Background(ahead=2)
-    beside.do(first)
+    beside.submit(first)
     assert begun.wait(30)
-    beside.do(lambda: None)
-    waiting = threading.Thread(target=beside.do, args=(lambda: None,))
+    beside.submit(lambda: None)
+    waiting = threading.Thread(target=beside.submit, args=(lambda: None,))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
@@ -47,12 +47,12 @@ def failing() -> None:
 
 def test_a_failure_is_told_at_the_end_or_before() -> None:
     with pytest.raises(OSError, match="no room"), Background() as beside:
-        beside.do(failing)
+        beside.submit(failing)
     made: list[int] = []
     with Background(ahead=1) as beside:
-        beside.do(failing)
+        beside.submit(failing)
         with pytest.raises(OSError, match="no room"):
-            beside.do(made.append, 1)
+            beside.submit(made.append, 1)
 
 
 def test_the_callers_own_error_comes_first_and_drops_the_rest() -> None:
@@ -60,8 +60,8 @@ def test_the_callers_own_error_comes_first_and_drops_the_rest() -> None:
 
     def both() -> None:
         with Background(ahead=9) as beside:
-            beside.do(lambda: (held.wait(30), failing()))
-            beside.do(made.append, 1)
+            beside.submit(lambda: (held.wait(30), failing()))
+            beside.submit(made.append, 1)
             threading.Timer(0.1, held.set).start()
             raise ValueError("mine")
 

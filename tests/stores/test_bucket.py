@@ -106,12 +106,12 @@ def test_what_is_replaced_while_it_is_read(bucket: Bucket) -> None:
 
 def test_copies_within_a_bucket_and_from_elsewhere(bucket: Bucket, tmp_path: object) -> None:
     bucket.replace("a", b"data")
-    bucket.take("b", bucket, "a")
+    bucket.link_or_copy("b", bucket, "a")
     bucket.below("c").copy("a", bucket, "a")
     assert (bucket.read("b"), bucket.read("c/a")) == (b"data", b"data")
     disk = open_storage(str(tmp_path))
-    disk.take("a", bucket, "b")
-    bucket.take("d", disk, "a")
+    disk.link_or_copy("a", bucket, "b")
+    bucket.link_or_copy("d", disk, "a")
     assert bucket.read("d") == b"data"
 
 
@@ -312,7 +312,7 @@ def test_every_request_fails_once(fault: str, bucket: Bucket, proxy: Proxy, monk
     bucket.replace("b", b"two")
     with bucket.writer("large") as file:
         file.write(large)
-    bucket.take("copy", bucket, "large")
+    bucket.link_or_copy("copy", bucket, "large")
     with bucket.reader("copy") as reader:
         assert reader.read(0, reader.size) == large
     held = bucket.hold("lock")

@@ -16,7 +16,7 @@ from manifests.errors import InputError, StorageError
 from pipeline.driver.ledger_keys import RANKS, measured_key
 from stores.disk import Disk
 from stores.durable import partial_path
-from stores.ledger import Ledger, LedgerPart
+from stores.ledger import Ledger, LedgerView
 
 KilledAnywhere = Callable[..., int]
 
@@ -38,7 +38,7 @@ def test_commit_get_keys(tmp_path: Path) -> None:
 def test_parts_of_a_ledger(tmp_path: Path) -> None:
     """Each has its own entries, sees what all share, and shares some with those of the same place."""
     whole = Ledger(tmp_path)
-    one, two = (LedgerPart(whole, f"point/{name}", {"passes": "", "lines": "methods/m"}) for name in ("a", "b"))
+    one, two = (LedgerView(whole, f"point/{name}", {"passes": "", "lines": "methods/m"}) for name in ("a", "b"))
     one.commit("unit/00001", {"of": "one"})
     two.commit("unit/00001", {"of": "two"})
     one.commit("passes/00000", {"of": "all"})

@@ -41,7 +41,7 @@ def bound(run: RunDirectory, fields: dict[str, Any], fresh: bool = False) -> boo
     """Makes it the job's; whether that starts from nothing."""
     standing = run.check_fingerprint(fields, fresh)
     run.bind(standing)
-    return not standing.goes_on
+    return not standing.reuses_entries
 
 
 def fill(run: RunDirectory, name: str) -> None:
@@ -307,7 +307,7 @@ def test_what_a_start_leaves_is_ours(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
     with run.lock:
-        run.ask_for_workers(2, run.lock.token)
+        run.request_workers(2, run.lock.token)
         assert run.foreign_files() == []
     assert run.foreign_files() == []
     _at(run, ENDED).write_text("{}")

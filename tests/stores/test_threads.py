@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stores.threads import side_by_side, taken_ahead
+from stores.threads import parallel_imap, parallel_map
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -18,8 +18,8 @@ def test_results_come_in_the_order_of_what_they_are_of(threads: int, count: int)
         return number * number
 
     expected = [number * number for number in range(count)]
-    assert side_by_side(take, range(count), threads) == expected
-    assert list(taken_ahead(take, iter(range(count)), threads)) == expected
+    assert parallel_map(take, range(count), threads) == expected
+    assert list(parallel_imap(take, iter(range(count)), threads)) == expected
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -33,7 +33,7 @@ def test_threads_do_them_at_a_time_and_no_further_ahead(threads: int) -> None:
             together.wait(timeout=20)
         return number
 
-    results = taken_ahead(take, range(20), threads)
+    results = parallel_imap(take, range(20), threads)
     for number in range(20):
         assert next(results) == number
         assert len(begun) <= number + threads
@@ -42,11 +42,11 @@ def test_threads_do_them_at_a_time_and_no_further_ahead(threads: int) -> None:
 def test_one_thread_is_the_callers_own() -> None:
     here = threading.get_ident()
     for found in (
-        side_by_side(lambda _: threading.get_ident(), range(3), 1),
-        taken_ahead(lambda _: threading.get_ident(), range(3), 1),
+        parallel_map(lambda _: threading.get_ident(), range(3), 1),
+        parallel_imap(lambda _: threading.get_ident(), range(3), 1),
     ):
         assert set(found) == {here}
-    assert here not in side_by_side(lambda _: threading.get_ident(), range(3), 2)
+    assert here not in parallel_map(lambda _: threading.get_ident(), range(3), 2)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -59,18 +59,18 @@ def test_the_first_error_is_raised_and_what_is_not_begun_never_is(threads: int) 
             raise ValueError("two")
         return number
 
-    results = taken_ahead(take, range(100), threads)
+    results = parallel_imap(take, range(100), threads)
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(ValueError, match="two"):
         next(results)
     assert len(begun) <= 3 + threads
     with pytest.raises(ValueError, match="two"):
-        side_by_side(take, range(3), threads)
+        parallel_map(take, range(3), threads)
 
 
 def test_a_caller_who_leaves_waits_for_what_is_begun_alone() -> None:
     begun: list[int] = []
-    results = taken_ahead(begun.append, range(100), 2)
+    results = parallel_imap(begun.append, range(100), 2)
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert len(begun) <= 4
