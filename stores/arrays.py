@@ -1,8 +1,8 @@
-"""Zarr 3 arrays that are written once under a fresh generation and read only against the record of their commit.
+"""Zarr 3 arrays, each written once under a new generation and checked against its record when read.
 
-docs/formats.md#arrays. What is kept out: a missing chunk, which Zarr reads as zeros; a flipped bit (Crc32c in the codec
-chain); a chunk of another array or time (the record lists each chunk's checksum, in C order, and the digest of the
-metadata).
+docs/formats.md#arrays. The checks detect a missing chunk, which Zarr reads as zeros; a flipped bit (Crc32c in the codec
+chain); and a chunk of another array or generation (the record lists the checksum of each chunk, in C order, and the
+digest of the metadata).
 
     <directory>/<prefix>/<generation>/zarr.json, c.0.0, c.0.1, ...
 """
@@ -46,17 +46,18 @@ Coordinates = tuple[int, ...]
 
 
 class ArrayStore:
-    """Arrays of one place. Writers of different arrays never meet; an array has one writer."""
+    """The arrays of one storage. Each array has one writer; writers of different arrays may run in parallel."""
 
     def __init__(self, place: Place) -> None:
         self.storage = open_storage(place)
-        self._groups: set[str] = set()  # whose metadata is there
+        self._groups: set[str] = set()  # group metadata files that exist
 
     def create(
         self, prefix: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[int], upper_tiles: bool = False
     ) -> ArrayWriter:
-        """A new generation of `prefix` to write into. `upper_tiles`: chunks below the diagonal of the last two axes
-        are never written. Raises ValueError (shape, dtype) and StorageError."""
+        """Creates a new generation of `prefix`. `upper_tiles`: chunks below the diagonal of the last two axes are
+        never written. Raises ValueError (shape, dtype) and StorageError.
+        """
         dtype_name = str(dtype).removeprefix("torch.")
         if dtype_name not in DTYPES:
             raise ValueError(f"dtype {dtype} cannot be stored; known are {', '.join(DTYPES)}")
@@ -70,32 +71,32 @@ class ArrayStore:
         return ArrayWriter(self.storage.below(path), path, tuple(map(int, shape)), grid, dtype_name, upper_tiles)
 
     def open(self, record: ArrayRecord) -> ArrayReader:
-        """A committed array. Raises CorruptError (not there, or not what was committed) and InputError (version)."""
+        """Opens a committed array. Raises CorruptError (missing or damaged) and InputError (version)."""
         if record.version != ARRAY_VERSION:
             raise InputError(f"array {record.path}: version {record.version}, this Lamina knows {ARRAY_VERSION}")
         return ArrayReader(self.storage.below(record.path), record)
 
     def drop(self, *records: ArrayRecord) -> None:
-        """Removes arrays, those that are there; retract or replace their ledger entries first. Raises StorageError."""
+        """Removes arrays, if they exist; retract or replace their ledger entries first. Raises StorageError."""
         self.storage.delete_folders({record.path: _files_of(record) for record in records})
 
     def sweep(self, live: Iterable[ArrayRecord]) -> int:
-        """Removes every generation that no record in `live` names, and temporary files; returns how many generations.
+        """Removes temporary files and all generations without a record in `live`; returns the number of generations.
 
-        Only for the one process that holds the run's lock, while no worker writes. Raises StorageError.
+        Call it only in the process that holds the run's lock, while no worker writes. Raises StorageError.
         """
-        kept = {record.path for record in live}
+        live_paths = {record.path for record in live}
         doomed: dict[str, list[str]] = {}  # generation -> its files
         for name in self.storage.names():
             path = name.rpartition("/")[0]
-            if GENERATION.fullmatch(path.rpartition("/")[2]) and path not in kept:
+            if GENERATION.fullmatch(path.rpartition("/")[2]) and path not in live_paths:
                 doomed.setdefault(path, []).append(name)
         self.storage.delete_folders(doomed)
         self.storage.sweep()
         return len(doomed)
 
     def _make_groups(self, prefix: str) -> None:
-        """Group metadata on the way down, so that any Zarr reader can walk the store."""
+        """Writes the metadata of all parent groups, so that any Zarr reader can walk the store."""
         parts = prefix.split("/")
         for depth in range(len(parts), -1, -1):
             name = "/".join([*parts[:depth], METADATA_FILE])
@@ -105,7 +106,7 @@ class ArrayStore:
 
 
 class ArrayWriter:
-    """An array being written, invisible until its record is in the ledger. Leaving the block uncommitted removes it."""
+    """An array being written. It counts once the ledger has its record. Its `with` block removes it if uncommitted."""
 
     def __init__(
         self, storage: Storage, path: str, shape: Coordinates, chunks: Coordinates, dtype: str, upper_tiles: bool
@@ -117,7 +118,8 @@ class ArrayWriter:
         self.dtype = dtype
         self.upper_tiles = upper_tiles
         self._committed = False
-        self._store = _Fresh(storage)
+        self._rows = 0  # written by `append`
+        self._store = _NewArrayStore(storage)
         self._array = zarr.create_array(
             store=self._store,
             shape=shape,
@@ -127,19 +129,33 @@ class ArrayWriter:
             compressors=Crc32cCodec(),
             fill_value=0,
             attributes={"lamina_dtype": dtype, "upper_tiles": upper_tiles},
-            chunk_key_encoding={"name": "default", "separator": "."},  # all chunks in one directory: one fsync
-            config={"write_empty_chunks": True},  # chunks are counted: one of zeros must be there, too
+            chunk_key_encoding={"name": "default", "separator": "."},  # one directory, one fsync
+            config={"write_empty_chunks": True},  # chunks are counted, those of zeros included
         )
 
     def write_(self, selection: Selection, values: torch.Tensor) -> None:
-        """Sets whole chunks; `values` has the shape of the selection and any device. Raises StorageError."""
+        """Sets whole chunks to `values`, which has the selection's shape and any device. Raises StorageError."""
         expected = DTYPES[self.dtype]
         if values.dtype != expected:
             raise ValueError(f"array {self.path}: {values.dtype} values for {expected}")
         self._array[selection] = _bits(values)
 
+    def append(self, values: torch.Tensor) -> None:
+        """Writes the next rows along the first axis, from any device; each call but the last fills whole chunks.
+
+        Raises ValueError (shape, dtype, an incomplete chunk before) and StorageError.
+        """
+        rows, *rest = self.shape
+        stop = self._rows + values.shape[0]
+        if tuple(values.shape[1:]) != tuple(rest) or stop > rows:
+            raise ValueError(f"array {self.path}: piece {list(values.shape)} at row {self._rows} of {rows}")
+        if self._rows % self.chunks[0]:
+            raise ValueError(f"array {self.path}: row {self._rows} is inside a chunk of {self.chunks[0]} rows")
+        self.write_((slice(self._rows, stop), *map(slice, rest)), values)
+        self._rows = stop
+
     def commit(self) -> ArrayRecord:
-        """Makes what was written durable and returns the record that a ledger entry is to hold.
+        """Makes the chunks durable and returns the record for a ledger entry.
 
         Raises:
             ValueError: a chunk was never written.
@@ -169,49 +185,55 @@ class ArrayWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._committed:
-            with suppress(StorageError):  # nobody names it; what stays, the next sweep removes
+            with suppress(StorageError):  # no record names it: the next sweep removes leftovers
                 self.storage.delete_folder("")
 
 
 class ArrayReader:
-    """A committed array. Every chunk is held against the record before its numbers are given out."""
+    """A committed array. Each chunk is checked against the record before its values are returned."""
 
     def __init__(self, storage: Storage, record: ArrayRecord) -> None:
         self.storage = storage
-        self._name = record.path  # what a ledger entry calls it
+        self._path = record.path
         self.shape = record.shape
         self.chunks = record.chunks
         self.dtype = DTYPES[record.dtype]
         self.symmetric = record.symmetric
         grid = math.prod(_chunk_counts(self.shape, self.chunks))
-        if grid > 2 * len(record.checksums):  # before a grid of any size is listed; the upper tiles are over half
+        if grid > 2 * len(record.checksums):  # checked before the grid is listed; upper tiles are over half of it
             raise self._corrupt("", f"{len(record.checksums)} checksums for a grid of {grid} chunks")
         coordinates = _coordinates(self.shape, self.chunks, self.symmetric)
         if len(coordinates) != len(record.checksums):
             raise self._corrupt("", f"{len(record.checksums)} checksums for {len(coordinates)} chunks")
         self._checksums = dict(zip(map(_chunk_name, coordinates), record.checksums, strict=True))
         self._metadata_sha256 = record.metadata_sha256
-        with self._damage():
-            self._array = zarr.open_array(store=_Committed(storage, self._check), mode="r", zarr_format=3)
+        with self._corrupt_on_error():
+            self._array = zarr.open_array(store=_CheckedStore(storage, self._check), mode="r", zarr_format=3)
         stored = (self._array.shape, self._array.chunks, self._array.dtype.name)
         if stored != (self.shape, self.chunks, ZARR_NAMES[record.dtype]):
             raise self._corrupt("", f"{stored}, its record says {self.shape}, {self.chunks}, {record.dtype}")
 
-    def read(self, selection: Selection) -> torch.Tensor:
-        """The numbers of a selection (slices with step 1, one per axis), on the CPU.
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows start to stop of the first axis, on the CPU. Raises as `select`, and ValueError (bounds)."""
+        if not 0 <= start < stop <= self.shape[0]:
+            raise ValueError(f"rows {start} to {stop} of {self.shape[0]}")
+        return self.select((slice(start, stop), *map(slice, self.shape[1:])))
+
+    def select(self, selection: Selection) -> torch.Tensor:
+        """Return the values of a selection (slices with step 1, one per axis), on the CPU.
 
         Raises:
             CorruptError: a chunk is missing, damaged, or of another array or generation.
             StorageError: it cannot be read.
         """
         selection = tuple(slice(*part.indices(size)) for part, size in zip(selection, self.shape, strict=True))
-        with self._damage():
+        with self._corrupt_on_error():
             values = np.asarray(self._array[selection])
         tensor = torch.from_numpy(values)
         return tensor.view(self.dtype) if self.dtype == torch.bfloat16 else tensor
 
     def _check(self, name: str, data: Buffer | None) -> None:
-        """What Zarr is about to be given. Raises CorruptError."""
+        """Checks the data of one name before Zarr decodes it. Raises CorruptError."""
         if name == METADATA_FILE:
             if not data or hashlib.sha256(data.to_bytes()).hexdigest() != self._metadata_sha256:
                 raise self._corrupt(name, "damaged" if data else "missing")
@@ -221,18 +243,18 @@ class ArrayReader:
             raise self._corrupt(name, f"checksum {checksum}, not the chunk that was committed")
 
     @contextmanager
-    def _damage(self) -> Iterator[None]:
+    def _corrupt_on_error(self) -> Iterator[None]:
         try:
             yield
-        except ValueError as error:  # of the Crc32c codec, or something there that holds no bytes
+        except ValueError as error:  # from the Crc32c codec, or a name that holds no bytes
             raise self._corrupt("", str(error)) from error
 
     def _corrupt(self, name: str, fault: str) -> CorruptError:
-        return CorruptError(f"{self.storage.at(name)}: stored data is damaged: {fault}", self._name)
+        return CorruptError(f"{self.storage.at(name)}: stored data is damaged: {fault}", self._path)
 
 
-class _Fresh(ZarrStore):
-    """Where an array is written: what was not set is not there, and nobody need ask.
+class _NewArrayStore(ZarrStore):
+    """Receives the chunks of a new array. Keys that were not set do not exist: the storage need not be asked.
 
     Attributes:
         ends: chunk -> the CRC32C that the codec appended to it.
@@ -256,8 +278,8 @@ class _Fresh(ZarrStore):
             self.ends[key] = value[-CHECKSUM_BYTES:].to_bytes()
 
 
-class _Committed(ZarrStore):
-    """A committed array's: `check` is shown everything on its way to Zarr, which asks for whole chunks only."""
+class _CheckedStore(ZarrStore):
+    """Passes everything that Zarr reads through `check`. Zarr asks for whole chunks only."""
 
     def __init__(self, storage: Storage, check: Callable[[str, Buffer | None], None]) -> None:
         super().__init__(storage, read_only=True)
@@ -267,35 +289,35 @@ class _Committed(ZarrStore):
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
         assert byte_range is None
-        found = await super().get(key, prototype)
-        self.check(key, found)
-        return found
+        data = await super().get(key, prototype)
+        self.check(key, data)
+        return data
 
 
 def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
-    """Chunks of at most edge² numbers, at most `edge` along an axis (a vector: edge²), the last axes filled first."""
-    left = edge * edge
+    """Return chunks of at most edge² numbers, at most `edge` along an axis (a vector: edge²), the last axes first."""
+    room = edge * edge
     chunks: list[int] = []
     for size in reversed(shape):
-        chunks.append(max(1, min(size, left, edge if len(shape) > 1 else left)))
-        left //= chunks[-1]
+        chunks.append(max(1, min(size, room, edge if len(shape) > 1 else room)))
+        room //= chunks[-1]
     return tuple(reversed(chunks))
 
 
 def _coordinates(shape: Coordinates, chunks: Coordinates, upper_tiles: bool) -> list[Coordinates]:
-    """Positions in the chunk grid of all chunks that are stored, in C order."""
+    """Return the grid positions of all stored chunks, in C order."""
     everything = itertools.product(*map(range, _chunk_counts(shape, chunks)))
     return [at for at in everything if not upper_tiles or at[-2] <= at[-1]]
 
 
 def _files_of(record: ArrayRecord) -> list[str]:
-    """The names of all that an array was written into."""
+    """Return the names of an array's metadata and chunks."""
     chunks = _coordinates(record.shape, record.chunks, record.symmetric)
     return [f"{record.path}/{name}" for name in (METADATA_FILE, *map(_chunk_name, chunks))]
 
 
 def _chunk_counts(shape: Coordinates, chunks: Coordinates) -> list[int]:
-    """Chunks along each axis."""
+    """The number of chunks along each axis."""
     return [-(-size // edge) for size, edge in zip(shape, chunks, strict=True)]
 
 

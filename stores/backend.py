@@ -1,6 +1,6 @@
-"""What a place of bytes can do: the one protocol under all stores. `stores/storage.py` opens places by their address.
+"""The protocol of a storage: bytes by name. `stores/storage.py` opens storages by address.
 
-Names are relative, their parts joined by `/`; a folder is what names have in common and needs no making.
+Names are relative, their parts joined by `/`. A folder is a common prefix of names and need not be created.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from manifests.errors import LaminaError, StorageError
 
 PIECE_BYTES = 8 * 1024 * 1024
-SHOWN_EVERY_S = 10.0
+REWRITE_EVERY_S = 10.0
 PROBE = ".lamina.probe"
 
 
 class Writable(Protocol):
-    """What a writer writes to."""
+    """A file to write to."""
 
     def write(self, data: Any, /) -> object:
-        """Appends bytes, or anything with a buffer of them."""
+        """Appends bytes, or any object with a buffer."""
         ...
 
 
@@ -36,44 +36,45 @@ class Appender(Protocol):
         ...
 
     def flush(self) -> object:
-        """Nothing that `write` would not do."""
+        """Does nothing beyond `write`; `logging` calls it after every line."""
         ...
 
     def close(self) -> object:
-        """Shows all of it. Raises as `write` does."""
+        """Publishes all of the text. Raises as `write` does."""
         ...
 
 
-class NameLock(Protocol):
-    """A name held against all other processes, until `release` or the end of this one.
+class NameLock(ABC):
+    """An exclusive lock of a name, until `release` or the end of this process.
 
     Attributes:
-        across_hosts: against those of other hosts, too, whatever the place is mounted through.
+        across_hosts: the lock excludes processes of other hosts, however they mount the place.
     """
 
-    across_hosts: bool
+    across_hosts = True
 
+    @abstractmethod
     def is_ours(self) -> bool:
-        """Whether it still is: the name was not removed, nor given to another."""
-        ...
+        """True unless the name was removed or another process took the lock."""
 
     def fence(self) -> int | None:
-        """What grows with each owner and stands on what they commit; 0 where the kernel alone tells them apart.
+        """Return a number that grows with each owner; commits carry it. 0 where the kernel alone separates owners.
 
-        None: another may own it by now. Asks at most once in half the time after which another may take it.
+        None: another process may own the lock by now. Asks the storage at most once in half the time after which
+        another may take the lock.
         """
-        ...
+        return 0
 
+    @abstractmethod
     def release(self) -> None:
-        """Lets go of it."""
-        ...
+        """Releases the lock."""
 
 
 class Readable(ABC):
-    """The bytes under one name, as they were when it was opened: its `size`, and ranges of them.
+    """An opened name: its `size` and ranges of its bytes, as they were when it was opened.
 
     Attributes:
-        tag: tells them from all others that the name has had; None where reading is as cheap as looking that up.
+        tag: identifies this version of the bytes; None where reading costs no more than asking for a tag.
     """
 
     size: int
@@ -81,20 +82,20 @@ class Readable(ABC):
 
     @abstractmethod
     def read(self, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end`, or as many as there are. Raises StorageError."""
+        """Return bytes `begin` to `end`, or as many as there are. Raises StorageError."""
 
     def read_into(self, begin: int, view: memoryview) -> int:
-        """Fills `view` with the bytes from `begin` on; returns how many there were. Raises StorageError."""
+        """Fills `view` with the bytes from `begin` on; returns their number. Raises StorageError."""
         data = self.read(begin, begin + len(view))
         view[: len(data)] = data
         return len(data)
 
     def read_spans(self, spans: Sequence[tuple[int, memoryview]]) -> list[int]:
-        """`read_into` of several, ascending: in the fewest requests, where reading is requests. Raises StorageError."""
+        """`read_into` for several ascending spans; a bucket combines them into few requests. Raises StorageError."""
         return [self.read_into(begin, view) for begin, view in spans]
 
     def pieces(self, begin: int = 0, end: int | None = None, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-        """Bytes `begin` to `end`, or as many as there are, a piece at a time. Raises StorageError."""
+        """Yield bytes `begin` to `end`, or as many as there are, piece by piece. Raises StorageError."""
         end = self.size if end is None else min(end, self.size)
         while begin < end and (piece := self.read(begin, min(begin + piece_bytes, end))):
             yield piece
@@ -109,19 +110,20 @@ class Readable(ABC):
 
 
 class Storage(ABC):
-    """Bytes by name. What is written appears whole or not at all, and is durable when the method returns.
+    """Bytes by name. A write appears whole or not at all, and is durable when the method returns.
 
-    Equal ones name the same place; they are picklable, hold nothing open and touch nothing before they are asked to.
-    Every method raises StorageError when the place fails (full, read-only, gone): naming it, and what to change.
+    Equal storages name the same place. They are picklable, keep nothing open and touch nothing before the first call.
+    Every method raises StorageError when the place fails (full, read-only, gone); the error names the place and what to
+    change.
     """
 
-    # What a place must have of its own.
+    # Every storage implements these.
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> None:
-        """Writes under a name that nobody has: one of several racing writers wins.
+        """Writes under an unused name: one of several racing writers wins.
 
-        Raises FileExistsError: the name is taken; what has it is untouched.
+        Raises FileExistsError if the name is in use; its bytes are untouched.
         """
 
     @abstractmethod
@@ -130,46 +132,47 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes `begin` to `end` (None: the last), or as many as there are; a negative `begin` counts from the end.
+        """Return bytes `begin` to `end` (None: the last), or as many as there are; a negative `begin` counts from the
+        end.
 
-        Raises FileNotFoundError, and ValueError when the name is of something that holds no bytes.
+        Raises FileNotFoundError, and ValueError for a name that holds no bytes, such as a directory.
         """
 
     @abstractmethod
     def stamp(self, name: str) -> Mapping[str, int | str]:
-        """`size`, and whatever else is told without reading that changes when the bytes do. Raises as `read` does."""
+        """Return `size` and other metadata that changes when the bytes do, without reading them. Raises as `read`."""
 
     @abstractmethod
     def modified_times(self, folder: str = "") -> Mapping[str, float]:
-        """The names of a folder and of those below it, ascending, and when each was written (Unix seconds).
+        """Return the names of a folder and the folders below it, ascending, with their times of writing (Unix seconds).
 
-        Without those of writers at work.
+        Temporary files of running writers are left out.
         """
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Removes names durably; those that are not there, too, are gone afterwards."""
+        """Removes names durably; missing ones are no error."""
 
     @abstractmethod
     def hold(self, name: str) -> NameLock:
-        """Holds a name, making it when it is not there. Raises BlockingIOError when another process holds it."""
+        """Locks a name, creating it if need be. Raises BlockingIOError when another process holds it."""
 
     @abstractmethod
     def is_held(self, name: str) -> bool:
-        """Whether a process holds the name."""
+        """True if a process holds the lock of the name."""
 
     @abstractmethod
     def below(self, folder: str) -> Storage:
-        """The names of a folder, as a storage."""
+        """Return the storage of a folder's names."""
 
     @abstractmethod
     def at(self, name: str = "") -> str:
-        """A name as messages give it, place included."""
+        """The full address of a name, for messages."""
 
-    # What follows from that; a place overrides what it can do better.
+    # The rest follows from these; a storage overrides what it can do better.
 
     def replace(self, name: str, data: bytes) -> None:
-        """Writes under a name, in place of what had it."""
+        """Writes under a name, replacing its bytes."""
         with self.writer(name) as file:
             file.write(data)
 
@@ -178,16 +181,16 @@ class Storage(ABC):
         self.replace(name, data)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Makes durable what `write` wrote under these names."""
+        """Makes earlier `write` calls for these names durable."""
         return
 
     def size(self, name: str) -> int:
-        """How many bytes there are. Raises as `read` does."""
+        """The number of bytes. Raises as `read` does."""
         return int(self.stamp(name)["size"])
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Readable]:
-        """Many ranges of one name. Raises StorageError, also when there is no such name."""
+        """Opens a name to read many ranges of it. Raises StorageError, also when there is no such name."""
         yield Ranges(self, name)
 
     def sha256(self, name: str) -> str:
@@ -196,34 +199,33 @@ class Storage(ABC):
             return file.sha256()
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of a folder and of those below it, ascending; without those of writers at work."""
+        """Return the names of a folder and of the folders below it, ascending, without temporary files."""
         return list(self.modified_times(folder))
 
     def folders(self, folder: str = "") -> list[str]:
-        """The names of the folders directly in a folder, ascending."""
-        start = f"{folder}/" if folder else ""
-        inside = (name.removeprefix(start) for name in self.names(folder))
-        return sorted({name.partition("/")[0] for name in inside if "/" in name})
+        """Return the names of the folders directly in a folder, ascending."""
+        return sorted({name.partition("/")[0] for name in self._inside(folder) if "/" in name})
 
     def children(self, folder: str = "") -> list[str]:
-        """Whatever is directly in a folder, by its last part, ascending: names, folders, things that hold no bytes."""
-        start = f"{folder}/" if folder else ""
-        return sorted({name.removeprefix(start).partition("/")[0] for name in self.names(folder)})
+        """Return the last parts of all entries directly in a folder, ascending: names, folders, special files."""
+        return sorted({name.partition("/")[0] for name in self._inside(folder)})
 
     def files(self, folder: str = "") -> list[str]:
-        """The names directly in a folder, by their last part, ascending."""
+        """Return the last parts of the names directly in a folder, ascending."""
+        return [name for name in self._inside(folder) if "/" not in name]
+
+    def _inside(self, folder: str) -> list[str]:
         start = f"{folder}/" if folder else ""
-        inside = (name.removeprefix(start) for name in self.names(folder))
-        return [name for name in inside if "/" not in name]
+        return [name.removeprefix(start) for name in self.names(folder)]
 
     def read_whole(self, name: str, limit_bytes: int) -> bytes:
-        """The bytes of what is small by its nature. Raises as `read` does, and ValueError beyond `limit_bytes`."""
+        """Return the bytes of a small name. Raises as `read` does, and ValueError beyond `limit_bytes`."""
         if (size := self.size(name)) > limit_bytes:
             raise ValueError(f"{size:,} bytes, more than {limit_bytes:,}")
         return self.read(name, end=limit_bytes)
 
     def has(self, name: str) -> bool:
-        """Whether there are bytes under a name."""
+        """True if there are bytes under a name."""
         try:
             self.size(name)
         except (FileNotFoundError, ValueError):
@@ -231,74 +233,74 @@ class Storage(ABC):
         return True
 
     def delete_folder(self, folder: str) -> None:
-        """Removes a folder with all that is in it, durably; nothing when there is none. "" is all of the storage."""
+        """Removes a folder and everything in it, durably; a missing one is no error. "" is the whole storage."""
         self.delete(self.names(folder))
 
     def delete_folders(self, folders: Mapping[str, Sequence[str]]) -> None:
-        """Removes folders, durably, of which the names of all that is in them are known."""
+        """Removes folders durably, given the names in each."""
         self.delete([name for names in folders.values() for name in names])
 
     def sweep(self, below: bool = True) -> int:
-        """Removes what killed writers left, empty folders among it, and makes durable what they published. Returns how
-        many files were removed.
+        """Removes temporary files and empty folders that killed writers left, and makes published files durable.
+        Returns the number of files removed.
 
-        `below`: in all folders; else at the top. Only while nobody writes.
+        `below`: in all folders; else at the top only. Call it only while nobody writes.
         """
         return 0
 
     def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
-        """As `copy`, in the cheapest way: the two may be one and the same afterwards, so that neither may be edited."""
+        """As `copy`, in the cheapest way: both names may share one file afterwards, so neither may be edited."""
         self.copy(name, source, source_name)
 
     def copy(self, name: str, source: Storage, source_name: str) -> None:
-        """The bytes of a name at any place, under a name here, in place of what had it; a few megabytes at a time."""
+        """Copies the bytes of a name in any storage to a name here, replacing it, a few megabytes at a time."""
         with source.reader(source_name) as reader, self.writer(name) as file:
             for piece in reader.pieces():
                 file.write(piece)
 
     def appender(self, name: str) -> Appender:
-        """Text that grows under a name, such as a log: at once where that is cheap, else every few seconds.
+        """Opens a growing text such as a log. It is written at once where that is cheap, else every few seconds.
 
         Raises OSError or StorageError.
         """
         return _RewrittenText(self, name)
 
     def prepare(self, folders: Iterable[str] = ()) -> None:
-        """Makes sure that names can be written, also in these folders."""
+        """Checks that names can be written, also in these folders."""
         self.replace(PROBE, b"probe")
         self.delete([PROBE])
 
     def free_bytes(self) -> int | None:
-        """The room that is left; None where there is no telling."""
+        """The free space; None where it is unknown."""
         return None
 
     def fault(self) -> str | None:
-        """Why nothing can be read or written here, as far as it shows without writing; None: nothing is known."""
+        """Describe why the place cannot be read or written; None if no fault shows without writing."""
         return None
 
     def exists(self) -> bool:
-        """Whether the place is there: a folder, though it be empty; elsewhere, any name."""
+        """True if the place exists: a directory, even an empty one; in a bucket, any name."""
         return bool(self.children())
 
     def remove_empty(self) -> None:
-        """Removes the place itself if nothing is in it, where a place is something of its own."""
+        """Removes the place itself if it is an empty directory."""
         return
 
     @property
     def folder(self) -> str | None:
-        """The folder of this machine that the names are files in, for libraries that read nothing else; None: none."""
+        """The directory of this machine with these files, for libraries that read nothing else; None: there is none."""
         return None
 
     @property
     def address(self) -> str:
-        """The place, spelled in the one way that all who mean it spell it."""
+        """The one canonical spelling of the place."""
         return self.at()
 
 
 def matching(storage: Storage, patterns: Sequence[str]) -> list[str]:
-    """The names that fit any of the patterns, ascending: `*.model` at the place itself, `FOLDER/*.jinja` in a folder.
+    """Return the names that match any shell pattern, ascending: `*.model` at the top, `FOLDER/*.jinja` in a folder.
 
-    A pattern's last part is as a shell has it.
+    Only the last part of a pattern may hold wildcards.
     """
     parts: dict[str, list[str]] = {}
     for pattern in patterns:
@@ -313,20 +315,20 @@ def matching(storage: Storage, patterns: Sequence[str]) -> list[str]:
 
 
 class Ranges(Readable):
-    """See `Storage.reader`, by `Storage.read`."""
+    """Reads each range by `Storage.read`."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self._storage = storage
         self._name = name
-        with self._there():
+        with self._missing_is_fault():
             self.size = storage.size(name)
 
     def read(self, begin: int, end: int) -> bytes:
-        with self._there():
+        with self._missing_is_fault():
             return self._storage.read(self._name, begin, end) if begin < end else b""
 
     @contextmanager
-    def _there(self) -> Iterator[None]:
+    def _missing_is_fault(self) -> Iterator[None]:
         try:
             yield
         except LaminaError:  # an InputError is a ValueError, too
@@ -336,26 +338,26 @@ class Ranges(Readable):
             raise StorageError(f"reading {at}: it was removed or never made; check the address") from error
 
 
-class _RewrittenText:
-    """See `Appender`: all of the text again every few seconds, where a name cannot grow. For logs, which are short."""
+class _RewrittenText(Appender):
+    """Writes the whole text again every few seconds, for storages whose names cannot grow. Logs are short."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self._storage = storage
         self._name = name
         self._text = ""
-        self._shown = ""
-        self._shown_at = time.monotonic()
+        self._written = ""
+        self._written_at = time.monotonic()
 
     def write(self, text: str) -> None:
         self._text += text
-        if time.monotonic() - self._shown_at > SHOWN_EVERY_S:
+        if time.monotonic() - self._written_at > REWRITE_EVERY_S:
             self.close()
 
     def flush(self) -> None:
-        """Nothing: `logging` asks for it after every line."""
+        pass
 
     def close(self) -> None:
-        if self._shown != self._text:
-            self._shown_at = time.monotonic()  # also of an attempt that fails
+        if self._written != self._text:
+            self._written_at = time.monotonic()  # also after an attempt that fails
             self._storage.replace(self._name, self._text.encode())
-            self._shown = self._text
+            self._written = self._text

@@ -1,4 +1,4 @@
-"""Calls that go on in a thread while the caller computes, in order, and never far behind it."""
+"""Runs calls in order in a background thread, with a bounded queue."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any, Self
 
 
 class Background:
-    """Makes calls one after another in a thread of its own.
+    """Runs calls one after another in a thread of its own.
 
-    What they raise, the caller is told at the next call or at the end. Use in a `with` block, which waits for all of
-    them, or call `finish` and `close`.
+    An exception in a call is raised by a later `submit` or by `finish`. Use it in a `with` block, which waits for all
+    calls, or call `finish` and `close`.
     """
 
     def __init__(self, ahead: int = 2) -> None:
-        """`ahead`: calls that may wait or run when `submit` returns: what they hold is held so many times."""
+        """`ahead`: calls that may be pending when `submit` returns; their arguments stay in memory."""
         self._ahead = ahead
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="background")
         self._pending: deque[Future[Any]] = deque()
 
     def submit(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Has it called, after those before it; waits while too many are under way. Raises what one of these raised."""
+        """Queues a call; waits while too many are pending. Raises the exception of a call that failed."""
         self._pending.append(self._thread.submit(call, *arguments))
         while len(self._pending) > self._ahead:
             self._pending.popleft().result()
 
     def finish(self) -> None:
-        """Waits for all calls. Raises what the first that failed raised."""
+        """Waits for all calls. Raises the exception of the first that failed."""
         while self._pending:
             self._pending.popleft().result()
 
     def close(self) -> None:
-        """Drops the calls that have not begun, waits for the one that has, and ends the thread."""
+        """Cancels the calls that have not begun, waits for the running one, and ends the thread."""
         self._pending.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
 

@@ -1,10 +1,10 @@
-"""Storage in a bucket: S3, or what speaks its protocol. See `stores.backend.Storage`; docs/formats.md#buckets.
+"""Storage in a bucket: S3, or a service with its protocol. docs/formats.md#buckets.
 
-An object appears whole when its last request is answered, and is durable then. Created once is a PUT with
-`If-None-Match`; held is a lease that its owner renews with `If-Match`. Each object carries the token of the write that
-made it: who never heard the answer to a request finds out whether it was done.
+An object appears whole, and is durable, when its last request is answered. `put_if_absent` is a PUT with
+`If-None-Match`; a lock is a lease that its owner renews with `If-Match`. Each object carries the token of the write
+that created it, so that a writer whose answer was lost can find out whether the write succeeded.
 
-Credentials, region and endpoint are found as AWS's tools find them: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+Credentials, region and endpoint come from where AWS's tools look: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
 AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL, web identity, the container's or the instance's role. No message
 shows them.
 """
@@ -17,7 +17,6 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,28 +27,29 @@ from manifests.errors import InputError, StorageError
 from stores import lease
 from stores.backend import Readable, Storage, Writable
 from stores.bucket_client import Connection, reason, repeated
-from stores.lease import Lease, is_gone, take_lease
+from stores.lease import Lease, LeaseStore, is_gone, take_lease
+from stores.threads import parallel_map
 
 ADDRESS = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[^/?#]+)*)/?")
 TOKEN = "lamina-write"
-PART_BYTES = 16 * 1024 * 1024  # of at most 10,000 in an object
+PART_BYTES = 16 * 1024 * 1024  # an object has at most 10,000 parts
 RANGE_BYTES = 16 * 1024 * 1024
 PARALLEL = 4
-COPY_BYTES = 5 * 1000**3  # what one request may copy
+COPY_BYTES = 5 * 1000**3  # limit of one copy request
 
 
-class Bucket(Storage):
+class Bucket(Storage, LeaseStore):
     """The objects of a bucket below a prefix, by the address `s3://bucket/prefix`."""
 
     def __init__(self, address: str, connection: Connection | None = None) -> None:
-        found = ADDRESS.fullmatch(address)
-        if found is None:
+        match = ADDRESS.fullmatch(address)
+        if match is None:
             raise InputError(
                 f"{address}: no address of a bucket; expected s3://BUCKET or s3://BUCKET/FOLDER, where BUCKET is 3 to "
                 "63 lower-case letters, digits, dots and hyphens, and FOLDER has no ? or #"
             )
-        self.bucket = found["bucket"]
-        self.prefix = found["prefix"].lstrip("/")
+        self.bucket = match["bucket"]
+        self.prefix = match["prefix"].lstrip("/")
         self._connection = connection or Connection(self.bucket)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ class Bucket(Storage):
                 buffer_size=PART_BYTES,
                 max_concurrency=PARALLEL,
             )
-        yield _Upload(self, name, upload)  # left by an exception, it is never completed, and no object
+        yield _Upload(self, name, upload)  # after an exception the upload is never completed: no object appears
         with self._errors("writing", name):
             try:
                 upload.close()
@@ -95,18 +95,17 @@ class Bucket(Storage):
             begin = max(0, size + begin) if begin < 0 else begin
             if min(end, size) <= begin:
                 return b""
-        wanted: Any = {"suffix": -begin} if begin < 0 else (begin, end) if end is not None else {"offset": begin}
+        span: Any = {"suffix": -begin} if begin < 0 else (begin, end) if end is not None else {"offset": begin}
         with self._errors("reading", name):
             try:
-                return self._get(name, wanted if wanted != {"offset": 0} else None)
+                return self._get(name, span if span != {"offset": 0} else None)
             except BaseError:
-                if self.size(name) <= max(0, begin):  # of nothing there is no range
+                if self.size(name) <= max(0, begin):  # an empty range is an error in S3
                     return b""
                 raise
 
     def read_whole(self, name: str, limit_bytes: int) -> bytes:
-        """In one request."""
-        data = self.read(name, end=limit_bytes + 1)
+        data = self.read(name, end=limit_bytes + 1)  # one request
         if len(data) > limit_bytes:
             raise ValueError(f"more than {limit_bytes:,} bytes")
         return data
@@ -129,14 +128,14 @@ class Bucket(Storage):
             ]
 
         with self._errors("listing", folder):
-            found = {self._name(head["path"]): head["last_modified"].timestamp() for head in repeated(ask)}
-        return dict(sorted(found.items()))
+            times = {self._name(head["path"]): head["last_modified"].timestamp() for head in repeated(ask)}
+        return dict(sorted(times.items()))
 
     def folders(self, folder: str = "") -> list[str]:
-        return sorted(path.rpartition("/")[2] for path in self._directly(folder)["common_prefixes"])
+        return sorted(path.rpartition("/")[2] for path in self._list_level(folder)["common_prefixes"])
 
     def files(self, folder: str = "") -> list[str]:
-        return sorted(head["path"].rpartition("/")[2] for head in self._directly(folder)["objects"])
+        return sorted(head["path"].rpartition("/")[2] for head in self._list_level(folder)["objects"])
 
     def children(self, folder: str = "") -> list[str]:
         return sorted({*self.folders(folder), *self.files(folder)})
@@ -148,25 +147,25 @@ class Bucket(Storage):
                 repeated(lambda: obstore.delete(self._connection.patient, keys))
 
     def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
-        within = isinstance(source, Bucket) and source.bucket == self.bucket
-        if isinstance(source, Bucket) and within and source.size(source_name) <= COPY_BYTES:
+        is_near = isinstance(source, Bucket) and source.bucket == self.bucket
+        if isinstance(source, Bucket) and is_near and source.size(source_name) <= COPY_BYTES:
             with self._errors("copying", name):
-                before, after = source._key(source_name), self._key(name)
-                repeated(lambda: obstore.copy(self._connection.patient, before, after))
+                keys = source._key(source_name), self._key(name)
+                repeated(lambda: obstore.copy(self._connection.patient, *keys))
         else:
             super().link_or_copy(name, source, source_name)
 
     def prepare(self, folders: Iterable[str] = ()) -> None:
-        """Besides, makes sure that the bucket keeps conditions, on which commits and locks stand."""
+        # Commits and locks rely on conditional writes.
         probe = f".lamina.probe-{uuid.uuid4().hex}"
         self.put_if_absent(probe, b"probe")
-        kept = []
+        refusals = 0
         for mode in ("create", {"e_tag": '"another"'}):
             try:
                 self._put(probe, b"again", mode=mode)
             except (AlreadyExistsError, PreconditionError):
-                kept.append(mode)
-        if len(kept) < 2:
+                refusals += 1
+        if refusals < 2:
             with suppress(StorageError):
                 self.delete([probe])
             raise StorageError(
@@ -186,8 +185,8 @@ class Bucket(Storage):
         return take_lease(self, name)
 
     def is_held(self, name: str) -> bool:
-        found = self.read_lease(name)
-        if found is None or found[0].get("released") or is_gone(found[0]):
+        lease_and_tag = self.read_lease(name)
+        if lease_and_tag is None or lease_and_tag[0].get("released") or is_gone(lease_and_tag[0]):
             return False
         return time.time() - float(self._head(name)["last_modified"].timestamp()) < lease.LEASE_S
 
@@ -204,13 +203,13 @@ class Bucket(Storage):
         return key.removeprefix(f"{self.prefix}/") if self.prefix else key
 
     def _put(self, name: str, data: Any, mode: Any = "overwrite", hasty: bool = False) -> str:
-        """The entity tag of what was written. Raises AlreadyExistsError and PreconditionError as `mode` has it."""
+        """Writes an object and returns its entity tag. Raises AlreadyExistsError and PreconditionError by `mode`."""
         token = uuid.uuid4().hex
         large = len(data) > PART_BYTES and mode == "overwrite"
 
         def ask() -> str:
             try:
-                done = obstore.put(
+                answer = obstore.put(
                     self._connection.hasty if hasty else self._connection.patient,
                     self._key(name),
                     data,
@@ -220,9 +219,9 @@ class Bucket(Storage):
                     chunk_size=PART_BYTES,
                     max_concurrency=PARALLEL,
                 )
-                return str(done["e_tag"])
+                return str(answer["e_tag"])
             except (BaseError, OSError):
-                if self._was_written(name, token):  # the answer was lost, and the repetition refused
+                if self._was_written(name, token):  # the answer was lost, and the retry was refused
                     return str(self._head(name)["e_tag"])
                 raise
 
@@ -230,36 +229,30 @@ class Bucket(Storage):
             return repeated(ask)
 
     def _was_written(self, name: str, token: str) -> bool:
-        """Whether what has the name is from the write with this token."""
+        """True if the object was created by the write with this token."""
         try:
-            found = obstore.get(self._connection.patient, self._key(name), options={"head": True})
+            answer = obstore.get(self._connection.patient, self._key(name), options={"head": True})
         except (BaseError, OSError):
             return False
-        return bool(found.attributes.get(TOKEN) == token)
+        return bool(answer.attributes.get(TOKEN) == token)
 
-    def _get(self, name: str, wanted: Any = None, e_tag: str | None = None) -> bytes:
-        options: Any = {"range": wanted, "if_match": e_tag}
-        given: Any = {key: value for key, value in options.items() if value is not None}
-
-        def ask() -> bytes:
-            return bytes(obstore.get(self._connection.patient, self._key(name), options=given).bytes())
-
-        return repeated(ask)
+    def _get(self, name: str, span: Any = None, e_tag: str | None = None) -> bytes:
+        conditions = {"range": span, "if_match": e_tag}
+        options: Any = {key: value for key, value in conditions.items() if value is not None}
+        return repeated(lambda: bytes(obstore.get(self._connection.patient, self._key(name), options=options).bytes()))
 
     def _head(self, name: str) -> Any:
         with self._errors("reading", name):
             return obstore.head(self._connection.patient, self._key(name))
 
-    def _directly(self, folder: str) -> Any:
+    def _list_level(self, folder: str) -> Any:
         with self._errors("listing", folder):
             return repeated(lambda: obstore.list_with_delimiter(self._connection.patient, self._key(folder) or None))
 
     def read_lease(self, name: str) -> tuple[dict[str, Any], str] | None:
-        """See `stores.lease.Conditional`."""
-
         def ask() -> tuple[bytes, str]:
-            found = obstore.get(self._connection.patient, self._key(name))
-            return bytes(found.bytes()), str(found.meta["e_tag"])
+            answer = obstore.get(self._connection.patient, self._key(name))
+            return bytes(answer.bytes()), str(answer.meta["e_tag"])
 
         with self._errors("reading", name):
             try:
@@ -273,7 +266,6 @@ class Bucket(Storage):
         return (content if isinstance(content, dict) else {}), e_tag
 
     def write_lease(self, name: str, content: Mapping[str, Any], before: str | None) -> str | None:
-        """See `stores.lease.Conditional`."""
         mode: Any = {"e_tag": before} if before else "create"
         try:
             return self._put(name, json.dumps(content).encode(), mode=mode, hasty=True)
@@ -282,7 +274,7 @@ class Bucket(Storage):
 
     @contextmanager
     def _errors(self, action: str, name: str) -> Iterator[None]:
-        """Turns what obstore raises into what a storage raises; conditions that were not met pass."""
+        """Converts obstore's errors to those of a storage; failed conditions pass."""
         try:
             yield
         except (StorageError, AlreadyExistsError, PreconditionError):
@@ -295,8 +287,8 @@ class Bucket(Storage):
             raise StorageError(f"{action} {self.at(name)}: {reason(error)}") from None  # its text may show a key
 
 
-class _Upload:
-    """See `stores.backend.Writable`: the parts of an object that is not there yet."""
+class _Upload(Writable):
+    """The parts of an object that does not exist yet."""
 
     def __init__(self, bucket: Bucket, name: str, upload: Any) -> None:
         self._bucket = bucket
@@ -309,7 +301,7 @@ class _Upload:
 
 
 class _Object(Readable):
-    """See `stores.backend.Readable`: an object, as long as it is the one that it was."""
+    """One version of an object: a read fails once the object is replaced."""
 
     def __init__(self, bucket: Bucket, name: str, head: Any) -> None:
         self._bucket = bucket
@@ -325,7 +317,7 @@ class _Object(Readable):
         return self.read_spans([(begin, view)])[0]
 
     def read_spans(self, spans: Sequence[tuple[int, memoryview]]) -> list[int]:
-        """Neighbours together, large ones in ranges, several at a time."""
+        # Adjacent spans share a request, large ones are split, and several requests run at a time.
         counts = [max(0, min(len(view), self.size - begin)) for begin, view in spans]
         requests: list[list[tuple[int, memoryview]]] = []
         for (begin, view), count in zip(spans, counts, strict=True):
@@ -342,8 +334,7 @@ class _Object(Readable):
             for begin, view in pieces:
                 view[:] = data[begin - first : begin - first + len(view)]
 
-        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="range") as pool:
-            list(pool.map(fill, requests))
+        parallel_map(fill, requests, PARALLEL)
         return counts
 
     def _range(self, begin: int, end: int) -> bytes:

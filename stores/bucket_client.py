@@ -1,4 +1,4 @@
-"""Clients of a bucket: how long they try, what they ask again, what they say when it fails."""
+"""Clients of a bucket: timeouts, retries and error texts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RETRIES: RetryConfig = {
     "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=15), "base": 2},
 }
 FEW_RETRIES: RetryConfig = {**RETRIES, "max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-CUT_WAITS_S = (0.1, 1.0, 5.0, 10.0)  # before an answer that broke off is asked for again
-PATIENT_TIMEOUT, HASTY_TIMEOUT = "120s", "10s"  # for one answer, a large part's included
+CUT_WAITS_S = (0.1, 1.0, 5.0, 10.0)  # before a truncated answer is requested again
+PATIENT_TIMEOUT, HASTY_TIMEOUT = "120s", "10s"  # for one answer, which may be a large part
 SHOWN_CHARACTERS = 300
 
 T = TypeVar("T")
@@ -38,12 +38,12 @@ class Connection:
 
     @cached_property
     def patient(self) -> S3Store:
-        """Tries for minutes."""
+        """A client that retries for minutes."""
         return S3Store(self.bucket, client_options=_client_options(PATIENT_TIMEOUT), retry_config=RETRIES)
 
     @cached_property
     def hasty(self) -> S3Store:
-        """For leases, and to see whether a bucket answers at all."""
+        """A client that gives up early: for leases, and to probe whether the bucket answers."""
         return S3Store(self.bucket, client_options=_client_options(HASTY_TIMEOUT), retry_config=FEW_RETRIES)
 
 
@@ -53,7 +53,7 @@ def _client_options(timeout: str) -> ClientConfig:
 
 
 def repeated(ask: Callable[[], T]) -> T:
-    """Asks again where an answer broke off in the middle; where none came, obstore does."""
+    """Repeats a request whose answer broke off in the middle; obstore itself repeats those without an answer."""
     for wait_s in CUT_WAITS_S:
         try:
             return ask()
@@ -65,12 +65,12 @@ def repeated(ask: Callable[[], T]) -> T:
 
 
 def reason(error: BaseException) -> str:
-    """What the server said, without what it repeats of the request: that may be a key."""
+    """Describe a server's error without the parts that repeat the request: they may hold a key."""
     text = str(error).partition("\n\nDebug source")[0]
-    said = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
+    status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
     code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
-    if said is not None:
-        parts = [said[1].strip(), *(part[1] for part in (code, message) if part)]
+    if status is not None:
+        parts = [status[1].strip(), *(part[1] for part in (code, message) if part)]
     else:
         parts = [text.rpartition(" - ")[2]]
     advice = "check network and endpoint, then run the same command again"

@@ -1,8 +1,6 @@
-"""The output's files: safetensors shards written in one pass, shards copied or linked, the index.
+"""Writes and verifies the output's files: safetensors shards, copied shards and the index. docs/formats.md#output.
 
-docs/formats.md#output.
-
-Each file is durable and whole when it gets its name. The index goes last: a directory without it is no checkpoint.
+Each file is durable and whole when it gets its name. The index comes last: a directory without it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from stores.source import INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, Storage, Writable, open_storage
 from stores.threads import parallel_map
 
-METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
+METADATA = {"format": "pt"}  # transformers requires it
 CHECKED_NUMBERS = 16 * 1024 * 1024
 
 Spec = tuple[str, str, tuple[int, ...]]
@@ -37,22 +35,22 @@ def write_shard(
     metadata: Mapping[str, str] | None = None,
     threads: int = 1,
 ) -> ShardRecord:
-    """Writes a safetensors file durably; equal tensors and metadata give equal bytes, whatever the order given.
+    """Writes a safetensors file durably; equal tensors and metadata give equal bytes in any order.
 
-    Returns the record for a ledger entry. `threads`: so many tensors are checked at a time.
+    Returns the record for a ledger entry. `threads`: the number of tensors checked at a time.
 
     Raises:
         NumericsError: a tensor holds NaN or infinity; nothing is written.
         StorageError: no room, or a failing device; nothing is published.
     """
-    digests = parallel_map(lambda item: _checked(*item, digest=threads > 1), tensors.items(), threads)
+    digests = parallel_map(lambda item: _checked_digest(*item, threads > 1), tensors.items(), threads)
     specs = [(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()]
-    known = {key: digest for key, digest in zip(tensors, digests, strict=True) if digest}
-    return _write(open_storage(place), name, specs, metadata, lambda key: _tensor_bytes(tensors[key]), known)
+    digest_of = {key: digest for key, digest in zip(tensors, digests, strict=True) if digest}
+    return _write(open_storage(place), name, specs, metadata, lambda key: _tensor_bytes(tensors[key]), digest_of)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """sha256 of a tensor's bytes, as its record has it."""
+    """The sha256 of a tensor's bytes, as in its record."""
     digest = hashlib.sha256()
     for piece in _tensor_bytes(tensor):
         digest.update(piece)
@@ -62,7 +60,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def copy_shard(
     place: Place, name: str, source: SourceCheckpoint, names: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> ShardRecord:
-    """Writes tensors of the source, bit for bit, into a new shard; holds a few megabytes at a time.
+    """Copies tensors of the source, bit for bit, into a new shard, a few megabytes at a time.
 
     Returns the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
     """
@@ -71,47 +69,47 @@ def copy_shard(
         if key not in source.tensors:
             raise InputError(f"{storage.at(name)}: cannot copy {key!r}: the source has no such tensor")
         specs.append((key, source.tensors[key].dtype, source.tensors[key].shape))
-    return _write(storage, name, specs, metadata, lambda key: source.copy_bytes(key, PIECE_BYTES))
+    return _write(storage, name, specs, metadata, source.copy_bytes)
 
 
 def verify_shard(place: Place, name: str, record: ShardRecord) -> None:
-    """Holds a shard against its record, streaming it. Raises CorruptError, naming the tensors that differ."""
-    storage, named = open_storage(place), record.path if isinstance(record, StagedRecord) else ""
+    """Compares a shard with its record, streaming it. Raises CorruptError, naming the tensors that differ."""
+    storage, ledger_path = open_storage(place), record.path if isinstance(record, StagedRecord) else ""
     path = storage.at(name)
     try:
         size = storage.size(name)
     except (FileNotFoundError, ValueError):
-        raise CorruptError(f"{path}: missing", named) from None
+        raise CorruptError(f"{path}: missing", ledger_path) from None
     if size != record.size:
-        raise CorruptError(f"{path}: {size} bytes, committed were {record.size}", named)
+        raise CorruptError(f"{path}: {size} bytes, committed were {record.size}", ledger_path)
     with storage.reader(name) as file:
         if file.sha256() != record.sha256:
             differing = _differing(storage, name, file, record)
-            raise CorruptError(f"{path}: sha256 differs from what was committed; {differing}", named)
-    there = {key: (at.dtype, at.shape) for key, at in read_header(storage, name).items()}
-    if there != {key: (tensor.dtype, tensor.shape) for key, tensor in record.tensors.items()}:
-        raise CorruptError(f"{path}: holds other tensors than its record says", named)
+            raise CorruptError(f"{path}: sha256 differs from what was committed; {differing}", ledger_path)
+    stored = {key: (at.dtype, at.shape) for key, at in read_header(storage, name).items()}
+    if stored != {key: (tensor.dtype, tensor.shape) for key, tensor in record.tensors.items()}:
+        raise CorruptError(f"{path}: holds other tensors than its record says", ledger_path)
 
 
 def describe_shard(place: Place, name: str) -> ShardRecord:
-    """The record, as `write_shard` gives it, of a file that is already there. Raises InputError on a damaged header."""
+    """Return the record of an existing file, as `write_shard` would. Raises InputError on a damaged header."""
     storage = open_storage(place)
-    found = read_header(storage, name)
+    header = read_header(storage, name)
     with storage.reader(name) as file:
         tensors = {
             key: TensorDescription(dtype=at.dtype, shape=at.shape, sha256=file.sha256(at.begin, at.end))
-            for key, at in found.items()
+            for key, at in header.items()
         }
         return ShardRecord(file=name.rpartition("/")[2], size=file.size, sha256=file.sha256(), tensors=tensors)
 
 
 def write_index(place: Place, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> None:
-    """Writes model.safetensors.index.json durably: call it last. Raises StorageError."""
+    """Writes model.safetensors.index.json durably. Call it last. Raises StorageError."""
     open_storage(place).replace(INDEX_FILE, index_content(weight_map, total_bytes, total_parameters))
 
 
 def index_content(weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> bytes:
-    """model.safetensors.index.json; equal arguments give equal bytes."""
+    """Return the content of model.safetensors.index.json; equal arguments give equal bytes."""
     content = {
         "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
         "weight_map": dict(sorted(weight_map.items())),
@@ -125,51 +123,52 @@ def _write(
     specs: Iterable[Spec],
     metadata: Mapping[str, str] | None,
     pieces: Callable[[str], Iterator[Any]],
-    known: Mapping[str, str] = MappingProxyType({}),
+    digest_of: Mapping[str, str] = MappingProxyType({}),
 ) -> ShardRecord:
-    """`known`: digests of tensors, where they are taken already."""
+    """`digest_of`: digests of tensors that were computed already."""
     # Wide dtypes first: every tensor is aligned to its own size for readers that map the file.
     ordered = sorted(specs, key=lambda spec: (-DTYPES[spec[1]].itemsize, spec[0]))
     header, records = build_header(ordered, {**METADATA, **(metadata or {})})
-    with storage.writer(name) as file, Background() as beside:
-        shard = _Hashed(file, beside)
+    with storage.writer(name) as file, Background() as background:
+        shard = _Hashed(file, background)
         shard.write(header)
-        digests = {
-            record.name: _write_tensor(shard, record, pieces(record.name), known.get(record.name)) for record in records
+        tensors = {
+            record.name: TensorDescription(
+                dtype=record.dtype,
+                shape=record.shape,
+                sha256=_write_tensor(shard, record, pieces(record.name), digest_of.get(record.name)),
+            )
+            for record in records
         }
-    tensors = {
-        record.name: TensorDescription(dtype=record.dtype, shape=record.shape, sha256=digests[record.name])
-        for record in records
-    }
     file_name, sha256 = name.rpartition("/")[2], shard.digest.hexdigest()
     return ShardRecord(file=file_name, size=shard.num_bytes, sha256=sha256, tensors=tensors)
 
 
 class _Hashed:
-    """A file being written, its size so far, and its digest, which is taken `beside`."""
+    """A file being written, with its size and its digest, which a background thread computes."""
 
-    def __init__(self, file: Writable, beside: Background) -> None:
+    def __init__(self, file: Writable, background: Background) -> None:
         self._file = file
-        self._beside = beside
+        self._background = background
         self.digest = hashlib.sha256()
         self.num_bytes = 0
 
     def write(self, piece: Any) -> None:
-        self._beside.submit(self.digest.update, piece)
+        self._background.submit(self.digest.update, piece)
         self._file.write(piece)
         self.num_bytes += len(piece)
 
 
-def _write_tensor(shard: _Hashed, record: TensorRecord, pieces: Iterator[Any], known: str | None) -> str:
-    """Its digest, which is not taken again where it is known."""
+def _write_tensor(shard: _Hashed, record: TensorRecord, pieces: Iterator[Any], sha256: str | None) -> str:
+    """Writes a tensor and returns its digest, which is computed if it is None."""
     digest = hashlib.sha256()
     for piece in pieces:
-        if known is None:
+        if sha256 is None:
             digest.update(piece)
         shard.write(piece)
     if shard.num_bytes != record.end:
         raise StorageError(f"tensor {record.name!r}: wrote up to byte {shard.num_bytes}, expected {record.end}")
-    return known or digest.hexdigest()
+    return sha256 or digest.hexdigest()
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -179,10 +178,10 @@ def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield view[start : start + PIECE_BYTES]
 
 
-def _checked(name: str, tensor: torch.Tensor, digest: bool) -> str:
-    """Its digest, if that is asked for now. Raises NumericsError."""
+def _checked_digest(name: str, tensor: torch.Tensor, with_digest: bool) -> str:
+    """Return the digest, or "" without `with_digest`. Raises NumericsError if the tensor is not finite."""
     _check_finite(name, tensor)
-    return tensor_digest(tensor) if digest else ""
+    return tensor_digest(tensor) if with_digest else ""
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -192,7 +191,7 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
     for start in range(0, flat.numel(), CHECKED_NUMBERS):
         part = flat[start : start + CHECKED_NUMBERS]
         part = part.float() if part.dtype.itemsize == 1 else part
-        if not torch.isfinite(torch.stack(torch.aminmax(part))).all():  # NaN spreads to the ends
+        if not torch.isfinite(torch.stack(torch.aminmax(part))).all():  # NaN propagates to both ends
             bad = int((~torch.isfinite(part)).sum())
             raise NumericsError(
                 f"tensor {name}: {bad} of {part.numel()} numbers from {start} on are NaN or infinite; "
@@ -202,12 +201,12 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
 
 def _differing(storage: Storage, name: str, file: Readable, record: ShardRecord) -> str:
     try:
-        found = read_header(storage, name)
+        header = read_header(storage, name)
     except InputError as error:
         return f"its header is damaged ({error})"
     differing = []
     for key, tensor in record.tensors.items():
-        at = found.get(key)
+        at = header.get(key)
         same = at is not None and (at.dtype, at.shape) == (tensor.dtype, tensor.shape)
         if at is None or not same or file.sha256(at.begin, at.end) != tensor.sha256:
             differing.append(key)

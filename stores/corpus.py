@@ -1,6 +1,6 @@
-"""Texts: documents from files or a dataset, calibration samples and evaluation windows of token ids.
+"""Reads texts from files or a dataset, and cuts them into calibration samples and evaluation windows of token ids.
 
-A .txt file is one document, held in memory whole; .jsonl, .parquet and datasets are streamed document by document.
+A .txt file is one document, read whole; .jsonl, .parquet and datasets are streamed document by document.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRUST_ADVICE = (
 
 
 def read_documents(text: Text) -> Iterator[str]:
-    """The documents of a manifest's `text`, in order; empty ones too (their separators count in an evaluation).
+    """Yield the documents of a manifest's `text`, in order; empty ones too, whose separators count in an evaluation.
 
     Raises:
         InputError: a file is missing, of an unknown kind, not UTF-8, empty, or lacks the field; no such dataset.
@@ -45,21 +45,21 @@ def read_documents(text: Text) -> Iterator[str]:
         return
     for name in text.files or ():
         storage, file_name = open_file(name)
-        _check_there(name, storage, file_name)
+        _check_exists(name, storage, file_name)
         suffix = os.path.splitext(name)[1]
         reader = READERS.get(suffix.lower())
         if reader is None:
             raise InputError(f"text file {name}: unknown kind {suffix!r}; known are {', '.join(READERS)}")
-        found = False
+        has_text = False
         with storage.reader(file_name) as file:
             for document in reader(name, file, text.field):
-                found = found or bool(document.strip())
+                has_text = has_text or bool(document.strip())
                 yield document
-        if not found:
+        if not has_text:
             raise InputError(f"text file {name}: empty")
 
 
-def _check_there(path: str, storage: Storage, name: str) -> None:
+def _check_exists(path: str, storage: Storage, name: str) -> None:
     try:
         storage.size(name)
     except FileNotFoundError as error:
@@ -70,26 +70,22 @@ def _check_there(path: str, storage: Storage, name: str) -> None:
 
 
 def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer saved beside the model; nothing is fetched from the hub. Raises InputError and StorageError.
+    """Loads the tokenizer saved beside a model, without the hub. Raises InputError and StorageError.
 
-    `trust_remote_code`: whether code that lies beside it may be run.
+    `trust_remote_code`: its code may be run.
     """
-
-    def needed(storage: Storage) -> list[str]:
-        return [CONFIG_FILE, *companions(storage, trust_remote_code)]
-
-    with on_this_machine(place, needed) as folder:
+    with on_this_machine(place, lambda storage: [CONFIG_FILE, *companions(storage, trust_remote_code)]) as folder:
         return open_tokenizer(folder, open_storage(place).at(), trust_remote_code, local_files_only=True)
 
 
 def tokenizer_class(place: Place, trust_remote_code: bool = False) -> str | None:
-    """The class of transformers that the tokenizer beside a model is loaded as.
+    """Return the transformers class of the tokenizer beside a model; None without one, or if its class is custom code.
 
-    It may follow from the model's type in config.json, which in OUTPUT is another: there the tokenizer's settings must
-    name it. None: there is no tokenizer that could be loaded, or its class is code of the checkpoint.
+    The class may follow from the model's type in config.json. In OUTPUT the type is another, so the tokenizer's
+    settings there must name the class.
     """
     if not matching(open_storage(place), TOKENIZERS):
-        return None  # of some models transformers then makes an empty one
+        return None  # for some models transformers would create an empty one
     try:
         loaded = type(load_tokenizer(place, trust_remote_code))
     except InputError:
@@ -100,14 +96,14 @@ def tokenizer_class(place: Place, trust_remote_code: bool = False) -> str | None
 def open_tokenizer(
     model: str, where: str, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a hub id, which errors call `where`. Raises InputError."""
+    """Loads the tokenizer of a folder or a hub id; errors name `where`. Raises InputError."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model, local_files_only=local_files_only, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # whatever a damaged file makes of it: transformers and tokenizers raise plain Exception
+    except Exception as error:  # for damaged files, transformers and tokenizers raise plain Exception
         trust = "" if trust_remote_code else f"; {TRUST_ADVICE}"
         raise InputError(
             f"{where}: no usable tokenizer: {type(error).__name__}: {error}; "
@@ -124,15 +120,14 @@ def draw_samples(
     sequence_length: int,
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calibration samples (samples, sequence_length) int64, and as many others as there are, up to `held_out`.
+    """Draws calibration samples (samples, sequence_length) int64, and up to `held_out` other windows.
 
-    They are windows of the tokenised documents put end to end. Each non-empty document begins with the tokenizer's BOS
-    where it has one; no other special token is added. Windows do not overlap. Among the first 32 * samples of them
-    (all, in most corpora) the seed chooses, and the choice keeps their order; the rest of the corpus is not read. The
-    samples do not depend on how many others are drawn.
+    Both are disjoint windows of the tokenised, concatenated documents. Each non-empty document begins with the
+    tokenizer's BOS, if it has one; no other special token is added. The seed chooses among the first 32 * samples
+    windows (all, in most corpora), and the choice keeps their order; the rest of the corpus is not read. The samples do
+    not depend on `held_out`.
 
-    Raises:
-        InputError: fewer tokens than samples * sequence_length.
+    Raises InputError: fewer tokens than samples * sequence_length.
     """
     chosen, others = _Reservoir(samples, seed), _Reservoir(held_out, f"held out {seed}")
     num_tokens = 0
@@ -140,10 +135,10 @@ def draw_samples(
         num_tokens += len(window)
         if len(window) < sequence_length or position == POOL_FACTOR * samples:
             break
-        left_out = chosen.offer((position, window))
-        if left_out is not None:
-            others.offer(left_out)
-    if len(chosen.held) < samples:
+        rejected = chosen.offer((position, window))
+        if rejected is not None:
+            others.offer(rejected)
+    if len(chosen.windows) < samples:
         raise InputError(
             f"calibration text: {num_tokens} tokens, but {samples} samples of {sequence_length} need "
             f"{samples * sequence_length}; give more text, or lower calibration.samples or sequence_length"
@@ -152,40 +147,37 @@ def draw_samples(
 
 
 class _Reservoir:
-    """Algorithm R: every window offered so far is equally likely to be held; memory for `size` only."""
+    """Reservoir sampling (Vitter's algorithm R): each window offered so far is equally likely to be in the sample."""
 
     def __init__(self, size: int, seed: int | str) -> None:
         self.size = size
         self.generator = random.Random(seed)
-        self.held: list[tuple[int, torch.Tensor]] = []
+        self.windows: list[tuple[int, torch.Tensor]] = []
         self.offered = 0
 
     def offer(self, item: tuple[int, torch.Tensor]) -> tuple[int, torch.Tensor] | None:
-        """Takes a window with its position, or not; returns the one that is left out, if any."""
+        """Offers a window with its position; returns the rejected or replaced one, if any."""
         self.offered += 1
-        if len(self.held) < self.size:
-            self.held.append((item[0], item[1].clone()))  # a view would keep its whole piece in memory
+        if len(self.windows) < self.size:
+            self.windows.append((item[0], item[1].clone()))  # a view would keep its whole piece in memory
             return None
         slot = self.generator.randrange(self.offered)
         if slot >= self.size:
             return item
-        left_out, self.held[slot] = self.held[slot], (item[0], item[1].clone())
-        return left_out
+        replaced, self.windows[slot] = self.windows[slot], (item[0], item[1].clone())
+        return replaced
 
     def stacked(self, length: int) -> torch.Tensor:
-        """The windows held, in the order of the text."""
-        windows = [window for _, window in sorted(self.held, key=lambda item: item[0])]
+        """Return the sample in the order of the text."""
+        windows = [window for _, window in sorted(self.windows, key=lambda item: item[0])]
         return torch.stack(windows) if windows else torch.empty(0, length, dtype=torch.int64)
 
 
 def evaluation_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int) -> torch.Tensor:
-    """Windows (n, window) int64 of the documents joined by blank lines, tokenised at once without special tokens.
+    """Return windows (n, window) int64 of the documents, joined by blank lines and tokenised without special tokens.
 
-    This is how perplexity is usually scored: a .txt file as it is, a dataset's rows joined by two newlines. The last
-    incomplete window is dropped.
-
-    Raises:
-        InputError: the text is shorter than one window.
+    This is the usual text of perplexity scores: a .txt file as it is, a dataset's rows joined by two newlines. The last
+    incomplete window is dropped. Raises InputError if the text is shorter than one window.
     """
     ids = torch.tensor(_encode(tokenizer, ["\n\n".join(documents)])[0], dtype=torch.int64)
     count = len(ids) // window
@@ -195,7 +187,7 @@ def evaluation_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerB
 
 
 def _windows(pieces: Iterable[torch.Tensor], length: int) -> Iterator[torch.Tensor]:
-    """Consecutive windows; the incomplete one at the end, too."""
+    """Yield consecutive windows, also the incomplete last one."""
     rest = torch.empty(0, dtype=torch.int64)
     for piece in pieces:
         rest = torch.cat([rest, piece])
@@ -207,7 +199,7 @@ def _windows(pieces: Iterable[torch.Tensor], length: int) -> Iterator[torch.Tens
 
 
 def _token_pieces(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[torch.Tensor]:
-    """Token ids, piece by piece, tokenised in batches of about PIECE_CHARACTERS (a fast tokenizer uses all cores)."""
+    """Yield token ids in batches of about PIECE_CHARACTERS, for which a fast tokenizer uses all cores."""
     batch: list[tuple[str, bool]] = []
     num_characters = 0
     for item in _pieces(documents):
@@ -231,13 +223,13 @@ def _encode_batch(tokenizer: PreTrainedTokenizerBase, batch: list[tuple[str, boo
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     try:
         ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    except Exception as error:  # as on loading: settings of the wrong type show only here
+    except Exception as error:  # settings of the wrong type fail only here
         raise InputError(f"tokenizer: fails on the text: {type(error).__name__}: {error}") from error
     return ids
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Non-empty documents, long ones cut after a newline (or, without one, anywhere): (text, begins a document)."""
+    """Yield (text, begins a document); long documents are cut after a newline, or, without one, anywhere."""
     for document in documents:
         start = 0
         while start < len(document):
@@ -284,7 +276,7 @@ def _read_parquet(path: str, source: Readable, field: str | None) -> Iterator[st
                     yield _string(f"text file {path}", column, value)
     except InputError:
         raise
-    except (pyarrow.ArrowException, ValueError, OSError) as error:  # of a damaged page, pyarrow raises OSError
+    except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises OSError for a damaged page
         raise InputError(f"text file {path}: not Parquet, or damaged: {reason(error)}") from error
 
 
@@ -313,7 +305,7 @@ def _dataset_documents(text: Text) -> Iterator[str]:
 
 
 class _Stream(io.RawIOBase):
-    """A file as Python has files, for readers that ask for one."""
+    """A Python file object over a Readable."""
 
     def __init__(self, file: Readable) -> None:
         self._file = file
@@ -340,7 +332,7 @@ class _Stream(io.RawIOBase):
 
 
 def _decode(path: str, data: bytes, offset: int = 0) -> str:
-    """Bytes from `offset` on; the byte order mark that a file may begin with is no text."""
+    """Decode UTF-8 bytes that begin at `offset` of a file; drops a byte order mark."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -380,7 +372,7 @@ def _string(origin: str, column: str, value: Any) -> str:
 
 
 def _checked(origin: str, text: str) -> str:
-    """JSON can escape what no UTF-8 holds, and no tokenizer takes."""
+    """Refuse lone surrogates, which JSON can escape but neither UTF-8 nor tokenizers accept."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Storage on a disk: files below a directory, made durable by fsync and rename. See `stores.backend.Storage`."""
+"""Storage on a disk: files below a directory, made durable by fsync and rename."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from manifests.errors import StorageError
-from stores.backend import Readable, Storage
+from stores.backend import NameLock, Readable, Storage
 from stores.durable import (
-    CHUNK_BYTES,
     NO_HARD_LINKS,
     PARTIAL_NAME,
     create_only,
@@ -37,7 +36,7 @@ NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 @dataclass(frozen=True)
 class Disk(Storage):
-    """The files below `root`, which need not be there yet. Holds nothing open; equal ones name the same place."""
+    """The files below `root`, which need not exist yet."""
 
     root: Path
 
@@ -47,10 +46,6 @@ class Disk(Storage):
     def put_if_absent(self, name: str, data: bytes) -> None:
         make_directory((self.root / name).parent)
         create_only(self.root / name, data)
-
-    def replace(self, name: str, data: bytes) -> None:
-        with self.writer(name) as file:
-            file.write(data)
 
     @contextmanager
     def writer(self, name: str) -> Iterator[BinaryIO]:
@@ -126,11 +121,11 @@ class Disk(Storage):
             yield DiskFile(path, file)
 
     def modified_times(self, folder: str = "") -> dict[str, float]:
-        found = {}
+        times = {}
         for name in self.names(folder):
             with suppress(FileNotFoundError):  # removed since it was listed
-                found[name] = os.stat(self.root / name).st_mtime
-        return found
+                times[name] = os.stat(self.root / name).st_mtime
+        return times
 
     def names(self, folder: str = "") -> list[str]:
         names = []
@@ -182,18 +177,16 @@ class Disk(Storage):
         removed = sweep_partials(self.root, below)
         for parent, folders, _ in os.walk(self.root, topdown=False) if below else ():
             for folder in folders:
-                with suppress(OSError):  # something is in it
+                with suppress(OSError):  # it is not empty
                     os.rmdir(Path(parent, folder))
         if self.root.is_dir():
             fsync_directory(self.root)
         return removed
 
     def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
-        if isinstance(source, Disk):
-            make_directory((self.root / name).parent)
-            link_or_copy(source.root / source_name, self.root / name)
-        else:
-            super().link_or_copy(name, source, source_name)
+        make_directory((self.root / name).parent)
+        if not (isinstance(source, Disk) and _link(source.root / source_name, self.root / name)):
+            self.copy(name, source, source_name)
 
     def appender(self, name: str) -> TextIO:
         return open(self.root / name, "a", encoding="utf-8", buffering=1)
@@ -220,7 +213,7 @@ class Disk(Storage):
         return os.path.lexists(self.root)
 
     def remove_empty(self) -> None:
-        with suppress(OSError):  # it holds something, or was never made
+        with suppress(OSError):  # it is not empty, or does not exist
             self.root.rmdir()
 
     @property
@@ -229,7 +222,7 @@ class Disk(Storage):
 
     @property
     def address(self) -> str:
-        return os.path.realpath(self.root)  # of links in a circle, `Path.resolve` makes an error of its own
+        return os.path.realpath(self.root)  # `Path.resolve` would raise on circular links
 
     def hold(self, name: str) -> FileLock:
         path = self.root / name
@@ -237,20 +230,20 @@ class Disk(Storage):
         while True:
             with storage_errors("opening the lock", path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            held = FileLock(path, descriptor)
+            lock = FileLock(path, descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                held.release()
+                lock.release()
                 raise
             except OSError as error:
-                held.release()
+                lock.release()
                 hint = "; this filesystem has no locks: choose a directory on another"
                 hint = hint if error.errno in NO_FLOCK else ""
                 raise StorageError(f"locking {path}: {error.strerror}{hint}") from error
-            if held.is_ours():
-                return held
-            held.release()  # somebody removed the file between open and flock: lock the new one
+            if lock.is_ours():
+                return lock
+            lock.release()  # the file was removed between open and flock: lock the new one
 
     def is_held(self, name: str) -> bool:
         path = self.root / name
@@ -274,7 +267,7 @@ class Disk(Storage):
 
 
 class DiskFile(Readable):
-    """See `stores.backend.Readable`: an open file."""
+    """An open file."""
 
     def __init__(self, path: Path, file: Any) -> None:
         self._path = path
@@ -287,16 +280,15 @@ class DiskFile(Readable):
             return _read_fully(self._file, max(0, end - begin))
 
     def read_into(self, begin: int, view: memoryview) -> int:
-        """Without a copy in between."""
-        done = 0
+        count_bytes = 0  # read without an intermediate copy
         with storage_errors("reading", self._path):
             self._file.seek(begin)
-            while done < len(view) and (count := self._file.readinto(view[done:])):
-                done += count
-        return done
+            while count_bytes < len(view) and (count := self._file.readinto(view[count_bytes:])):
+                count_bytes += count
+        return count_bytes
 
     def sha256(self, begin: int = 0, end: int | None = None) -> str:
-        """Through one buffer that the processor's cache holds."""
+        # One buffer that fits into the processor's cache.
         end = self.size if end is None else min(end, self.size)
         digest, view = hashlib.sha256(), memoryview(bytearray(DIGEST_BYTES))
         while begin < end and (count := self.read_into(begin, view[: end - begin])):
@@ -305,10 +297,10 @@ class DiskFile(Readable):
         return digest.hexdigest()
 
 
-class FileLock:
-    """See `stores.backend.NameLock`: the kernel's lock of an open file, which ends with its process."""
+class FileLock(NameLock):
+    """The kernel's lock of an open file, which ends with its process."""
 
-    across_hosts = False  # a network filesystem may keep it to itself
+    across_hosts = False  # a network filesystem may not share it
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -320,44 +312,29 @@ class FileLock:
         except FileNotFoundError:
             return False
 
-    def fence(self) -> int:
-        return 0
-
     def release(self) -> None:
         os.close(self._descriptor)
 
 
-def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
-    """Gives a file a second name, replacing what had it: a hard link, or a durable copy where that cannot be.
-
-    Returns whether it was linked. Raises StorageError.
-    """
-    path, target = Path(source).resolve(), Path(target)  # a hub's snapshot holds symbolic links: link what they mean
+def _link(source: Path, target: Path) -> bool:
+    """Hard-links a file to a second name, replacing an older file. False where links are impossible."""
+    path = source.resolve()  # a hub's snapshot holds symbolic links: link their targets
     temporary = partial_path(target)
     try:
         os.link(path, temporary)
     except OSError as error:
         if error.errno not in (*NO_HARD_LINKS, errno.EACCES):
-            with storage_errors(f"linking {path} to", target):
-                raise
-        copy_file(path, target)
+            raise storage_error(f"linking {path} to", target, error) from error
         return False
     with storage_errors("writing", target):
         os.replace(temporary, target)
-        temporary.unlink(missing_ok=True)  # renaming one name of a file onto another of the same does nothing
+        temporary.unlink(missing_ok=True)  # rename does nothing if both names are one file already
     fsync_directory(target.parent)
     return True
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """A durable copy of a file; holds a few megabytes at a time. Raises StorageError."""
-    with storage_errors("reading", source), open(source, "rb", buffering=0) as reader, durable_file(target) as file:
-        while piece := reader.read(CHUNK_BYTES):
-            file.write(piece)
-
-
 def _read_fully(file: Any, num_bytes: int) -> bytes:
-    """One read may give less: at most 2 GiB, and a signal may cut it short."""
+    """Read repeatedly: one call returns at most 2 GiB, and a signal may cut it short."""
     pieces = []
     while num_bytes and (piece := file.read(num_bytes)):
         pieces.append(piece)

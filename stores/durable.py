@@ -1,16 +1,14 @@
 """Writes that survive a crash: temp name, fsync, rename or link, fsync of the directory. docs/formats.md#commits.
 
-What is written appears whole or not at all. Temporary files end in `.partial`; nobody reads those, and `sweep_partials`
-removes what a killed writer left.
+A file appears whole or not at all. Temporary files end in `.partial`; no reader opens them, and `sweep_partials`
+removes those that killed writers left.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
-import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +19,8 @@ from manifests.errors import InputError, LaminaError, StorageError
 
 PARTIAL_SUFFIX = ".partial"
 PARTIAL_NAME = re.compile(r".+\.[0-9a-f]{32}\.partial", re.DOTALL)
-CHUNK_BYTES = 8 * 1024 * 1024
 NO_HARD_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
-NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)  # what was given can be no path
+NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)  # the argument cannot be a path
 ADVICE = {
     errno.ENOSPC: "the disk is full; free some room there, then run the same command again",
     errno.EDQUOT: "the quota is used up; free some room or raise it, then run the same command again",
@@ -44,9 +41,13 @@ ADVICE = {
 
 
 def storage_error(action: str, path: str | Path, error: OSError) -> StorageError | InputError:
-    """The error to raise for `error`: what was being done, where, the likely cause, what to change. An InputError where
-    nothing but the path is wrong."""
-    code = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else 0)  # Zarr's has no number
+    """Return the error to raise for `error`: the action, the path, the likely cause and what to change.
+
+    An InputError if only the path is wrong.
+    """
+    code = error.errno or (
+        errno.ENOENT if isinstance(error, FileNotFoundError) else 0
+    )  # Zarr raises it without a number
     reason = error.strerror or (os.strerror(code) if code else str(error) or type(error).__name__)
     advice = ADVICE.get(code, "check the disk or mount, then run the same command again")
     place = f" ({_room_at(Path(path))})" if code in (errno.ENOSPC, errno.EDQUOT) else ""
@@ -55,21 +56,21 @@ def storage_error(action: str, path: str | Path, error: OSError) -> StorageError
 
 
 def _room_at(path: Path) -> str:
-    """The filesystem that a path is on, and what is left of it."""
+    """Describe the filesystem of a path and its free space."""
     try:
         place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
         mount = next(parent for parent in (place, *place.parents) if parent.is_mount())
-        left = os.statvfs(place)
+        status = os.statvfs(place)
     except OSError as error:
-        return f"what is left there cannot be told: {error.strerror}"
-    files = f", {left.f_favail:,} of {left.f_files:,} files" if left.f_files else ""
-    free, total = left.f_bavail * left.f_frsize, left.f_blocks * left.f_frsize
+        return f"the free space is unknown: {error.strerror}"
+    files = f", {status.f_favail:,} of {status.f_files:,} files" if status.f_files else ""
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     return f"the filesystem at {mount} has {free / 1e9:,.2f} of {total / 1e9:,.2f} GB{files} free"
 
 
 @contextmanager
 def storage_errors(action: str, path: str | Path) -> Iterator[None]:
-    """Turns an OSError of the block into what `storage_error` says; Lamina's own errors pass."""
+    """Converts an OSError of the block by `storage_error`; Lamina's own errors pass."""
     try:
         yield
     except LaminaError:
@@ -79,7 +80,7 @@ def storage_errors(action: str, path: str | Path) -> Iterator[None]:
 
 
 def fsync_directory(directory: str | Path) -> None:
-    """Makes the names in a directory durable. Raises StorageError."""
+    """Makes the entries of a directory durable. Raises StorageError."""
     with storage_errors("syncing directory", directory):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -92,7 +93,7 @@ def fsync_directory(directory: str | Path) -> None:
 
 
 def make_directory(directory: str | Path) -> Path:
-    """Creates a directory and its parents, durably; one that exists is left as it is. Raises StorageError."""
+    """Creates a directory and its missing parents, durably. Raises StorageError."""
     directory = Path(directory)
     with storage_errors("creating directory", directory):
         missing = [parent for parent in (directory, *directory.parents) if not parent.exists()]
@@ -103,16 +104,15 @@ def make_directory(directory: str | Path) -> Path:
 
 
 def partial_path(path: Path) -> Path:
-    """A fresh temporary name beside `path`."""
+    """Return a new temporary name beside `path`."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}")
 
 
 @contextmanager
 def durable_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write to that gets its name, replacing what had it, when the block ends; never on an exception.
+    """Opens a file that takes its name, replacing an older file, when the block ends; never on an exception.
 
-    Raises:
-        StorageError: no room, no permission, or a failing device.
+    Raises StorageError (no room, no permission, or a failing device).
     """
     path = Path(path)
     temporary = partial_path(path)
@@ -130,19 +130,19 @@ def durable_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_durably(path: str | Path, data: bytes) -> None:
-    """Writes a whole file, replacing an older one in one step. Raises StorageError."""
+    """Writes a whole file, replacing an older one atomically. Raises StorageError."""
     with durable_file(path) as file:
         file.write(data)
 
 
 def create_only(path: str | Path, data: bytes) -> None:
-    """Writes a whole file under a name that nobody has: one of several racing creators wins, the others are told.
+    """Writes a whole file under an unused name: one of several racing creators wins.
 
-    Where the filesystem has no hard links, the winner first makes an empty file of that name and then puts the whole
-    one in its place: a reader, or a crash in between, may see it empty.
+    Where the filesystem has no hard links, the winner first creates an empty file of that name, then renames the whole
+    one over it: a reader, or a crash in between, may see it empty.
 
     Raises:
-        FileExistsError: the name is taken; its content is untouched.
+        FileExistsError: the name is in use; its content is untouched.
         StorageError: the write failed.
     """
     path = Path(path)
@@ -164,11 +164,11 @@ def create_only(path: str | Path, data: bytes) -> None:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Gives the file its name unless that is taken; returns whether it could."""
+    """Links the file to its name; returns False if the name is in use."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # NFS may repeat a link that had succeeded and report the repetition: the same inode means that it is ours.
+        # NFS may repeat a link that had succeeded and report the repetition: the same inode means that we won.
         return os.path.samefile(temporary, path)
     except OSError as error:
         if error.errno not in NO_HARD_LINKS:
@@ -178,7 +178,7 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def _rename_to_unused(temporary: Path, path: Path) -> bool:
-    """Without hard links: who creates the name, empty, may rename over it."""
+    """As `_link` without hard links: the process that creates the empty file may rename over it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
@@ -195,63 +195,26 @@ def _remove_quietly(temporary: Path) -> None:
     try:
         os.unlink(temporary)
     except OSError:
-        return  # gone already, or the next sweep_partials takes it; the write's own outcome is what counts
+        return  # it is gone, or the next sweep_partials removes it; only the write's own outcome counts
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file is none that a job looks at or touches: `.git`, `.DS_Store`, `lost+found`, half a file of ours."""
+    """True for files that jobs ignore: `.git`, `.DS_Store`, `lost+found`, our own temporary files."""
     return name.startswith(".") or name == "lost+found" or PARTIAL_NAME.fullmatch(name) is not None
 
 
 def sweep_partials(directory: str | Path, below: bool = True) -> int:
-    """Removes temporary files of a directory, and of those `below` it, that no live writer has; returns how many.
+    """Removes our temporary files in a directory, and in those `below` it; returns their number.
 
-    Raises StorageError.
+    Call it only while nobody writes. Raises StorageError.
     """
     removed = 0
     with storage_errors("sweeping", directory):
         for parent, children, names in os.walk(directory):
             for name in names:
-                if PARTIAL_NAME.fullmatch(name):  # of ours: other programs, too, call half a file so
+                if PARTIAL_NAME.fullmatch(name):  # with our digits: other programs use the suffix, too
                     Path(parent, name).unlink(missing_ok=True)
                     removed += 1
             if not below:
                 children.clear()
     return removed
-
-
-def read_whole(path: str | Path, limit_bytes: int) -> bytes:
-    """The content of a file that is small by its nature.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: more than `limit_bytes`, or no regular file (a device or a pipe may have no end).
-        StorageError: it cannot be read.
-    """
-    try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("no regular file")
-        if status.st_size > limit_bytes:
-            raise ValueError(f"{status.st_size:,} bytes, more than {limit_bytes:,}")
-        with open(path, "rb") as file:
-            return file.read(limit_bytes)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise storage_error("reading", path, error) from error
-
-
-def sha256_file(path: str | Path, chunk_bytes: int = CHUNK_BYTES) -> str:
-    """The hex SHA-256 of a file's content, read in pieces. Raises StorageError."""
-    with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
-        return sha256_stream(file, chunk_bytes)
-
-
-def sha256_stream(file: BinaryIO, chunk_bytes: int = CHUNK_BYTES) -> str:
-    """The hex SHA-256 of the rest of an open file."""
-    digest = hashlib.sha256()
-    view = memoryview(bytearray(chunk_bytes))
-    while count := file.readinto(view):  # type: ignore[attr-defined]
-        digest.update(view[:count])
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read without trusting it. docs/formats.md#output.
+"""Reads and writes headers of safetensors files, without trusting them. docs/formats.md#output.
 
 Layout: 8 bytes little-endian length n, n bytes JSON, then the tensors' bytes without gaps to the end of the file.
 """
@@ -21,8 +21,8 @@ from stores.storage import Place, open_storage
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-MAX_DIMENSIONS = 64  # as torch has them; the product of a million sizes takes minutes
-FIRST_BYTES = 1 << 17  # holds most headers whole
+MAX_DIMENSIONS = 64  # torch's limit; the product of a million sizes takes minutes
+FIRST_BYTES = 1 << 17  # most headers are shorter
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,7 +48,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where a tensor's bytes are: `begin` and `end` count from the start of `file` (a name inside the checkpoint)."""
+    """The location of a tensor: bytes `begin` to `end` of `file`, a name inside the checkpoint."""
 
     name: str
     dtype: str
@@ -59,17 +59,17 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file."""
+        """The size in the file."""
         return self.end - self.begin
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that the format's name stands for. Raises KeyError for one that torch lacks."""
+        """The torch dtype of the format's name. Raises KeyError for one that torch lacks."""
         return DTYPES[self.dtype]
 
 
 def read_header(place: Place, name: str) -> dict[str, TensorRecord]:
-    """The tensors of the safetensors file `name` at a place, by their names, in the order of their bytes.
+    """Return the tensors of a safetensors file by name, in the order of their bytes.
 
     Raises:
         InputError: not safetensors, truncated, or a header that contradicts itself or the file's size.
@@ -81,19 +81,15 @@ def read_header(place: Place, name: str) -> dict[str, TensorRecord]:
 
 
 def parse_header(path: str, file: str, read: Callable[[int, int], bytes], file_bytes: int) -> dict[str, TensorRecord]:
-    """The same of a file that is anywhere: `read(begin, end)` gives its bytes; `path` names it in errors.
-
-    `file`: its name inside the checkpoint.
-    """
-    begin = read(0, min(FIRST_BYTES, file_bytes))  # one request, where reading is requests
-    header_bytes = _header_length(path, begin[:LENGTH_BYTES], file_bytes)
-    whole = LENGTH_BYTES + header_bytes
-    text = begin[LENGTH_BYTES:whole] if whole <= len(begin) else read(LENGTH_BYTES, whole)
+    """As `read_header`, by a function `read(begin, end)`. `path` names the file in errors, `file` in the checkpoint."""
+    first = read(0, min(FIRST_BYTES, file_bytes))  # in a bucket, one request
+    header_bytes = _header_length(path, first[:LENGTH_BYTES], file_bytes)
+    data_begin = LENGTH_BYTES + header_bytes
+    text = first[LENGTH_BYTES:data_begin] if data_begin <= len(first) else read(LENGTH_BYTES, data_begin)
     if len(text) != header_bytes:
         raise InputError(f"{path}: truncated: expected {header_bytes} bytes of header, got {len(text)}")
     entries = _parse_json(path, text)
     entries.pop("__metadata__", None)
-    data_begin = LENGTH_BYTES + header_bytes
     records = [_record(path, file, name, entry, data_begin) for name, entry in entries.items()]
     records.sort(key=lambda record: (record.begin, record.end))
     _check_layout(path, records, data_begin, file_bytes)
@@ -103,9 +99,9 @@ def parse_header(path: str, file: str, read: Callable[[int, int], bytes], file_b
 def build_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[TensorRecord]]:
-    """The header for tensors (name, dtype, shape) laid out in the order given, and where each will be.
+    """Return the header of tensors (name, dtype, shape) stored in this order, and their locations.
 
-    Padded with blanks so that the data begins at a multiple of 8. Equal arguments give equal bytes.
+    Blanks pad it so that the data begins at a multiple of 8. Equal arguments give equal bytes.
     """
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
@@ -148,7 +144,7 @@ def _parse_json(path: str, text: bytes) -> dict[str, Any]:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of a JSON object whose keys must differ. Raises ValueError."""
+    """The `object_pairs_hook` that refuses duplicate keys. Raises ValueError."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         counts = Counter(name for name, _ in pairs)

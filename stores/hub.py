@@ -1,8 +1,8 @@
-"""A model on the hub as a storage: which of its files travel, and how they come to the nodes that read them.
+"""A model on the hub as a storage.
 
-Weights are the safetensors files of the index, or the single one; `model_files` says what travels beside them. Pickles
-and other formats' copies of the weights stay where they are. Everything comes from the one commit that the revision
-meant at first.
+Weights are the safetensors files of the index, or the single one; `model_files` lists the files that travel with them.
+Pickles and copies of the weights in other formats are not fetched. All files come from the commit that the revision
+resolved to first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 from manifests.errors import InputError, LaminaError, StorageError
 from stores.backend import Readable, Storage
 from stores.disk import Disk
-from stores.durable import sha256_file
 from stores.model_files import CONFIG_FILE, companions, download_patterns
 
 HUB = "hub://"
@@ -30,10 +29,10 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Hub(Storage):
-    """The files of a model at a commit, by the address `hub://ORGANISATION/NAME@COMMIT`. Read, never written.
+    """The files of a model at a commit, by the address `hub://ORGANISATION/NAME@COMMIT`. Read-only.
 
-    A `reader` is of the whole file: fetched once for each machine, into the cache that huggingface_hub keeps there
-    (`HF_HOME`). `read` asks for what is read alone, while the file is not there.
+    `reader` downloads the whole file, once for each machine, into the cache of huggingface_hub (`HF_HOME`). `read`
+    requests only its range while the file is not cached.
     """
 
     repository: str
@@ -41,9 +40,9 @@ class Hub(Storage):
 
     @cached_property
     def listing(self) -> Mapping[str, tuple[int, str]]:
-        """Name -> size and entity tag, which of large files is their sha256; in folders, too.
+        """Name -> size and entity tag (the sha256 of large files), also in folders.
 
-        Where the hub is out of reach, of the files that are here: a model that was fetched whole serves as a directory.
+        Where the hub is out of reach, it lists the cached files: a fully cached model serves as a directory.
         """
         import huggingface_hub
 
@@ -52,7 +51,7 @@ class Hub(Storage):
             files: list[Any] = [entry for entry in tree if isinstance(entry, huggingface_hub.RepoFile)]
             return {file.path: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files}
         except Exception:  # as in `hub_errors`
-            if (config := self._here(CONFIG_FILE)) is None:
+            if (config := self._cached_path(CONFIG_FILE)) is None:
                 return {}
             folder = config.parent
             named = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
@@ -62,10 +61,12 @@ class Hub(Storage):
         size = self.size(name)
         end = size if end is None else min(end, size)
         begin = max(0, size + begin) if begin < 0 else begin
-        if (path := self._here(name)) is not None:
+        if (path := self._cached_path(name)) is not None:
             return Disk(path.parent).read(path.name, begin, end)
+        if begin >= end:
+            return b""
         with _asking(self.repository, self.commit):
-            return _range(_url(self.repository, self.commit, name), begin, end - begin) if begin < end else b""
+            return self._range(name, begin, end)
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Readable]:
@@ -88,31 +89,42 @@ class Hub(Storage):
         return dict.fromkeys(sorted(name for name in self.listing if name.startswith(start)), 0.0)
 
     def below(self, folder: str) -> Storage:
-        raise StorageError(f"{self.at(folder)}: folders of a model on the hub are not read")
+        raise StorageError(f"{self.at(folder)}: folders of a model on the hub cannot be opened")
 
     def at(self, name: str = "") -> str:
         return f"{HUB}{self.repository}@{self.commit}{'/' if name else ''}{name}"
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise StorageError(f"{self.at()}: a model on the hub is read, not written to")
+        raise StorageError(f"{self.at()}: a model on the hub is read-only")
 
     put_if_absent = writer = delete = hold = is_held = _refuse
 
-    def _here(self, name: str) -> Path | None:
-        """The file, if this machine has it."""
+    def _range(self, name: str, begin: int, end: int) -> bytes:
         import huggingface_hub
 
-        found = huggingface_hub.try_to_load_from_cache(self.repository, name, revision=self.commit)
-        return Path(found) if isinstance(found, str) else None
+        url = huggingface_hub.hf_hub_url(self.repository, name, revision=self.commit)
+        utils: Any = huggingface_hub.utils
+        headers = {**utils.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+            utils.hf_raise_for_status(response)
+            if response.status_code != 206:
+                raise InputError(f"{url}: the server answers no range requests; fetch the model and give its directory")
+            content: bytes = response.read()
+            return content
+
+    def _cached_path(self, name: str) -> Path | None:
+        """The file in this machine's cache; None if it is not there."""
+        import huggingface_hub
+
+        cached = huggingface_hub.try_to_load_from_cache(self.repository, name, revision=self.commit)
+        return Path(cached) if isinstance(cached, str) else None
 
     def fetch(self, name: str) -> Path:
-        """The file on this machine. Raises StorageError."""
-        return self._here(name) or self._fetched(name)
-
-    def _fetched(self, name: str) -> Path:
-        """One process of a machine fetches it, while the others wait. Raises StorageError."""
+        """Return the file on this machine. One process downloads it while the others wait. Raises StorageError."""
         import huggingface_hub
 
+        if (path := self._cached_path(name)) is not None:
+            return path
         tag = str(self.stamp(name)["e_tag"])
         try:
             path = Path(huggingface_hub.hf_hub_download(self.repository, name, revision=self.commit))
@@ -121,7 +133,7 @@ class Hub(Storage):
                 f"fetching {self.at(name)}: {type(error).__name__}: {error}; check the network, the access token and "
                 "the disk of the cache (HF_HOME) on this node, then run the same command again"
             ) from error
-        if SHA256.fullmatch(tag) and sha256_file(path) != tag:
+        if SHA256.fullmatch(tag) and Disk(path.parent).sha256(path.name) != tag:
             path.resolve().unlink()
             path.unlink()
             raise StorageError(f"fetching {self.at(name)}: it came damaged and was removed; run the same command again")
@@ -129,50 +141,28 @@ class Hub(Storage):
 
 
 def open_hub(source: str, revision: str | None, code: bool) -> Hub:
-    """A model at the commit that `revision` means now; its config, index and companions are fetched, and Python beside
-    them where `code` is wanted. Raises InputError."""
+    """Return a model at the current commit of `revision`, with its config, index and companions fetched.
+
+    `code`: also fetch its Python files. Raises InputError.
+    """
     import huggingface_hub
 
-    wanted, unwanted = download_patterns(code)
+    allowed, ignored = download_patterns(code)
     fetch: Callable[..., str] = huggingface_hub.snapshot_download
     with _asking(source, revision):
-        folder = fetch(source, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
+        folder = fetch(source, revision=revision, allow_patterns=allowed, ignore_patterns=ignored)
     hub = Hub(source, Path(folder).name)
     for name in companions(hub, code):
-        hub.fetch(name)  # now: a later job may be without network
+        hub.fetch(name)  # now: a later job may have no network
     return hub
 
 
 def hub_at(address: str) -> Hub:
-    """The model at an address that `Hub.at` gave. Raises InputError."""
-    found = ADDRESS.fullmatch(address)
-    if found is None:
+    """Return the model at an address from `Hub.at`. Raises InputError."""
+    match = ADDRESS.fullmatch(address)
+    if match is None:
         raise InputError(f"{address}: no address of a model on the hub; give its id, and `revision` beside it")
-    return Hub(found["repository"], found["commit"])
-
-
-def _url(source: str, commit: str, name: str) -> str:
-    import huggingface_hub
-
-    return huggingface_hub.hf_hub_url(source, name, revision=commit)
-
-
-def _range(url: str, offset: int, count: int) -> bytes:
-    """`count` bytes of a file from `offset` on."""
-    import huggingface_hub
-
-    utils: Any = huggingface_hub.utils
-    headers = {
-        **utils.build_hf_headers(),
-        "Range": f"bytes={offset}-{offset + count - 1}",
-        "Accept-Encoding": "identity",
-    }
-    with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
-        utils.hf_raise_for_status(response)
-        if response.status_code != 206:
-            raise InputError(f"{url}: the server answers no range requests; fetch the model and give its directory")
-        content: bytes = response.read()
-        return content
+    return Hub(match["repository"], match["commit"])
 
 
 def _asking(source: str, revision: str | None) -> AbstractContextManager[None]:
@@ -185,7 +175,7 @@ def _asking(source: str, revision: str | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def hub_errors(what: str, remedy: str) -> Iterator[None]:
-    """In here the hub's own errors and those of its HTTP client, which have nothing in common, are InputErrors."""
+    """Converts the errors of the hub and its HTTP client, which have no common base, to InputError."""
     try:
         yield
     except LaminaError:

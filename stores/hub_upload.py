@@ -1,4 +1,4 @@
-"""A folder of files to a model repository on the hub: weights one file at a time, then everything in one commit."""
+"""Uploads a checkpoint to a repository on the hub: weights file by file, then everything in one commit."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def upload_model(
     private: bool,
     say: Callable[[str], None],
 ) -> str:
-    """Makes the repository hold these files, and returns the address of the commit.
+    """Uploads the files and returns the address of the commit.
 
-    Nobody sees half a model: the files of weights go up by themselves, and one commit at the end names all. After an
-    interruption the same call goes on: the hub keeps what has come whole, and asks for the rest.
+    No reader sees half a model: weights are uploaded first, and one final commit names all files. After an
+    interruption the same call resumes: the hub keeps complete uploads.
 
     Args:
-        storage: where the weights are.
-        weights: file of weights -> its sha256.
+        storage: holds the weights.
+        weights: file name -> sha256.
         small: name -> content of all other files.
-        record_file: which of these lists the files of a model, under `shards` and `files`; files that an earlier one
-            lists there, and that do not come now, are deleted.
-        repository: ORGANISATION/NAME; made, `private` or not, where it is not there.
-        revision: a branch, made where it is not there; None: the main one.
-        say: takes a line of progress.
+        record_file: the one of these that lists a model's files under `shards` and `files`; files of an earlier upload
+            that its record lists, and that are not uploaded now, are deleted.
+        repository: ORGANISATION/NAME; created, `private` or not, if it does not exist.
+        revision: a branch, created if it does not exist; None: the main one.
+        say: is called with each line of progress.
 
     Raises:
         InputError: the hub refuses, or the repository holds weights that no Lamina checkpoint lists.
-        CorruptError: a file of weights is not as its digest says; nothing is committed then.
+        CorruptError: a file of weights does not match its digest; nothing is committed.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -68,21 +68,18 @@ def upload_model(
     additions += [CommitOperationAdd(name, content) for name, content in small.items()]
     deletions = [CommitOperationDelete(name) for name in stale]
     with _sending(repository):
-        done: Any = api.create_commit(
+        commit: Any = api.create_commit(
             repository, [*additions, *deletions], commit_message="Upload by Lamina", revision=revision
         )
-    return str(done.commit_url)
+    return str(commit.commit_url)
 
 
 def _only(name: str, _: Storage) -> list[str]:
     return [name]
 
 
-def _stale_files(api: Any, repository: str, revision: str | None, record_file: str, coming: set[str]) -> list[str]:
-    """Files of an earlier checkpoint of ours there that the new one has not: weights, templates that would be used.
-
-    Raises InputError.
-    """
+def _stale_files(api: Any, repository: str, revision: str | None, record_file: str, uploads: set[str]) -> list[str]:
+    """Return the files of the repository's earlier checkpoint that are not uploaded now. Raises InputError."""
     present = set(api.list_repo_files(repository, revision=revision))
     listed: set[str] = set()
     if record_file in present:
@@ -92,12 +89,12 @@ def _stale_files(api: Any, repository: str, revision: str | None, record_file: s
             listed = {*content["shards"], *content.get("files", ())}
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{repository}: {record_file} there is not legible; give another repository") from error
-    foreign = sorted(name for name in present - listed - coming if "/" not in name and name.endswith(WEIGHTS))
+    foreign = sorted(name for name in present - listed - uploads if "/" not in name and name.endswith(WEIGHTS))
     if foreign:
         raise InputError(
             f"{repository} holds weights that Lamina did not write: {', '.join(foreign[:5])}; give another repository"
         )
-    return sorted(listed & present - coming)
+    return sorted(listed & present - uploads)
 
 
 def _sending(repository: str) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Leases: names held where no kernel sees who holds them, by objects that owners renew. docs/formats.md#buckets."""
+"""Leases: locks for places without a kernel's lock, as objects that owners renew. docs/formats.md#buckets."""
 
 from __future__ import annotations
 
@@ -9,67 +9,72 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import psutil
 
 from manifests.errors import StorageError
+from stores.backend import NameLock
 
 LEASE_S = 60.0
 RENEW_S = 5.0
 
 
-class Conditional(Protocol):
-    """A place that writes a lease only where it is as it was. A tag changes with what is written."""
+TaggedLease: TypeAlias = tuple[Mapping[str, Any], str]  # content, entity tag
 
-    def read_lease(self, name: str) -> tuple[Mapping[str, Any], str] | None:
-        """What stands in a lease (nothing: no lease of ours), and its tag; None when there is none."""
+
+class LeaseStore(Protocol):
+    """A storage with conditional writes: each write changes the tag."""
+
+    def read_lease(self, name: str) -> TaggedLease | None:
+        """Return a lease's content (empty if it is not ours) and tag; None if it does not exist."""
         ...
 
     def write_lease(self, name: str, content: Mapping[str, Any], before: str | None) -> str | None:
-        """Writes it if its tag is `before` (None: if there is none); the new tag, or None. Raises StorageError."""
+        """Writes if the tag is still `before` (None: no lease exists). Returns the new tag, or None if it is not.
+
+        Raises StorageError.
+        """
         ...
 
     def at(self, name: str) -> str:
-        """A name as messages give it."""
+        """The full address of a name, for messages."""
         ...
 
 
-def take_lease(place: Conditional, name: str) -> Lease:
-    """Holds a name. Raises BlockingIOError when another process does."""
-    found = place.read_lease(name)
-    if found is not None and not _is_free(place, name, *found):
-        raise BlockingIOError(errno.EAGAIN, "held", place.at(name))
-    return Lease(place, name, found)
+def take_lease(store: LeaseStore, name: str) -> Lease:
+    """Locks a name. Raises BlockingIOError when another process holds it."""
+    current = store.read_lease(name)
+    if current is not None and not _is_free(store, name, *current):
+        raise BlockingIOError(errno.EAGAIN, "held", store.at(name))
+    return Lease(store, name, current)
 
 
-def _is_free(place: Conditional, name: str, content: Mapping[str, Any], tag: str) -> bool:
-    """Whether a lease was given up, or its owner is dead: gone from this machine, or silent for the lease's time.
+def _is_free(store: LeaseStore, name: str, content: Mapping[str, Any], tag: str) -> bool:
+    """True if a lease was released, or its owner is dead: ended on this machine, or silent for LEASE_S.
 
-    No two clocks are compared: who lives renews the lease, and its tag changes.
+    No two clocks are compared: a living owner renews the lease, which changes its tag.
     """
     if content.get("released") or is_gone(content):
         return True
     deadline = time.monotonic() + LEASE_S
     while time.monotonic() < deadline:
         time.sleep(min(RENEW_S / 2, LEASE_S))
-        now = place.read_lease(name)
+        now = store.read_lease(name)
         if now is None or now[1] != tag:
             return False
     return True
 
 
-class Lease:
-    """See `stores.backend.NameLock`: an object that its owner, a thread of this process, renews until it is released.
+class Lease(NameLock):
+    """An object that a thread of this process renews until it is released.
 
-    `generation` grows with each owner: what was done under an older one is of an owner that is dead or should be.
+    `generation` grows with each owner; writes under an older generation come from an owner that is dead or replaced.
     """
 
-    across_hosts = True
-
-    def __init__(self, place: Conditional, name: str, before: tuple[Mapping[str, Any], str] | None) -> None:
+    def __init__(self, store: LeaseStore, name: str, before: TaggedLease | None) -> None:
         self.generation = (int(before[0].get("generation", 0)) if before else 0) + 1
-        self._place = place
+        self._store = store
         self._name = name
         self._content = {"version": 1, "generation": self.generation, "token": uuid.uuid4().hex, **this_process()}
         self._tag = before[1] if before else None
@@ -78,11 +83,11 @@ class Lease:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         if not self._renew():
-            raise BlockingIOError(errno.EAGAIN, "another was first", place.at(name))
+            raise BlockingIOError(errno.EAGAIN, "another was first", store.at(name))
         threading.Thread(target=self._keep_renewing, name=f"lease {name}", daemon=True).start()
 
     def is_ours(self) -> bool:
-        """Renews it, which shows it. Raises StorageError when the bucket does not answer and it may still be ours."""
+        # A renewal succeeds for the owner only. It raises where the bucket does not answer and it may still be ours.
         return not self._ended.is_set() and self._renew()
 
     def fence(self) -> int | None:
@@ -92,7 +97,7 @@ class Lease:
     def release(self) -> None:
         if not self._ended.is_set():
             self._ended.set()
-            with suppress(StorageError):  # it runs out
+            with suppress(StorageError):  # the lease expires anyway
                 self._renew(released=True)
 
     def _renew(self, released: bool = False) -> bool:
@@ -101,11 +106,11 @@ class Lease:
             content = {**self._content, "renewals": self._renewals, "released": released}
             asked_at = time.monotonic()
             try:
-                tag = self._place.write_lease(self._name, content, self._tag)
+                tag = self._store.write_lease(self._name, content, self._tag)
             except StorageError:
                 if time.monotonic() - self._renewed_at < LEASE_S:
                     raise
-                tag = None  # it ran out, and another may have it
+                tag = None  # the lease expired: another process may own it
             if tag is None:
                 self._ended.set()
                 return False
@@ -119,7 +124,7 @@ class Lease:
 
 
 def this_process() -> dict[str, Any]:
-    """What tells on the same machine, and only there, whether this process still lives."""
+    """Identify this process, so that others of the same machine can see whether it still runs."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             machine = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -129,7 +134,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(owner: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote a lease is seen to have ended."""
+    """True if the process that wrote a lease ran on this machine and has ended."""
     if owner.get("machine") != this_process()["machine"]:
         return False
     try:

@@ -1,9 +1,9 @@
-"""One writer per place: a name held until its owner ends, and a note saying who that is. docs/formats.md#run_dir.
+"""The lock of a run directory: it admits one writer, and a note describes the owner. docs/formats.md#run_dir.
 
-The name `lock` is held, and removed, if at all, by the one who holds it (whoever waited sees that and makes another);
-`lock.json` beside it holds {host, pid, started, heartbeat, released, command, progress, token}, times in Unix seconds.
-Where a hold is not seen by other hosts, the heartbeat decides: one younger than 60 s is a living owner, and so is one
-that is renewed while it is watched, whatever its clock says.
+The name `lock` is locked until its owner ends. Only the owner may remove it; processes that wait notice and create a
+new one. `lock.json` beside it holds {host, pid, started, heartbeat, released, command, progress, token}, times in Unix
+seconds. Where other hosts do not see the lock, the heartbeat decides: an owner lives if its heartbeat is younger than
+60 s, or is renewed while it is watched, whatever its clock says.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from manifests.errors import InUseError, StorageError
 from stores.storage import NameLock, Place, Storage, open_storage
 
 FRESH_S = 60.0
-WATCH_S = 12.0  # an older heartbeat may be of a clock that is behind; four beats of a job's
+WATCH_S = 12.0  # an old heartbeat may come from a clock that is behind; a job beats four times in it
 MAX_NOTE_BYTES = 16 * 1024 * 1024
-PATIENCE_S = 0.3  # read_lock of another process may hold the lock for a moment
+PATIENCE_S = 0.3  # `read_lock` in another process may hold the lock for a moment
 LOCK = "lock"
 
 logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """The lock of a place, held between `acquire` and `release`, or in a `with` block.
+    """The lock of a storage, held between `acquire` and `release`, or in a `with` block.
 
-    `temporary`: releasing it removes its files; otherwise they go on saying who was last.
+    `temporary`: `release` removes its files; otherwise they keep describing the last owner.
     """
 
     def __init__(self, place: Place, name: str = LOCK, temporary: bool = False) -> None:
         self.storage = open_storage(place)
         self.name = name
         self.temporary = temporary
-        self._hold: NameLock | None = None
+        self._lock: NameLock | None = None
         self._owner: dict[str, Any] = {}
-        self.previous_progress: Mapping[str, Any] = {}  # the progress that the owner before noted last
+        self.previous_progress: Mapping[str, Any] = {}  # as the previous owner noted it last
 
     @property
     def token(self) -> str:
-        """Names this owner, once it holds the lock."""
+        """The unique token of this owner; set by `acquire`."""
         return str(self._owner["token"])
 
     @property
     def is_held(self) -> bool:
-        """Whether this process took it and has not given it up."""
-        return self._hold is not None
+        """True between `acquire` and `release` of this process."""
+        return self._lock is not None
 
     def acquire(self) -> None:
-        """Takes the lock, also from an owner that died.
+        """Acquires the lock, also from a dead owner.
 
         Raises:
-            InUseError: a living owner has it: its host, pid and age of the heartbeat.
-            StorageError: the file cannot be made or locked.
+            InUseError: a living owner has it; names its host, pid and age of the heartbeat.
+            StorageError: the file cannot be created or locked.
         """
-        if self._hold is not None:
+        if self._lock is not None:
             raise InUseError(f"{self._at}: this process holds the lock already")
-        hold = self._wait()
+        lock = self._wait()
         try:
-            before = self._check_before(hold)
+            previous_progress = self._check_previous_owner(lock)
             now = time.time()
             self._owner = {
                 "host": socket.gethostname(),
@@ -81,16 +81,16 @@ class RunLock:
             }
             self._write_owner()
         except BaseException:
-            hold.release()
+            lock.release()
             raise
-        self._hold = hold
-        self.previous_progress = before
+        self._lock = lock
+        self.previous_progress = previous_progress
 
     def beat(self, progress: Mapping[str, Any]) -> None:
-        """Says that the owner lives and how far it is. Call it at least every 5 s.
+        """Writes a heartbeat and the progress. Call it at least every 5 s.
 
         Raises:
-            InUseError: another has taken the lock meanwhile: stop writing.
+            InUseError: another process has the lock: stop writing.
             StorageError: the note cannot be written.
         """
         self.check()
@@ -98,26 +98,24 @@ class RunLock:
         self._write_owner()
 
     def check(self) -> None:
-        """Raises InUseError when the lock is no longer ours: another has it, or its filesystem went away."""
+        """Raises InUseError if the lock is lost: another process has it, or its filesystem is gone."""
         if not self._is_ours():
-            owner = _describe(_read_owner(self.storage, self.name))
-            raise InUseError(f"{self._at}: the lock was lost: {owner}; stopping")
+            raise InUseError(f"{self._at}: the lock was lost: {self._describe_owner()}; stopping")
 
     def fence(self) -> int:
-        """See `NameLock.fence`; 0 where the lock is not held. Raises InUseError when another may have it."""
-        found = 0 if self._hold is None else self._hold.fence()
-        if found is None:
-            owner = _describe(_read_owner(self.storage, self.name))
-            raise InUseError(f"{self._at}: the lock was lost: {owner}; nothing more is committed")
-        return found
+        """Return `NameLock.fence`; 0 if the lock is not held. Raises InUseError if another process may have it."""
+        fence = 0 if self._lock is None else self._lock.fence()
+        if fence is None:
+            raise InUseError(f"{self._at}: the lock was lost: {self._describe_owner()}; nothing more is committed")
+        return fence
 
     def has_note(self) -> bool:
-        """Whether an owner, now or once, left its note here."""
+        """True if a present or former owner left its note."""
         return _read_owner(self.storage, self.name) is not None
 
     def release(self) -> None:
-        """Gives the lock up; nothing when it is not held. Touches nothing that another owner has written."""
-        if self._hold is None:
+        """Releases the lock if it is held. Never touches the note of another owner."""
+        if self._lock is None:
             return
         try:
             if self._is_ours() and self.temporary:
@@ -125,46 +123,50 @@ class RunLock:
             elif self._is_ours():
                 self._owner["released"] = time.time()
                 self._write_owner()
-        except StorageError as error:  # the kernel's lock goes all the same; only other hosts wait out the heartbeat
+        except StorageError as error:  # the kernel's lock ends all the same; only other hosts wait for the heartbeat
             logger.warning("could not note that the lock is released: %s", error)
         finally:
-            self._hold.release()
-            self._hold = None
+            self._lock.release()
+            self._lock = None
 
     @property
     def _at(self) -> str:
         return self.storage.at(self.name)
 
     def _wait(self) -> NameLock:
-        """The hold of the name. Raises InUseError when another keeps it."""
+        """Locks the name. Raises InUseError if another process keeps it locked."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return self.storage.hold(self.name)
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    owner = _describe(_read_owner(self.storage, self.name))
-                    raise InUseError(f"{self._at}: {owner}; wait for it, or stop it first") from None
+                    raise InUseError(f"{self._at}: {self._describe_owner()}; wait for it, or stop it first") from None
                 time.sleep(PATIENCE_S / 10)
 
-    def _check_before(self, hold: NameLock) -> Mapping[str, Any]:
-        """With the name in hand: says who died, and refuses where it may be an owner on another host that lives.
-        Returns the progress that this owner noted last."""
+    def _describe_owner(self) -> str:
+        return _describe(_read_owner(self.storage, self.name))
+
+    def _check_previous_owner(self, lock: NameLock) -> Mapping[str, Any]:
+        """Return the progress that the previous owner noted last; logs that it died.
+
+        Raises InUseError if it may still live on another host.
+        """
         owner = _read_owner(self.storage, self.name)
-        progress = owner.get("progress") if owner else None
-        before = progress if isinstance(progress, dict) else {}
+        noted = owner.get("progress") if owner else None
+        progress = noted if isinstance(noted, dict) else {}
         if owner is None or owner.get("released"):
-            return before
-        if not hold.across_hosts and (_lives_elsewhere(owner) or self._beats_elsewhere(owner)):
+            return progress
+        if not lock.across_hosts and (_lives_elsewhere(owner) or self._beats_elsewhere(owner)):
             raise InUseError(
                 f"{self._at}: {_describe(owner)}; this host cannot see whether it lives: if it does not, try again "
                 f"when the heartbeat is older than {FRESH_S:.0f} s"
             )
         logger.warning("taking over the lock %s: %s and is dead", self._at, _describe(owner))
-        return before
+        return progress
 
     def _beats_elsewhere(self, owner: Mapping[str, Any]) -> bool:
-        """Whether an owner on another host renews its note while we watch it."""
+        """True if an owner on another host renews its note within WATCH_S."""
         if owner.get("host") == socket.gethostname():
             return False
         logger.warning("%s: %s; watching for %.0f s whether it lives", self._at, _describe(owner), WATCH_S)
@@ -179,7 +181,7 @@ class RunLock:
         return False
 
     def _is_ours(self) -> bool:
-        if self._hold is None or not self._hold.is_ours():
+        if self._lock is None or not self._lock.is_ours():
             return False
         owner = _read_owner(self.storage, self.name)
         return owner is not None and owner.get("token") == self._owner["token"]
@@ -198,10 +200,9 @@ class RunLock:
 
 
 def read_lock(place: Place, name: str = LOCK) -> dict[str, Any] | None:
-    """The last owner's note plus `alive` (bool) and `heartbeat_age_s`; None when there never was one.
+    """Return the last owner's note plus `alive` (bool) and `heartbeat_age_s`; None if there never was one.
 
-    Raises:
-        StorageError: the files cannot be read.
+    Raises StorageError.
     """
     storage = open_storage(place)
     owner = _read_owner(storage, name)
@@ -226,7 +227,7 @@ def _read_owner(storage: Storage, name: str) -> dict[str, Any] | None:
         owner = json.loads(storage.read(_note_name(name), end=MAX_NOTE_BYTES))
         heartbeat = float(owner["heartbeat"])
     except (FileNotFoundError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None  # never owned, or lost in a power cut: then the hold alone decides
+        return None  # never owned, or lost in a power cut: then the lock alone decides
     return {**owner, "heartbeat": heartbeat} if isinstance(owner, dict) and math.isfinite(heartbeat) else None
 
 

@@ -1,4 +1,4 @@
-"""Storage in memory, for tests: gone with the process. See `stores.backend.Storage`."""
+"""Storage in memory, for tests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stores.backend import Storage
+from stores.backend import NameLock, Storage
 
 
 class Memory(Storage):
-    """Bytes by name. `below` shares them; threads may use one together."""
+    """Bytes by name, shared with the storages that `below` returns. Safe for threads."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
         self._written: dict[str, float] = {}
-        self._held: dict[str, object] = {}
+        self._locks: dict[str, object] = {}
         self._lock = threading.RLock()
         self._prefix = ""
 
@@ -65,17 +65,17 @@ class Memory(Storage):
                 raise BlockingIOError(errno.EAGAIN, "held", self.at(name))
             if self._prefix + name not in self._files:
                 self.write(name, b"")
-            lock = MemoryLock(self._files, self._held, self._prefix + name)
-            self._held[self._prefix + name] = lock
+            lock = MemoryLock(self._files, self._locks, self._prefix + name)
+            self._locks[self._prefix + name] = lock
             return lock
 
     def is_held(self, name: str) -> bool:
-        lock = self._held.get(self._prefix + name)
+        lock = self._locks.get(self._prefix + name)
         return isinstance(lock, MemoryLock) and lock.is_ours()
 
     def below(self, folder: str) -> Memory:
         inside = Memory()
-        inside._files, inside._held, inside._lock = self._files, self._held, self._lock
+        inside._files, inside._locks, inside._lock = self._files, self._locks, self._lock
         inside._written = self._written
         inside._prefix = f"{self._prefix}{folder}/"
         return inside
@@ -90,22 +90,17 @@ class Memory(Storage):
             return self._files[self._prefix + name]
 
 
-class MemoryLock:
-    """See `stores.backend.NameLock`. A name that was removed is nobody's."""
+class MemoryLock(NameLock):
+    """An entry in the table of locks; removing the name removes its lock."""
 
-    across_hosts = True
-
-    def __init__(self, files: dict[str, bytes], held: dict[str, object], name: str) -> None:
+    def __init__(self, files: dict[str, bytes], locks: dict[str, object], name: str) -> None:
         self._files = files
-        self._held = held
+        self._locks = locks
         self._name = name
 
     def is_ours(self) -> bool:
-        return self._held.get(self._name) is self and self._name in self._files
-
-    def fence(self) -> int:
-        return 0
+        return self._locks.get(self._name) is self and self._name in self._files
 
     def release(self) -> None:
-        if self._held.get(self._name) is self:
-            del self._held[self._name]
+        if self._locks.get(self._name) is self:
+            del self._locks[self._name]

@@ -1,7 +1,7 @@
-"""Which files of a model's folder travel with its weights: from the hub, to OUTPUT, and to exports.
+"""Lists and copies the companions of a model's weights: from the hub, to OUTPUT, and to exports.
 
-By default they are data: the files that tokenizers and processors of transformers read, in folders too, and licences.
-Where Python of the checkpoint is trusted, that Python travels too, and with it every file that it might read.
+By default companions are data: the files that tokenizers and processors of transformers read, in folders too, and
+licences. If the checkpoint's Python code is trusted, it is copied too, with every file that it might read.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CODE = ("*.py",)
-CODE_SUFFIXES = (".py", ".pyc", ".pyd", ".so", ".sh", *PICKLE_SUFFIXES)  # loading a pickle runs code, too
+CODE_SUFFIXES = (".py", ".pyc", ".pyd", ".so", ".sh", *PICKLE_SUFFIXES)  # loading a pickle runs code
 WEIGHT_SUFFIXES = (
     ".safetensors", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot", ".tflite", ".npz", ".pb",
     ".bin", ".pt", ".pth", ".ckpt",
 )  # fmt: skip
 TEMPLATE_FOLDER = "additional_chat_templates"
 FOLDERS = (TEMPLATE_FOLDER,)
-TOKENIZERS = (  # vocabularies and their settings, by the names that tokenizers of transformers ask for
+TOKENIZERS = (  # vocabularies and settings, by the names that transformers looks for
     "tokenizer*", "tekken*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "*vocab*.json",
     "*vocab*.txt", "dict.txt", "merges.txt", "bpe.codes", "*.model", "*.spm", "*.tiktoken", "prophetnet.tokenizer",
     "byte_maps.json", "normalizer.json", "emoji.json", "word_*.json",
 )  # fmt: skip
 COMPANIONS = (
     *TOKENIZERS,
-    # Chat templates: the default one, the older form of processors, and the named ones.
+    # Chat templates: the default, the older form of processors, and named ones.
     "chat_template*", f"{TEMPLATE_FOLDER}/*.jinja",
-    # Processors: of images, audio, video and whatever combines them.
+    # Processors of images, audio, video and their combinations.
     "*processor_config.json", "audio_tokenizer_config.json",
     "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
@@ -44,13 +44,13 @@ MAX_SETTINGS_BYTES = 64 * 1024 * 1024
 CODE_FIELD, CLASS_FIELD = "auto_map", "tokenizer_class"
 SETTINGS_SUFFIX = "_config.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
-PLAIN_CLASSES = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")  # names of one class of transformers
+PLAIN_CLASSES = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")  # names of the same class
 
 
 def download_patterns(code: bool) -> tuple[list[str], list[str]]:
-    """What to fetch of a repository beside its weights, and what to leave, as huggingface_hub takes patterns.
+    """Return allow and ignore patterns of huggingface_hub for the files beside the weights.
 
-    Files in folders are not among them: its `*` stands for slashes, too.
+    Files in folders are excluded, because its `*` also matches slashes.
     """
     if code:
         return ["*"], ["*/*", *(pattern for pattern in NO_COMPANIONS if pattern not in (CONFIG_FILE, "*.index.json"))]
@@ -59,16 +59,15 @@ def download_patterns(code: bool) -> tuple[list[str], list[str]]:
 
 
 def companions(storage: Storage, code: bool) -> list[str]:
-    """The files of a model that travel with its weights, ascending; those in folders as `FOLDER/NAME`.
+    """Return the files to copy with a model's weights, ascending; those in folders as `FOLDER/NAME`.
 
-    `code`: whether Python that lies beside the weights travels, and with it whatever it may read.
-
-    Raises InputError: a symbolic link among them leads out of the model's folder.
+    `code`: include Python files, and every file that they may read. Raises InputError if a symbolic link among them
+    leads out of the model's folder.
     """
     names = matching(storage, COMPANIONS)
     if code:
-        unwanted = {*matching(storage, NO_COMPANIONS)}
-        names = sorted({*names, *(name for name in storage.files() if name not in unwanted)})
+        excluded = {*matching(storage, NO_COMPANIONS)}
+        names = sorted({*names, *(name for name in storage.files() if name not in excluded)})
     else:
         names = [name for name in names if not name.lower().endswith(CODE_SUFFIXES)]
     _check_links(storage, names)
@@ -76,9 +75,9 @@ def companions(storage: Storage, code: bool) -> list[str]:
 
 
 def _check_links(storage: Storage, names: list[str]) -> None:
-    """Refuses links to files that are no model's: a copy of them would end in OUTPUT, and by `push` on the hub.
+    """Refuses links to unrelated files: their copies would end up in OUTPUT, and by `push` on the hub.
 
-    Links may lead to where config.json is: the cache of huggingface_hub and folders of links are built so.
+    Links may lead to the folder of config.json's target: the cache of huggingface_hub is built so.
     """
     if storage.folder is None:
         return
@@ -97,10 +96,10 @@ def _check_links(storage: Storage, names: list[str]) -> None:
 def copy_companions(
     target: Storage, source: Storage, code: bool, ours: Set[str], tokenizer: str | None = None
 ) -> list[str]:
-    """Copies what travels with the weights, but for files named `ours`. Returns the names.
+    """Copies the companions, except files named `ours`. Returns the names.
 
-    Without `code`, settings lose their `auto_map`, which names Python: OUTPUT is loaded with `trust_remote_code`,
-    meant for our own files. `tokenizer`: the class that the settings of the tokenizer name from now on.
+    Without `code`, settings lose their `auto_map`, which names Python classes: OUTPUT is loaded with
+    `trust_remote_code`, which is meant for our own files. `tokenizer`: the class to name in the tokenizer's settings.
 
     Raises InputError as `companions` does, and StorageError.
     """
@@ -119,7 +118,7 @@ def copy_companions(
 
 
 def read_settings(source: Storage, name: str) -> bytes:
-    """A JSON file of settings. Raises InputError where it is too large to be one, and StorageError."""
+    """Return a JSON file of settings. Raises InputError if it is too large to be one, and StorageError."""
     try:
         return source.read_whole(name, MAX_SETTINGS_BYTES)
     except ValueError as error:
@@ -127,22 +126,22 @@ def read_settings(source: Storage, name: str) -> bytes:
 
 
 def without_code(settings: bytes) -> bytes:
-    """A JSON file without any `auto_map`; the same bytes where there is none."""
+    """Return a JSON file without any `auto_map`; the same bytes if it has none."""
     fields = _fields(settings)
     cleaned = _without_field(fields)
     return settings if cleaned == fields else _encoded(cleaned)
 
 
 def with_class(settings: bytes, tokenizer: str | None) -> bytes:
-    """The settings of a tokenizer, naming this class; the same bytes where they name it already, or for None."""
+    """Return a tokenizer's settings that name this class; the same bytes if they name it already, or for None."""
     fields = _fields(settings)
-    if tokenizer is None or not isinstance(fields, dict) or _is_class(fields.get(CLASS_FIELD), tokenizer):
+    if tokenizer is None or not isinstance(fields, dict) or _names_class(fields.get(CLASS_FIELD), tokenizer):
         return settings
     return _encoded({**fields, CLASS_FIELD: tokenizer})
 
 
 def is_copy(name: str, copied: bytes, original: bytes) -> bool:
-    """Whether a companion's content is what `copy_companions` may have made of the source's."""
+    """True if `copy_companions` may have written these bytes for the source's."""
     if copied == original or not name.endswith(SETTINGS_SUFFIX):
         return copied == original
     ours, theirs = _fields(copied), _without_field(_fields(original))
@@ -152,14 +151,14 @@ def is_copy(name: str, copied: bytes, original: bytes) -> bool:
     return bool(_without_field(ours) == theirs)
 
 
-def _is_class(named: Any, tokenizer: str) -> bool:
+def _names_class(named: Any, tokenizer: str) -> bool:
     if not isinstance(named, str):
         return False
     return named.removesuffix("Fast") == tokenizer or {named.removesuffix("Fast"), tokenizer} <= {*PLAIN_CLASSES}
 
 
 def _fields(settings: bytes) -> Any:
-    """What a JSON file says; None for what is none: it is of no use, and a job that needs the tokenizer refused it."""
+    """Parse a JSON file; None if it is damaged: a job that needs the tokenizer has refused it already."""
     try:
         return json.loads(settings)
     except (ValueError, RecursionError):

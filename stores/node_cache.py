@@ -1,7 +1,7 @@
-"""Ranges of objects on a node's own disk, up to a size: workers of one node, and passes of one job, fetch each once.
+"""A cache of object ranges on a node's disk: its workers, and the passes of a job, fetch each range once.
 
-One file for each range, by a digest of what it is of, with a checksum at its end. One process fetches while the others
-that want a range of the same object wait. What was not asked for the longest goes first.
+Each range is a file, named by a digest of its key, with a checksum at its end. One process fetches while others that
+need a range of the same object wait. The least recently used range is evicted first.
 """
 
 from __future__ import annotations
@@ -28,38 +28,37 @@ logger = logging.getLogger(__name__)
 
 
 class NodeCache:
-    """At most `limit_bytes` of ranges in a folder that all processes of this user on this node share."""
+    """A cache of at most `limit_bytes`, in a folder that all processes of this user on this node share."""
 
     def __init__(self, limit_bytes: int, folder: Path | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.folder = folder or Path(tempfile.gettempdir()) / f"lamina-cache-{os.getuid()}"
-        self._said = False
+        self._warned = False
 
     def over(self, file: Readable, name: str) -> Readable:
-        """The same bytes, through the cache. `name` tells them from all others, those of the same place at another time
-        included."""
+        """Wrap a file in the cache. `name` identifies the bytes: it differs between versions of one object."""
         return _Cached(file, self, name)
 
     def load(self, key: str, view: memoryview) -> bool:
-        """Fills `view`, and returns whether the range is there, whole."""
+        """Fills `view` from the cache; returns False if the range is missing or damaged."""
         path = self._path(key)
         try:
             with open(path, "rb", buffering=0) as file:
-                done = 0
-                while done < len(view) and (count := file.readinto(view[done:])):
-                    done += count
-                whole = done == len(view) and file.read() == _checksum(view)
+                size = 0
+                while size < len(view) and (count := file.readinto(view[size:])):
+                    size += count
+                whole = size == len(view) and file.read() == _checksum(view)
             if whole:
                 os.utime(path)
             return whole
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._say(error)
+            self._warn_once(error)
             return False
 
     def store(self, key: str, view: memoryview) -> None:
-        """Keeps a range, if it fits; a disk that fails is said, once, and costs no more than the cache."""
+        """Stores a range if it fits. A failing disk is logged once and costs nothing but the cache."""
         path, needed = self._path(key), len(view) + CHECKSUM_BYTES
         if needed > self.limit_bytes:
             return
@@ -73,13 +72,13 @@ class NodeCache:
                 os.replace(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            self._say(error)
+            self._warn_once(error)
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """One process at a time. Locks are few: names share them by their digest.
+        """Admits one process at a time. There are 256 locks, shared by the names' digests.
 
-        Raises StorageError where the folder is another user's, who could put other numbers there.
+        Raises StorageError if the folder belongs to another user, who could forge its content.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.folder.stat().st_uid != os.getuid():
@@ -109,14 +108,14 @@ class NodeCache:
     def _path(self, key: str) -> Path:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}{RANGE_SUFFIX}"
 
-    def _say(self, error: OSError) -> None:
-        if not self._said:
-            logger.warning("cache %s: %s; what it lacks is fetched again", self.folder, error)
-        self._said = True
+    def _warn_once(self, error: OSError) -> None:
+        if not self._warned:
+            logger.warning("cache %s: %s; missing ranges are fetched again", self.folder, error)
+        self._warned = True
 
 
 class _Cached(Readable):
-    """See `NodeCache.over`."""
+    """A file whose ranges are read through the cache."""
 
     def __init__(self, file: Readable, cache: NodeCache, name: str) -> None:
         self.size = file.size

@@ -1,17 +1,19 @@
-"""RUN_DIR: its layout, whether it can be used, and whether it belongs to the job at hand. docs/formats.md#run_dir."""
+"""RUN_DIR: its layout, and the checks that it is usable and belongs to this job. docs/formats.md#run_dir."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from manifests.errors import InputError, StorageError
 from manifests.loading import decode_manifest
+from manifests.records import StagedRecord
 from manifests.schema import Manifest, completed
 from manifests.sweep import decode_sweep
 from stores.durable import is_hidden
@@ -30,12 +32,13 @@ REPORT = "report.html"
 SWEEP = "sweep.yaml"
 RESULTS = ("sweep.json", "sweep.csv", "sweep.html")
 SCALE = "scale.json"
-ENDED = "ended.json"  # how the last run ended
+ENDED = "ended.json"  # the outcome of the last run
 LEDGER = "ledger"
 STAGED = "staged"
 LOGS = "logs"
 STATISTICS = "statistics.zarr"
 ACTIVATIONS = "activations.zarr"
+STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")
 FOLDERS = (LEDGER, STAGED, LOGS, STATISTICS, ACTIVATIONS)
 MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
 SHOWN_FIELDS = 20
@@ -44,13 +47,13 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class FingerprintCheck:
-    """How a run directory stands to a job, before anything is changed there. See `RunDirectory.bind`.
+    """The result of comparing a job's fingerprint with the stored one. `RunDirectory.bind` acts on it.
 
     Attributes:
-        kind: `same`: what is there is this job's; `new`: there is no work, at most a start that was refused; `fresh`:
-            it is to be forgotten; `adapted`: as `same`, once all work is undone that depends on what differs.
-        content: of the job's fingerprint.
-        differing: the fields in which the fingerprint that is there differs.
+        kind: `same`: the directory is this job's; `new`: it holds no work, at most a refused start; `fresh`: its work
+            is to be removed; `adapted`: as `same`, once the work that depends on differing fields is undone.
+        content: the job's fingerprint.
+        differing: the fields in which the stored fingerprint differs.
     """
 
     kind: Literal["same", "new", "fresh", "adapted"]
@@ -59,14 +62,14 @@ class FingerprintCheck:
 
     @property
     def reuses_entries(self) -> bool:
-        """Whether the entries that are there count as they are."""
+        """True if the existing ledger entries count unchanged."""
         return self.kind == "same"
 
 
 class RunDirectory:
-    """The names and stores of one run directory. Everything but `prepare` needs the lock held by this process.
+    """The names and stores of one run directory. Writers, but for `prepare`, must hold the lock.
 
-    Nothing is touched by making one. Raises InputError as `open_storage` does.
+    The constructor touches nothing. It raises InputError as `open_storage` does.
     """
 
     def __init__(self, place: Place) -> None:
@@ -77,18 +80,18 @@ class RunDirectory:
 
     @property
     def place(self) -> str:
-        """Where it is, as messages have it."""
+        """The address, for messages."""
         return self.storage.at()
 
     def with_ledger(self, ledger: Ledger) -> RunDirectory:
-        """The same place, and a part of what is entered there."""
+        """Return the same run directory with another ledger."""
         other = copy.copy(self)
         other.ledger = ledger
         return other
 
     @cached_property
     def statistics(self) -> StatisticsStore:
-        """What was measured of each layer."""
+        """The statistics of each layer."""
         from stores.statistics import StatisticsStore  # imports torch, for which `status` need not wait
 
         return StatisticsStore(self.storage.below(STATISTICS))
@@ -101,13 +104,13 @@ class RunDirectory:
         return ActivationStore(self.storage.below(ACTIVATIONS))
 
     def read_manifest(self) -> Manifest | None:
-        """The job's, as it was resolved; None when none was written yet. Raises InputError."""
+        """Return the job's resolved manifest; None if none was written yet. Raises InputError."""
         if not self.storage.has(MANIFEST):
             return None
         return decode_manifest(self.storage.read(MANIFEST), self.storage.at(MANIFEST))
 
     def read_output(self) -> str | None:
-        """Where the job's checkpoint goes, or a sweep's; None when neither was written yet. Raises InputError."""
+        """Return the output address of the job or sweep; None if no manifest was written yet. Raises InputError."""
         if self.storage.has(SWEEP):
             return decode_sweep(self.storage.read(SWEEP), self.storage.at(SWEEP)).output
         manifest = self.read_manifest()
@@ -116,8 +119,7 @@ class RunDirectory:
     def prepare(self, need_bytes: int = 0) -> None:
         """Creates the layout and tries a write.
 
-        Raises:
-            InputError: no directory, not writable, less than `need_bytes` free, or files of others in the way.
+        Raises InputError: no directory, not writable, less than `need_bytes` free, or other programs' files in the way.
         """
         try:
             self._check_foreign_files()
@@ -132,23 +134,22 @@ class RunDirectory:
             )
 
     def foreign_files(self) -> list[str]:
-        """What has a name that Lamina would write or remove, though Lamina did not write it. Raises StorageError."""
-        there = set(self.storage.children())
-        if not there or any(map(ENTRY_NAME.fullmatch, self.storage.children(LEDGER))):
+        """Return files that Lamina would overwrite or remove, but did not write. Raises StorageError."""
+        present = set(self.storage.children())
+        if not present or any(map(ENTRY_NAME.fullmatch, self.storage.children(LEDGER))):
             return []
         has_note = self.lock.has_note()
         if self.storage.has(FINGERPRINT) and (has_note or self._has_fingerprint()):
             return []
-        # Nothing is written before the fingerprint but locks, folders, what `scale` asks of the locks' owner, and how a
-        # start ended.
+        # Before the fingerprint, Lamina writes only locks, folders, `scale` requests to the lock's owner, and ENDED.
         files = [MANIFEST, FINGERPRINT, REPORT, SWEEP, *RESULTS, *([] if has_note else [SCALE, ENDED])]
-        foreign = [name for name in files if name in there]
+        foreign = [name for name in files if name in present]
         for folder in (STAGED, LEDGER, STATISTICS, ACTIVATIONS):
             foreign += [f"{folder}/{name}" for name in self.storage.children(folder) if not is_hidden(name)]
         return foreign
 
     def _has_fingerprint(self) -> bool:
-        """Whether it looks like one of Lamina's, of any version."""
+        """True if the file looks like a fingerprint of Lamina's, of any version."""
         try:
             content = json.loads(self.storage.read_whole(FINGERPRINT, MAX_FINGERPRINT_BYTES))
         except (ValueError, RecursionError):
@@ -164,16 +165,27 @@ class RunDirectory:
             )
 
     def request_workers(self, workers: int, token: str) -> None:
-        """Leaves word for the owner of the lock with this token. Needs no lock. Raises StorageError."""
+        """Asks the owner of the lock with this token for another number of workers. Raises StorageError."""
         self.storage.replace(SCALE, json.dumps({"workers": workers, "token": token}).encode())
 
     def requested_workers(self, token: str) -> int | None:
-        """What was asked of the owner with this token, if anything: a later one starts as its manifest says."""
+        """Return the number of workers requested of the owner with this token; None if there is no request."""
         try:
-            asked = json.loads(self.storage.read(SCALE))
-            return int(asked["workers"]) if asked["token"] == token else None
+            request = json.loads(self.storage.read(SCALE))
+            return int(request["workers"]) if request["token"] == token else None
         except (OSError, StorageError, ValueError, TypeError, KeyError):
-            return None  # not asked, or not in a way that a job should end by
+            return None  # no request, or a damaged one, which must not end a job
+
+    def sweep_staged(self, live: Iterable[StagedRecord]) -> int:
+        """Removes staged layers without a record in `live`, which a crash before their commit leaves behind.
+
+        Returns their number. Touches no file that `write_staged` did not name. Raises StorageError.
+        """
+        live_paths = {record.path for record in live}
+        names = (name for name in self.storage.names(STAGED) if STAGED_NAME.fullmatch(name.removeprefix(f"{STAGED}/")))
+        strays = [name for name in names if name not in live_paths]
+        self.storage.delete(strays)
+        return len(strays) + self.storage.below(STAGED).sweep()
 
     def check_fingerprint(
         self,
@@ -182,14 +194,16 @@ class RunDirectory:
         adaptable: Callable[[list[str]], bool] = lambda _: False,
         before_work: Collection[str] = (),
     ) -> FingerprintCheck:
-        """How the directory stands to a job; `bind` makes it the job's, when its work may begin.
+        """Compares the job's fingerprint with the stored one; `bind` then makes the directory the job's.
 
-        `fresh` is to forget what another (or the same) job has done. `adaptable` gets the fields that differ, and
-        returns True if all work that depends on them can be undone. `before_work`: keys that are entered before any
-        work is: a directory that holds no other is nobody's.
+        Args:
+            new: the fields of the job's fingerprint.
+            fresh: the directory's work, of this or another job, is to be removed.
+            adaptable: gets the differing fields; returns True if all work that depends on them can be undone.
+            before_work: keys that are committed before any work; a directory with no other keys belongs to no job.
 
         Raises:
-            InputError: it is another job's, naming the fields that differ; or of another version.
+            InputError: another job's directory (names the differing fields), or another version.
             StorageError: it cannot be read.
         """
         self.storage.sweep(below=False)
@@ -213,9 +227,9 @@ class RunDirectory:
         return FingerprintCheck("adapted", content, tuple(differing))
 
     def bind(self, standing: FingerprintCheck, adapt: Callable[[], None] = lambda: None) -> None:
-        """Makes the directory the job's, in the order that a crash between two steps allows.
+        """Makes the directory the job's, in an order that is safe against a crash between two steps.
 
-        `adapt` undoes what depends on the fields that differ, of a standing that is `adapted`. Raises StorageError.
+        `adapt` undoes the work that depends on the differing fields; it is called for `adapted`. Raises StorageError.
         """
         if standing.kind == "fresh" or (standing.kind == "new" and standing.differing):
             self._forget()
@@ -229,13 +243,11 @@ class RunDirectory:
         return any(key not in before_work for key in self.ledger.keys())  # noqa: SIM118 - no mapping
 
     def _forget(self) -> None:
-        """The ledger first: data that no entry names is only waste, an entry whose data is gone would be a lie."""
+        """Removes all work, the ledger first: unnamed data is only waste, but an entry without data is an error."""
         self.ledger.clear()
         self.statistics.sweep([])
         self.activations.sweep([])
-        from stores.staging import sweep_staged  # imports torch
-
-        sweep_staged(self.storage, [])
+        self.sweep_staged([])
         self.storage.delete([REPORT])
 
     def _read_fingerprint(self) -> dict[str, Any]:
@@ -258,9 +270,9 @@ class RunDirectory:
         return content
 
     def _differing(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-        """Field -> its values before and now."""
-        known = {name: completed(value) if name == "manifest" else value for name, value in old["fields"].items()}
-        before, after = _flatten(known), _flatten(new["fields"])
+        """Return differing field -> its old and new values."""
+        stored = {name: completed(value) if name == "manifest" else value for name, value in old["fields"].items()}
+        before, after = _flatten(stored), _flatten(new["fields"])
         return {
             field: f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
             for field in sorted(before.keys() | after.keys())
@@ -274,8 +286,7 @@ class RunDirectory:
 
 
 def existing_run(place: Place) -> RunDirectory:
-    """The run directory of a job that has begun, or was refused at its start. Raises InputError when there is none at
-    `place`."""
+    """Return the run directory of a job that has begun or was refused. Raises InputError if there is none."""
     run_dir = RunDirectory(place)
     if fault := run_dir.storage.fault():
         raise InputError(f"{run_dir.place} is {fault}; give the run_dir of a job's manifest")
@@ -291,7 +302,7 @@ def _amount(size: int) -> str:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Of all but `sha256`: a flipped bit is to look like damage, not like another job."""
+    """The digest of all but `sha256`: with it a flipped bit shows as damage, not as another job."""
     rest = {name: value for name, value in content.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 

@@ -1,6 +1,6 @@
-"""The dense checkpoint: sharded safetensors at a place, or fetched from the hub. Never written to.
+"""The dense checkpoint: sharded safetensors in a directory, in a bucket or on the hub. Read-only.
 
-Everything about names, shapes and sizes is checked on opening; tensors are read front to back, each file opened once.
+Opening checks all names, shapes and sizes. Tensors are read front to back, each file opened once.
 """
 
 from __future__ import annotations
@@ -35,19 +35,23 @@ __all__ = [
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MAX_FAULTS = 20
 MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
-CONTENT_FIELDS = ("size", "mtime_ns", "inode")  # of a stamp; a hard link of another job changes the ctime
+CONTENT_FIELDS = ("size", "mtime_ns", "inode")  # of a stamp, without the ctime, which a hard link changes
 
 FileStamp = dict[str, int | str]
 
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """A checked checkpoint. Holds no open file, so that it can be sent to workers on nodes that see its place.
+    """A checked checkpoint. It keeps no file open, so that it can be sent to workers on nodes that reach its storage.
 
-    `tensors`: every tensor by name; `files`: the safetensors files; `config`: the content of config.json;
-    `cache_bytes`: of the reading node's disk, for tensors that come from a bucket (`stores.node_cache`); `tags`: of
-    files in a bucket, the entity tags that they have to have; `opened`: stamps of files on a disk from before the
-    first of them was read.
+    Attributes:
+        config: the content of config.json.
+        tensors: every tensor by name.
+        files: the safetensors files.
+        indexed: the checkpoint has an index.
+        cache_bytes: size of the cache on the reading node's disk for tensors of a bucket (`stores.node_cache`).
+        tags: the required entity tags of files in a bucket.
+        opened: stamps of files on a disk, taken before the first was read.
     """
 
     storage: Storage
@@ -61,11 +65,11 @@ class SourceCheckpoint:
 
     @property
     def place(self) -> str:
-        """Where it is, as messages and `open_source` have it."""
+        """The address, for messages and `open_source`."""
         return self.storage.at()
 
     def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Checks that the tensors named are there with these shapes. Raises InputError with every fault (up to 20)."""
+        """Checks that these tensors exist with these shapes. Raises InputError with all faults (up to 20)."""
         faults = []
         for name, shape in shapes.items():
             record = self.tensors.get(name)
@@ -76,14 +80,14 @@ class SourceCheckpoint:
         raise_faults(f"{self.place}: config.json and weights do not fit together", faults)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors on the CPU, each in memory of its own, in the order asked; read by file and offset.
+        """Return the tensors on the CPU, each in its own memory, in the order of `names`; reads by file and offset.
 
         Raises:
             InputError: no such tensor.
-            StorageError: the file cannot be read, or is not what it was when it was opened.
+            StorageError: the file cannot be read, or changed after it was opened.
         """
-        wanted = list(names)
-        records = sorted(map(self._record, set(wanted)), key=lambda record: (record.file, record.begin))
+        names = list(names)
+        records = sorted(map(self._record, set(names)), key=lambda record: (record.file, record.begin))
         tensors: dict[str, torch.Tensor] = {}
         for file_name in sorted({record.file for record in records}):
             with self.storage.reader(file_name) as file:
@@ -91,28 +95,28 @@ class SourceCheckpoint:
                 if self.cache_bytes and file.tag:
                     file = NodeCache(self.cache_bytes).over(file, f"{self.storage.at(file_name)} {file.tag}")
                 tensors |= read_tensors(file, [record for record in records if record.file == file_name])
-        return {name: tensors[name] for name in wanted}
+        return {name: tensors[name] for name in names}
 
     def copy_bytes(self, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-        """A tensor's bytes as they are in the file, in pieces. Raises as `read` does."""
-        record, done_bytes = self._record(name), 0
+        """Yield a tensor's bytes as they are in the file, in pieces. Raises as `read` does."""
+        record, num_bytes = self._record(name), 0
         with self.storage.reader(record.file) as file:
             self._check_same(record.file, file)
             for piece in file.pieces(record.begin, record.end, piece_bytes):
-                done_bytes += len(piece)
+                num_bytes += len(piece)
                 yield piece
-        if done_bytes != record.num_bytes:
-            raise _short_read(record, done_bytes)
+        if num_bytes != record.num_bytes:
+            raise _short_read(record, num_bytes)
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same dtype, shape and bytes; reads both in pieces. Raises as `read` does."""
-        left, right = self._record(one), self._record(other)
-        if (left.dtype, left.shape) != (right.dtype, right.shape):
+        """True if two tensors have the same dtype, shape and bytes; reads both in pieces. Raises as `read` does."""
+        first, second = self._record(one), self._record(other)
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
         return all(a == b for a, b in zip(self.copy_bytes(one), self.copy_bytes(other), strict=True))
 
     def file_stamp(self, file: str) -> FileStamp:
-        """What tells without reading that a file of the checkpoint is as it was. Raises StorageError."""
+        """Return metadata of a file that changes when its bytes do, without reading them. Raises StorageError."""
         try:
             return dict(self.storage.stamp(file))
         except (FileNotFoundError, ValueError) as error:
@@ -120,32 +124,29 @@ class SourceCheckpoint:
                 f"reading {self.storage.at(file)}: {reason(error)}; restore it, then start again"
             ) from error
 
-    def file_digests(self, known: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
-        """Stamp and sha256 of config.json, the index and every safetensors file: of files on a disk size, mtime_ns,
-        ctime_ns and inode.
+    def file_digests(self, previous: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
+        """Return stamp and sha256 of config.json, the index and every safetensors file.
 
-        A file whose stamp equals that of its record in `known` is not read again.
-
-        Raises:
-            StorageError: a file cannot be read, or changes while it is.
+        The stamp of a file on a disk has size, mtime_ns, ctime_ns and inode. A file whose stamp equals that of its
+        `previous` record is not read again. Raises StorageError if a file cannot be read, or changes meanwhile.
         """
         names = [CONFIG_FILE, *([INDEX_FILE] if self.indexed else []), *self.files]
-        records = parallel_map(lambda name: self._digest(name, known.get(name)), names)
+        records = parallel_map(lambda name: self._digest(name, previous.get(name)), names)
         return dict(zip(names, records, strict=True))
 
-    def _digest(self, file_name: str, known: SourceFile | None) -> SourceFile:
+    def _digest(self, file_name: str, previous: SourceFile | None) -> SourceFile:
         stamp = self.file_stamp(file_name)
         before = self.opened.get(file_name, stamp)
         if any(before.get(field) != stamp.get(field) for field in CONTENT_FIELDS):
-            raise self._unsteady(file_name)
-        if known is not None and known.as_json() == {**stamp, "sha256": known.sha256}:
-            return known
+            raise self._changed(file_name)
+        if previous is not None and previous.as_json() == {**stamp, "sha256": previous.sha256}:
+            return previous
         sha256 = self.storage.sha256(file_name)
         if self.file_stamp(file_name) != stamp:
-            raise self._unsteady(file_name)
+            raise self._changed(file_name)
         return SourceFile.model_validate({**stamp, "sha256": sha256})
 
-    def _unsteady(self, file_name: str) -> StorageError:
+    def _changed(self, file_name: str) -> StorageError:
         path = self.storage.at(file_name)
         return StorageError(f"{path}: changed while it was read; let nothing write to the source, then start again")
 
@@ -161,7 +162,7 @@ class SourceCheckpoint:
                 f"{self.storage.at(file_name)}: changed after the job opened it (entity tag {file.tag}, was "
                 f"{expected_tag}); restore it, then run the same command again"
             )
-        # The header was checked to account for every byte: the end of the last tensor is the file's size.
+        # The header accounts for every byte: the end of the last tensor is the file's size.
         expected_bytes = max(record.end for record in self.tensors.values() if record.file == file_name)
         if actual_bytes < expected_bytes:
             raise StorageError(
@@ -173,13 +174,15 @@ class SourceCheckpoint:
 def open_source(source: str, revision: str | None = None, *, code: bool = False) -> SourceCheckpoint:
     """Opens a directory, a bucket or a hub id and checks config, index and every header.
 
-    Weights of a hub id are fetched where, and when, they are read.
+    The weights of a hub model are fetched on the node that reads them, when it does.
 
     Args:
-        code: whether Python that lies beside a hub model is fetched, too.
+        source: a directory, an address or a hub id.
+        revision: of a hub id.
+        code: also fetch the Python files of a hub model.
 
     Raises:
-        InputError: everything that is wrong, at once (up to 20 faults).
+        InputError: all faults at once (up to 20).
         StorageError: a file cannot be read.
     """
     try:
@@ -189,7 +192,7 @@ def open_source(source: str, revision: str | None = None, *, code: bool = False)
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether it names a model on the hub, not a directory. Raises InputError when it can be neither."""
+    """True for a hub id, False for a directory or bucket. Raises InputError if it can be neither."""
     return _locate(source) is None
 
 
@@ -198,7 +201,7 @@ def _open(storage: Storage) -> SourceCheckpoint:
     opened = _stamps(storage, names)
     faults: list[str] = []
     config = _read_object(storage, CONFIG_FILE, faults)
-    indexed = SINGLE_FILE not in names  # transformers, too, takes the single file where both are there
+    indexed = SINGLE_FILE not in names  # as transformers, which prefers the single file to the index
     names_of = _indexed_names(storage, names, faults) if indexed else {SINGLE_FILE: None}
     tensors = _tensors(storage, {file: names_of[file] for file in names_of if file in names}, faults)
     missing = "missing, though the index names it; fetch the model anew"
@@ -208,24 +211,24 @@ def _open(storage: Storage) -> SourceCheckpoint:
 
 
 def _stamps(storage: Storage, names: Set[str]) -> dict[str, FileStamp]:
-    """Of the files of a checkpoint on a disk; in a bucket, each would cost a request."""
+    """Return the stamps of a checkpoint's files on a disk; none in a bucket, where each would cost a request."""
     stamps: dict[str, FileStamp] = {}
     for name in names if storage.folder is not None else ():
         if name in (CONFIG_FILE, INDEX_FILE) or name.endswith(".safetensors"):
-            with suppress(OSError, ValueError):  # reading it will say why
+            with suppress(OSError, ValueError):  # reading the file raises the error
                 stamps[name] = dict(storage.stamp(name))
     return stamps
 
 
 def raise_faults(what: str, faults: Sequence[str]) -> None:
-    """Raises one InputError that lists all the faults (the first 20 of them); returns when there are none."""
+    """Raises an InputError that lists the first 20 faults, if there are any."""
     if faults:
         more = [f"... and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
         raise InputError("\n  ".join([f"{what}:", *faults[:MAX_FAULTS], *more]))
 
 
 def _locate(source: str) -> Storage | None:
-    """The directory or bucket; None for a hub id."""
+    """Return the directory or bucket; None for a hub id."""
     if is_address(source):
         storage = open_storage(source)
         if fault := storage.fault():
@@ -262,22 +265,22 @@ def _read_object(storage: Storage, name: str, faults: list[str]) -> dict[str, An
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON as the standard has it. Raises ValueError on NaN, infinity and a key that occurs twice."""
+    """Parse strict JSON. Raises ValueError on NaN, infinity and duplicate keys."""
 
-    def number(text: str) -> float:
+    def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
             raise ValueError(f"{text} is no number of JSON")
         return value
 
-    return json.loads(data, object_pairs_hook=without_duplicates, parse_float=number, parse_constant=number)
+    return json.loads(data, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite)
 
 
-def _indexed_names(storage: Storage, there: frozenset[str], faults: list[str]) -> dict[str, list[str] | None]:
-    """The tensor names by file, as the index has them; files ascending."""
+def _indexed_names(storage: Storage, present: frozenset[str], faults: list[str]) -> dict[str, list[str] | None]:
+    """Return file -> its tensors' names in the index; files ascending."""
     path = storage.at(INDEX_FILE)
-    if INDEX_FILE not in there:
-        faults.append(_why_no_weights(storage.at(), there))
+    if INDEX_FILE not in present:
+        faults.append(_why_no_weights(storage.at(), present))
         return {}
     before = len(faults)
     weight_map = _read_object(storage, INDEX_FILE, faults).get("weight_map")
@@ -301,8 +304,8 @@ def _is_plain_file_name(file: str) -> bool:
     return file.endswith(".safetensors") and file == os.path.basename(file) and "\\" not in file and "\0" not in file
 
 
-def _why_no_weights(place: str, there: frozenset[str]) -> str:
-    pickles = sorted(name for name in there if name.endswith(PICKLE_SUFFIXES))
+def _why_no_weights(place: str, present: frozenset[str]) -> str:
+    pickles = sorted(name for name in present if name.endswith(PICKLE_SUFFIXES))
     if pickles:
         return (
             f"{place}: only pickled weights ({', '.join(pickles[:3])}): refused, because "
@@ -313,7 +316,7 @@ def _why_no_weights(place: str, there: frozenset[str]) -> str:
 
 
 def _tensors(storage: Storage, names_of: Mapping[str, list[str] | None], faults: list[str]) -> dict[str, TensorRecord]:
-    """The records of the tensors of these files: of those named, or of all."""
+    """Return the records of the named tensors of each file; None: all of them."""
     tensors: dict[str, TensorRecord] = {}
     holders: dict[str, str] = {}
     for file, names in names_of.items():
@@ -322,14 +325,12 @@ def _tensors(storage: Storage, names_of: Mapping[str, list[str] | None], faults:
         except InputError as error:
             faults.append(str(error))
             continue
-        # transformers takes the last of them, whatever the index says.
+        # transformers loads the last of them, whatever the index says.
         faults += [_held_twice(storage, name, holders[name], file) for name in records if name in holders]
         holders |= dict.fromkeys(records, file)
-        path, wanted = storage.at(file), list(records) if names is None else names
-        faults += [
-            f"{path}: tensor {name!r} is in the index, not in the file" for name in wanted if name not in records
-        ]
-        tensors |= {name: records[name] for name in wanted if name in records}
+        path, names = storage.at(file), list(records) if names is None else names
+        faults += [f"{path}: tensor {name!r} is in the index, not in the file" for name in names if name not in records]
+        tensors |= {name: records[name] for name in names if name in records}
     return tensors
 
 
@@ -341,21 +342,20 @@ def _held_twice(storage: Storage, name: str, first: str, second: str) -> str:
 
 
 def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[str, torch.Tensor]:
-    """Tensors of one file, of the shapes and dtypes that its header says, each in memory of its own; their records
-    ascending. Raises StorageError when the file has become shorter."""
-    # torch's allocator aligns to 64 bytes; a file's offsets need not be aligned, so that mapping it would not do.
+    """Return tensors of one file, each in its own memory; `records` ascend. Raises StorageError on a short file."""
+    # The file is not mapped: its offsets need not be aligned, while torch's allocator aligns to 64 bytes.
     buffers = [torch.empty(record.num_bytes, dtype=torch.uint8) for record in records]
     spans = [(record.begin, buffer.numpy().data) for record, buffer in zip(records, buffers, strict=True)]
     tensors: dict[str, torch.Tensor] = {}
-    for record, buffer, done_bytes in zip(records, buffers, file.read_spans(spans), strict=True):
-        if done_bytes < record.num_bytes:
-            raise _short_read(record, done_bytes)
+    for record, buffer, num_bytes in zip(records, buffers, file.read_spans(spans), strict=True):
+        if num_bytes < record.num_bytes:
+            raise _short_read(record, num_bytes)
         tensors[record.name] = buffer.view(record.torch_dtype).reshape(record.shape)
     return tensors
 
 
-def _short_read(record: TensorRecord, done_bytes: int) -> StorageError:
+def _short_read(record: TensorRecord, num_bytes: int) -> StorageError:
     return StorageError(
-        f"{record.file}: tensor {record.name!r} ends after {done_bytes} of {record.num_bytes} bytes: the file was "
+        f"{record.file}: tensor {record.name!r} ends after {num_bytes} of {record.num_bytes} bytes: the file was "
         "truncated after the job opened it; restore it, then run the same command again"
     )

@@ -1,9 +1,10 @@
-"""Notices that a file of the source changed while a job reads it: a checkpoint is made of one source."""
+"""Detects changes of the source's files while a job reads them: a checkpoint must come from one source."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from manifests.errors import StorageError, reason
 from manifests.records import SourceFile
@@ -15,35 +16,34 @@ Stamp = Mapping[str, int | str]
 class SourceWatch:
     """The files of a source as they were when the job began.
 
-    `check` compares stamps, and reads a file again only where its stamp differs: a hard link or a backup changes
-    times, not bytes. Files that are on no disk are left to `check_all`: asking a bucket costs a request a file, and
-    what reads there compares entity tags (`SourceCheckpoint.tags`).
+    `check` compares stamps and reads a file again only if its stamp differs: a hard link or a backup changes times, not
+    bytes. It skips files in buckets, where each stamp costs a request and each read compares entity tags
+    (`SourceCheckpoint.tags`); `check_all` includes them.
     """
 
     def __init__(self, storage: Storage, files: Mapping[str, SourceFile], companions: Iterable[str]) -> None:
-        """`files`: as `file_digests` describes them; `companions`: names of small files that are copied as they are.
-
-        Raises StorageError where a companion cannot be read.
-        """
+        """`files`: from `file_digests`; `companions`: names of the small files to copy. Raises StorageError."""
         self.storage = storage
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[Stamp, str]] = {}
-        for name, found in files.items():
-            content = found.as_json()
-            self._known[name] = ({key: value for key, value in content.items() if key != "sha256"}, found.sha256)
+        self._original: dict[str, tuple[Stamp, str]] = {}
+        for name, file in files.items():
+            self._original[name] = (
+                {key: value for key, value in file.as_json().items() if key != "sha256"},
+                file.sha256,
+            )
         for name in companions:
-            if name not in self._known:
-                self._known[name] = (self._stamp(name), self._sha256(name))
+            if name not in self._original:
+                self._original[name] = (self._stamp(name), self._sha256(name))
 
     def check(self) -> None:
-        """Raises StorageError, naming the file, where one on a disk is no longer as it was."""
+        """Raises StorageError, naming the file, if a file on a disk has changed."""
         if self.storage.folder is not None:
             self.check_all()
 
     def check_all(self) -> None:
-        """The same of files in buckets, too."""
+        """As `check`, also for files in buckets."""
         with self._lock:
-            for name, (stamp, sha256) in self._known.items():
+            for name, (stamp, sha256) in self._original.items():
                 now = self._stamp(name)
                 if now == stamp:
                     continue
@@ -53,22 +53,22 @@ class SourceWatch:
                         "the file, then run the same command again; or let nothing write there, and begin anew with "
                         "--fresh"
                     )
-                self._known[name] = (now, sha256)
+                self._original[name] = (now, sha256)
 
     def _stamp(self, name: str) -> Stamp:
-        try:
+        with self._readable(name):
             return dict(self.storage.stamp(name))
-        except (FileNotFoundError, ValueError) as error:
-            raise self._unreadable(name, error) from error
 
     def _sha256(self, name: str) -> str:
-        try:
+        with self._readable(name):
             return self.storage.sha256(name)
-        except (FileNotFoundError, ValueError) as error:
-            raise self._unreadable(name, error) from error
 
-    def _unreadable(self, name: str, error: Exception) -> StorageError:
-        return StorageError(
-            f"{self.storage.at(name)}: cannot be read any more ({reason(error)}); restore the file, then run the same "
-            "command again"
-        )
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, ValueError) as error:
+            raise StorageError(
+                f"{self.storage.at(name)}: cannot be read any more ({reason(error)}); restore the file, then run the "
+                "same command again"
+            ) from error

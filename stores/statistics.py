@@ -1,7 +1,7 @@
 """Sums of calibration statistics, one array each: `layer-00003/<name>/<generation>`.
 
-A float64 moment that equals its transpose bit for bit is stored by its upper tiles only
-(-44 % at 8192; docs/formats.md#arrays).
+Of a float64 moment that equals its transpose bit for bit, only the upper tiles are stored (44 % fewer bytes at 8192;
+docs/formats.md#arrays).
 
 Shape suffixes: G groups (KV heads, or 1), F features.
 """
@@ -18,53 +18,49 @@ from stores.storage import Place
 from stores.threads import parallel_imap, parallel_map
 
 TILE = 1024
-STRIP = 64  # rows that are mirrored at a time: several times as fast on a CPU as more
+STRIP = 64  # rows mirrored at a time: on a CPU several times as fast as more
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-class StatisticsStore:
-    """The arrays of one place (statistics.zarr). What is written counts once its record is in the ledger."""
+class StatisticsStore(ArrayStore):
+    """The arrays of statistics.zarr. An array counts once its record is in the ledger."""
 
     def __init__(self, place: Place, tile: int = TILE, threads: int = 1) -> None:
-        """`threads`: so many rows of tiles are read or written at a time."""
-        self._arrays = ArrayStore(place)
+        """`threads`: the number of rows of tiles read or written at a time."""
+        super().__init__(place)
         self._tile = tile
         self._threads = threads
 
     def write(self, layer: int, name: str, moment: torch.Tensor, symmetric: bool = False) -> ArrayRecord:
-        """Stores a statistic durably under a fresh generation: read back, it is the same bit for bit.
+        """Stores a statistic durably under a new generation; `read` returns the same bits.
 
-        `moment`: (G, F, F) float64 sums, or anything else (stored plainly). `symmetric`: that it equals its transpose
-        bit for bit is known, and not looked for. Returns the record for the ledger entry.
-        Holds one row of tiles besides the moment. Raises StorageError.
+        `moment`: (G, F, F) float64 sums, or any other tensor, stored plainly. `symmetric`: the moment is known to equal
+        its transpose bit for bit, so that this is not tested. Needs memory for one row of tiles besides the moment.
+        Returns the record for the ledger entry. Raises StorageError.
         """
         in_tiles = self._has_tiles(moment)
         symmetric = in_tiles and (symmetric or self._is_symmetric(moment))
         chunks = chunk_shape(moment.shape, self._tile)
         prefix = f"layer-{layer:05d}/{name}"
-        with self._arrays.create(prefix, moment.shape, moment.dtype, chunks, upper_tiles=symmetric) as writer:
+        with self.create(prefix, moment.shape, moment.dtype, chunks, upper_tiles=symmetric) as writer:
             if symmetric:
                 self._write_upper_(writer, moment)
             else:
-                _write_plain_(writer, moment, chunks)
+                _write_plain_(writer, moment)
             return writer.commit()
 
     def write_rows(
         self, layer: int, name: str, groups: int, width: int, rows: Callable[[int, int], torch.Tensor]
     ) -> ArrayRecord:
-        """As `write` of a symmetric moment (G, F, F) float64 that nobody need hold whole.
+        """As `write` for a symmetric (G, F, F) float64 moment that need not fit into memory.
 
-        `rows(start, stop)`: its rows from their first column on the diagonal, (G, stop - start, F - start); of each
-        thread, one row of tiles at a time.
+        `rows(start, stop)` returns its rows from column `start` on, (G, stop - start, F - start). Each thread asks for
+        one row of tiles at a time.
         """
         if width <= self._tile:
             return self.write(layer, name, rows(0, width), symmetric=True)
         shape = (groups, width, width)
         prefix, chunks = f"layer-{layer:05d}/{name}", chunk_shape(shape, self._tile)
-        with self._arrays.create(prefix, shape, torch.float64, chunks, upper_tiles=True) as writer:
+        with self.create(prefix, shape, torch.float64, chunks, upper_tiles=True) as writer:
 
             def write(place: tuple[int, int]) -> None:
                 start, stop = place
@@ -76,35 +72,29 @@ class StatisticsStore:
             parallel_map(write, self._tile_rows(width), self._threads)
             return writer.commit()
 
-    def read(self, record: ArrayRecord, brought: Callable[[torch.Tensor], torch.Tensor] = _itself) -> torch.Tensor:
-        """The whole statistic in the dtype it was written in (float64 for moments), both triangles.
+    def read(
+        self, record: ArrayRecord, transfer: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    ) -> torch.Tensor:
+        """Return the whole statistic in its stored dtype (float64 for moments), both triangles.
 
-        `brought` takes a tensor to where the statistic is to be: of what is stored by its upper tiles a row of these.
+        `transfer` moves a tensor to the device of the result; symmetric moments are moved by rows of tiles.
 
         Raises:
-            CorruptError: missing, damaged or other chunks; names the path. To be computed again.
+            CorruptError: missing, damaged or other chunks; names the path. Compute the statistic again.
             StorageError: it cannot be read.
         """
-        reader = self._arrays.open(record)
+        reader = self.open(record)
         if not reader.symmetric:
-            return brought(reader.read(tuple(slice(size) for size in reader.shape)))
-        return self._read_upper(reader, brought)
-
-    def drop(self, *records: ArrayRecord) -> None:
-        """Removes some; retract or replace their ledger entries first. Raises StorageError."""
-        self._arrays.drop(*records)
-
-    def sweep(self, live: Iterable[ArrayRecord]) -> int:
-        """Removes what no record in `live` names; only while nobody writes. Returns how many generations."""
-        return self._arrays.sweep(live)
+            return transfer(reader.select(tuple(map(slice, reader.shape))))
+        return self._read_upper(reader, transfer)
 
     def _has_tiles(self, moment: torch.Tensor) -> bool:
-        """Whether it may be a symmetric moment of more than one tile per group, which alone has something to save."""
+        """True for square float64 moments of more than one tile per group: only they have tiles to leave out."""
         square = moment.ndim == 3 and moment.shape[1] == moment.shape[2]
         return moment.dtype == torch.float64 and square and moment.shape[1] > self._tile
 
     def _is_symmetric(self, moment: torch.Tensor) -> bool:
-        """Whether storing the upper tiles loses nothing: compared as bits, tile by tile, so that NaN and -0 count."""
+        """True if the moment equals its transpose, compared as bits, so that NaN and -0 count."""
         bits_GFF = moment.detach().view(torch.int64)
         for bits_FF in bits_GFF:
             for start, stop in self._tile_rows(moment.shape[1]):
@@ -117,14 +107,14 @@ class StatisticsStore:
             selection = (slice(group, group + 1), slice(start, stop), slice(start, moment_GFF.shape[2]))
             writer.write_(selection, moment_GFF[selection])
 
-    def _read_upper(self, reader: ArrayReader, brought: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _read_upper(self, reader: ArrayReader, transfer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         def read(place: tuple[int, int, int]) -> torch.Tensor:
             group, start, stop = place
-            return reader.read((slice(group, group + 1), slice(start, stop), slice(start, reader.shape[2])))[0]
+            return reader.select((slice(group, group + 1), slice(start, stop), slice(start, reader.shape[2])))[0]
 
         places, moment_GFF = self._upper_rows(reader.shape), None
         for (group, start, stop), row in zip(places, parallel_imap(read, places, self._threads), strict=True):
-            row_nc = brought(row)
+            row_nc = transfer(row)
             if moment_GFF is None:
                 moment_GFF = row_nc.new_empty(reader.shape)
             moment_GFF[group, start:stop, start:] = row_nc
@@ -135,19 +125,17 @@ class StatisticsStore:
         return moment_GFF
 
     def _upper_rows(self, shape: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Group, first row and the one behind the last, of each row of tiles."""
+        """Return (group, start, stop) of each row of tiles."""
         return [(group, *rows) for group in range(shape[0]) for rows in self._tile_rows(shape[1])]
 
     def _tile_rows(self, num_features: int) -> Iterable[tuple[int, int]]:
         return ((start, min(start + self._tile, num_features)) for start in range(0, num_features, self._tile))
 
 
-def _write_plain_(writer: ArrayWriter, values: torch.Tensor, chunks: tuple[int, ...]) -> None:
-    """Writes slab by slab along the first axis, so that a tensor on a device is never copied whole."""
-    rest = tuple(slice(size) for size in values.shape[1:])
+def _write_plain_(writer: ArrayWriter, values: torch.Tensor) -> None:
+    """Writes chunk by chunk along the first axis, so that a tensor on a device is never copied whole."""
     if not values.shape:
         writer.write_((), values)
         return
-    for start in range(0, values.shape[0], chunks[0]):
-        stop = min(start + chunks[0], values.shape[0])
-        writer.write_((slice(start, stop), *rest), values[start:stop])
+    for piece in values.split(writer.chunks[0]):
+        writer.append(piece)

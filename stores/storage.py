@@ -1,7 +1,7 @@
-"""Opens the places that stores keep their bytes in, by their address: a directory, or a bucket.
+"""Opens storages by their address: a directory, a bucket, or a model on the hub.
 
-`stores/backend.py` says what a place can do; `stores/disk.py` is its files, `stores/memory.py` serves tests. Another
-kind of place is one more file like these, and a line in `open_storage`.
+`stores/backend.py` defines the protocol, `stores/disk.py` implements it on files, `stores/memory.py` for tests. A new
+kind of storage is one more such file and a line in `open_storage`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,17 @@ SCHEME_END = "://"
 
 
 def is_address(place: str) -> bool:
-    """Whether it names a place by scheme, as `s3://bucket/folder` does, and is no path."""
+    """True for an address with a scheme, such as `s3://bucket/folder`; False for a path."""
     return SCHEME_END in place
 
 
 def open_storage(place: Place) -> Storage:
-    """The storage at a directory; a storage is itself.
-
-    Raises InputError: an address of a kind of place that is not known.
-    """
+    """Return the storage at an address; a storage is returned as it is. Raises InputError on an unknown scheme."""
     if isinstance(place, Storage):
         return place
     address = os.fspath(place)
     if address.startswith("s3://"):
-        from stores.bucket import Bucket  # takes longer than all else that `status` needs
+        from stores.bucket import Bucket  # imported late: slower than everything else `status` needs
 
         return Bucket(address)
     if address.startswith("hub://"):
@@ -52,21 +49,21 @@ def open_storage(place: Place) -> Storage:
 
 
 def open_file(file: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The place that a file is in, and its name there. Raises InputError as `open_storage` does."""
+    """Return the storage that holds a file, and its name there. Raises InputError as `open_storage` does."""
     folder, name = os.path.split(os.fspath(file))
     return open_storage(folder), name
 
 
 def contains(outer: str, inner: str) -> bool:
-    """Whether an address is another's, or of a folder that it is in."""
+    """True if two addresses are equal, or `inner` lies below `outer`."""
     return f"{inner}/".startswith(f"{outer.rstrip('/')}/")
 
 
 @contextmanager
 def on_this_machine(place: Place, choose: Callable[[Storage], Iterable[str]]) -> Iterator[str]:
-    """A folder of this machine with the names that `choose` gives: itself, or a copy that goes with the block.
+    """Yield a directory of this machine with the names that `choose` returns, for libraries that read files only.
 
-    For libraries that read files only. Raises StorageError.
+    A disk yields its own directory, other storages a temporary copy. Raises StorageError.
     """
     storage = open_storage(place)
     if storage.folder is not None:

@@ -1,4 +1,4 @@
-"""The same done of several things at a time, by threads: for what leaves Python's lock, as files and digests do."""
+"""Maps over threads, for work that releases Python's lock, such as reading files and hashing."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-THREADS = min(16, os.cpu_count() or 1)  # of what nobody says otherwise of
+THREADS = min(16, os.cpu_count() or 1)  # by default
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def parallel_map(take: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """`take` of each, in their order. Raises what the first that fails raises; what is not begun by then never is. One
-    thread is the caller's own."""
+def parallel_map(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
+    """Return `function` of each item, in order. One thread is the caller's own.
+
+    Raises the exception of the first item that fails; items not begun by then are skipped.
+    """
     if threads == 1:
-        return list(map(take, items))
-    with ThreadPoolExecutor(threads, thread_name_prefix="side-by-side") as pool:
-        return list(pool.map(take, items))
+        return list(map(function, items))
+    with ThreadPoolExecutor(threads, thread_name_prefix="parallel-map") as pool:
+        return list(pool.map(function, items))
 
 
-def parallel_imap(take: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
-    """The same, as they are asked for: as many are begun or wait as there are threads."""
+def parallel_imap(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
+    """As `parallel_map`, but lazily: at most `threads` results are pending or waiting to be consumed."""
     if threads == 1:
-        yield from map(take, items)
+        yield from map(function, items)
         return
-    begun: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="side-by-side") as pool:
+    pending: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="parallel-map") as pool:
         try:
             for item in items:
-                if len(begun) == threads:
-                    yield begun.popleft().result()
-                begun.append(pool.submit(take, item))
-            while begun:
-                yield begun.popleft().result()
+                if len(pending) == threads:
+                    yield pending.popleft().result()
+                pending.append(pool.submit(function, item))
+            while pending:
+                yield pending.popleft().result()
         finally:
-            for left in begun:
-                left.cancel()
+            for future in pending:
+                future.cancel()

@@ -1,4 +1,4 @@
-"""A Zarr store on a storage: what Zarr reads and writes goes through the one protocol."""
+"""Zarr's store interface on top of a storage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from stores.storage import Storage
 
 
 class ZarrStore(Store):
-    """Keys are the names of `storage`. What is set is durable after `storage.sync` only.
+    """Keys are the names of `storage`. A key that was set is durable only after `storage.sync`.
 
-    An error of the storage comes through as it is; a key that is not there is None, as Zarr has it.
+    Errors of the storage pass unchanged; a missing key is None, as Zarr expects.
     """
 
     supports_writes = True
@@ -48,11 +48,7 @@ class ZarrStore(Store):
         return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
 
     async def exists(self, key: str) -> bool:
-        try:
-            await asyncio.to_thread(self.storage.size, key)
-        except (FileNotFoundError, ValueError):
-            return False
-        return True
+        return await asyncio.to_thread(self.storage.has, key)
 
     async def set(self, key: str, value: Buffer) -> None:
         self._check_writable()
@@ -72,9 +68,7 @@ class ZarrStore(Store):
                 yield name
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        start = f"{prefix.rstrip('/')}/" if prefix else ""
-        inside = [name.removeprefix(start) async for name in self.list_prefix(start)]
-        for name in sorted({name.partition("/")[0] for name in inside}):
+        for name in await asyncio.to_thread(self.storage.children, prefix.rstrip("/")):
             yield name
 
 

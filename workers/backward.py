@@ -22,7 +22,8 @@ from pipeline.kernels.gradients import draw_labels
 from pipeline.methods.method import Moment
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.units import Backward
-from stores.activations import ActivationReader, ActivationStore
+from stores.activations import ActivationStore
+from stores.arrays import ArrayReader
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
 from workers.differentiable import DifferentiableBlock, residual_dtype
@@ -120,7 +121,7 @@ class BackwardPass:
                 gradient_SD = _pull_back(block, hidden_SD, partial(gradient_of, sample), unit.moments, take)
             yield gradient_SD
 
-    def _opened(self, unit: Backward, layer: int) -> ActivationReader:
+    def _opened(self, unit: Backward, layer: int) -> ArrayReader:
         return self.activations.open(unit.inputs[layer - unit.layer])
 
     def _writer(self, shard_key: tuple[str, int, int], shape: tuple[int, ...], store: bool) -> HiddenWriter:

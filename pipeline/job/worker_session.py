@@ -42,7 +42,6 @@ from stores.activations import ActivationStore
 from stores.background import Background
 from stores.ledger import Ledger
 from stores.run_directory import RunDirectory
-from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.config import WorkerConfig
@@ -113,7 +112,7 @@ class StoreCleaner:
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
         """Drops all staged layers but these."""
-        sweep_staged(self.run_dir.storage, records)
+        self.run_dir.sweep_staged(records)
 
 
 class JobWorkers:
@@ -344,7 +343,7 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
 def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
-    sweep_staged(job.run_dir.storage, staged_layers(job.ledger))
+    job.run_dir.sweep_staged(staged_layers(job.ledger))
     sweep_scratch(job.run_dir.storage)
 
 

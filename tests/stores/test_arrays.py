@@ -335,7 +335,7 @@ class TestActivations(Conformance):
             for stop in range(start + 1, 6):
                 assert torch.equal(reader.read(start, stop), hidden[start:stop])
         for start, stop in ((-1, 2), (2, 2), (4, 6)):
-            with pytest.raises(ValueError, match="samples"):
+            with pytest.raises(ValueError, match="rows"):
                 reader.read(start, stop)
 
     def test_a_slice_does_not_touch_other_chunks(self, tmp_path: Path) -> None:
@@ -361,10 +361,10 @@ class TestActivations(Conformance):
                 writer.append(self.value(0)[:, :5])
             with pytest.raises(ValueError, match="float32 values"):
                 writer.append(self.value(0).float())
-            with pytest.raises(ValueError, match="0 of 5 samples"):
+            with pytest.raises(ValueError, match="3 of 3 chunks"):
                 writer.commit()
             writer.append(self.value(0)[:3])
-            with pytest.raises(ValueError, match="inside a micro-batch"):
+            with pytest.raises(ValueError, match="inside a chunk"):
                 writer.append(self.value(0)[3:])
 
     def test_an_uncommitted_shard_is_removed(self, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from manifests.errors import CorruptError, InputError, NumericsError, StorageErr
 from manifests.records import ShardRecord, StagedRecord
 from stores import checkpoint
 from stores.checkpoint import copy_shard, verify_shard, write_index, write_shard
-from stores.disk import link_or_copy
+from stores.disk import Disk
 from stores.durable import sweep_partials
 from stores.source import INDEX_FILE, SourceCheckpoint, open_source
 
@@ -159,8 +159,8 @@ def test_link_and_link_again(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"data")
     (tmp_path / "symlink").symlink_to(tmp_path / "real")  # a hub's snapshot
     (tmp_path / "target").write_bytes(b"old")
-    assert link_or_copy(tmp_path / "symlink", tmp_path / "target")
-    assert link_or_copy(tmp_path / "symlink", tmp_path / "target")
+    Disk(tmp_path).link_or_copy("target", Disk(tmp_path), "symlink")
+    Disk(tmp_path).link_or_copy("target", Disk(tmp_path), "symlink")
     assert (tmp_path / "target").samefile(tmp_path / "real")
     assert not (tmp_path / "target").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["real", "symlink", "target"]
@@ -173,14 +173,14 @@ def test_copy_where_links_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "link", refuse)
     (tmp_path / "a").write_bytes(b"data")
-    assert not link_or_copy(tmp_path / "a", tmp_path / "b")
+    Disk(tmp_path).link_or_copy("b", Disk(tmp_path), "a")
     assert (tmp_path / "b").read_bytes() == b"data"
     assert not (tmp_path / "a").samefile(tmp_path / "b")
 
 
 def test_link_to_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file"):
-        link_or_copy(tmp_path / "a", tmp_path / "b")
+        Disk(tmp_path).link_or_copy("b", Disk(tmp_path), "a")
 
 
 def test_full_disk_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_killed_anywhere_files_are_whole(killed_anywhere: KilledAnywhere, source
     def act(directory: Path) -> None:
         write_shard(directory, "a", tensors(0))
         copy_shard(directory, "b", source, ["view"])
-        link_or_copy(Path(source.place) / "model.safetensors", directory / "c")
+        Disk(directory).link_or_copy("c", source.storage, "model.safetensors")
         write_index(directory, {"view": "b"}, 1, 1)
 
     def check(directory: Path) -> None:

@@ -7,7 +7,8 @@ import torch
 
 from manifests.errors import CorruptError
 from stores.durable import partial_path
-from stores.staging import STAGED, read_staged, sweep_staged, write_staged
+from stores.run_directory import STAGED, RunDirectory
+from stores.staging import read_staged, write_staged
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_strays_are_swept(tmp_path: Path) -> None:
     partial_path(tmp_path / STAGED / "layer-00002.x.safetensors").write_bytes(b"x")
     theirs = tmp_path / STAGED / "notes.txt"  # such as where `staged` is a link to another folder
     theirs.write_text("x")
-    assert sweep_staged(tmp_path, [kept]) == 2
+    assert RunDirectory(tmp_path).sweep_staged([kept]) == 2
     assert theirs.exists()
     assert (tmp_path / kept.path).exists()
     assert not (tmp_path / stray.path).exists()

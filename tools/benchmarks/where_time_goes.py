@@ -39,8 +39,8 @@ from manifests.loading import parse_manifest
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.kernels.exact_sums import MomentSum
 from pipeline.reporting.summary import compute_share
-from stores.activations import ActivationReader, ActivationStore, ActivationWriter
-from stores.arrays import ArrayStore
+from stores.activations import ActivationStore
+from stores.arrays import ArrayReader, ArrayStore, ArrayWriter
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.source import SourceCheckpoint
@@ -65,10 +65,10 @@ PARTS: tuple[tuple[object, str, str], ...] = (  # owner, attribute, kind of work
     (workers.worker, "cosine_sums", "cosines"),
     (StatisticsStore, "write", "storing statistics"),
     (StatisticsStore, "read", "reading statistics"),
-    (ActivationWriter, "append", "storing hidden states"),
-    (ActivationWriter, "commit", "storing hidden states"),
+    (ArrayWriter, "append", "storing hidden states"),
+    (ArrayWriter, "commit", "making arrays durable"),
     (ActivationStore, "writer", "storing hidden states"),
-    (ActivationReader, "read", "reading hidden states, tokens"),
+    (ArrayReader, "read", "reading hidden states, tokens"),
     (workers.worker, "write_staged", "writing layers"),
     (Worker, "_reduce", "reducing"),
     (LocalTransfer, "put", "exchanging"),
