@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import os
 import socket
@@ -11,9 +12,15 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+
+from stores.bucket import Bucket
+from stores.disk import Disk
+from stores.storage import Storage
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-nobody", "AWS_REGION": "us-east-1"}
 PATIENCE_S = 120.0
+NAME_PLACES = ("compression.json", "README.md", ".lamina.lock")  # of OUTPUT: they name the model's place
 
 
 def free_port() -> int:
@@ -53,6 +60,31 @@ def make_bucket(url: str) -> str:
     assert connection.getresponse().status == 200
     connection.close()
     return bucket
+
+
+def put_inputs(address: str, model: Path, *texts: Path) -> None:
+    """Copies a model to `model` in a bucket, and texts beside it."""
+    bucket = Bucket(address)
+    for name in Disk(model).files():
+        bucket.below("model").copy(name, Disk(model), name)
+    for text in texts:
+        bucket.copy(text.name, Disk(text.parent), text.name)
+
+
+def job_places(address: str) -> dict[str, object]:
+    """Changes of a job whose files all lie in a bucket."""
+    return {
+        "model.source": f"{address}/model",
+        "calibration.text.files": [f"{address}/text.txt"],
+        "output": f"{address}/output",
+        "run_dir": f"{address}/run",
+    }
+
+
+def digests(storage: Storage) -> dict[str, str]:
+    """Digests of all files of OUTPUT that do not name a place."""
+    names = (name for name in storage.files() if name not in NAME_PLACES)
+    return {name: hashlib.sha256(storage.read(name)).hexdigest() for name in names}
 
 
 def _answers(port: int) -> bool:

@@ -80,20 +80,27 @@ def make_model(
 ) -> Path:
     """Saves a random model of `family` with a tokenizer in several shards; returns `directory`.
 
-    Weights are large enough for peaked logits, norms are not 1 and biases not 0, so that nothing is right by chance.
     `overrides` go to the config (`tie_word_embeddings=True`, `num_hidden_layers=5`, ...).
     """
     directory = Path(directory)
     config = make_config(family, **overrides)
-    model: Any = FAMILIES[family][1](config)
+    model: Any = randomise_(FAMILIES[family][1](config), seed)
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    make_tokenizer(config.vocab_size).save_pretrained(directory)
+    return directory
+
+
+def randomise_(model: Any, seed: int) -> Any:
+    """Draws a model's parameters, in float32.
+
+    Weights are large enough for peaked logits, norms are not 1 and biases not 0, so that nothing is right by chance.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
         parameter.data = 1 + 0.2 * noise if is_scale else 0.15 * noise
-    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
-    make_tokenizer(config.vocab_size).save_pretrained(directory)
-    return directory
+    return model
 
 
 def make_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:

@@ -33,7 +33,7 @@ from stores.storage import Storage
 from workers.comparing import compare_models, deviation
 from workers.layers import cpu_reader
 
-SKETCH_BOUND = 1e-3  # healthy ones repeat bit for bit on one machine; see tools/benchmarks/verify_bounds.py
+SKETCH_BOUND = 1e-3  # healthy ones repeat bit for bit on one machine
 EXACT_BOUND = 1e-3  # relative error of the logits when no group cut anything off; float32 reaches 1e-5
 ROUNDINGS = 4  # the same in units of the checkpoint's precision, where that is more: the factors are rounded to it
 LOSSY_BOUND = 1.0  # the error of a layer that is left out, and of answering with the mean logits everywhere

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from manifests.loading import load_manifest
 from pipeline.console.paths import settle_places
 from stores.bucket import Bucket
 from stores.disk import Disk
-from stores.storage import Storage, matching
+from stores.storage import matching
 from tests import buckets
 from tests.end_to_end.children import Child
 from tests.end_to_end.jobs import Job, command
@@ -24,31 +23,13 @@ from tests.faults import Proxy
 
 MakeJob = Callable[..., Job]
 WRITES_IN_A_LIFE = 59
-SAYS_WHERE = ("compression.json", "README.md", ".lamina.lock")  # they name the model's place
 
 
 @pytest.fixture
 def address(s3_bucket: str, llama: Path, text: Path, scored: Path) -> str:
     """A bucket that holds the model under `model`, and the texts."""
-    bucket = Bucket(s3_bucket)
-    for name in Disk(llama).files():
-        bucket.below("model").copy(name, Disk(llama), name)
-    bucket.copy("text.txt", Disk(text.parent), text.name)
-    bucket.copy("scored.txt", Disk(scored.parent), scored.name)
+    buckets.put_inputs(s3_bucket, llama, text, scored)
     return s3_bucket
-
-
-def digests(storage: Storage) -> dict[str, str]:
-    return {name: hashlib.sha256(storage.read(name)).hexdigest() for name in storage.files() if name not in SAYS_WHERE}
-
-
-def everything_at(address: str) -> dict[str, object]:
-    return {
-        "model.source": f"{address}/model",
-        "calibration.text.files": [f"{address}/text.txt"],
-        "output": f"{address}/output",
-        "run_dir": f"{address}/run",
-    }
 
 
 @pytest.mark.parametrize("propagate", ["compressed", "dense"])
@@ -60,12 +41,12 @@ def test_everything_in_a_bucket(propagate: str, job: MakeJob, address: str, scor
     remote = job(**changes)
     remote.changes = {
         **changes,
-        **everything_at(address),
+        **buckets.job_places(address),
         "evaluation.perplexity.text.files": [f"{address}/scored.txt"],
     }
     summary = remote.run().json
     output = Bucket(f"{address}/output")
-    assert digests(output) == digests(Disk(local.output))
+    assert buckets.digests(output) == buckets.digests(Disk(local.output))
     assert summary["evaluation"]["perplexity"]["loss"] == expected["evaluation"]["perplexity"]["loss"]
     assert [path.name for path in remote.root.iterdir()] == ["manifest.yaml"], "nothing is on this disk"
     assert not matching(output, [".lamina*"])
@@ -83,17 +64,17 @@ def test_everything_in_a_bucket(propagate: str, job: MakeJob, address: str, scor
 def test_any_mix(place: str, job: MakeJob, address: str, inline: None) -> None:
     local = job()
     assert local.run().code == 0
-    mixed = job(**{place: everything_at(address)[place]})
+    mixed = job(**{place: buckets.job_places(address)[place]})
     assert mixed.run().code == 0
     output = Bucket(f"{address}/output") if place == "output" else Disk(mixed.output)
-    assert digests(output) == digests(Disk(local.output))
+    assert buckets.digests(output) == buckets.digests(Disk(local.output))
 
 
 @pytest.mark.parametrize("place", ["model.source", "calibration.text.files", "output", "run_dir"])
 def test_a_bucket_that_is_not_there_is_named_before_any_work(
     place: str, job: MakeJob, address: str, no_ray: None
 ) -> None:
-    missing = job(**{place: everything_at("s3://no-such-bucket")[place]})
+    missing = job(**{place: buckets.job_places("s3://no-such-bucket")[place]})
     ended = missing.run()
     assert ended.code == 2, ended.err
     assert "s3://no-such-bucket/" in ended.err
@@ -101,7 +82,7 @@ def test_a_bucket_that_is_not_there_is_named_before_any_work(
 
 
 def test_addresses_in_a_manifest_stay_as_they_are(job: MakeJob, tmp_path: Path) -> None:
-    made = job(**{**everything_at("s3://bucket"), "calibration.text.files": ["s3://bucket/a.txt", "b.txt"]})
+    made = job(**{**buckets.job_places("s3://bucket"), "calibration.text.files": ["s3://bucket/a.txt", "b.txt"]})
     given = load_manifest(made.manifest)
     assert settle_places(given, None) == given
     settled = settle_places(given, tmp_path)
@@ -116,7 +97,7 @@ def test_killed_again_and_again(job: MakeJob, address: str, s3_url: str, inline:
     """Each run is killed some writes further: before the server does one, or after. What is committed stays."""
     local = job()
     assert local.run().code == 0
-    made, proxy, runs = job(**everything_at(address)), Proxy(s3_url), 0
+    made, proxy, runs = job(**buckets.job_places(address)), Proxy(s3_url), 0
     with proxy.running() as url:
         prepare = partial(buckets.use, {**buckets.ENVIRONMENT, "AWS_ENDPOINT_URL": url})
         while True:
@@ -131,7 +112,7 @@ def test_killed_again_and_again(job: MakeJob, address: str, s3_url: str, inline:
             assert runs < 40, child.said
     assert runs >= 3
     output = Bucket(f"{address}/output")
-    assert digests(output) == digests(Disk(local.output))
+    assert buckets.digests(output) == buckets.digests(Disk(local.output))
     assert not matching(output, [".lamina*"])
     done = (made.root / "log.units").read_text().splitlines()
     assert len(done) <= len(set(done)) + runs * 3, "more than a layer was done again after a kill"

@@ -20,8 +20,7 @@ from tools.soak.corruption import (
     output_kind,
     stopped_job,
 )
-from tools.soak.damage import DAMAGES, copy_job, damage
-from tools.soak.edits import EDITS
+from tools.soak.damage import DAMAGES, EDITS, copy_job, damage
 
 pytestmark = pytest.mark.usefixtures("inline")
 

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.job import heartbeat
 from tests.end_to_end.jobs import Ended, Job, file_digests, without_ray
-from tools.soak.faults import Fault, failing
+from tests.failing_disk import Fault, failing
 
 MakeJob = Callable[..., Job]
 INDEX = "model.safetensors.index.json"

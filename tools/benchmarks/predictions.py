@@ -1,12 +1,13 @@
-"""Plan and simulator against real jobs on this machine, by one worker and by two.
+"""Compare plan, simulator and the floor with real jobs on this machine, with one worker and with two.
 
     python -m tools.benchmarks.predictions [--layers N] [--samples 32] [--jobs dense compressed loss_aware]
         [--workers 1 2]
 
-A random model of equal layers of 19.9 M parameters, as many as make start-up small; `flat_llm` under `propagate: dense`
-and `compressed`, and `loss_aware`. Rates are those that `plan --probe` measures just before the job, with as many
-workers. Prints the plan's seconds, start apart, the simulator's at the same rates, and the job's, by phase as each job
-ends and in all at last. Needs an idle machine, and about 16 minutes.
+The model is random, of equal layers of 19.9 M parameters. The jobs are `flat_llm` under `propagate: dense` and
+`compressed`, and `loss_aware`. Plan and simulator use the rates that `plan --probe` measures just before the job, with
+as many workers. The floor (`tools/benchmarks/floor.py`) is the least time that this machine could take; it is known
+for `flat_llm`. The start of a job is left out. Prints seconds by phase as each job ends, and the totals last. Needs an
+idle machine and about 20 minutes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import layer_work
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks
+from tools.benchmarks.floor import floor_of
 from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
+from tools.simulate import ITEMSIZE
 from tools.simulator.job_units import job_units
 from tools.simulator.simulator import Simulated, simulate
 
@@ -37,9 +40,7 @@ JOBS = {  # propagate, method, layers
     "compressed": ("compressed", "flat_llm", 12),
     "loss_aware": ("dense", "loss_aware", 4),
 }
-ITEMSIZE = 2  # bfloat16
-BEGUN = ("digests", "start")
-STARTING = ("checks", "start")  # phases of the job that are the plan's start
+STARTING = ("checks", "start")  # phases of the job that the plan counts as its start
 PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of the job -> of the plan, kinds of simulated units
     "importance": (("importance",), ("importance",)),
     "statistics": (("statistics", "reduce"), ("statistics",)),
@@ -53,7 +54,7 @@ PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of the job -> 
 
 
 def manifest_of(folder: Path, job: str, workers: int, samples: int) -> dict[str, Any]:
-    """A job in `folder`, whose parent holds the model and the text."""
+    """Return the document of a job in `folder`, whose parent holds the model and the text."""
     propagate, method, _ = JOBS[job]
     return {
         "version": 1,
@@ -74,83 +75,88 @@ def manifest_of(folder: Path, job: str, workers: int, samples: int) -> dict[str,
 
 
 def planned(path: Path) -> dict[str, Any]:
-    """What `plan --probe` says. Raises CalledProcessError."""
+    """Return the report of `plan --probe`. Raises CalledProcessError."""
     command = [sys.executable, "-m", "pipeline.plan", str(path), "--probe", "--json"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, check=True)
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 
 
-def simulated(document: Mapping[str, Any], plan: Mapping[str, Any]) -> Simulated:
-    """At the plan's rates."""
-    manifest = parse_manifest(dict(document))
-    config = json.loads((Path(manifest.model.source) / "config.json").read_text())
-    geometry = geometry_of(standard_config(config))
-    tasks = claim_tasks(build_methods(manifest), geometry)
-    tokens = gradient_tokens(manifest, geometry, tasks)
-    kept = plan["expected_numbers"] / plan["dense_numbers"]
-    work = layer_work(manifest, geometry, tasks, ITEMSIZE, tokens, kept)
-    way = pass_of(manifest, geometry, tasks)
-    return simulate(list(job_units(work, Rates(**plan["rates"]), way)), way.workers)
-
-
-def by_phase(
-    plan: Mapping[str, float], clock: Simulated, measured: Mapping[str, float]
-) -> dict[str, tuple[float, float, float]]:
-    """The job's phases in their order: seconds by the plan, by the simulator, and measured; what starts it is left
-    out."""
-    found: dict[str, tuple[float, float, float]] = {}
-    before = clock.transfers["start"]
+def job_phases(measured: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a job's phases in their order, without its start; all scoring is one phase."""
+    phases: dict[str, float] = {}
     for name, seconds in measured.items():
         phase = "score" if name.startswith("score") or name == "verify" else name
-        if phase in STARTING:
-            continue
-        if phase in found:
-            said, played, taken = found[phase]
-            found[phase] = said, played, taken + seconds
-            continue
-        planned, kinds = PHASES[phase]
-        ended = max((clock.ended[kind] for kind in kinds if kind in clock.ended), default=before)
-        found[phase] = sum(plan.get(part, 0.0) for part in planned), max(0.0, ended - before), seconds
+        if phase not in STARTING:
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return phases
+
+
+def simulated_phases(clock: Simulated, phases: Iterable[str]) -> dict[str, float]:
+    """Return the simulator's seconds of phases: from the end of one to the end of the next."""
+    seconds, before = {}, clock.transfers["start"]
+    for phase in phases:
+        ended = max((clock.ended[kind] for kind in PHASES[phase][1] if kind in clock.ended), default=before)
+        seconds[phase] = max(0.0, ended - before)
         before = max(before, ended)
-    return found
+    return seconds
 
 
 def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[object]]:
-    """Runs the job; a row for each of its phases, and one for all."""
+    """Run a job. Return a row for each of its phases, and one for all."""
     folder.mkdir()
     document = manifest_of(folder, job, workers, samples)
     (folder / "manifest.json").write_text(json.dumps(document))
     plan = planned(folder / "manifest.json")
-    clock = simulated(document, plan)
+    manifest = parse_manifest(document)
+    geometry = geometry_of(standard_config(json.loads((folder.parent / "model/config.json").read_text())))
+    tasks = claim_tasks(build_methods(manifest), geometry)
+    kept = plan["expected_numbers"] / plan["dense_numbers"]
+    work = layer_work(manifest, geometry, tasks, ITEMSIZE, gradient_tokens(manifest, geometry, tasks), kept)
+    way = pass_of(manifest, geometry, tasks)
+    clock = simulate(list(job_units(work, Rates(**plan["rates"]), way)), way.workers)
+    floors = floor_of(manifest, geometry, workers, folder.parent) if JOBS[job][1] == "flat_llm" else {}
     seconds = run_manifest(document, folder)["seconds"]
-    phases = by_phase(plan["phases"], clock, seconds["phases"])
-    said, taken = (sum(each[place] for each in phases.values()) for place in (0, 2))
-    rows = [_row(job, workers, name, *figures) for name, figures in phases.items()]
     units = ", ".join(f"{kind} {count} × {spent / count:.3f}" for kind, (count, spent, _) in seconds["units"].items())
     starts = sum(seconds["phases"].get(name, 0.0) for name in STARTING)
     print(f"\n{job}, {workers} worker(s): start {starts:.1f} s; seconds of units: {units}", file=sys.stderr)
     print("rates:", {name: float(f"{rate:.3g}") for name, rate in plan["rates"].items()}, file=sys.stderr)
-    played = clock.seconds - clock.transfers["start"] + phases["assemble"][0]
-    return [*rows, _row(job, workers, "all", said, played, taken)]
+    phases = job_phases(seconds["phases"])
+    simulated = simulated_phases(clock, phases)
+    by_plan = {phase: sum(plan["phases"].get(part, 0.0) for part in PHASES[phase][0]) for phase in phases}
+    rows = [
+        _row(job, workers, phase, (by_plan[phase], simulated[phase], floors.get(phase, 0.0)), spent)
+        for phase, spent in phases.items()
+    ]
+    clock_seconds = clock.seconds - clock.transfers["start"] + by_plan.get("assemble", 0.0)
+    totals = (sum(by_plan.values()), clock_seconds, sum(floors.values()))
+    return [*rows, _row(job, workers, "all", totals, sum(phases.values()))]
 
 
-def _row(job: str, workers: int, phase: str, said: float, played: float, taken: float) -> list[object]:
-    ratios = [f"{figure / taken:.2f}" if taken else "" for figure in (said, played)]
-    return [job, workers, phase, *(f"{figure:.1f}" for figure in (said, played, taken)), *ratios]
+def _row(job: str, workers: int, phase: str, expected: tuple[float, float, float], spent: float) -> list[object]:
+    ratios = [f"{seconds / spent:.2f}" if spent and seconds else "" for seconds in expected]
+    return [job, workers, phase, *(f"{seconds:.1f}" for seconds in (*expected, spent)), *ratios]
+
+
+def _print(rows: Iterable[list[object]]) -> None:
+    names = ("plan", "simulator", "floor")
+    print_table(
+        ["job", "workers", "phase", *(f"{n}, s" for n in (*names, "job")), *(f"{n} / job" for n in names)], rows
+    )
+    sys.stdout.flush()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--layers", type=int, help="of every job's model")
+    options.add_argument("--layers", type=int, help="layers of the model, for every job")
     options.add_argument("--samples", type=int, default=32)
     options.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     options.add_argument("--workers", nargs="+", type=int, default=[1, 2])
     arguments = options.parse_args(argv)
     end_on_sigterm()
     totals: list[list[object]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(prefix="lamina-benchmark-") as scratch:
         for job in arguments.jobs:
             layers = arguments.layers or JOBS[job][2]
             base = Path(scratch, str(layers))
@@ -164,12 +170,6 @@ def main(argv: list[str] | None = None) -> int:
     print()
     _print(totals)
     return 0
-
-
-def _print(rows: Iterable[list[object]]) -> None:
-    titles = ["job", "workers", "phase", "plan, s", "simulator, s", "job, s", "plan / job", "simulator / job"]
-    print_table(titles, rows)
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

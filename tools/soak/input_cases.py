@@ -1,6 +1,6 @@
-"""Cases of what a job is given: manifest, options, weights, index, config, tokenizer, text.
+"""Hostile inputs of a job: manifest, options, weights, index, config, tokenizer, text.
 
-Each function damages something in the folder of `World.fresh`, as its `Random` says.
+Each function damages the folder of `World.fresh` as its `Random` says, and returns the commands to run there.
 """
 
 from __future__ import annotations
@@ -8,20 +8,27 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import yaml
 
-from tools.soak.case import INDEX, PLAN, RUN, VERIFY, VERIFY_SOURCE, Case, Command, evaluate, write_evil
 from tools.soak.mutations import HOSTILE, RAW, mutate_bytes, mutate_json, mutate_yaml
-from tools.soak.world import METHODS, World, document
+from tools.soak.world import INDEX, METHODS, PLAN, RUN, VERIFY, VERIFY_SOURCE, Case, Command, World, document, evaluate
 
 NAMES = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight", "../x", "", "a\0", "model.embed_tokens.weight")
+EVIL = "evil.py"
 
 
-def manifest_case(world: World, rng: Random) -> Case:
+def write_evil(folder: Path, mark: Path) -> None:
+    """Write Python beside a checkpoint that leaves a mark when it is imported."""
+    code = f"open({str(mark)!r}, 'w').close()\nclass Config: ...\nclass Tokenizer: ...\nclass Model: ...\n"
+    (folder / EVIL).write_text(code)
+
+
+def _manifest(world: World, rng: Random) -> Case:
     work = world.fresh()
     if rng.random() < 0.5:
         text = (work / "full.yaml").read_bytes()
@@ -32,55 +39,47 @@ def manifest_case(world: World, rng: Random) -> Case:
     return Case("manifest.yaml", (RUN,) if rng.random() < 0.6 else (PLAN,))
 
 
-def options_case(world: World, rng: Random) -> Case:
+OPTION_VALUES = ("", "null", "-1", "1e308", ".nan", "[", "{}", "a: b", "*x", "!!python/name:os", "9" * 400, "\udc80")
+OPTION_FIELDS = (
+    "budget.keep", "seed", "methods.0.layers", "methods.9.x", "workers.cpus", "workers.max", "a..b", "", "=",
+    "output", "model.source", "calibration.text.files.0", "resume.every", "evaluation.tasks", "__class__.x",
+    "workers.activation_memory_gb", "workers.gpus", "calibration.shards", "calibration.micro_batch",
+)  # fmt: skip
+NUMBERS = ("-1", "0", "1", "99999999999999999999", "1e999", "nan", "", "x", "2147483648")
+PLACES = ("", "/", "nowhere", "text.txt", "s3://x/y", "x" * 5000)
+
+
+def _options(world: World, rng: Random) -> Case:
     """`--set`, and options of the other commands."""
-    world.fresh("finished" if (had := rng.random() < 0.3) else None)
-    values = (
-        "",
-        "null",
-        "-1",
-        "1e308",
-        ".nan",
-        "[",
-        "{}",
-        "a: b",
-        "*x",
-        "!!python/name:os",
-        "9" * 400,
-        "\udc80",
-        "\0x",
-    )
-    fields = ("budget.keep", "seed", "methods.0.layers", "methods.9.x", "workers.cpus", "workers.max", "a..b", "", "=",
-              "output", "model.source", "calibration.text.files.0", "resume.every", "evaluation.tasks", "__class__.x",
-              "workers.activation_memory_gb", "workers.gpus", "calibration.shards",
-              "calibration.micro_batch")  # fmt: skip
-    value = rng.choice(values[:-1] if rng.random() < 0.5 else (str(rng.choice(HOSTILE)())[:2000],)).replace("\0", "0")
-    option = f"{rng.choice(fields)}={value}"
-    numbers = ("-1", "0", "1", "99999999999999999999", "1e999", "nan", "", "x", "2147483648")
+    stop = "finished" if rng.random() < 0.3 else None
+    world.fresh(stop)
+    value = rng.choice(OPTION_VALUES if rng.random() < 0.5 else (str(rng.choice(HOSTILE)())[:2000],)).replace("\0", "0")
+    option = f"{rng.choice(OPTION_FIELDS)}={value}"
+    scored, number, place = evaluate("model"), rng.choice(NUMBERS), rng.choice((*PLACES, "model"))
     commands: tuple[Command, ...] = (
         (*RUN, "--set", option), (*PLAN, "--set", option), (*PLAN, "--set", option.replace("=", "")),
-        (*PLAN[:2], "--tflops", rng.choice(numbers)), (*evaluate("model"), "--window", rng.choice(numbers)),
-        (*evaluate("model"), "--cpus", rng.choice(numbers)), (*evaluate("model"), "--workers", rng.choice(numbers)),
-        (*evaluate("model"), "--gpus", rng.choice(("nan", "-1", "inf"))), (*VERIFY, "--bound", rng.choice(numbers)),
-        ("evaluate", rng.choice(("", "/", "nowhere", "text.txt", "s3://x/y", "a/b/c", "x" * 5000)), "--text",
-        "text.txt"),
-        ("status", rng.choice(("", "/", "nowhere", "text.txt", "s3://x/y", "x" * 5000, "model"))),
-        ("verify", rng.choice(("", "/", "nowhere", "text.txt", "s3://x/y", "x" * 5000, "model"))),
-        ("run", rng.choice(("", "/", "nowhere", "model", "/dev/null", "x" * 5000))),
+        (*PLAN[:2], "--tflops", number), (*scored, "--window", number), (*scored, "--cpus", number),
+        (*scored, "--workers", number), (*scored, "--gpus", rng.choice(("nan", "-1", "inf"))),
+        (*VERIFY, "--bound", number), ("evaluate", rng.choice((*PLACES, "a/b/c")), "--text", "text.txt"),
+        ("status", place), ("verify", place), ("run", rng.choice((*PLACES, "model", "/dev/null"))),
     )  # fmt: skip
-    return Case(f"options {option[:60]!r}", (rng.choice(commands),), "finished" if had else None)
+    return Case(f"options {option[:60]!r}", (rng.choice(commands),), stop)
 
 
-def header_case(world: World, rng: Random) -> Case:
+def _header(world: World, rng: Random) -> Case:
     """A shard of the source, or of OUTPUT."""
     of_output = rng.random() < 0.25
     work = world.fresh("finished" if of_output else None)
-    shards = sorted((work / ("output" if of_output else "model")).glob("*.safetensors"))
-    path = rng.choice(shards)
+    path = rng.choice(sorted((work / ("output" if of_output else "model")).glob("*.safetensors")))
     _damage_shard(path, rng)
+    return _reads(path.name, of_output, rng)
+
+
+def _reads(name: str, of_output: bool, rng: Random) -> Case:
+    """A command that reads a damaged file of the source or of OUTPUT."""
     if of_output:
-        return Case(path.name, (rng.choice((VERIFY, VERIFY_SOURCE, evaluate("output"))),), half="finished")
-    return Case(path.name, (rng.choice((PLAN, PLAN, RUN, evaluate("model"))),))
+        return Case(name, (rng.choice((VERIFY, VERIFY_SOURCE, evaluate("output"))),), stop="finished")
+    return Case(name, (rng.choice((PLAN, PLAN, RUN, evaluate("model"))),))
 
 
 def _damage_shard(path: Path, rng: Random) -> None:
@@ -91,10 +90,8 @@ def _damage_shard(path: Path, rng: Random) -> None:
         case 0:
             path.write_bytes(mutate_bytes(data, rng))
         case 1:
-            claimed = rng.choice(
-                (0, 1, length - 1, length + 1, length * 2, 10**8, 10**8 + 1, 2**63, 2**64 - 1, len(data))
-            )
-            path.write_bytes(struct.pack("<Q", claimed) + header + body)
+            lengths = (0, 1, length - 1, length + 1, length * 2, 10**8, 10**8 + 1, 2**63, 2**64 - 1, len(data))
+            path.write_bytes(struct.pack("<Q", rng.choice(lengths)) + header + body)
         case 2:
             os.truncate(path, rng.randrange(len(data)))
         case 3:
@@ -105,21 +102,17 @@ def _damage_shard(path: Path, rng: Random) -> None:
             path.write_bytes(data[: 8 + length] + numbers)
         case 4 | 5:
             entries = json.loads(header)
-            name = rng.choice([name for name in entries if name != "__metadata__"])
-            _damage_entry(entries, name, rng)
+            _damage_entry(entries, rng.choice([name for name in entries if name != "__metadata__"]), rng)
             _write_shard(path, json.dumps(entries).encode(), body)
         case 6:
-            kind = rng.randrange(4)
-            if kind == 0:
-                path.unlink()
-            elif kind == 1:
-                path.unlink()
-                path.mkdir()
-            elif kind == 2:
-                path.unlink()
-                path.symlink_to(rng.choice((path.name, "/dev/zero", "/nowhere", "../text.txt")))
-            else:
-                path.write_bytes(rng.choice((b"", b"\0" * 8, b"\0" * 100, b"\xff" * 8, b"PK\x03\x04" + b"\0" * 50)))
+            path.unlink()
+            match rng.randrange(4):
+                case 1:
+                    path.mkdir()
+                case 2:
+                    path.symlink_to(rng.choice((path.name, "/dev/zero", "/nowhere", "../text.txt")))
+                case 3:
+                    path.write_bytes(rng.choice((b"", b"\0" * 8, b"\0" * 100, b"\xff" * 8, b"PK\x03\x04" + b"\0" * 50)))
         case _:
             _write_shard(path, mutate_json(header, rng), body)
 
@@ -128,13 +121,10 @@ def _damage_entry(entries: dict[str, Any], name: str, rng: Random) -> None:
     entry = entries[name]
     begin, end = entry["data_offsets"]
     shift = rng.choice((1, -1, 4, 2**31, 2**62))
+    shapes = ([], [0], [-1], [2**62], [2**63], [2**32, 2**32], entry["shape"][::-1], [1.5], "x", None)
     changes: tuple[dict[str, Any], ...] = (
         {"dtype": rng.choice(("F32 ", "f32", "F128", "", None, 4, "BOOL", "U8", "F16", "F8_E4M3", "F4"))},
-        {
-            "shape": rng.choice(
-                ([], [0], [-1], [2**62], [2**63], [2**32, 2**32], entry["shape"][::-1], [1.5], "x", None)
-            )
-        },
+        {"shape": rng.choice(shapes)},
         {"data_offsets": rng.choice(([begin + shift, end + shift], [end, begin], [0, 0], [begin, end + shift], [0]))},
         {"data_offsets": [begin, begin], "shape": [0, 48]},
         {"shape": [2**20] * 20, "data_offsets": [0, 2**61]},
@@ -149,40 +139,37 @@ def _write_shard(path: Path, header: bytes, body: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + body)
 
 
-def index_case(world: World, rng: Random) -> Case:
+def _index(world: World, rng: Random) -> Case:
     of_output = rng.random() < 0.2
     work = world.fresh("finished" if of_output else None)
     path = work / ("output" if of_output else "model") / INDEX
     if rng.random() < 0.5:
         path.write_bytes(mutate_json(path.read_bytes(), rng))
-    else:
-        index = json.loads(path.read_text())
-        weights: dict[str, Any] = index["weight_map"]
-        shard = next(iter(weights.values()))
-        places = (
-            "../model/" + shard, str(path.parent / shard), "/etc/passwd", "x.safetensors", "..", ".", "",
-            "a/b.safetensors",
-            "link.safetensors", "loop.safetensors", "a\0.safetensors", "..\\x.safetensors", "x" * 300 + ".safetensors",
-            ".safetensors", "model", None, 3, [shard], {shard: 1}, "zero.safetensors", "../text.safetensors",
-        )  # fmt: skip
-        (path.parent / "loop.safetensors").symlink_to("loop.safetensors")
-        (path.parent / "link.safetensors").symlink_to("../text.txt")
-        (path.parent / "zero.safetensors").symlink_to("/dev/zero")
-        for name in rng.sample(sorted(weights), rng.choice((1, 1, 3, len(weights)))):
-            weights[name] = rng.choice(places)
-        if rng.random() < 0.2:
-            weights |= {f"more.{number}.weight": rng.choice(places) for number in range(rng.choice((1, 30, 20_000)))}
-        path.write_text(json.dumps(index))
-    if of_output:
-        return Case(INDEX, (rng.choice((VERIFY, VERIFY_SOURCE, evaluate("output"))),), half="finished")
-    return Case(INDEX, (rng.choice((PLAN, PLAN, RUN, evaluate("model"))),))
+        return _reads(INDEX, of_output, rng)
+    index = json.loads(path.read_text())
+    weights: dict[str, Any] = index["weight_map"]
+    shard = next(iter(weights.values()))
+    places = (
+        "../model/" + shard, str(path.parent / shard), "/etc/passwd", "x.safetensors", "..", ".", "",
+        "a/b.safetensors", "link.safetensors", "loop.safetensors", "a\0.safetensors", "..\\x.safetensors",
+        "x" * 300 + ".safetensors", ".safetensors", "model", None, 3, [shard], {shard: 1}, "zero.safetensors",
+        "../text.safetensors",
+    )  # fmt: skip
+    for name, target in (("loop", "loop.safetensors"), ("link", "../text.txt"), ("zero", "/dev/zero")):
+        (path.parent / f"{name}.safetensors").symlink_to(target)
+    for name in rng.sample(sorted(weights), rng.choice((1, 1, 3, len(weights)))):
+        weights[name] = rng.choice(places)
+    if rng.random() < 0.2:
+        weights |= {f"more.{number}.weight": rng.choice(places) for number in range(rng.choice((1, 30, 20_000)))}
+    path.write_text(json.dumps(index))
+    return _reads(INDEX, of_output, rng)
 
 
 CONFIGS: tuple[dict[str, Any], ...] = (
     {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}, {"auto_map": "evil.Config"},
     {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, {"model_type": "lamina"},
-    {"model_type": ["llama"]},
-    {"model_type": "llama\0"}, {"rope_scaling": {"type": "dynamic", "factor": -1}}, {"rope_scaling": {"factor": "x"}},
+    {"model_type": ["llama"]}, {"model_type": "llama\0"},
+    {"rope_scaling": {"type": "dynamic", "factor": -1}}, {"rope_scaling": {"factor": "x"}},
     {"rope_scaling": {"rope_type": "yarn", "factor": 0}}, {"rope_scaling": {"rope_type": "llama3"}},
     {"rope_scaling": {"rope_type": "longrope", "short_factor": [], "long_factor": []}}, {"rope_scaling": [1]},
     {"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, {"rope_parameters": "x"},
@@ -210,89 +197,93 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def config_case(world: World, rng: Random) -> Case:
+def _config(world: World, rng: Random) -> Case:
     work = world.fresh()
     path = work / "model" / "config.json"
-    write_evil(work / "model" / "evil.py", work / "pwned")
+    write_evil(path.parent, work / "pwned")
     if rng.random() < 0.5:
-        content = {**json.loads(path.read_text()), **rng.choice(CONFIGS)}
-        path.write_text(json.dumps(content))
-        what = "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **rng.choice(CONFIGS)}))
     else:
         path.write_bytes(mutate_json(path.read_bytes(), rng))
-        what = "config.json"
-    return Case(what, (rng.choice((PLAN, PLAN, PLAN, RUN, evaluate("model"))),))
+    return Case(path.name, (rng.choice((PLAN, PLAN, PLAN, RUN, evaluate("model"))),))
 
 
-def tokenizer_case(world: World, rng: Random) -> Case:
+TOKENIZER_CONFIGS: tuple[dict[str, Any], ...] = (
+    {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}}, {"tokenizer_class": "Evil"},
+    {"auto_map": {"AutoTokenizer": [None, "evil.Tokenizer"]}, "tokenizer_class": "Evil"}, {"auto_map": "x"},
+    {"tokenizer_class": 3}, {"bos_token": {"content": 5}}, {"bos_token": {"__type": "AddedToken"}},
+    {"added_tokens_decoder": {"x": {}}}, {"added_tokens_decoder": {"999999": {"content": "q"}}},
+    {"model_max_length": "x"}, {"extra_special_tokens": 4}, {"bos_token": "unheard-of"}, {"bos_token": None},
+)  # fmt: skip
+TOKENIZER_FILES = (
+    "added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def _tokenizer(world: World, rng: Random) -> Case:
     work = world.fresh()
     folder = work / "model"
-    name = rng.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "tokenizer_config.json"))
-    path = folder / name
-    write_evil(folder / "evil.py", work / "pwned")
-    extra = rng.randrange(6)
-    if extra == 0:
-        other = rng.choice(("added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-        "tokenizer.model",
-                            "chat_template.jinja", "generation_config.json"))  # fmt: skip
-        (folder / other).write_bytes(mutate_json(b'{"<s>": 0, "x": 5}', rng))
+    path = folder / rng.choice(("tokenizer.json", "tokenizer_config.json"))
+    write_evil(folder, work / "pwned")
+    kind = rng.randrange(6)
+    if kind == 0:
+        other = folder / rng.choice(TOKENIZER_FILES)
+        other.write_bytes(mutate_json(b'{"<s>": 0, "x": 5}', rng))
         if rng.random() < 0.3:
             path.unlink()
-        name = other
-    elif extra == 1 and name == "tokenizer_config.json":
-        changes: tuple[dict[str, Any], ...] = (
-            {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}}, {"tokenizer_class": "Evil"},
-            {"auto_map": {"AutoTokenizer": [None, "evil.Tokenizer"]}, "tokenizer_class": "Evil"}, {"auto_map": "x"},
-            {"tokenizer_class": 3}, {"bos_token": {"content": 5}}, {"bos_token": {"__type": "AddedToken"}},
-            {"added_tokens_decoder": {"x": {}}}, {"added_tokens_decoder": {"999999": {"content": "q"}}},
-            {"model_max_length": "x"}, {"extra_special_tokens": 4}, {"bos_token": "unheard-of"}, {"bos_token": None},
-        )  # fmt: skip
-        path.write_text(json.dumps({**json.loads(path.read_text()), **rng.choice(changes)}))
-    elif extra == 2:
+        path = other
+    elif kind == 1 and path.name == "tokenizer_config.json":
+        path.write_text(json.dumps({**json.loads(path.read_text()), **rng.choice(TOKENIZER_CONFIGS)}))
+    elif kind == 2:
         path.unlink()
     else:
         path.write_bytes(mutate_json(path.read_bytes(), rng))
-    return Case(name, (rng.choice((RUN, evaluate("model"), evaluate("model"))),))
+    return Case(path.name, (rng.choice((RUN, evaluate("model"), evaluate("model"))),))
 
 
-def text_case(world: World, rng: Random) -> Case:
+LINE = b'{"text": "' + b"word " * 20 + b'"}\n'
+TEXTS = (
+    b"", b"\n", b" " * 10_000, b"\0" * 5000, b"\xff\xfe" + "word ".encode("utf-16-le") * 300,
+    b"x" * 300_000, b"\xf0\x9f\x98\x80" * 2000, "́".encode() * 5000, b"a\r\nb\rc\n" * 500,
+    b'{"text": 5}\n' * 10, b'{"tex": "x"}\n', b"[1, 2]", b"null", b"NaN", b'"x"\n' * 300, b"[" * 5000,
+    LINE * 20 + b"{", LINE * 20 + b'{"text": "\\ud800 lone"}\n', b"[" + b",".join([LINE.strip()] * 20) + b"]",
+    b'{"text": null}\n', b'["' + b"word " * 400 + b'"]', b'["\\ud800", "' + b"word " * 400 + b'"]', b"{}" * 3,
+    b'{"text": ' + b"9" * 5000 + b"}", b"<s></s>" * 300, b"PAR1" + b"\0" * 40 + b"PAR1",
+)  # fmt: skip
+LINES = (*(raw.encode() for raw in RAW), b'{"text": {}}', b'{"text": "\\u0000"}', b"\xff")
+
+
+def _text(world: World, rng: Random) -> Case:
     work = world.fresh()
     path = work / f"text.{rng.choice(('txt', 'jsonl', 'json', 'parquet'))}"
     data = path.read_bytes()
-    line = b'{"text": "' + b"word " * 20 + b'"}\n'
-    whole = (
-        b"", b"\n", b" " * 10_000, b"\0" * 5000, b"\xff\xfe" + "word ".encode("utf-16-le") * 300,
-        b"\xef\xbb\xbf" + data,
-        b"x" * 300_000, b"\xf0\x9f\x98\x80" * 2000, "́".encode() * 5000, b"a\r\nb\rc\n" * 500, rng.randbytes(5000),
-        b'{"text": 5}\n' * 10, b'{"tex": "x"}\n', b"[1, 2]", b"null", b"NaN", b'"x"\n' * 300, b"[" * 5000,
-        line * 20 + b"{",
-        line * 20 + b'{"text": "\\ud800 lone"}\n', b"[" + b",".join([line.strip()] * 20) + b"]", b'{"text": null}\n',
-        b'["' + b"word " * 400 + b'"]', b'["\\ud800", "' + b"word " * 400 + b'"]', b"{}" * 3,
-        b'{"text": ' + b"9" * 5000 + b"}",
-        b"<s></s>" * 300, b"PAR1" + b"\0" * 40 + b"PAR1", data[:-8] + b"\xff\xff\xff\x7fPAR1", data + data,
-    )  # fmt: skip
     match rng.randrange(8):
         case 0 | 1 | 2:
             path.write_bytes(mutate_bytes(data, rng))
         case 3 | 4 | 5:
-            path.write_bytes(rng.choice(whole))
+            of_data = (b"\xef\xbb\xbf" + data, data[:-8] + b"\xff\xff\xff\x7fPAR1", data + data, rng.randbytes(5000))
+            path.write_bytes(rng.choice((*TEXTS, *of_data)))
         case 6:
             path.unlink()
             target = rng.choice(("/nowhere", path.name, "model", "/dev/null"))
             path.mkdir() if rng.random() < 0.3 else path.symlink_to(target)
         case 7:
             lines = data.split(b"\n")
-            at = rng.randrange(len(lines))
-            lines[at] = rng.choice((*(raw.encode() for raw in RAW), b'{"text": {}}', b'{"text": "\\u0000"}', b"\xff"))
+            lines[rng.randrange(len(lines))] = rng.choice(LINES)
             path.write_bytes(b"\n".join(lines))
     if rng.random() < 0.5:
-        field = (
-            (
-                "--field",
-                rng.choice(("text", "nope", "")),
-            )
-            if rng.random() < 0.2
-            else ()
-        )
+        field = ("--field", rng.choice(("text", "nope", ""))) if rng.random() < 0.2 else ()
         return Case(path.name, ((*evaluate("model", path.name), *field),))
     return Case(path.name, ((*RUN, "--set", f"calibration.text.files.0={path.name}"),))
+
+
+KINDS: dict[str, Callable[[World, Random], Case]] = {
+    "manifest": _manifest,
+    "options": _options,
+    "header": _header,
+    "index": _index,
+    "config": _config,
+    "tokenizer": _tokenizer,
+    "text": _text,
+}

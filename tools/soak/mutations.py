@@ -1,4 +1,4 @@
-"""Hostile changes to bytes, to JSON and to YAML, chosen by a `random.Random`: equal seeds give equal changes."""
+"""Hostile changes to bytes, JSON and YAML, drawn from a `random.Random`: equal seeds give equal changes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from typing import Any
 import yaml
 
 DEEP = 3000
-Path_ = tuple[Any, ...]
-
-
-class Raw(str):
-    """JSON text that takes a value's place as it is."""
+Keys = tuple[Any, ...]
 
 
 HOSTILE: tuple[Callable[[], Any], ...] = (
@@ -37,7 +33,7 @@ RAW = (
 
 
 def nested(depth: int) -> Any:
-    """Lists in lists."""
+    """Return a list within a list, and so on, `depth` times."""
     value: Any = 1
     for _ in range(depth):
         value = [value]
@@ -45,7 +41,7 @@ def nested(depth: int) -> Any:
 
 
 def mutate_bytes(data: bytes, rng: Random) -> bytes:
-    """One to three changes: bits, slices, inserted junk, a cut, an end."""
+    """Change bytes one to three times: a bit, a slice, inserted junk, a cut, an end."""
     mutable = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(mutable) + 1)
@@ -75,7 +71,7 @@ def mutate_bytes(data: bytes, rng: Random) -> bytes:
 
 
 def mutate_tree(value: Any, rng: Random, hostile: tuple[Callable[[], Any], ...] = HOSTILE) -> Any:
-    """One or two changes to a tree of dicts and lists: a value replaced, removed, renamed, added, wrapped, moved."""
+    """Change a tree of dicts and lists once or twice: replace, remove, rename, add, wrap or scale a value."""
     tree = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2))):
         paths = list(_paths(tree))
@@ -93,9 +89,8 @@ def mutate_tree(value: Any, rng: Random, hostile: tuple[Callable[[], Any], ...] 
             case 6 if isinstance(owner, dict):
                 owner[rng.choice(("", "x", "../x", "a\0", str(last).upper(), f"{last} ", "y" * 5000))] = owner.pop(last)
             case 7 if isinstance(owner, dict):
-                owner[rng.choice(("unknown", "__class__", "__proto__", "auto_map", "version", ""))] = rng.choice(
-                    hostile
-                )()
+                name = rng.choice(("unknown", "__class__", "__proto__", "auto_map", "version", ""))
+                owner[name] = rng.choice(hostile)()
             case 8:
                 owner[last] = rng.choice(([owner[last]], {"a": owner[last]}, [owner[last]] * 3))
             case 9:
@@ -106,13 +101,12 @@ def mutate_tree(value: Any, rng: Random, hostile: tuple[Callable[[], Any], ...] 
 
 
 def _scaled(value: Any, rng: Random) -> Any:
-    """A value near the one that was there."""
+    """Return a value near another."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return rng.choice(
-            (value + 1, value - 1, value * 2, -value, value * 1000, value * 10**12, float(value), value // 2)
-        )
+        changed = (value + 1, value - 1, value * 2, -value, value * 1000, value * 10**12, float(value), value // 2)
+        return rng.choice(changed)
     if isinstance(value, str):
         return rng.choice((value + "x", value[:-1], value.upper(), value * 2, " " + value, value + "\n", "../" + value))
     if isinstance(value, list):
@@ -120,7 +114,7 @@ def _scaled(value: Any, rng: Random) -> Any:
     return None
 
 
-def _paths(value: Any, prefix: Path_ = ()) -> Iterator[Path_]:
+def _paths(value: Any, prefix: Keys = ()) -> Iterator[Keys]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
         yield (*prefix, key)
@@ -128,23 +122,13 @@ def _paths(value: Any, prefix: Path_ = ()) -> Iterator[Path_]:
 
 
 def mutate_json(text: bytes, rng: Random, hostile: tuple[Callable[[], Any], ...] = HOSTILE) -> bytes:
-    """A JSON document changed as bytes, as a tree, or by text that no encoder writes."""
+    """Change a JSON document as bytes, as a tree, or by text that no encoder writes."""
     kind = rng.randrange(10)
     if kind < 2:
         return mutate_bytes(text, rng)
     if kind == 2:
-        whole: tuple[Any, ...] = (
-            b"",
-            b"null",
-            b"[]",
-            b"{}",
-            b"1",
-            b'"x"',
-            text + text,
-            b"\xef\xbb\xbf" + text,
-            b"\0" * 100,
-        )
-        return bytes(rng.choice(whole))
+        whole = (b"", b"null", b"[]", b"{}", b"1", b'"x"', text + text, b"\xef\xbb\xbf" + text, b"\0" * 100)
+        return rng.choice(whole)
     document = json.loads(text)
     if kind == 3:
         marker = "\0raw\0"
@@ -173,7 +157,7 @@ YAML_TEXTS = (
 
 
 def mutate_yaml(text: bytes, rng: Random) -> bytes:
-    """A YAML document changed as bytes, as a tree, or by lines that are trouble."""
+    """Change a YAML document as bytes, as a tree, or by hostile lines."""
     kind = rng.randrange(10)
     if kind < 3:
         return mutate_bytes(text, rng)

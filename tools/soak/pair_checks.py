@@ -1,4 +1,4 @@
-"""The checks of a pair whose job ended well: each yields the faults of the output.
+"""Check the output of a pair whose job ended well. Each check yields faults.
 
 Legend: B batch, T tokens, V vocabulary.
 """
@@ -17,7 +17,6 @@ import torch
 import yaml
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 
 from manifests.schema import Text
 from pipeline.inputs.calibration import window_tokens
@@ -28,7 +27,7 @@ from tools.soak.pair_manifests import TEXT, at_full_rank
 from tools.soak.pair_models import ModelSpec
 
 EXACT = 2e-4  # relative, of logits that float32 products in another order give
-REWRITTEN = {"float32": 2e-4, "float16": 0.05, "bfloat16": 0.3}  # likewise, where weights were written in a dtype anew
+REWRITTEN = {"float32": 2e-4, "float16": 0.05, "bfloat16": 0.3}  # likewise, of weights rounded to a dtype once more
 GGUF_CODES = 0.02  # its scales are float16
 TOKENS, BATCH, PADDED, WINDOW = 14, 2, 3, 8
 TARGETS = ("dense", "stock", "gguf")
@@ -38,69 +37,68 @@ Tensors = dict[str, TensorRecord]
 
 @dataclass(frozen=True)
 class Played:
-    """A pair in its folder, which is the working directory: `model`, `output`, and the manifest's document."""
+    """A pair in the working directory, which holds `model` and `output`; `document` is its manifest."""
 
     spec: ModelSpec
     document: dict[str, Any]
     summary: dict[str, Any]
 
     def token_ids(self) -> Tensor:
-        """Token ids, none of them special."""
+        """Draw token ids (B, T), none of them special."""
         length = min(TOKENS, self.spec.config["max_position_embeddings"] - PADDED)
         generator = torch.Generator().manual_seed(self.spec.seed)
         return torch.randint(2, self.spec.config["vocab_size"], (BATCH, length), generator=generator)
 
 
 def faults_of(played: Played) -> Iterator[str]:
-    """Everything that is wrong, with the check's name in front. A check that raises is a fault, too."""
+    """Yield all faults, with the check's name in front. A check that raises is a fault, too."""
     for check in CHECKS:
         try:
             yield from (f"{check.__name__}: {fault}" for fault in check(played))
         except Exception as error:
-            said = " ".join(str(error).split())[:400]
-            yield f"{check.__name__}: {type(error).__name__}: {said}"
+            message = " ".join(str(error).split())[:400]
+            yield f"{check.__name__}: {type(error).__name__}: {message}"
 
 
 def plan(_: Played) -> Iterator[str]:
-    """What `run` does, `plan` takes."""
+    """`plan` accepts a manifest that `run` accepts."""
     ended = command("plan", "manifest.yaml", "--gpu", "H200", "--json")
     if ended.code not in (0, 2) or (ended.code == 2 and "does not fit" not in ended.out + ended.err):
         yield f"exit {ended.code}: {ended.err[-300:]}"
 
 
 def stored_bytes(played: Played) -> Iterator[str]:
-    """The files hold what compression.json counts."""
+    """Files hold as many bytes and numbers as compression.json counts."""
     tensors, counts = _tensors(Path("output")), _counts()
-    found = sum(record.end - record.begin for record in tensors.values())
-    if found != counts["bytes"]["compressed"]:
-        yield f"files hold {found} bytes, compression.json says {counts['bytes']['compressed']}"
-    dense = sum(record.end - record.begin for record in _tensors(Path("model")).values())
-    if dense != counts["bytes"]["dense"]:
-        yield f"the source's files hold {dense} bytes, compression.json says {counts['bytes']['dense']}"
-    numbers = sum(_numbers(record, played) for record in tensors.values())
-    if numbers != counts["parameters"]["compressed"]:
-        yield f"files hold {numbers} numbers, compression.json says {counts['parameters']['compressed']}"
+    measured = (
+        ("bytes", "compressed", sum(record.end - record.begin for record in tensors.values())),
+        ("bytes", "dense", sum(record.end - record.begin for record in _tensors(Path("model")).values())),
+        ("parameters", "compressed", sum(_numbers(record, played) for record in tensors.values())),
+    )
+    for quantity, model, stored in measured:
+        if stored != counts[quantity][model]:
+            yield f"files hold {stored} {quantity} ({model}), compression.json says {counts[quantity][model]}"
 
 
 def budget(played: Played) -> Iterator[str]:
     """The stored total is at most the target."""
-    asked = played.document.get("budget") or {}
-    if "max_loss" in asked:
+    limits = played.document.get("budget") or {}
+    if "max_loss" in limits:
         divergence = played.summary["held_out"]["divergence"]
-        if divergence > asked["max_loss"]:
-            yield f"max_loss: {asked['max_loss']}: the output is {divergence} nats from the source"
+        if divergence > limits["max_loss"]:
+            yield f"max_loss: {limits['max_loss']}: the output is {divergence} nats from the source"
         return
-    unit = "bytes" if "bytes" in asked else "keep"
-    if unit not in asked or (unit == "keep" and "quantize" in played.document):
+    unit = "bytes" if "bytes" in limits else "keep"
+    if unit not in limits or (unit == "keep" and "quantize" in played.document):
         return  # numbers are counted before they are rounded
-    dense, compressed = (_in_scope(path, asked.get("scope", "decoder"), unit, played) for path in ("model", "output"))
-    if compressed > asked[unit] * dense:
-        yield f"{unit}: {asked[unit]}: {compressed} of {dense} are stored, {compressed / dense:.4f}"
+    dense, compressed = (_in_scope(path, limits.get("scope", "decoder"), unit, played) for path in ("model", "output"))
+    if compressed > limits[unit] * dense:
+        yield f"{unit}: {limits[unit]}: {compressed} of {dense} are stored, {compressed / dense:.4f}"
 
 
 def perplexity(_: Played) -> Iterator[str]:
-    """`evaluate` measures what transformers computes of the loaded OUTPUT."""
-    found = command("evaluate", "output", "--text", TEXT, "--window", str(WINDOW), "--json").json
+    """`evaluate` measures the loss that transformers computes with OUTPUT."""
+    measured = command("evaluate", "output", "--text", TEXT, "--window", str(WINDOW), "--json").json
     vocab = json.loads(Path("output/config.json").read_text())["vocab_size"]
     ids_WT = window_tokens("output", Text(files=(TEXT,)), WINDOW, vocab)
     model, losses, tokens = _loaded("output"), 0.0, 0
@@ -108,13 +106,13 @@ def perplexity(_: Played) -> Iterator[str]:
         logits_BTV = logits_of(model, ids_BT)[:, :-1].double()
         losses += functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="sum").item()
         tokens += ids_BT[:, 1:].numel()
-    if found["tokens"] != tokens or not math.isclose(found["loss"], losses / tokens, rel_tol=1e-4):
-        mine = f"{found['loss']} over {found['tokens']} tokens"
+    if measured["tokens"] != tokens or not math.isclose(measured["loss"], losses / tokens, rel_tol=1e-4):
+        mine = f"{measured['loss']} over {measured['tokens']} tokens"
         yield f"evaluate says {mine}, transformers {losses / tokens} over {tokens}"
 
 
 def cached_decoding(played: Played) -> Iterator[str]:
-    """Token by token with a cache, the logits of a batch are those of one prefill."""
+    """Decoding a batch token by token with a cache gives the logits of one prefill."""
     model, ids_BT = _loaded("output"), played.token_ids()
     expected_BTV, first = logits_of(model, ids_BT), ids_BT.shape[1] // 2
     with torch.no_grad():
@@ -128,7 +126,7 @@ def cached_decoding(played: Played) -> Iterator[str]:
 
 
 def left_padding(played: Played) -> Iterator[str]:
-    """Padding on the left of one row leaves its logits, and the other's."""
+    """Padding one row on the left changes neither its logits nor the other's."""
     model, ids_BT = _loaded("output"), played.token_ids()
     pad = played.spec.config["pad_token_id"]
     padded_BT = torch.full((BATCH, ids_BT.shape[1]), pad)
@@ -152,7 +150,7 @@ def verify(_: Played) -> Iterator[str]:
 
 
 def exports(played: Played) -> Iterator[str]:
-    """Every export is the model, or is refused by name and leaves nothing; the card's commands are not refused."""
+    """Every export gives the model's logits, or is refused by name, leaves nothing and is not on the card."""
     offered = set(re.findall(r"--to (\w+)", Path("output/README.md").read_text()))
     expected_BTV = logits_of(_loaded("output"), played.token_ids())
     for target in TARGETS:
@@ -171,25 +169,25 @@ def exports(played: Played) -> Iterator[str]:
             yield f"{target}: exit {ended.code}: {ended.err[-400:]}"
         if target in offered:
             yield f"{target}: the card offers it, but it is refused: {ended.err[-300:]}"
-        if left := [path.name for path in Path().glob(f"{destination}*")]:
-            yield f"{target}: refused, and leaves {', '.join(left)}"
+        if remains := [path.name for path in Path().glob(f"{destination}*")]:
+            yield f"{target}: refused, and leaves {', '.join(remains)}"
 
 
 def full_rank(played: Played) -> Iterator[str]:
-    """The same job with nothing cut off and nothing rounded is the source."""
+    """The same job with nothing cut off and nothing rounded gives the source's logits."""
     document = at_full_rank(played.document, played.spec.width)
     if not document["methods"]:
         return
     Path("full.yaml").write_text(yaml.safe_dump(document))
     ended = command("run", "full.yaml", "--json")
     if ended.code == 2 and "wrong input: " in ended.err:
-        return  # what the budget decided cannot be left out of every method
+        return  # some methods need a budget to decide
     if ended.code != 0:
         yield f"exit {ended.code}: {ended.err[-400:]}"
         return
     tolerance = {**REWRITTEN, "float32": 2e-3}[played.spec.dtype]
-    models = (logits_of(_loaded(path), played.token_ids()) for path in ("full", "model"))
-    yield from _differ(*models, tolerance)
+    full, source = (logits_of(_loaded(path), played.token_ids()) for path in ("full", "model"))
+    yield from _differ(full, source, tolerance)
 
 
 CHECKS: tuple[Callable[[Played], Iterator[str]], ...] = (
@@ -197,8 +195,8 @@ CHECKS: tuple[Callable[[Played], Iterator[str]], ...] = (
 )  # fmt: skip
 
 
-def _differ(found: Tensor, expected: Tensor, tolerance: float) -> Iterator[str]:
-    error = relative_error(found, expected)
+def _differ(logits: Tensor, expected: Tensor, tolerance: float) -> Iterator[str]:
+    error = relative_error(logits, expected)
     if not error <= tolerance:
         yield f"logits differ by {error:.3g} of the largest, {tolerance} is allowed"
 
@@ -208,13 +206,9 @@ def _loaded(path: str) -> Any:
 
 
 def _exported(destination: Path, target: str) -> Any:
-    """By the source's own class, without our code."""
+    """Load an export by the source's own class, without our code."""
     if target != "gguf":
-        model, report = AutoModelForCausalLM.from_pretrained(
-            destination, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-        )
-        assert not any(report.values()), report
-        return model.eval()
+        return load(destination, dtype=torch.float32, trust_remote_code=False)
     import gguf
 
     reader = gguf.GGUFReader(destination)
@@ -228,10 +222,8 @@ def _exported(destination: Path, target: str) -> Any:
 
 
 def _tensors(folder: Path) -> Tensors:
-    found: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= read_header(folder, path.name)
-    return found
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    return {name: record for shard in shards for name, record in read_header(folder, shard).items()}
 
 
 def _counts() -> dict[str, Any]:
@@ -240,11 +232,12 @@ def _counts() -> dict[str, Any]:
 
 
 def _numbers(record: TensorRecord, played: Played) -> int:
-    """As docs/formats.md counts: the bytes of indices and codes in numbers of the checkpoint's dtype."""
+    """Count numbers as docs/formats.md does: indices and codes by their bytes, in numbers of the checkpoint's dtype."""
     size = math.prod(record.shape)
     if DTYPES[record.dtype].is_floating_point:
         return size
-    return math.ceil((record.end - record.begin) / getattr(torch, played.spec.dtype).itemsize)
+    itemsize: int = getattr(torch, played.spec.dtype).itemsize
+    return math.ceil((record.end - record.begin) / itemsize)
 
 
 def _in_scope(folder: str, scope: str, unit: str, played: Played) -> int:

@@ -1,7 +1,4 @@
-"""Random small models of every family, by number: odd geometries, dtypes and file layouts. Built by transformers.
-
-Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, V vocabulary.
-"""
+"""Random small models of every family, by number: odd geometries, dtypes and file layouts. Built by transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.factories import FAMILIES, make_tokenizer
+from tests.factories import FAMILIES, make_tokenizer, randomise_
 
 TOKENIZER_SIZE = 261
 BOS, EOS = 0, 1
@@ -23,7 +20,7 @@ ROPE_TYPES = ("default", "default", "default", "linear", "dynamic", "yarn", "lla
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Decides a source checkpoint.
+    """A source checkpoint.
 
     Attributes:
         config: fields of the family's config.
@@ -58,57 +55,47 @@ class ModelSpec:
     def _widths(self) -> list[int]:
         hidden, heads = self.config["hidden_size"], self.config["num_attention_heads"]
         inner = [self.config.get(name) or 0 for name in ("intermediate_size", "ffn_dim", "n_inner")]
-        widths = [hidden, heads * self.config.get("head_dim", 0), max(inner) or 4 * hidden]
-        return [width for width in widths if width]
+        return [width for width in (hidden, heads * self.config.get("head_dim", 0), max(inner) or 4 * hidden) if width]
 
     @property
     def layers(self) -> int:
         """The number of layers."""
         return int(self.config["num_hidden_layers"])
 
+    def build(self) -> Any:
+        """Build the model, on the default device."""
+        config_class, model_class = FAMILIES[self.family]
+        return model_class(config_class(**self.config))
+
 
 def draw_model(random: Random) -> ModelSpec:
-    """One that transformers can build."""
+    """Draw a model that transformers can build."""
     while True:
         family = random.choice(tuple(FAMILIES))
-        spec = ModelSpec(
-            family,
-            _config(family, random),
-            random.choice(DTYPES),
-            random.random() < 0.25,
-            random.choice(("20KB", "5GB")),
-            random.randrange(2**31),
-        )
+        config, dtype, float_vectors = _config(family, random), random.choice(DTYPES), random.random() < 0.25
+        shard_size, seed = random.choice(("20KB", "5GB")), random.randrange(2**31)
+        spec = ModelSpec(family, config, dtype, float_vectors, shard_size, seed)
         try:
             with torch.device("meta"):
-                _build(spec)
+                spec.build()
         except (ValueError, TypeError, KeyError, RuntimeError, AttributeError):
             continue  # transformers itself has no such model
         return spec
 
 
-def _build(spec: ModelSpec) -> Any:
-    config_class, model_class = FAMILIES[spec.family]
-    return model_class(config_class(**spec.config))
-
-
 def write_model(spec: ModelSpec, directory: Path) -> None:
-    """The checkpoint with a tokenizer. Weights are large enough for peaked logits; no norm is 1, no bias 0."""
-    model = _build(spec)
-    generator = torch.Generator().manual_seed(spec.seed)
-    dtype = getattr(torch, spec.dtype)
+    """Write the checkpoint with a tokenizer."""
+    model, dtype = spec.build(), getattr(torch, spec.dtype)
     model.to(dtype)
-    for name, parameter in sorted(model.named_parameters()):
-        noise = torch.randn(parameter.shape, generator=generator)
-        is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
-        kept = torch.float32 if spec.float_vectors and parameter.ndim == 1 else dtype
-        parameter.data = (1 + 0.2 * noise if is_scale else 0.15 * noise).to(kept)
+    for parameter in randomise_(model, spec.seed).parameters():
+        if not (spec.float_vectors and parameter.ndim == 1):
+            parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory, max_shard_size=spec.shard_size)
     make_tokenizer(TOKENIZER_SIZE).save_pretrained(directory)
 
 
 def _config(family: str, random: Random) -> dict[str, Any]:
-    """Fields under the family's names; a third have sizes that scales of 32 columns fit."""
+    """Draw fields under the family's names; a third have sizes that scales of 32 columns fit."""
     if random.random() < 0.33:
         sizes = {"heads": random.choice((2, 4)), "head_dim": 16, "hidden": 32 * random.randint(1, 2), "inner": 96}
         return _fields(family, random, **sizes)
@@ -132,7 +119,7 @@ def _fields(family: str, random: Random, heads: int, head_dim: int, hidden: int,
         "pad_token_id": EOS,
     }
     if family == "opt":
-        return config | _opt_fields(random, heads, head_dim, inner)
+        return config | _opt_fields(random, heads * head_dim, inner)
     if family == "gptj":
         return config | _gptj_fields(random, heads, head_dim, inner)
     config |= {
@@ -155,20 +142,14 @@ def _fields(family: str, random: Random, heads: int, head_dim: int, hidden: int,
 
 
 def _window_fields(random: Random, layers: int) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "use_sliding_window": random.random() < 0.8,
-        "sliding_window": random.choice((3, 6, 4096)),
-    }
+    fields = {"use_sliding_window": random.random() < 0.8, "sliding_window": random.choice((3, 6, 4096))}
     if random.random() < 0.4:
         kinds = ("full_attention", "sliding_attention")
-        fields["layer_types"] = [random.choice(kinds) for _ in range(layers)]
-    else:
-        fields["max_window_layers"] = random.randrange(layers + 1)
-    return fields
+        return fields | {"layer_types": [random.choice(kinds) for _ in range(layers)]}
+    return fields | {"max_window_layers": random.randrange(layers + 1)}
 
 
-def _opt_fields(random: Random, heads: int, head_dim: int, inner: int) -> dict[str, Any]:
-    hidden = heads * head_dim
+def _opt_fields(random: Random, hidden: int, inner: int) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "ffn_dim": inner,
@@ -205,10 +186,8 @@ def _rope(random: Random, head_dim: int, positions: int) -> dict[str, Any]:
     if kind == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "longrope":
-        rope |= {
-            name: [round(1 + random.random() * spread, 3) for _ in range(head_dim // 2)]
-            for name, spread in (("short_factor", 1.0), ("long_factor", 8.0))
-        }
+        for name, spread in (("short_factor", 1.0), ("long_factor", 8.0)):
+            rope[name] = [round(1 + random.random() * spread, 3) for _ in range(head_dim // 2)]
     if kind == "default" and head_dim % 4 == 0 and random.random() < 0.03:
         rope["partial_rotary_factor"] = 0.5
     return rope

@@ -1,10 +1,10 @@
-"""Random pairs of a model's geometry and a manifest: each is refused by name, or everything about its output is right.
+"""Play random pairs of a model and a manifest: each must be refused by name, or its output must pass every check.
 
     python -m tools.soak.pairs [--pairs 1000] [--seed 0] [--only N] [--first N] [--results FILE] [--directory DIR]
 
-A pair is played in a forked child of this warm process, without Ray. `--results`: a line of JSON for each pair; those
-of the same seed that are there already are left out, so that a run that was ended goes on. `--only N` plays one and
-prints all that it says.
+A pair is played in a forked child of this warm process, without Ray. `--results` gets a line of JSON for each pair;
+pairs of the same seed that have a line are skipped, so that an interrupted run goes on. `--only N` plays one pair and
+prints everything.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ SHOWN = 600
 
 @dataclass
 class Verdict:
-    """The end of a pair: `refused`, `clean` or `faulty`."""
+    """The outcome of a pair: `refused`, `clean` or `faulty`."""
 
     seed: int
     number: int
     outcome: str = "faulty"
-    said: str = ""
+    message: str = ""
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
     model: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Verdict:
 
 
 def draw(seed: int, number: int) -> tuple[ModelSpec, dict[str, Any]]:
-    """The pair of a number."""
+    """Draw the pair of a number."""
     random = Random(f"{seed}/{number}")
     spec = draw_model(random)
     positions = spec.config["max_position_embeddings"]
@@ -69,7 +69,7 @@ def draw(seed: int, number: int) -> tuple[ModelSpec, dict[str, Any]]:
 
 
 def judge(seed: int, number: int, folder: Path) -> Verdict:
-    """Plays a pair in a new folder, in a child."""
+    """Play a pair in a new folder, in a child."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started, report = time.monotonic(), folder / "verdict.json"
@@ -78,12 +78,12 @@ def judge(seed: int, number: int, folder: Path) -> Verdict:
     verdict.model, verdict.manifest = asdict(spec), document
 
     def act() -> None:
-        signal.alarm(SECONDS)  # nobody handles it: it ends the child
+        signal.alarm(SECONDS)  # has no handler: it ends the child
         os.chdir(folder)
         log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.fsync = lambda _: None  # type: ignore[assignment]  # nobody cuts the power: it would only take time
+        os.fsync = lambda _: None  # type: ignore[assignment]  # no power cut is tested: it would only take time
         try:
             _play(verdict, spec, document)
         except Exception:
@@ -100,13 +100,13 @@ def judge(seed: int, number: int, folder: Path) -> Verdict:
 
 
 def _play(verdict: Verdict, spec: ModelSpec, document: dict[str, Any]) -> None:
-    """In the child, in the pair's folder."""
+    """Play a pair in the working directory."""
     write_model(spec, Path("model"))
     write_text(TEXT, TEXT_BYTES)
     Path("manifest.yaml").write_text(yaml.safe_dump(document))
     with without_ray():
         ended = command("run", "manifest.yaml", "--json")
-        verdict.said = ended.err[-SHOWN:]
+        verdict.message = ended.err[-SHOWN:]
         if ended.code == 0:
             verdict.faults += faults_of(Played(spec, document, ended.json))
             verdict.outcome = "faulty" if verdict.faults else "clean"
@@ -115,11 +115,11 @@ def _play(verdict: Verdict, spec: ModelSpec, document: dict[str, Any]) -> None:
     verdict.outcome = "faulty" if verdict.faults else "refused"
 
 
-def _refusal_faults(code: int, said: str) -> Iterator[str]:
-    """A refusal has a message, and nothing is written."""
+def _refusal_faults(code: int, message: str) -> Iterator[str]:
+    """Check that a refusal has a message and writes nothing."""
     if code != 2:
         yield f"run: exit code {code}"
-    if "wrong input: " not in said or "Traceback" in said:
+    if "wrong input: " not in message or "Traceback" in message:
         yield "run: no message"
     for path in (Path("output"), Path("run")):
         if path.exists() and any(entry.is_file() for entry in path.rglob("*")):
@@ -127,15 +127,15 @@ def _refusal_faults(code: int, said: str) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     options = argparse.ArgumentParser(prog="python -m tools.soak.pairs", description=__doc__.partition("\n")[0])
     options.add_argument("--pairs", type=int, default=1000)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--first", type=int, default=0, metavar="N", help="the number of the first pair")
     options.add_argument("--only", type=int, metavar="N", help="one pair, with everything it says")
-    options.add_argument("--most", type=int, metavar="COUNT", help="end after so many pairs that are new")
-    options.add_argument("--results", type=Path, metavar="FILE", help="JSON lines, gone on with")
-    options.add_argument("--directory", type=Path, help="where to work; nothing is kept, but of --only")
+    options.add_argument("--most", type=int, metavar="COUNT", help="end after so many new pairs")
+    options.add_argument("--results", type=Path, metavar="FILE", help="JSON lines, extended by each run")
+    options.add_argument("--directory", type=Path, help="where to work; emptied at the end, but for --only")
     arguments = options.parse_args(argv)
     torch.set_num_threads(1)
     make_tokenizer(TOKENIZER_SIZE)  # trained once
@@ -148,17 +148,17 @@ def main(argv: list[str] | None = None) -> int:
 def _show(seed: int, number: int, folder: Path) -> int:
     verdict = judge(seed, number, folder)
     print(yaml.safe_dump({"model": verdict.model, "manifest": verdict.manifest}, sort_keys=False))
-    print((folder / "log").read_text() + verdict.said)
+    print((folder / "log").read_text() + verdict.message)
     print(f"pair {number}: {verdict.outcome}, {verdict.seconds} s, in {folder}")
     print("\n".join(verdict.faults))
     return 1 if verdict.faults else 0
 
 
 def _all(arguments: argparse.Namespace, folder: Path) -> int:
-    known = _known(arguments.results, arguments.seed)
+    numbers_done = _numbers_done(arguments.results, arguments.seed)
     numbers = range(arguments.first, arguments.first + arguments.pairs)
     outcomes: Counter[str] = Counter()
-    for number in [number for number in numbers if number not in known][: arguments.most]:
+    for number in [number for number in numbers if number not in numbers_done][: arguments.most]:
         verdict = judge(arguments.seed, number, folder)
         outcomes[verdict.outcome] += 1
         for fault in verdict.faults:
@@ -170,17 +170,15 @@ def _all(arguments: argparse.Namespace, folder: Path) -> int:
     return 1 if outcomes["faulty"] else 0
 
 
-def _known(results: Path | None, seed: int) -> set[int]:
-    """The numbers that have a line; one that was cut off has none."""
-    found: set[int] = set()
-    if results is None or not results.exists():
-        return found
-    for line in results.read_text().splitlines():
+def _numbers_done(results: Path | None, seed: int) -> set[int]:
+    """Read the numbers of the pairs that have a whole line."""
+    numbers: set[int] = set()
+    for line in results.read_text().splitlines() if results is not None and results.exists() else ():
         with suppress(ValueError):
             entry = json.loads(line)
             if entry["seed"] == seed:
-                found.add(entry["number"])
-    return found
+                numbers.add(entry["number"])
+    return numbers
 
 
 if __name__ == "__main__":

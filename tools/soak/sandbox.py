@@ -1,7 +1,6 @@
-"""The real commands in forked children of a warm process: bounded in memory, file size and time, watched in what they
-write. No Ray: they get `--in-process`.
+"""Run the real commands in forked children of a warm process, bounded in memory, file size and time, without Ray.
 
-A child that writes outside its folder is refused the write as if it had no permission, and the attempt is noted.
+A child that writes outside its folder is refused as if it had no permission, and the attempt is noted.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ GROWTH_BYTES = 1 << 30  # resident at the peak, beyond the warm process
 ADDRESS_BYTES = 6 << 30  # likewise, of addresses: allocators reserve more than they use
 FILE_BYTES = 64 << 20
 CASE_SECONDS = 60
-SAID_CHARACTERS = 20_000
+SHOWN_CHARACTERS = 20_000
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {  # audit event -> positions of the paths that it changes (and of their folders' descriptors)
     "os.mkdir": ((0, 2),),
@@ -45,12 +44,18 @@ CHANGES = {  # audit event -> positions of the paths that it changes (and of the
 
 @dataclass
 class Ended:
-    """How a command ended in its child. `code`: of the command; negative for a signal. `outside`: refused writes."""
+    """The end of a command in its child.
+
+    Attributes:
+        code: exit code; negative for a signal.
+        out, err: standard output and standard error.
+        outside: writes that were refused.
+    """
 
     command: list[str]
     code: int
-    said: str = ""
-    printed: str = ""
+    out: str = ""
+    err: str = ""
     outside: list[str] = field(default_factory=list)
     grown_bytes: int = 0
     seconds: float = 0.0
@@ -63,15 +68,17 @@ def run_commands(
     prepare: Callable[[], None] = lambda: None,
     bounded: bool = True,
 ) -> list[Ended]:
-    """Runs commands one after another, each in a child of its own, with `folder` as the working directory.
+    """Run commands one after another in `folder`, each in a child of its own.
 
-    `prepare` runs first in every child (hooks). `scratch`: for what they print, outside of `folder`.
+    Args:
+        scratch: a folder for the output of the commands, outside of `folder`.
+        prepare: runs first in every child.
     """
-    return [_in_child(folder, command, scratch, prepare, bounded) for command in commands]
+    return [_run_in_child(folder, command, scratch, prepare, bounded) for command in commands]
 
 
 def in_child(action: Callable[[], None]) -> int:
-    """Runs an action in a forked child; its exit status. This process stays without threads."""
+    """Run an action in a forked child; return its exit status. This process must have no threads."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -86,52 +93,54 @@ def in_child(action: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _in_child(folder: Path, command: Sequence[str], scratch: Path, prepare: Callable[[], None], bounded: bool) -> Ended:
-    said, printed, report = (scratch / name for name in ("said", "printed", "report"))
-    for path in (said, printed, report):
+def _run_in_child(
+    folder: Path, command: Sequence[str], scratch: Path, prepare: Callable[[], None], bounded: bool
+) -> Ended:
+    out, err, report = (scratch / name for name in ("out", "err", "report"))
+    for path in (out, err, report):
         path.write_bytes(b"")
     started = time.monotonic()
 
     def act() -> None:
         os.chdir(folder)
         tempfile.tempdir = str(folder / "tmp")
-        _redirect(printed, said)
+        _redirect(out, err)
         outside: list[str] = []
         _watch_writes((folder.resolve(), scratch.resolve()), outside)
-        before = _resident("VmRSS")
+        before_bytes = _memory_bytes("VmRSS")
         if bounded:
             _bound()
         prepare()
         code = _run(command)
         sys.stdout.flush()
         sys.stderr.flush()
-        ended = Ended(list(command), code, outside=outside, grown_bytes=_resident("VmHWM") - before)
+        ended = Ended(list(command), code, outside=outside, grown_bytes=_memory_bytes("VmHWM") - before_bytes)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         report.write_text(json.dumps(asdict(ended)))
 
     status = in_child(act)
     text = report.read_text()
     ended = Ended(**json.loads(text)) if text else Ended(list(command), status or 1)
-    ended.said = said.read_text(errors="replace")[:SAID_CHARACTERS]
-    ended.printed = printed.read_text(errors="replace")[:SAID_CHARACTERS]
+    ended.err = err.read_text(errors="replace")[:SHOWN_CHARACTERS]
+    ended.out = out.read_text(errors="replace")[:SHOWN_CHARACTERS]
     ended.seconds = time.monotonic() - started
     return ended
 
 
 def _run(command: Sequence[str]) -> int:
-    """As `python -m pipeline.NAME` would end."""
+    """Run a command to the exit code of `python -m pipeline.NAME`."""
     try:
         return int(COMMANDS[command[0]]([*command[1:], *in_process(command[0])]))
-    except SystemExit as ended:  # of argparse
+    except SystemExit as ended:  # raised by argparse
         return int(ended.code or 0)
     except BaseException:
         traceback.print_exc()
         return 1
 
 
-def _redirect(printed: Path, said: Path) -> None:
-    """Descriptors and text layers as CPython sets them up in a UTF-8 locale."""
-    for number, path in ((1, printed), (2, said)):
+def _redirect(out: Path, err: Path) -> None:
+    """Set up descriptors and text layers as CPython does in a UTF-8 locale."""
+    for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -140,37 +149,34 @@ def _redirect(printed: Path, said: Path) -> None:
 
 
 def _bound() -> None:
-    limit = _resident("VmSize") + ADDRESS_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit_bytes = _memory_bytes("VmSize") + ADDRESS_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    signal.alarm(CASE_SECONDS)  # nobody handles it: it ends the child
+    signal.alarm(CASE_SECONDS)  # has no handler: it ends the child
 
 
-def _resident(name: str) -> int:
+def _memory_bytes(name: str) -> int:
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
 
 def _watch_writes(allowed: tuple[Path, ...], outside: list[str]) -> None:
-    roots = tuple(f"{root}{os.sep}" for root in allowed)
+    roots = (*(f"{root}{os.sep}" for root in allowed), "/proc/self/")
     places = (*map(str, allowed), "/dev/null")
-
-    def located(path: Any, descriptor: Any) -> str:
-        folder = os.getcwd()
-        if isinstance(descriptor, int) and descriptor >= 0:
-            folder = os.readlink(f"/proc/self/fd/{descriptor}")
-        joined = os.path.join(folder, os.fsdecode(path))
-        return os.path.join(os.path.realpath(os.path.dirname(joined)), os.path.basename(joined))
 
     def check(event: str, path: Any, descriptor: Any) -> None:
         if isinstance(path, int):  # an open file
             return
-        where = located(path, descriptor)
-        if not where.startswith((*roots, "/proc/self/")) and where not in places:
-            outside.append(f"{event} {where}")
+        folder = os.getcwd()
+        if isinstance(descriptor, int) and descriptor >= 0:
+            folder = os.readlink(f"/proc/self/fd/{descriptor}")
+        joined = os.path.join(folder, os.fsdecode(path))
+        place = os.path.join(os.path.realpath(os.path.dirname(joined)), os.path.basename(joined))
+        if not place.startswith(roots) and place not in places:
+            outside.append(f"{event} {place}")
             raise PermissionError(13, "Permission denied", os.fsdecode(path))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -187,17 +193,17 @@ def _watch_writes(allowed: tuple[Path, ...], outside: list[str]) -> None:
 
 @contextmanager
 def snapshot(folder: Path, besides: Sequence[str]) -> Iterator[list[str]]:
-    """Fills a list, when the block ends, with what changed below `folder` apart from the entries named on top of it."""
+    """Yield a list. When the block ends it holds the changes below `folder`, apart from the entries `besides` in it."""
     changed: list[str] = []
     before = _state(folder, besides)
     yield changed
     after = _state(folder, besides)
     changed += [f"added {path}" for path in sorted(after.keys() - before.keys())]
-    changed += [f"changed {path}" for path in sorted(before.keys()) if before[path] != after.get(path)]
+    changed += [f"changed {path}" for path in sorted(before) if before[path] != after.get(path)]
 
 
-def _state(folder: Path, besides: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _state(folder: Path, besides: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    state: dict[str, tuple[int, ...]] = {}
     for parent, folders, files in os.walk(folder):
         if Path(parent) == folder:
             folders[:] = [name for name in folders if name not in besides]
@@ -205,5 +211,5 @@ def _state(folder: Path, besides: Sequence[str]) -> dict[str, Any]:
         for name in (*folders, *files):
             stat = os.lstat(os.path.join(parent, name))
             changes = (stat.st_size, stat.st_mtime_ns) if name in files else ()  # a hard link changes the ctime
-            found[os.path.relpath(os.path.join(parent, name), folder)] = (stat.st_mode, stat.st_ino, *changes)
-    return found
+            state[os.path.relpath(os.path.join(parent, name), folder)] = (stat.st_mode, stat.st_ino, *changes)
+    return state

@@ -1,6 +1,7 @@
-"""What the cases of the fuzzer start from: a small model, texts in every format, a whole job, and jobs cut short.
+"""Inputs and commands of the fuzzer and of failing disks: a small model, texts in every format, jobs cut short.
 
-All of it is made at ROOT/work, where every case is played, and kept beside it, so that absolute paths stay true.
+Everything is made in ROOT/work, where every case is played, and copied from beside it, so that absolute paths stay
+true.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ from tests import factories
 from tests.end_to_end.jobs import COMMANDS, file_digests
 from tools.soak.sandbox import in_child
 
-CUT = 9
-HALVES = {  # name -> (propagate, the ledger key before whose commit the job is killed)
+INDEX = "model.safetensors.index.json"
+Command = tuple[str, ...]
+RUN: Command = ("run", "manifest.yaml")
+SWEEP: Command = ("sweep", "manifest.yaml")
+PLAN: Command = ("plan", "manifest.yaml", "--tflops", "1")
+STATUS: Command = ("status", "run")
+VERIFY: Command = ("verify", "output")
+VERIFY_SOURCE: Command = ("verify", "output", "--source", "model")
+
+CUT = 9  # exit status of a job that is cut short
+STOPS: dict[str, tuple[str, str | None]] = {  # name -> propagate, and the ledger key before whose commit a job ends
     "walk": ("compressed", "layer/00001"),
     "between": ("compressed", "activations/00001"),
     "dense": ("dense", "layer/00001"),
@@ -39,35 +49,53 @@ METHODS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
+class Case:
+    """A damaged folder and the commands to run there.
+
+    Attributes:
+        stop: the entry of `STOPS` that the folder began as; None: without a job.
+        repairable: the last command must leave the bytes of an undisturbed job.
+        elsewhere: a folder of RUN_DIR was replaced by a link, as to another disk: files are added behind it.
+    """
+
+    name: str
+    commands: Sequence[Command]
+    stop: str | None = None
+    repairable: bool = False
+    elsewhere: bool = False
+
+
+def evaluate(model: str, text: str = "text.txt") -> Command:
+    """Return the command that evaluates a model."""
+    return ("evaluate", model, "--text", text, "--window", "16", "--json")
+
+
+@dataclass(frozen=True)
 class World:
-    """`work`: the folder a case is played in; the rest is copied from `kept`."""
+    """A folder for cases, and digests of undisturbed outputs by `propagate`."""
 
     root: Path
     reference: dict[str, dict[str, str]]
 
     @property
     def work(self) -> Path:
+        """The folder that a case is played in."""
         return self.root / "work"
 
     @property
-    def kept(self) -> Path:
-        return self.root / "kept"
-
-    @property
     def scratch(self) -> Path:
+        """The folder for logs and reports."""
         return self.root / "scratch"
 
-    def fresh(self, half: str | None = None) -> Path:
-        """The working folder, as new; with the run directory and output of a job cut short, or of a whole one."""
+    def fresh(self, stop: str | None = None) -> Path:
+        """Make the working folder anew, with a job that was cut short if `stop` names one. Return the folder."""
         shutil.rmtree(self.work, ignore_errors=True)
-        shutil.copytree(self.kept / "new", self.work)
-        if half is not None:
-            shutil.copytree(self.kept / half, self.work, dirs_exist_ok=True, symlinks=True)
+        shutil.copytree(self.root / "kept" / (stop or "new"), self.work, symlinks=True)
         return self.work
 
 
 def document(propagate: str = "compressed") -> dict[str, Any]:
-    """The job's manifest. Paths are relative: a path that is cut short stays in the folder."""
+    """Return a manifest. Its paths are relative: a path that is cut short stays in the folder."""
     return {
         "version": 1,
         "model": {"source": "model"},
@@ -89,19 +117,18 @@ def document(propagate: str = "compressed") -> dict[str, Any]:
 
 
 def make_world(root: Path) -> World:
-    """Everything, in children of this process: it takes some seconds."""
+    """Make all folders, in child processes. Takes some seconds."""
     new = root / "kept" / "new"
     for folder in (new / "tmp", root / "scratch"):
         folder.mkdir(parents=True)
-    _succeed(lambda: _make_inputs(new))
+    assert in_child(lambda: _make_inputs(new)) == 0
     world = World(root, {})
     for propagate in ("compressed", "dense"):
         _play(world, propagate, None)
         world.reference[propagate] = file_digests(world.work / "output")
-    for name, (propagate, key) in HALVES.items():
+    for name, (propagate, key) in STOPS.items():
         _play(world, propagate, key)
-        for part in ("run", "output", "manifest.yaml"):
-            _copy(world.work / part, root / "kept" / name / part)
+        shutil.copytree(world.work, root / "kept" / name, symlinks=True)
     return world
 
 
@@ -111,57 +138,30 @@ def _make_inputs(new: Path) -> None:
 
     factories.make_model(new / "model", num_hidden_layers=2, max_position_embeddings=64)
     (new / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-    factories.write_text(new / "text.txt", 2000)
-    lines = (new / "text.txt").read_text().splitlines()
+    lines = factories.write_text(new / "text.txt", 2000).read_text().splitlines()
     (new / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     (new / "text.json").write_text(json.dumps([{"text": line} for line in lines]))
     pyarrow.parquet.write_table(pyarrow.table({"text": lines}), new / "text.parquet")
     (new / "manifest.yaml").write_text(yaml.safe_dump(document()))
-    full = dump_manifest(load_manifest(new / "manifest.yaml"))
-    (new / "full.yaml").write_text(full)
+    (new / "full.yaml").write_text(dump_manifest(load_manifest(new / "manifest.yaml")))
 
 
-def _play(world: World, propagate: str, cut: str | None) -> None:
-    world.fresh()
-    (world.work / "manifest.yaml").write_text(yaml.safe_dump(document(propagate)))
+def _play(world: World, propagate: str, stop: str | None) -> None:
+    """Run a job in a fresh folder; it ends, as if killed, when the ledger key `stop` is about to be committed."""
+    (world.fresh() / "manifest.yaml").write_text(yaml.safe_dump(document(propagate)))
+    commit: Any = Ledger.commit
+
+    def commit_or_die(ledger: Ledger, key: Any, record: Any) -> None:
+        if key == stop:
+            os._exit(CUT)
+        commit(ledger, key, record)
 
     def act() -> None:
         os.chdir(world.work)
-        _quiet()
-        if cut is not None:
-            cut_before(cut)
-        code = COMMANDS["run"](["manifest.yaml"])
-        assert code == 0, code
+        for number in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        Ledger.commit = commit_or_die  # type: ignore[method-assign]
+        assert COMMANDS["run"](["manifest.yaml", "--in-process"]) == 0
 
-    status = in_child(act)
-    expected = CUT if cut else 0
-    assert status == expected, f"the job to start from ended with {status}, expected {expected}"
-
-
-def cut_before(key: str) -> None:
-    """This process ends as if killed when `key` is about to be committed."""
-    commit = Ledger.commit
-
-    def commit_or_die(self: Ledger, committed: str, record: dict[str, Any]) -> None:
-        if committed == key:
-            os._exit(CUT)
-        commit(self, committed, record)
-
-    Ledger.commit = commit_or_die  # type: ignore[method-assign]
-
-
-def _quiet() -> None:
-    for number in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
-def _copy(path: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        shutil.copytree(path, target, symlinks=True)
-    elif path.exists():
-        shutil.copy2(path, target)
-
-
-def _succeed(action: Callable[[], None]) -> None:
-    assert in_child(action) == 0
+    status, expected = in_child(act), CUT if stop else 0
+    assert status == expected, f"the job that a case starts from ended with {status}, expected {expected}"

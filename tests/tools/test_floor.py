@@ -1,4 +1,4 @@
-"""The floor that `tools.benchmarks.floor` holds a job against: operations by hand, and never more than the plan's."""
+"""The floor of a job (`tools.benchmarks.floor`): operations by hand, and never more than the plan's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that fail: an error, a short write or a wait at the nth thing a process does to files below some folders."""
+"""Disks that fail: an error, a short write or a wait at the nth operation of a process on files below some folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-GROWING = ("open", "write", "mkdir", "link")  # what a full disk or a quota refuses
+GROWING = ("open", "write", "mkdir", "link")  # operations that a full disk or a quota refuses
 CHANGES = {  # name in `os` -> (kind, position of the path)
     "mkdir": ("mkdir", 0),
     "link": ("link", 1),
@@ -28,14 +28,15 @@ SLOW_S = 0.005
 
 @dataclass
 class Fault:
-    """What goes wrong, and where. Counts what it sees, so that one which never strikes tells how much there is to see.
+    """A fault of a disk. It counts the operations that it sees, so that one which never strikes counts those of a job.
 
     Attributes:
         code: errno to raise; None: nothing fails.
         nth: the first operation that fails (from 1); 0: none.
         lasting: every later operation that such a disk refuses fails as well.
-        match: only paths that hold this.
-        short: writes take one byte at a time; slow: every operation waits a little.
+        match: the fault concerns only paths that contain this.
+        short: writes take one byte at a time.
+        slow: every operation waits a little.
     """
 
     folders: tuple[Path, ...]
@@ -49,7 +50,7 @@ class Fault:
     struck: list[str] = field(default_factory=list)
 
     def meet(self, kind: str, path: Any) -> None:
-        """An operation is about to happen. Raises OSError when it is to fail."""
+        """Count an operation that is about to happen. Raises OSError if it is to fail."""
         where = os.path.realpath(os.fsdecode(path)) if not isinstance(path, int) else _opened(path)
         if not where.startswith(tuple(map(str, self.folders))) or self.match not in where:
             return
@@ -82,9 +83,9 @@ class _File(io.FileIO):
 
 @contextmanager
 def failing(fault: Fault) -> Iterator[Fault]:
-    """Files fail in this process until the block ends."""
-    kept = [(os, name, getattr(os, name)) for name in (*CHANGES, "fsync", "open")]
-    kept += [(builtins, "open", builtins.open), (io, "open", io.open)]
+    """Make files fail in this process until the block ends."""
+    originals = [(os, name, getattr(os, name)) for name in (*CHANGES, "fsync", "open")]
+    originals += [(builtins, "open", builtins.open), (io, "open", io.open)]
     real_open = io.open
 
     def opened(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None, *rest: Any,
@@ -122,9 +123,9 @@ def failing(fault: Fault) -> Iterator[Fault]:
     for name in CHANGES:
         setattr(os, name, changing(name, getattr(os, name)))
     os.fsync, os.open = fsync, os_open  # type: ignore[assignment]
-    builtins.open = io.open = opened  # type: ignore[assignment]
+    builtins.open = io.open = opened
     try:
         yield fault
     finally:
-        for owner, name, value in kept:
+        for owner, name, value in originals:
             setattr(owner, name, value)
