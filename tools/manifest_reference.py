@@ -1,4 +1,4 @@
-"""Writes docs/manifest.md from the pydantic schema: every block and field, its type, default and limits.
+"""Write docs/manifest.md from the pydantic schema: every block and field, its type, default and limits.
 
 python -m tools.manifest_reference [--check]
 """
@@ -37,29 +37,29 @@ SIGNS: tuple[tuple[type, str, str], ...] = ((Gt, "gt", "> "), (Ge, "ge", "≥ ")
 
 
 def reference() -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     models = dict.fromkeys([*_reachable(Manifest), *_reachable(Sweep)])
     sections = [_section(model) for model in models]
     return "\n".join([INTRODUCTION, *sections])
 
 
 def _reachable(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """A block and those that its fields are of, each once, in the order of the fields."""
-    pending, seen = [model], {model}
+    """Yield a block and the blocks of its fields, each once, in the order of the fields."""
+    pending, visited = [model], {model}
     while pending:
         current = pending.pop(0)
         yield current
-        inner = [found for field in current.model_fields.values() for found in _blocks(field.annotation)]
+        inner = [block for field in current.model_fields.values() for block in _blocks(field.annotation)]
         inner = [MethodEntry, *inner] if any(map(_is_method, inner)) else inner
-        new = [found for found in dict.fromkeys(inner) if found not in seen]
-        seen.update(new)
+        new = [block for block in dict.fromkeys(inner) if block not in visited]
+        visited.update(new)
         pending = [*new, *pending]
 
 
 def _blocks(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for argument in get_args(annotation) for found in _blocks(argument)]
+    return [block for argument in get_args(annotation) for block in _blocks(argument)]
 
 
 def _section(model: type[BaseModel]) -> str:
@@ -77,7 +77,7 @@ def _is_method(model: type[BaseModel]) -> bool:
 
 
 def _title(model: type[BaseModel]) -> str:
-    """`method: NAME` for a method's entry, else the name of the block."""
+    """Return `method: NAME` for a method's entry, else the name of the block."""
     return f"method: {get_args(model.model_fields['method'].annotation)[0]}" if _is_method(model) else model.__name__
 
 
@@ -117,29 +117,27 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return _link(annotation)
     if annotation is type(None):
         return "`null`"
-    found = [
-        (sign, getattr(limit, name)) for kind, name, sign in SIGNS for limit in metadata if isinstance(limit, kind)
-    ]
-    limits = ", ".join(f"{sign}{value:,}" for sign, value in found)
+    bounds = ((limit, name, sign) for kind, name, sign in SIGNS for limit in metadata if isinstance(limit, kind))
+    limits = ", ".join(f"{sign}{getattr(limit, name):,}" for limit, name, sign in bounds)
     return f"{NAMES[annotation]} ({limits})" if limits else NAMES[annotation]
 
 
 def _unfolded(metadata: tuple[Any, ...]) -> list[Any]:
-    """Limits as pydantic's `Field` packs them."""
-    return [inner for found in metadata for inner in (found.metadata if isinstance(found, FieldInfo) else [found])]
+    """Return limits that pydantic packs into a `Field`."""
+    return [limit for item in metadata for limit in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the page, or with --check says whether it is up to date."""
+    """Write the page, or check that it is up to date."""
     parser = argparse.ArgumentParser(prog="python -m tools.manifest_reference", description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the page is not up to date")
-    wanted = reference()
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    page = reference()
     if not parser.parse_args(argv).check:
-        PAGE.write_text(wanted, encoding="utf-8")
+        PAGE.write_text(page, encoding="utf-8")
         return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted:
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page:
         return 0
-    print(f"{PAGE}: not what the schema in manifests/ says; run python -m tools.manifest_reference", file=sys.stderr)
+    print(f"{PAGE}: out of date with the schema in manifests/; run python -m tools.manifest_reference", file=sys.stderr)
     return 1
 
 

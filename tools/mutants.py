@@ -1,11 +1,12 @@
-"""Mutation testing: how many small faults, put into the code one at a time, do the unit tests find?
+"""Mutation testing: put small faults into the code, one at a time, and count those that the unit tests find.
 
     python -m tools.mutants [MODULE ...] [--tenths N] [--workers W] [--report]
 
-Runs mutmut (settings: pyproject.toml) on the modules given by dotted name, or on all of its settings; `--tenths N`
-tries about N tenths of the mutants of each function, always the same. Results stay in mutants/ and add up from call to
-call. Prints killed of made by module; `mutmut results` lists what survived, `mutmut show NAME` shows it. Mutants of
-messages and of what no test calls count as they come. A mutant may eat memory: run it where that harms nobody.
+Runs mutmut (settings: pyproject.toml) on the modules given by dotted name, or on all modules of its settings.
+`--tenths N` tries about N tenths of the mutants of each function, always the same ones. Results stay in mutants/ and
+add up from call to call. Prints the share killed by module; `mutmut results` lists survivors, `mutmut show NAME` shows
+one. Mutants of messages and of untested code count like others. A mutant may use much memory: run it where that does no
+harm.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ DIGITS = "1369258047"  # a mutant's number begins with 1, so that each function 
 
 
 def results() -> dict[str, dict[str, int | None]]:
-    """Module -> mutant -> exit code of its tests; None before it was tried."""
-    found = {}
+    """Read the exit code of the tests by module and mutant; None for a mutant that was not tried."""
+    modules = {}
     for path in sorted(FOLDER.rglob("*.py.meta")):
         codes = json.loads(path.read_text())["exit_code_by_key"]
         if codes:
             module = path.relative_to(FOLDER).as_posix().removesuffix(".py.meta").replace("/", ".")
-            found[module] = codes
-    return found
+            modules[module] = codes
+    return modules
 
 
 def patterns(modules: Sequence[str], tenths: int) -> list[str]:
-    """Of the names of mutants to try: MODULE.FUNCTION__mutmut_NUMBER, chosen by the last digit of the number."""
+    """Return patterns for the names of mutants to try, MODULE.FUNCTION__mutmut_NUMBER, by the number's last digit."""
     ending = f"*[{DIGITS[:tenths]}]" if tenths < 10 else "*"
     return [f"{module}.{ending}" for module in modules] or [ending]
 
 
 def table(mutants: Mapping[str, Mapping[str, int | None]]) -> Table:
-    """Killed of made, by module; a mutant that never ends counts as killed."""
+    """Return the table of mutants by module; a mutant that never ends counts as killed."""
     shown = Table("module", "mutants", "tried", "killed", "timed out", "survived", "no test", "killed / tried")
     total: Counter[str] = Counter()
     for module, codes in mutants.items():
@@ -73,15 +74,16 @@ def _cells(counts: Mapping[str, int]) -> list[str]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__.split("\n")[0])
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as pipeline.kernels or stores.ledger")
     parser.add_argument("--tenths", type=int, default=10, choices=range(1, 11), metavar="N", help="a sample")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="run nothing; print what is known")
+    parser.add_argument("--report", action="store_true", help="run nothing; print the stored results")
     options = parser.parse_args()
     if not options.report:
-        command = [Path(sys.executable).parent / "mutmut", "run", "--max-children", str(options.workers)]
+        mutmut = str(Path(sys.executable).parent / "mutmut")
+        command = [mutmut, "run", "--max-children", str(options.workers)]
         if subprocess.run([*command, *patterns(options.modules, options.tenths)], check=False).returncode:
             return 1
     Console(width=WIDTH).print(table(results()))

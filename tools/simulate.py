@@ -1,6 +1,6 @@
-"""`python -m tools.simulate`: what jobs on large models would take, on the clock of `tools.simulator.simulator`.
+"""Predict the time of jobs on large models, on a simulator's clock: `python -m tools.simulate`.
 
-docs/plan.md holds the arithmetic; its tables of predictions are what this prints.
+docs/plan.md explains the arithmetic, and holds the tables that this prints.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SHARDS, LENGTH = 256, 4096  # a sample each
 
 
 def geometry(model: str) -> Geometry:
-    """Of a Llama model of this size."""
+    """Return the geometry of a Llama model of this size."""
     config = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096, **LLAMA[model]}
     return geometry_of(standard_config(config))
 
 
 def job_of(propagate: str, keep: bool | None = None, **entry: str) -> Manifest:
-    """A job of 256 × 4096 tokens by one method, `flat_llm` if none is given, at keep 0.8. `keep`: its statistics."""
+    """Return a job of 256 × 4096 tokens by one method, by default `flat_llm`. `keep`: of its statistics."""
     calibration = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": LENGTH, "shards": SHARDS}
     return parse_manifest({
         "version": 1, "model": {"source": "model"}, "output": "output", "run_dir": "run", "budget": {"keep": 0.8},
@@ -49,7 +49,7 @@ def job_of(propagate: str, keep: bool | None = None, **entry: str) -> Manifest:
 
 
 def work_of(model: str, propagate: str, **entry: str) -> LayerWork:
-    """A layer's work in such a job."""
+    """Return the work of a layer in such a job."""
     manifest, shape = job_of(propagate, **entry), geometry(model)
     tasks = claim_tasks(build_methods(manifest), shape)
     return layer_work(manifest, shape, tasks, ITEMSIZE, gradient_tokens(manifest, shape, tasks), kept=0.8)
@@ -61,22 +61,24 @@ def predict(
     workers: int,
     rates: Rates,
     cached: bool = False,
-    gone_at: Sequence[float] = (),
+    failures_s: Sequence[float] = (),
     keep: bool | None = None,
     **entry: str,
 ) -> tuple[Simulated, dict[str, float]]:
-    """On the simulator's clock, and by the plan's closed form. `gone_at`: seconds at which one worker after another is
-    gone, each replaced as soon as one has started."""
+    """Predict a job by the simulator, and by the plan's closed form.
+
+    `failures_s`: times at which one worker after another dies; each is replaced as soon as another has started.
+    """
     manifest, shape = job_of(propagate, keep, **entry), geometry(model)
     way = pass_of(manifest, shape, claim_tasks(build_methods(manifest), shape))
     way = replace(way, workers=workers, cached=cached, offload=False)
     work = work_of(model, propagate, **entry)
-    failures = [Failure(at, number % workers) for number, at in enumerate(gone_at)]
+    failures = [Failure(at, number % workers) for number, at in enumerate(failures_s)]
     return simulate(list(job_units(work, rates, way)), workers, failures), phase_seconds(work, rates, way)
 
 
-def rows(rates: Rates, gone_at: Sequence[float] = ()) -> Iterator[str]:
-    """The table of predictions."""
+def rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
+    """Yield the lines of the table of predictions."""
     yield "| model | propagate | ranks | read again from | GPUs | minutes | in closed form | idle share |"
     yield "|---|---|---|---|---|---|---|---|"
     for model, propagate, workers, cached in (
@@ -84,44 +86,45 @@ def rows(rates: Rates, gone_at: Sequence[float] = ()) -> Iterator[str]:
         ("70B", "dense", 64, True), ("70B", "compressed", 1, True), ("70B", "compressed", 8, True),
         ("405B", "dense", 8, False), ("405B", "dense", 8, True),
     ):  # fmt: skip
-        found, phases = predict(model, propagate, workers, rates, cached, gone_at)
-        yield f"| {model} | {propagate} | importance | {_place(cached)} | {workers} | {_figures(found, phases)} |"
+        simulated, phases = predict(model, propagate, workers, rates, cached, failures_s)
+        yield f"| {model} | {propagate} | importance | {_place(cached)} | {workers} | {_figures(simulated, phases)} |"
     for model, workers, cached, keep in (
         ("70B", 1, True, None), ("70B", 8, False, None), ("70B", 8, True, None),
         ("405B", 8, False, None), ("405B", 8, False, False), ("405B", 8, True, None),
     ):  # fmt: skip
-        found, phases = predict(model, "dense", workers, rates, cached, gone_at, keep, allocation="uniform")
+        simulated, phases = predict(model, "dense", workers, rates, cached, failures_s, keep, allocation="uniform")
         ranks = "uniform" if keep is None else "uniform, `keep: false`"
-        yield f"| {model} | dense | {ranks} | {_place(cached)} | {workers} | {_figures(found, phases)} |"
+        yield f"| {model} | dense | {ranks} | {_place(cached)} | {workers} | {_figures(simulated, phases)} |"
 
 
-def loss_rows(rates: Rates, gone_at: Sequence[float] = ()) -> Iterator[str]:
-    """The same of jobs that follow the loss, 70B, dense statistics, and where their workers' minutes go."""
+def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
+    """Yield the table of jobs that follow the loss, 70B, dense statistics, with their workers' minutes by kind."""
     kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "held-out")
     yield f"| `loss_aware` | GPUs | minutes | in closed form | idle share | {' | '.join(kinds)} |"
     yield f"|---|---|---|---|---|{'---|' * len(kinds)}"
     for entry, workers in ((entry, workers) for entry in ({}, {"correct": "output"}) for workers in (1, 8)):
-        found, phases = predict("70B", "dense", workers, rates, True, gone_at, method="loss_aware", **entry)
+        simulated, phases = predict("70B", "dense", workers, rates, True, failures_s, method="loss_aware", **entry)
         named = ", ".join(f"`{name}: {value}`" for name, value in entry.items()) or "as it is"
-        spent = " | ".join(f"{found.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
-        yield f"| {named} | {workers} | {_figures(found, phases)} | {spent} |"
+        spent = " | ".join(f"{simulated.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
+        yield f"| {named} | {workers} | {_figures(simulated, phases)} | {spent} |"
 
 
 def _place(cached: bool) -> str:
     return "memory" if cached else "disk"
 
 
-def _figures(found: Simulated, phases: dict[str, float]) -> str:
-    begun = phases["digests"] + phases["start"]
-    return f"{(found.seconds - begun) / 60:.1f} | {(sum(phases.values()) - begun) / 60:.1f} | {found.idle_share:.0%}"
+def _figures(simulated: Simulated, phases: dict[str, float]) -> str:
+    start = phases["digests"] + phases["start"]
+    minutes = [f"{(seconds - start) / 60:.1f}" for seconds in (simulated.seconds, sum(phases.values()))]
+    return f"{' | '.join(minutes)} | {simulated.idle_share:.0%}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     options = argparse.ArgumentParser(prog="python -m tools.simulate", description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--gpu", default="H200", help="whose rates (pipeline/cost_model/rates.py)")
+    options.add_argument("--gpu", default="H200", help="the GPU whose rates apply (pipeline/cost_model/rates.py)")
     options.add_argument(
-        "--fail", type=float, nargs="+", default=(), metavar="SECONDS", help="when one worker after another is gone"
+        "--fail", type=float, nargs="+", default=(), metavar="SECONDS", help="when one worker after another dies"
     )
     arguments = options.parse_args(argv)
     rates = rates_of(arguments.gpu)

@@ -1,12 +1,13 @@
-"""Layers of a large model on a device: seconds of one and the most memory, beside what `plan` says at a GPU's rates.
+"""Measure a layer of a large model on a device, beside the seconds that `plan` predicts at a GPU's rates.
 
     python -m tools.benchmarks.device_layer [--model 70B] [--propagate dense compressed] [--device cuda]
         [--memory GIB] [--samples 16] [--narrower 1] [--gpu H200]
 
-A random Llama of two layers of these sizes goes through a job of FLAT-LLM in this process, a sample of 4096 tokens a
-shard; what goes shard by shard is scaled to 256 of them, importance to its 64. Units come one after another, and the
-device is waited for before and behind each: nothing overlaps. `--memory` caps what the allocator takes, as a share of
-the GPU (`workers.gpus`) does. On a CPU, `--device cpu --narrower 32` tries the tool.
+A job of FLAT-LLM compresses a random Llama of two layers of these sizes in this process, with a sample of 4096 tokens
+a shard. Seconds that grow with the shards are scaled to 256 of them, those of importance to its 64. Units run one after
+another, and each waits for the device before and after: nothing overlaps. `--memory` caps the allocator, as a share of
+the GPU (`workers.gpus`) does. Prints the seconds of a layer and the most memory. On a CPU, `--device cpu --narrower 32`
+tries the tool.
 """
 
 from __future__ import annotations
@@ -50,16 +51,15 @@ from workers.in_process_pool import InProcessPool
 
 LAYERS, KEEP = 2, 0.8
 HEAD_DIM = 128
-TOKEN_CHARACTERS = 6  # of the text, more than a token of it has
+TOKEN_CHARACTERS = 6  # more than a token of the text has
 
 
 class DevicePool(InProcessPool):
-    """Waits for the device around each unit, and counts its seconds by kind."""
+    """A pool that waits for the device around each unit, and counts its seconds by kind."""
 
     spent: ClassVar[defaultdict[str, float]] = defaultdict(float)
 
     def wait(self) -> tuple[Unit, Any]:
-        """The next unit, done."""
         self._settled()
         started = time.perf_counter()
         unit, done = super().wait()
@@ -74,7 +74,7 @@ class DevicePool(InProcessPool):
 
 
 def kind_of(unit: Unit) -> str | None:
-    """What a unit's seconds are told under; nothing of those that no layer's table has."""
+    """Return the row of the table that a unit's seconds belong to; None if there is none."""
     if isinstance(unit, Forward):
         return "statistics" if unit.moments else "propagate" if unit.staged else "importance"
     kinds = {ChooseGrids: "grids", Collect: "sums leave the device", Solve: "solve", Write: "write"}
@@ -82,14 +82,14 @@ def kind_of(unit: Unit) -> str | None:
 
 
 def sizes_of(model: str, narrower: int) -> dict[str, int]:
-    """Fields of a config, with widths and heads divided."""
+    """Return the fields of a config, with widths and heads divided."""
     fields = {name: size for name, size in LLAMA[model].items() if name != "num_hidden_layers"}
     narrow = {name: max(1, size // narrower) for name, size in fields.items()}
     return {**narrow, "head_dim": HEAD_DIM, "max_position_embeddings": LENGTH}
 
 
 def manifest_of(folder: Path, propagate: str, samples: int, gpus: float) -> dict[str, Any]:
-    """The job in a folder that holds model and text."""
+    """Return the document of the job in a folder that holds model and text."""
     return {
         "version": 1,
         "model": {"source": str(folder / "model")},
@@ -106,43 +106,43 @@ def manifest_of(folder: Path, propagate: str, samples: int, gpus: float) -> dict
 
 
 def planned(work: LayerWork, rates: Rates, propagate: str) -> dict[str, float]:
-    """Seconds of a layer by the plan, by kind, of 256 samples on one worker."""
+    """Return the plan's seconds of a layer by kind, for 256 samples on one worker."""
     compressed = propagate == "compressed"
     importance = len(importance_shards(SHARDS, SHARDS, LENGTH)) if compressed else 0
     way = Pass(LAYERS, SHARDS, 1, importance, compressed)
-    found = {"importance": importance_seconds(work, rates, way)} if compressed else {}
-    found |= {
+    seconds = {"importance": importance_seconds(work, rates, way)} if compressed else {}
+    seconds |= {
         "grids": grid_seconds(work, rates),
         "statistics": statistics_seconds(work, rates, way),
         "sums leave the device": collect_seconds(work, rates),
         "solve": sum(solve_seconds(solve, rates) for solve in work.solves),
     }
-    return found | ({"propagate": forward_seconds(work, rates, way, packed=True)} if compressed else {})
+    return seconds | ({"propagate": forward_seconds(work, rates, way, packed=True)} if compressed else {})
 
 
-def measured(manifest: Mapping[str, Any], samples: int) -> dict[str, float]:
-    """Seconds of a layer of 256 samples, by kind."""
+def measure(manifest: Mapping[str, Any], samples: int) -> dict[str, float]:
+    """Run the job. Return seconds of a layer by kind, for 256 samples."""
     DevicePool.spent.clear()
     run_here(manifest, DevicePool)
     shards = {"importance": len(importance_shards(SHARDS, SHARDS, LENGTH)), "statistics": SHARDS, "propagate": SHARDS}
-    found = {}
+    by_kind = {}
     for kind, seconds in DevicePool.spent.items():
-        layers = 1 if kind == "propagate" else LAYERS  # what leaves the last layer is nobody's
+        layers = 1 if kind == "propagate" else LAYERS  # the outputs of the last layer have no reader
         scale = shards[kind] / samples if kind in shards else 1.0
-        found[kind] = seconds / layers * scale
-    return found
+        by_kind[kind] = seconds / layers * scale
+    return by_kind
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--model", choices=tuple(LLAMA), default="70B")
     options.add_argument("--propagate", nargs="+", choices=("dense", "compressed"), default=["dense", "compressed"])
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options.add_argument("--memory", type=float, help="GiB of the GPU's memory that may be taken")
+    options.add_argument("--memory", type=float, help="GiB of the GPU's memory that may be used")
     options.add_argument("--samples", type=int, default=16, help="of 4096 tokens, a shard each")
     options.add_argument("--narrower", type=int, default=1, help="divides widths and heads")
-    options.add_argument("--gpu", default="H200", help="whose rates the plan takes")
+    options.add_argument("--gpu", default="H200", help="the GPU whose rates the plan uses")
     arguments = options.parse_args(argv)
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
@@ -159,26 +159,26 @@ def main(argv: list[str] | None = None) -> int:
         (base / "text.txt").write_text(story_text(characters, seed=1), encoding="utf-8")
         for propagate in arguments.propagate:
             manifest = manifest_of(base, propagate, arguments.samples, gpus)
-            found = measured(manifest, arguments.samples)
-            said = planned(_work(manifest, base), rates, propagate)
-            rows = [[kind, f"{found.get(kind, 0.0):.2f}", f"{seconds:.2f}"] for kind, seconds in said.items()]
-            total = [sum(each.get(kind, 0.0) for kind in said) for each in (found, said)]
-            rows += [["a layer", *(f"{seconds:.2f}" for seconds in total)], ["write", f"{found['write']:.2f}", ""]]
+            measured = measure(manifest, arguments.samples)
+            plan = planned(_work(manifest, base), rates, propagate)
+            rows = [[kind, f"{measured.get(kind, 0.0):.2f}", f"{seconds:.2f}"] for kind, seconds in plan.items()]
+            total = [sum(each.get(kind, 0.0) for kind in plan) for each in (measured, plan)]
+            rows += [["a layer", *(f"{seconds:.2f}" for seconds in total)], ["write", f"{measured['write']:.2f}", ""]]
             print(f"\n{arguments.model}, {propagate}, seconds of a layer of {SHARDS} x {LENGTH} tokens")
             print_table(["", "measured", f"plan, {arguments.gpu}"], rows)
             if on_gpu:
-                taken, name = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.get_device_name()
-                print(f"at most {taken:.1f} GiB of {name}")
+                peak_gib, name = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.get_device_name()
+                print(f"at most {peak_gib:.1f} GiB of {name}")
                 torch.cuda.reset_peak_memory_stats()
     return 0
 
 
 def _work(manifest: Mapping[str, Any], base: Path) -> LayerWork:
-    """Of a layer of the model with 256 samples."""
-    asked = parse_manifest(dict(manifest))
-    assert asked.calibration is not None
-    calibration = asked.calibration.model_copy(update={"samples": SHARDS, "shards": SHARDS})
-    whole = asked.model_copy(update={"calibration": calibration})
+    """Return the work of a layer of the model with 256 samples."""
+    short = parse_manifest(dict(manifest))
+    assert short.calibration is not None
+    calibration = short.calibration.model_copy(update={"samples": SHARDS, "shards": SHARDS})
+    whole = short.model_copy(update={"calibration": calibration})
     geometry = geometry_of(standard_config(json.loads((base / "model/config.json").read_text())))
     return layer_work(whole, geometry, claim_tasks(build_methods(whole), geometry), ITEMSIZE, kept=KEEP)
 

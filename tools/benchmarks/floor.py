@@ -75,11 +75,11 @@ class Bare:
             symmetric = drawn + drawn.mT
             return lambda: torch.linalg.eigh(symmetric)
         rows, inner, columns = self.sizes
-        left = torch.randn(self.batch, rows, inner).to(self.dtype)
-        right = torch.randn(self.batch, columns, inner).to(self.dtype)  # the layout of a linear's weight
+        inputs = torch.randn(self.batch, rows, inner).to(self.dtype)
+        weights = torch.randn(self.batch, columns, inner).to(self.dtype)
         if self.batch == 1:
-            return lambda: left[0] @ right[0].T
-        return lambda: torch.bmm(left, right.mT)
+            return lambda: inputs[0] @ weights[0].T
+        return lambda: torch.bmm(inputs, weights.mT)
 
 
 @dataclass(frozen=True)
@@ -108,26 +108,26 @@ def needed(manifest: Manifest, geometry: Geometry, dtype: torch.dtype) -> Iterat
     assert manifest.budget is not None
     samples, length, layers = calibration.samples, calibration.sequence_length, geometry.num_layers
     layer = geometry.layers[0]
-    kept = kept_ranks(layer, manifest.budget.keep or 1.0)
+    ranks = kept_ranks(layer, manifest.budget.keep or 1.0)
     through = functools.partial(_forward, layer, dtype=dtype, length=length, samples=samples)
     if calibration.propagate == "compressed":
         tapped = solved = "walk"
         yield from _times(layers, through("importance"))
         yield from _times(layers, through(tapped, roles=LINEARS[:-1]))
-        yield from _times(layers - 1, through("walk", kept=kept))
+        yield from _times(layers - 1, through("walk", ranks=ranks))
     else:
         tapped, solved = "statistics", "compress"
         yield from _times(layers, through(tapped))
     for shard in range(calibration.shards):
         start, stop = shard_range(shard, calibration.shards, samples)
         yield from _times(layers, _moments(layer, tapped, (stop - start) * length))
-    yield from _times(layers, _solves(layer, solved, *kept))
+    yield from _times(layers, _solves(layer, solved, *ranks))
     scored = functools.partial(_forward, layer, "score", dtype=torch.float)
     windows = held_out_windows(samples, samples, length)
     for count, of_length, sizes in (
-        (windows, length, None), (windows, length, kept), (1, COMPARED_TOKENS, None), (2, COMPARED_TOKENS, kept)
+        (windows, length, None), (windows, length, ranks), (1, COMPARED_TOKENS, None), (2, COMPARED_TOKENS, ranks)
     ):  # fmt: skip
-        yield from _times(layers, scored(samples=count, length=of_length, kept=sizes))
+        yield from _times(layers, scored(samples=count, length=of_length, ranks=sizes))
 
 
 def kept_ranks(layer: LayerGeometry, keep: float) -> tuple[int, int]:
@@ -148,11 +148,11 @@ def _forward(
     dtype: torch.dtype,
     length: int,
     samples: int,
-    kept: tuple[int, int] | None = None,
+    ranks: tuple[int, int] | None = None,
     roles: tuple[str, ...] = LINEARS,
 ) -> Iterator[Needed]:
     """Yield the work of samples in one layer, one at a time: linears of `roles`, and attention if `o` is among them."""
-    value, channels = kept or (layer.attention.head_dim, layer.mlps[0].width)
+    value, channels = ranks or (layer.attention.head_dim, layer.mlps[0].width)
     widths = {"v": layer.attention.kv_heads * value, "gate": channels, "up": channels}
     reads = {"o": layer.attention.heads * value, "down": channels}
     for role in roles:

@@ -1,7 +1,4 @@
-"""What the benchmarks share: the real command in a process of its own, and Markdown tables.
-
-No test: `make test` does not collect this folder. Run a benchmark as `python -m tools.benchmarks.NAME`.
-"""
+"""Run the real command in a process of its own, and print Markdown tables."""
 
 from __future__ import annotations
 
@@ -17,23 +14,22 @@ from typing import Any
 from manifests.processor import settle_processor
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared"  # trained models and texts, where they lie beside the checkout
 QUIET = {"RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 settle_processor()  # benchmarks multiply in half precision, too
 
 
 class JobFailed(RuntimeError):
-    """The command ended with another code than 0; the message holds its last lines."""
+    """The command did not exit with 0; the message holds its last lines."""
 
 
 def end_on_sigterm() -> None:
-    """SIGTERM ends a benchmark as an exit does: with its job stopped and its temporary directories removed."""
+    """Make SIGTERM end a benchmark as an exit does: its job stops and its temporary directories are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def environment() -> dict[str, str]:
-    """For a command of this checkout: its own packages first, nothing fetched, no token written."""
+    """Return the environment of a command of this checkout: its packages come first, and it needs no network."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "deploy/serving"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, **QUIET, "PYTHONPATH": path.rstrip(os.pathsep)}
 
@@ -41,10 +37,10 @@ def environment() -> dict[str, str]:
 def run_manifest(
     manifest: Mapping[str, Any], directory: Path, watch: Callable[[int], None] | None = None, fresh: bool = True
 ) -> dict[str, Any]:
-    """`python -m pipeline.run` on a manifest (written to `directory`); its summary.
+    """Run `python -m pipeline.run` on a manifest, which is written to `directory`. Return its summary.
 
     Args:
-        watch: called with the command's pid as soon as it runs; returns when the command has ended.
+        watch: called with the pid of the command as soon as it runs; must return when the command has ended.
 
     Raises JobFailed.
     """
@@ -69,12 +65,12 @@ def run_manifest(
 
 
 def markdown_row(cells: Iterable[object]) -> str:
-    """One line of a Markdown table."""
+    """Return one line of a Markdown table."""
     return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A Markdown table to stdout."""
+    """Print a Markdown table."""
     print(markdown_row(titles))
     print(markdown_row(["---"] * len(titles)))
     for row in rows:

@@ -1,12 +1,13 @@
-"""Does anybody's memory grow with the number of layers? The real command on models that differ in nothing else.
+"""Measure whether the memory of any process grows with the number of layers.
 
     python -m tools.benchmarks.memory_over_layers [--layers 6 12 24] [--propagate compressed dense] [--json]
 
-Equal random layers of 19.9 M parameters (bfloat16: 38 MiB each) go through `python -m pipeline.run` with FLAT-LLM's
-defaults and one worker. All its processes are watched from outside. Exit code 1 if a peak grows by more than
-`--tolerance` from the smallest model to the largest. RSS is the kernel's own high-water mark; it counts library files,
-and pages of Ray's object store in everyone who has touched them. Heap is what a process allocated for itself (RssAnon,
-sampled every 0.2 s); USS and PSS would depend on who else on the machine has the same libraries open.
+`python -m pipeline.run` compresses models that differ only in the number of equal random layers (19.9 M parameters,
+38 MiB in bfloat16 each), with FLAT-LLM's defaults and one worker. All its processes are watched from outside. Exits 1
+if a peak grows by more than `--tolerance` from the smallest model to the largest. RSS is the kernel's high-water mark;
+it counts library files, and in each process the pages of Ray's object store that it touched. Heap is the memory that a
+process allocated for itself (RssAnon, sampled every 0.2 s). USS and PSS would depend on the other programs that use the
+same libraries.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CONFIG: dict[str, Any] = {
 SAMPLES, SEQUENCE, SHARDS = 16, 128, 2
 SAMPLING_SECONDS = 0.2
 MIB = 2**20
-KINDS = (  # what a command line holds -> what we call the process; the raylet's holds those of its children
+KINDS = (  # part of a command line -> kind of process; the raylet's holds those of its children
     ("gcs/gcs_server", "gcs"),
     ("raylet/raylet", "raylet"),
     ("ray::WorkerActor", "worker"),
@@ -67,7 +68,7 @@ KINDS = (  # what a command line holds -> what we call the process; the raylet's
 
 @dataclass
 class Peaks:
-    """Of one process."""
+    """Peaks of one process, and its processor time."""
 
     kind: str
     rss_bytes: int = 0
@@ -77,13 +78,13 @@ class Peaks:
 
 @dataclass
 class Watch:
-    """All processes of a job, from outside: those that descend from the command."""
+    """The processes of a job, watched from outside: the command and its descendants."""
 
     processes: dict[int, Peaks] = field(default_factory=dict)
     together_bytes: int = 0
 
     def __call__(self, pid: int) -> None:
-        """Returns when the command has ended."""
+        """Watch until the command has ended."""
         command = psutil.Process(pid)
         while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
             self._sample(command)
@@ -93,28 +94,27 @@ class Watch:
         together_bytes = 0
         for process in _family(command):
             try:
-                seen = self.processes.setdefault(process.pid, Peaks(""))
-                if seen.kind in ("", "idle worker", "other"):  # an idle one may become a worker
-                    seen.kind = "driver" if process.pid == command.pid else _kind(process)
+                peaks = self.processes.setdefault(process.pid, Peaks(""))
+                if peaks.kind in ("", "idle worker", "other"):  # an idle one may become a worker
+                    peaks.kind = "driver" if process.pid == command.pid else _kind(process)
                 memory_bytes, cpu = _memory_bytes(process.pid), process.cpu_times()
             except (psutil.Error, OSError):
                 continue  # it has ended
-            seen.rss_bytes = max(seen.rss_bytes, memory_bytes.get("VmHWM", 0))
-            seen.heap_bytes = max(seen.heap_bytes, memory_bytes.get("RssAnon", 0))
-            seen.cpu_seconds = cpu.user + cpu.system
+            peaks.rss_bytes = max(peaks.rss_bytes, memory_bytes.get("VmHWM", 0))
+            peaks.heap_bytes = max(peaks.heap_bytes, memory_bytes.get("RssAnon", 0))
+            peaks.cpu_seconds = cpu.user + cpu.system
             together_bytes += memory_bytes.get("RssAnon", 0)
         self.together_bytes = max(self.together_bytes, together_bytes)
 
     def by_kind(self) -> dict[str, dict[str, float]]:
-        """The largest process of every kind, and all together."""
-        found: dict[str, dict[str, float]] = {}
+        """Return the largest process of every kind, and the heaps of all together."""
+        kinds: dict[str, dict[str, float]] = {}
         for peaks in self.processes.values():
-            entry = found.setdefault(peaks.kind, {"rss_bytes": 0, "heap_bytes": 0, "cpu_seconds": 0.0})
+            entry = kinds.setdefault(peaks.kind, {"rss_bytes": 0, "heap_bytes": 0, "cpu_seconds": 0.0})
             entry["rss_bytes"] = max(entry["rss_bytes"], peaks.rss_bytes)
             entry["heap_bytes"] = max(entry["heap_bytes"], peaks.heap_bytes)
             entry["cpu_seconds"] += peaks.cpu_seconds
-        found["all together"] = {"heap_bytes": self.together_bytes}
-        return found
+        return {**kinds, "all together": {"heap_bytes": self.together_bytes}}
 
 
 def _family(command: psutil.Process) -> Iterator[psutil.Process]:
@@ -131,15 +131,15 @@ def _kind(process: psutil.Process) -> str:
 
 
 def _memory_bytes(pid: int) -> dict[str, int]:
-    """VmHWM, RssAnon, ...; none for one that has ended and waits to be reaped."""
+    """Return VmHWM, RssAnon and the like; nothing of a process that has ended and waits to be reaped."""
     fields = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {words[0].removesuffix(":"): int(words[1]) * 1024 for words in fields if words[-1] == "kB"}
 
 
 def write_model(directory: Path, num_layers: int, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
-    """A random Llama, a shard for every layer, no two layers in memory; returns the parameters of a layer.
+    """Write a random Llama, a shard for every layer, with one layer in memory. Return the parameters of a layer.
 
-    `sizes`: fields of its config that are not CONFIG's.
+    `sizes`: fields of its config that differ from CONFIG.
     """
     directory.mkdir(parents=True)
     fields = {**CONFIG, **sizes}
@@ -194,7 +194,7 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def measure(num_layers: int, propagate: str, directory: Path) -> dict[str, Any]:
-    """Peaks by kind of process, and seconds by phase, of one job."""
+    """Run one job. Return peaks by kind of process, and seconds by phase."""
     layer_numbers = write_model(directory / "model", num_layers)
     text = directory / "text.txt"
     text.write_text(story_text(200_000, seed=1), encoding="utf-8")
@@ -228,7 +228,7 @@ def measure(num_layers: int, propagate: str, directory: Path) -> dict[str, Any]:
 
 
 def growth(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Kind of process -> quantity -> values by layers, ratios to the smallest model, bytes per layer."""
+    """Return, by kind of process and quantity, values, ratios to the smallest model, and bytes per layer."""
     least, most = runs[0], runs[-1]
     table: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for kind in most["processes"]:
@@ -245,16 +245,16 @@ def growth(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, A
 
 
 def print_growth(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Two tables: memory, and time per layer."""
+    """Print a table of memory, and one of time per layer."""
     layers = [run["layers"] for run in runs]
     print(f"\npropagate: {runs[0]['propagate']}; one layer {runs[0]['layer_bytes'] / MIB:.0f} MiB; peaks in MiB\n")
     rows = []
     for kind, quantities in growth(runs).items():
-        for quantity, found in quantities.items():
-            values = [f"{value / MIB:,.0f}" for value in found["values"]]
-            ratios = [f"{ratio:.3f}" for ratio in found["ratios"][1:]]
+        for quantity, series in quantities.items():
+            values = [f"{value / MIB:,.0f}" for value in series["values"]]
+            ratios = [f"{ratio:.3f}" for ratio in series["ratios"][1:]]
             row = [kind, quantity.removesuffix("_bytes"), *values, *ratios]
-            rows.append([*row, f"{found['bytes_per_layer'] / MIB:+.2f}"])
+            rows.append([*row, f"{series['bytes_per_layer'] / MIB:+.2f}"])
     titles = [*(f"{count} layers" for count in layers), *(f"{count}/{layers[0]}" for count in layers[1:])]
     print_table(["process", "", *titles, "a layer"], rows)
     print("\nseconds per layer (all phases by the clock; worker and driver by their processor time)\n")
@@ -274,11 +274,11 @@ def _time_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     options.add_argument("--layers", type=int, nargs="+", default=[6, 12, 24], help="ascending")
     options.add_argument("--propagate", nargs="+", choices=("compressed", "dense"), default=["compressed"])
-    options.add_argument("--tolerance", type=float, default=0.05, help="growth of a peak that is no failure")
+    options.add_argument("--tolerance", type=float, default=0.05, help="growth of a peak that is allowed")
     options.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments = options.parse_args(argv)
     end_on_sigterm()
@@ -292,11 +292,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{propagate}, {num_layers} layers: {spent:.0f} s", file=sys.stderr, flush=True)
         results.append(runs)
     grown = [
-        f"{runs[0]['propagate']}: {kind} {quantity} grows {found['ratios'][-1]:.3f} times"
+        f"{runs[0]['propagate']}: {kind} {quantity} grows {series['ratios'][-1]:.3f} times"
         for runs in results
         for kind, quantities in growth(runs).items()
-        for quantity, found in quantities.items()
-        if found["ratios"][-1] > 1 + arguments.tolerance
+        for quantity, series in quantities.items()
+        if series["ratios"][-1] > 1 + arguments.tolerance
     ]
     if arguments.json:
         print(json.dumps({"runs": results, "growth": [growth(runs) for runs in results], "grown": grown}))

@@ -1,9 +1,9 @@
-"""Perplexity against kept share: allocation, choices and propagation of FLAT-LLM, or any list of method settings.
+"""Measure perplexity against kept share, for settings of FLAT-LLM or of other methods.
 
     python -m tools.benchmarks.perplexity_sweep MODEL --calibration FILE… --evaluation FILE… [--grid GRID]
 
-One Ray instance serves all jobs; every result is appended to `--results`, so that an interrupted sweep goes on. Prints
-a Markdown table, row by row. Evaluation is in float32 on non-overlapping windows.
+One Ray instance serves all jobs. Every result is appended to `--results`, so that an interrupted sweep goes on. Prints
+a Markdown table, row by row. Evaluation is in float32 on windows that do not overlap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workers.cluster import connect
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5)
 PAPER = {"basis": "value", "weighting": "none", "selection": "leverage"}
-SETTINGS = ("model", "calibration", "evaluation", "samples", "window", "windows")  # what a result depends on
+SETTINGS = ("model", "calibration", "evaluation", "samples", "window", "windows")  # a result depends on these
 Point = tuple[str, float | None, list[dict[str, Any]], str]  # name, budget, methods, propagate
 
 
@@ -87,7 +87,7 @@ GRIDS = {"flat": flat_grid, "data_free": data_free_grid, "together": together_gr
 
 
 class Sweep:
-    """Runs points of a grid and remembers them."""
+    """Runs points of a grid and stores their results."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -99,27 +99,27 @@ class Sweep:
         same = {name: getattr(arguments, name) for name in SETTINGS}
         entries = (entry for entry in map(json.loads, lines) if entry.get("settings") == same)
         self.settings = same
-        self.known: dict[str, dict[str, Any]] = {entry["key"]: entry for entry in entries}
+        self.results: dict[str, dict[str, Any]] = {entry["key"]: entry for entry in entries}
 
     def dense(self) -> dict[str, Any]:
-        """The source itself."""
+        """Score the source."""
         return self._once("dense", lambda: self._score(self.arguments.model))
 
     def point(self, point: Point) -> dict[str, Any]:
-        """One job and its score."""
+        """Run one job and score its output."""
         name, keep, _, _ = point
         return self._once(f"{name} @ {keep}", lambda: self._job(point))
 
     def _once(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if key not in self.known:
+        if key not in self.results:
             started = time.monotonic()
-            found = measure()
+            result = measure()
             seconds = time.monotonic() - started
-            self.known[key] = {"key": key, "settings": self.settings, "seconds": seconds, **found}
+            self.results[key] = {"key": key, "settings": self.settings, "seconds": seconds, **result}
             with open(self.arguments.results, "a", encoding="utf-8") as results:
-                results.write(json.dumps(self.known[key]) + "\n")
-            print(f"{key}: {float(found['perplexity']):.4f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        return self.known[key]
+                results.write(json.dumps(self.results[key]) + "\n")
+            print(f"{key}: {float(result['perplexity']):.4f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        return self.results[key]
 
     def _job(self, point: Point) -> dict[str, Any]:
         _, keep, methods, propagate = point
@@ -156,7 +156,7 @@ class Sweep:
 
 
 def main() -> int:
-    """The benchmark."""
+    """Run the benchmark."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("model")
     options.add_argument("--calibration", nargs="+", required=True)
@@ -180,9 +180,9 @@ def main() -> int:
     print(markdown_row(["", *headings, "parameters kept (first)"]))
     print(markdown_row(["---"] * (len(keeps) + 2)))
     for name, points in rows.items():
-        found = [sweep.point(point) for point in points]
-        scores = [f"{float(entry['perplexity']):.3f}" for entry in found]
-        print(markdown_row([name, *scores, f"{found[0]['kept']['parameters']:.3f}"]), flush=True)
+        results = [sweep.point(point) for point in points]
+        scores = [f"{float(result['perplexity']):.3f}" for result in results]
+        print(markdown_row([name, *scores, f"{results[0]['kept']['parameters']:.3f}"]), flush=True)
     return 0
 
 

@@ -77,8 +77,8 @@ def manifest_of(folder: Path, job: str, workers: int, samples: int) -> dict[str,
 def planned(path: Path) -> dict[str, Any]:
     """Return the report of `plan --probe`. Raises CalledProcessError."""
     command = [sys.executable, "-m", "pipeline.plan", str(path), "--probe", "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, check=True)
-    report: dict[str, Any] = json.loads(done.stdout)
+    printed = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, check=True).stdout
+    report: dict[str, Any] = json.loads(printed)
     return report
 
 
@@ -111,8 +111,8 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     manifest = parse_manifest(document)
     geometry = geometry_of(standard_config(json.loads((folder.parent / "model/config.json").read_text())))
     tasks = claim_tasks(build_methods(manifest), geometry)
-    kept = plan["expected_numbers"] / plan["dense_numbers"]
-    work = layer_work(manifest, geometry, tasks, ITEMSIZE, gradient_tokens(manifest, geometry, tasks), kept)
+    share = plan["expected_numbers"] / plan["dense_numbers"]
+    work = layer_work(manifest, geometry, tasks, ITEMSIZE, gradient_tokens(manifest, geometry, tasks), share)
     way = pass_of(manifest, geometry, tasks)
     clock = simulate(list(job_units(work, Rates(**plan["rates"]), way)), way.workers)
     floors = floor_of(manifest, geometry, workers, folder.parent) if JOBS[job][1] == "flat_llm" else {}

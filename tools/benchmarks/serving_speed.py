@@ -1,16 +1,16 @@
-"""Prefill, decoding and peak memory in transformers: the forms of each method against the dense model, in one run.
+"""Measure prefill, decoding and peak memory of each method's forms in transformers, beside the dense model.
 
     python -m tools.benchmarks.serving_speed [--hidden 1024] [--layers 4] [--keep 0.8] [--contexts 256 1024]
     python -m tools.benchmarks.serving_speed --methods lorc lorc_at_once --batches 1 --contexts 256 2048 4096
     ONEDNN_MAX_CPU_ISA=AVX2 python -m tools.benchmarks.serving_speed --layers 2 --methods lorc --dtype bfloat16
 
-Models of Llama's layers with random weights (speed does not depend on them): D hidden, heads of 64 over four times
-fewer KV heads, MLPs of 2.75 D, in `dtype` on as many threads as torch has. Every method has one rank share, found so
-that its decoder layers store `keep` of the dense numbers; LoRC's latents hold `keep` of the cache. The models take
-turns, `repeats` times after one to warm up; the fastest turn counts, in CPU-seconds, which other programs on the
-machine disturb least. Prints a Markdown table of ratios to the dense model: below 1 is faster, or smaller. Memory is
-what the process has grown by at most in prefill and decoding together: the cache and what is made on the way.
-`lorc_at_once` makes the keys of all cached tokens at once while decoding, where `lorc` makes those of a block.
+The models have Llama's layers with random weights, as speed does not depend on them: D hidden channels, heads of 64
+over four times fewer KV heads, and MLPs of 2.75 D, in `dtype` on as many threads as torch has. Every method has one
+rank share, such that its decoder layers store `keep` of the dense numbers; LoRC's latents hold `keep` of the cache. The
+models take turns, `repeats` times after a first turn to warm up. The fastest turn counts, in CPU-seconds, which other
+programs on the machine disturb least. Prints a Markdown table of ratios to the dense model: below 1 is faster, or
+smaller. Memory is the most by which the process grows in prefill and decoding: the cache and temporary tensors.
+`lorc_at_once` computes the keys of all cached tokens at once while decoding; `lorc` computes those of a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAD, GROUP, NEW = 64, 4, 8
 
 
 def sizes(hidden: int) -> tuple[int, int, int]:
-    """Query width, key width, channels."""
+    """Return query width, key width and channels."""
     return hidden, hidden // GROUP, hidden * 11 // 4
 
 
@@ -52,7 +52,7 @@ def lorc(hidden: int, share: float) -> Forms:
 
 
 def lorc_at_once(hidden: int, share: float) -> Forms:
-    """The same forms; the model is told to read them without blocks."""
+    """Latent keys and values, read without blocks."""
     return lorc(hidden, share)
 
 
@@ -84,25 +84,25 @@ METHODS: dict[str, Callable[[int, float], Forms]] = {
 
 
 def describe(options: argparse.Namespace, forms: Forms) -> LaminaConfig:
-    """A model whose layers all have these forms."""
+    """Return the config of a model whose layers all have these forms."""
     query, key, inner = sizes(options.hidden)
     return LaminaConfig(
         vocab_size=1024, hidden_size=options.hidden, intermediate_size=inner, num_hidden_layers=options.layers,
         num_attention_heads=query // HEAD, num_key_value_heads=key // HEAD, head_dim=HEAD,
         max_position_embeddings=65536, forms=[forms] * options.layers,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, attn_implementation="sdpa",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, attn_implementation="sdpa",  # type: ignore[call-arg]  # of the base class
     )  # fmt: skip
 
 
 def decoder_numbers(config: LaminaConfig) -> int:
-    """Numbers that the decoder layers store."""
+    """Count the numbers that the decoder layers store."""
     with torch.device("meta"):
         model = LaminaForCausalLM(config)
     return sum(tensor.numel() for name, tensor in stored_state(model).items() if ".layers." in name)
 
 
 def forms_at(options: argparse.Namespace, method: Callable[[int, float], Forms], keep: float) -> tuple[Forms, float]:
-    """The forms whose share of the ranks stores at most `keep` of the dense numbers, and what they store of them."""
+    """Search the rank share that stores at most `keep` of the dense numbers. Return its forms and the share stored."""
     dense, low, high = decoder_numbers(describe(options, {})), 0.02, 1.0
     for _ in range(12):
         share = (low + high) / 2
@@ -113,22 +113,22 @@ def forms_at(options: argparse.Namespace, method: Callable[[int, float], Forms],
 
 
 def without_blocks_(model: Any) -> None:
-    """Decoding makes all keys at once, as a prefill does."""
+    """Make decoding compute all keys at once, as a prefill does."""
     for module in model.modules():
         if isinstance(module, LaminaAttention):
             module._in_blocks = lambda *_: False  # type: ignore[method-assign]
 
 
 def memory_kib(field: str) -> int:
-    """VmRSS, or VmHWM: the most of it since the last `CLEAR`."""
+    """Return VmRSS, or VmHWM: its peak since the last `CLEAR`."""
     return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
 
 
 @torch.inference_mode()
 def measure(model: Any, batch: int, context: int) -> tuple[float, float, float]:
-    """CPU-seconds of the prefill, CPU-seconds of a step of decoding, and KiB at the peak beyond those before."""
+    """Return CPU-seconds of the prefill and of a step of decoding, and the KiB by which memory grew at the peak."""
     ids = torch.randint(1024, (batch, context))
-    ctypes.CDLL(None).malloc_trim(0)  # what the last model has freed goes back, or this one's growth would not show
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory, or this model's growth would not show
     before = memory_kib("VmRSS")
     CLEAR.write_text("5")
     start = time.process_time()
@@ -143,7 +143,7 @@ def measure(model: Any, batch: int, context: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)

@@ -1,11 +1,11 @@
-"""Where the time of a job goes: once by the real command, once in this process with a clock on every kind of work.
+"""Measure where the time of a job goes, once by the real command and once in this process with a clock.
 
     python -m tools.benchmarks.where_time_goes [MODEL --calibration FILE…] [--propagate dense] [--workers 2] [--json]
 
-The command's summary tells start, units, the share of products and decompositions in them, and what Ray and the driver
-add. The second run does the same units in this process, one after another, without Ray: every second is counted once,
-for the innermost kind of work it is in; what other threads do beside is listed apart. FLAT-LLM's defaults; without a
-model, a random one of four layers of 19.9 M parameters.
+The summary of the command gives the seconds of the start, of units, of products and decompositions in them, and of Ray
+and the driver. The second run does the same units in this process, one after another, without Ray. Each second counts
+once, for the innermost kind of work; the work of other threads is listed apart. The method is FLAT-LLM with its
+defaults; without a model, a random one of four layers of 19.9 M parameters.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ PRODUCTS = ("forward products", "moments", "cosines", "decompositions")
 
 
 class Clock:
-    """Seconds by thread and kind of work, each second for the innermost kind."""
+    """Counts seconds by thread and kind of work, each second for the innermost kind."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
@@ -94,7 +94,7 @@ class Clock:
 
     @contextlib.contextmanager
     def at(self, kind: str) -> Iterator[None]:
-        """The block is work of this kind."""
+        """Count the block as work of this kind."""
         outer, self.local.kind = self._switch(), kind
         try:
             yield
@@ -103,7 +103,7 @@ class Clock:
             self.local.kind = outer
 
     def _switch(self) -> str:
-        """Counts what has passed for the kind that is on; returns it."""
+        """Add the seconds since the last switch to the current kind, and return it."""
         now, kind = time.perf_counter(), getattr(self.local, "kind", "everything else")
         thread = "main" if threading.current_thread() is threading.main_thread() else "beside"
         self.seconds[thread, kind] += now - getattr(self.local, "since", now)
@@ -111,7 +111,7 @@ class Clock:
         return kind
 
     def timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """The function with its time counted."""
+        """Return the function with its time counted."""
 
         @functools.wraps(function)
         def run(*arguments: Any, **named: Any) -> Any:
@@ -121,10 +121,10 @@ class Clock:
         return run
 
     def of(self, thread: str) -> dict[str, float]:
-        """Kind -> seconds of one thread, most first."""
+        """Return the seconds of one thread by kind, most first."""
         idle = "everything else" if thread == "beside" else None
-        found = {kind: spent for (name, kind), spent in self.seconds.items() if name == thread and kind != idle}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        kinds = {kind: spent for (name, kind), spent in self.seconds.items() if name == thread and kind != idle}
+        return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
 
 class TimedHash:
@@ -136,15 +136,17 @@ class TimedHash:
             self.digester = make(data)
 
     def update(self, data: Any) -> None:
+        """Hash more data."""
         with self.clock.at("hashing"):
             self.digester.update(data)
 
     def hexdigest(self) -> str:
+        """Return the digest."""
         return str(self.digester.hexdigest())
 
 
 def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
-    """The job in this process: its clock, and its seconds."""
+    """Run the job in this process. Return its clock, and its seconds."""
     clock = Clock()
 
     @contextlib.contextmanager
@@ -166,7 +168,7 @@ def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
 
 
 def run_here(manifest: Mapping[str, Any], pool: Callable[..., InProcessPool]) -> None:
-    """The job in this process, without Ray."""
+    """Run the job in this process, without Ray."""
     with (
         mock.patch.object(workers.pools, "InProcessPool", pool),
         mock.patch.object(pipeline.job.worker_session, "catch_signals"),
@@ -188,7 +190,7 @@ def _pool_with(clock: Clock) -> Callable[..., InProcessPool]:
 
 
 def command_shares(seconds: Mapping[str, Any], wall: float, workers: int) -> dict[str, float]:
-    """Wall seconds of the real command, cut in parts that add up to `wall`."""
+    """Cut the wall seconds of the real command into parts that add up to `wall`."""
     stages = ("checks", "start", "assemble", "evaluate")
     phases = {name: spent for name, spent in seconds["phases"].items() if name not in stages}
     busy = sum(spent for _, spent, _ in seconds["units"].values())
@@ -204,7 +206,7 @@ def command_shares(seconds: Mapping[str, Any], wall: float, workers: int) -> dic
 
 
 def main() -> int:
-    """The benchmark."""
+    """Run the benchmark."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("model", nargs="?")
     options.add_argument("--calibration", nargs="+", default=[])
@@ -242,7 +244,7 @@ def main() -> int:
     products = sum(parts["main"].get(kind, 0.0) for kind in PRODUCTS)
     print(f"\nin this process: {clocked_seconds:.1f} s, {products / clocked_seconds:.0%} in {', '.join(PRODUCTS)}\n")
     print_table(["", "s", "share"], _rows(parts["main"], clocked_seconds))
-    print("\nbeside it, in other threads\n")
+    print("\nmeanwhile, in other threads\n")
     print_table(["", "s", "of the time"], _rows(parts["beside"], clocked_seconds))
     return 0
 

@@ -1,8 +1,8 @@
-"""The units of a job, for the clock of the simulator: passes, sums on their way to the store, solves. docs/plan.md."""
+"""The units of a job, for the simulator: passes, sums, solves. See docs/plan.md."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 from pipeline.cost_model.phases import (
     START_SECONDS,
@@ -25,21 +25,22 @@ from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import LayerWork
 from tools.simulator.loss_units import (
     CORRECTED,
-    Timed,
     Units,
     corrected_units,
     last_units,
     loss_units,
     verify_unit,
 )
-from tools.simulator.simulator import WORKER, Unit
+from tools.simulator.simulator import Unit
 
-PIECES = 8  # of a layer's sums, as a disk sees them
+PIECES = 8  # writes of a layer's sums
 
 
 def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
-    """The units of a job as the driver hands them out: running sums, each worker's given away once per
-    layer, added and stored while the next are computed."""
+    """Yield the units of a job in the order of the driver.
+
+    Each worker sums a layer's moments; the sums are added and stored while the next layers are computed.
+    """
     yield Unit("digests", "digests", digest_seconds(work, rates, way), on="start")
     yield Unit("start", "start", START_SECONDS, ("digests",), on="start")
     before: tuple[str, ...] = ("start",)
@@ -49,12 +50,12 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             seconds = importance_seconds(work, rates, way)
             before = yield from _forward("importance", layer, seconds, before, rates, way, None, way.importance)
     stored: list[str] = []
-    solving, summed = tuple[str, ...](), list[int]()  # where layers are solved in the pass: begun last, and next
+    solving, summed = tuple[str, ...](), list[int]()  # layers solved in the pass: the last batch, and the next
     for layer in range(way.layers):
         yield from _reads("statistics", layer, work, rates, way, shared=not way.compressed)
         added, collected = f"add {layer}", f"collected {layer}"
         seconds = statistics_seconds(work, rates, way)
-        if way.in_pass and len(summed) > way.workers:  # all but the last, whose sums are on their way
+        if way.in_pass and len(summed) > way.workers:  # all but the last, which is still summed
             before = (*before, *solving)
             solving = yield from _solves_of(summed[:-1], work, rates, way, before)
             summed = summed[-1:]
@@ -74,46 +75,32 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             before = (f"write {layer}",)
             if layer < way.layers - 1:
                 seconds = forward_seconds(work, rates, way, packed=True)
-                gone = yield from _forward("propagate", layer, seconds, solved, rates, way, None)
-                before = (*gone, *before)
+                passed = yield from _forward("propagate", layer, seconds, solved, rates, way, None)
+                before = (*passed, *before)
         else:
             if way.stores:
                 stored.append(f"store {layer}")
                 yield from _stores(layer, store_seconds(work, rates, way), added, f"disk {layer % way.nodes(rates)}")
             ahead = way.ahead
-            given = (f"collected {layer - 1}",) if layer else ()
+            collects = (f"collected {layer - 1}",) if layer else ()
             entered = (stored[layer - ahead],) if way.stores and layer >= ahead else ()
-            before = (*forward, *given, *entered)
+            before = (*forward, *collects, *entered)
     written = tuple(f"write {layer}" for layer in range(way.layers))
     if way.compressed:
-        yield from _timed(last_units(work, rates, way, written))
+        yield from last_units(work, rates, way, written)
         return
     if way.in_pass:
         yield from _solves_of(summed, work, rates, way, before)
-        yield from _timed(last_units(work, rates, way, written))
+        yield from last_units(work, rates, way, written)
         return
-    ready = yield from _timed(loss_units(work, rates, way, tuple(stored)))
+    ready = yield from loss_units(work, rates, way, tuple(stored))
     if work.correction_flops:
-        yield from _timed(corrected_units(work, rates, way, ready))
+        yield from corrected_units(work, rates, way, ready)
         written = tuple(f"{write} {CORRECTED - 2}" for write in written)
     else:
         for layer in range(way.layers):
             yield from _solves(layer, work, rates, way, ready)
-    yield from _timed(last_units(work, rates, way, written))
-
-
-def _timed(units: Units) -> Generator[Unit, None, tuple[str, ...]]:
-    try:
-        while True:
-            yield _unit(next(units))
-    except StopIteration as end:
-        last: tuple[str, ...] = end.value
-        return last
-
-
-def _unit(timed: Timed) -> Unit:
-    name, kind, seconds, after, place, shard, aside = timed
-    return Unit(name, kind, seconds, after, place or WORKER, shard, aside=aside)
+    yield from last_units(work, rates, way, written)
 
 
 def _forward(
@@ -123,24 +110,24 @@ def _forward(
     after: tuple[str, ...],
     rates: Rates,
     way: Pass,
-    given: str | None,
+    summed: str | None,
     shards: int | None = None,
-) -> Generator[Unit, None, tuple[str, ...]]:
-    """A layer's shards, so many of them or all, and what is done when they are."""
+) -> Units:
+    """Yield a layer's shards, so many of them or all, and a barrier. Returns the barrier."""
     names, shards = [], way.shards if shards is None else shards
     read = "statistics" if kind == "propagate" else kind
     for shard in range(shards):
         node = shard % way.workers // rates.workers_per_node
         waits = (*after, f"read {read} {layer} {node}")
         names.append(f"{kind} {layer} {shard}")
-        yield Unit(names[-1], kind, seconds / shards, waits, shard=shard, summed=given)
+        yield Unit(names[-1], kind, seconds / shards, waits, shard=shard, summed=summed)
     barrier = f"{kind} {layer}"
     yield Unit(barrier, "barrier", 0.0, tuple(names), on=f"barrier {kind} {layer}")
     return (barrier,)
 
 
 def _adds(layer: int, added: str, collected: str, work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
-    """A layer's sums: on the workers' second threads, which wait for what comes over the network, too."""
+    """Yield the addition of a layer's sums, on the workers' second threads, and the transfer that they wait for."""
     crossing = cross_seconds(work, rates, way)
     before = (collected, f"add {layer - 1}") if crossing and layer else (collected,)
     here = f"add {layer} here" if crossing else added
@@ -150,16 +137,16 @@ def _adds(layer: int, added: str, collected: str, work: LayerWork, rates: Rates,
 
 
 def _stores(layer: int, seconds: float, added: str, disk: str) -> Iterator[Unit]:
-    """A layer's sums, some rows at a time: what else the disk is asked for comes in between."""
+    """Yield the writes of a layer's sums, some rows at a time: other requests to the disk come between."""
     names = [f"store {layer} {piece}" for piece in range(PIECES - 1)] + [f"store {layer}"]
     for name, before in zip(names, (added, *names), strict=False):
         yield Unit(name, "store", seconds / PIECES, (before,), disk)
 
 
 def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass, *, shared: bool) -> Iterator[Unit]:
-    """Each node reads a layer while the one before is computed; if `shared`, its part of it, two layers before.
+    """Yield the reads of a layer by each node while the layer before is computed; `shared`: of a part, a layer earlier.
 
-    From its memory where the driver, who took the source's digests, has just read it there.
+    Reads are from memory where the driver has just read the source for its digests.
     """
     nodes = way.nodes(rates)
     shared = shared and nodes > 1
@@ -171,32 +158,30 @@ def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass, *, s
         place = "memory" if way.source_cached(rates) else "disk"
         yield Unit(f"{name} part" if shared else name, "read", seconds, after, f"{place} {node}")
     if shared:
-        there = tuple(f"{name} part" for name in parts)
-        yield Unit(f"pass on {kind} {layer}", "pass on", pass_on_seconds(work, rates, way), there, "network")
+        read = tuple(f"{name} part" for name in parts)
+        yield Unit(f"pass on {kind} {layer}", "pass on", pass_on_seconds(work, rates, way), read, "network")
         for name in parts:
             yield Unit(name, "barrier", 0.0, (f"pass on {kind} {layer}",), f"barrier {name}")
 
 
-def _solves(
-    layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]
-) -> Generator[Unit, None, tuple[str, ...]]:
-    """A layer's tasks, whose names are returned, each by one worker that first gets its moments; and writing it."""
+def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+    """Yield a layer's solves, each by a worker that first fetches its moments, and its write. Returns the solves."""
     getting = getting_seconds(work, rates, way)
     names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
     for name, solve in zip(names, work.solves, strict=True):
         yield Unit(name, "solve", getting + solve_seconds(solve, rates), after)
     yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, names, f"disk {layer % way.nodes(rates)}")
-    yield _unit(verify_unit(layer, work, rates, f"write {layer}"))
+    yield verify_unit(layer, work, rates, f"write {layer}")
     return names
 
 
-def _solves_of(
-    layers: list[int], work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]
-) -> Generator[Unit, None, tuple[str, ...]]:
-    """The same of some layers, of each the first task before the second; when their sums are added."""
-    found = [list(each) for each in (_solves(layer, work, rates, way, (*after, f"add {layer}")) for layer in layers)]
-    of_tasks = [unit for units in found for unit in units if unit.kind == "solve"]
+def _solves_of(layers: list[int], work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+    """Yield the solves of some layers once their sums are added, the first task of each layer first."""
+    layer_units = [
+        list(each) for each in (_solves(layer, work, rates, way, (*after, f"add {layer}")) for layer in layers)
+    ]
+    of_tasks = [unit for units in layer_units for unit in units if unit.kind == "solve"]
     order = {f"solve {layer} {number}": number for layer in layers for number in range(len(work.solves))}
     yield from sorted(of_tasks, key=lambda unit: order[unit.name])
-    yield from (unit for units in found for unit in units if unit.kind != "solve")
+    yield from (unit for units in layer_units for unit in units if unit.kind != "solve")
     return tuple(order)

@@ -1,7 +1,7 @@
-"""A job on a clock: units on workers, transfers on nodes, failures. docs/plan.md.
+"""Simulate a job on a clock: units on workers, transfers on nodes, failures. See docs/plan.md.
 
 A worker does one unit at a time; a node's disk, network and each worker's link serve one transfer at a time, in the
-order in which they come. Nothing is computed and nothing is waited for: a job of hours takes a second.
+order in which they come. Nothing is computed: a job of hours takes a second.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from dataclasses import dataclass, field
 
 from pipeline.cost_model.phases import START_SECONDS
 from pipeline.units.scores import shards_each
-from tools.simulator.loss_units import FORGOTTEN
 
 WORKER = "worker"
-LEAVE_WORKERS = {
-    "solve",
-    "write",
-}  # while the driver waits for these alone, other courses go on (`pipeline.driver.background_pool`)
-UNSEEN = {"read", "reread", "verify", "barrier"}  # what the driver does not wait for
+SHARDS_OF_A_MODEL = 1_000_000  # scored models number their shards from multiples of this, as they share none
+LEAVE_WORKERS = {"solve", "write"}  # while the driver waits only for these, background units run
+UNSEEN = {"read", "reread", "verify", "barrier"}  # the driver does not wait for these
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Something that takes time, once all of `after` are done.
+    """Work that takes time, once all of `after` are done.
 
     Attributes:
-        on: WORKER, or the name of what transfers, such as `disk 0`.
-        shard: a worker goes on with the shards that it holds; None: anybody's.
-        summed: what a forward unit adds to; lost with its worker until the unit of this name is done.
-        aside: done by a worker that nothing else keeps busy, while the driver waits for `LEAVE_WORKERS` alone.
+        on: WORKER, or the name of a device that transfers, such as `disk 0`.
+        shard: a worker goes on with the shards that it holds; None: any worker may do the unit.
+        summed: the sum that a forward unit adds to; lost with its worker until the unit of this name is done.
+        aside: a background unit, for workers without other units while the driver waits only for `LEAVE_WORKERS`.
     """
 
     name: str
@@ -46,13 +43,13 @@ class Unit:
 
     @property
     def of(self) -> int:
-        """Whose hidden states it goes on with: 0 those of the samples, else those of windows."""
-        return 0 if self.shard is None else self.shard // FORGOTTEN
+        """The hidden states that it goes on with: 0 for the samples, else the number of a scored model."""
+        return 0 if self.shard is None else self.shard // SHARDS_OF_A_MODEL
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that is gone at `at` seconds, and there again `away` seconds later; none of one that is gone already."""
+    """The death of a worker at `at` seconds; another replaces it `away` seconds later. Ignored while it is dead."""
 
     at: float
     worker: int
@@ -61,8 +58,7 @@ class Failure:
 
 @dataclass
 class Simulated:
-    """What came of it: seconds in all, of workers by kind of unit, of transfers by where, and when the last unit of a
-    kind was done."""
+    """Seconds in all, of workers by kind of unit, of transfers by device, and of the last unit of a kind."""
 
     seconds: float = 0.0
     workers: int = 1
@@ -73,13 +69,13 @@ class Simulated:
 
     @property
     def idle_share(self) -> float:
-        """Of the workers' time after the start."""
+        """The share of the workers' time after the start that they are idle."""
         seconds = self.seconds - self.transfers.get("start", 0.0)
         return 1.0 - sum(self.busy.values()) / (self.workers * seconds) if seconds else 0.0
 
 
 def simulate(units: Sequence[Unit], workers: int, failures: Sequence[Failure] = ()) -> Simulated:
-    """Runs the units. Raises ValueError where they wait for one another, or for what there is not."""
+    """Simulate the units. Raises ValueError if units wait for one another, or for a unit that does not exist."""
     return _Run(units, workers, failures).result
 
 
@@ -95,7 +91,7 @@ class _Run:
         self.ready: list[tuple[int, str]] = []
         self.ready_aside: list[tuple[int, str]] = []
         self.seen = Counter(unit.kind for unit in units if not unit.aside and unit.kind not in UNSEEN)  # not done
-        self.waited_for: Counter[str] = Counter()  # of these, those that are under way
+        self.waited_for: Counter[str] = Counter()  # of these, those that run or are ready
         self.queues: dict[str, deque[str]] = defaultdict(deque)
         self.serving: set[str] = set()
         self.holder: dict[int, int] = {}  # shard -> worker
@@ -112,7 +108,7 @@ class _Run:
         self._go(failures)
 
     def _go(self, failures: Sequence[Failure]) -> None:
-        back: dict[int, float] = {}  # when a worker that is gone is there again
+        back: dict[int, float] = {}  # when a dead worker is replaced
         for failure in sorted(failures, key=lambda failure: failure.at):
             if failure.at > back.get(failure.worker, -1.0):
                 back[failure.worker] = failure.at + failure.away
@@ -132,10 +128,10 @@ class _Run:
                 self._finish_worker(int(which), now)
             else:
                 self.serving.discard(str(which))
-                done = self.queues[str(which)].popleft()
+                name = self.queues[str(which)].popleft()
                 if not self.queues[str(which)]:
-                    del self.queues[str(which)]  # places come and go; only those with something to do are looked at
-                self._finish(done, now)
+                    del self.queues[str(which)]  # only devices with something to do are visited
+                self._finish(name, now)
             self._start(now)
         if missing := self.units.keys() - self.done:
             raise ValueError(f"{len(missing)} units wait for ever, such as {min(missing, key=self.order.__getitem__)}")
@@ -169,8 +165,8 @@ class _Run:
                 heapq.heappush(self.events, (now + unit.seconds, 2, "worker", worker))
 
     def _choose(self, worker: int) -> str | None:
-        """As the pool does: a unit of its own shards or of none; of a shard nobody holds, of a model that it goes
-        through rather than of another; of one who holds more."""
+        """Choose as the pool does: units of its own shards or of none; then free shards, of its own model first; then
+        shards of a worker that holds more."""
         chosen = self._choose_of(self.ready, worker)
         return self._choose_of(self.ready_aside, worker) if chosen is None and self._leaves_workers() else chosen
 
@@ -190,7 +186,7 @@ class _Run:
         return ready.pop(min(fits)[1])[1] if fits else None
 
     def _fit(self, worker: int, unit: Unit) -> tuple[int, int] | None:
-        """How little speaks against a worker's doing a unit, as `workers.placement` has it; None: too much."""
+        """Return how badly a unit fits a worker, by the order of `workers.placement`; None: not at all."""
         of, holder = unit.of, worker if unit.shard is None else self.holder.get(unit.shard)
         if holder == worker:
             return 0, 0
@@ -207,7 +203,7 @@ class _Run:
     def _finish_worker(self, worker: int, now: float) -> None:
         name, until = self.running.get(worker, ("", -1.0))
         if until != now:
-            return  # of a worker that is gone
+            return  # the worker is dead
         del self.running[worker]
         self.idle.add(worker)
         unit = self.units[name]
@@ -232,7 +228,7 @@ class _Run:
                 self._release(reader)
 
     def _fail(self, worker: int) -> None:
-        """Its unit is done again, and what its running sums held; its shards are anybody's."""
+        """Release the worker's unit, the units in its running sums, and its shards."""
         self.idle.discard(worker)
         self.holder = {shard: other for shard, other in self.holder.items() if other != worker}
         self.held = Counter({(other, of): count for (other, of), count in self.held.items() if other != worker})
