@@ -50,7 +50,7 @@ def job_of(propagate: str, keep: bool | None = None, **entry: str) -> Manifest:
 
 def work_of(model: str, propagate: str, **entry: str) -> LayerWork:
     """Return the work of a layer in such a job."""
-    manifest, shape = job_of(propagate, **entry), geometry(model)
+    manifest, shape = job_of(propagate, None, **entry), geometry(model)
     tasks = claim_tasks(build_methods(manifest), shape)
     return layer_work(manifest, shape, tasks, ITEMSIZE, gradient_tokens(manifest, shape, tasks), kept=0.8)
 
@@ -102,8 +102,11 @@ def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
     kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "held-out")
     yield f"| `loss_aware` | GPUs | minutes | in closed form | idle share | {' | '.join(kinds)} |"
     yield f"|---|---|---|---|---|{'---|' * len(kinds)}"
-    for entry, workers in ((entry, workers) for entry in ({}, {"correct": "output"}) for workers in (1, 8)):
-        simulated, phases = predict("70B", "dense", workers, rates, True, failures_s, method="loss_aware", **entry)
+    entries: tuple[dict[str, str], ...] = ({}, {"correct": "output"})
+    for entry, workers in ((entry, workers) for entry in entries for workers in (1, 8)):
+        simulated, phases = predict(
+            "70B", "dense", workers, rates, True, failures_s, None, **{"method": "loss_aware", **entry}
+        )
         named = ", ".join(f"`{name}: {value}`" for name, value in entry.items()) or "as it is"
         spent = " | ".join(f"{simulated.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
         yield f"| {named} | {workers} | {_figures(simulated, phases)} | {spent} |"

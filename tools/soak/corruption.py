@@ -94,7 +94,7 @@ def stopped_job(job: Job, before: str) -> Job | None:
     job.write()
     child = Child("run", [str(job.manifest)], job.root / "log", Hook("commit", match=before) if before else None)
     code = child.end()
-    assert code in (0, -signal.SIGKILL), child.message
+    assert code in (0, -signal.SIGKILL), child.said
     if (code == 0) is not (before == ""):
         shutil.rmtree(job.root)
         return None
@@ -192,7 +192,7 @@ def check_output(whole: Job, expected: Digests, results: Results, where: str, da
         for how in damages:
             with copy_of(whole) as copied:
                 if damage(copied.output / name, DAMAGES[how]):
-                    both = ([], ["--source", str(copied.source)])
+                    both: tuple[list[str], ...] = ([], ["--source", str(copied.source)])
                     faults = [] if all(noticed(copied, name, options=each) for each in both) else ["not noticed"]
                     if kind != "shard" or how not in SAME_SIZE:
                         faults += filter(None, [repaired_by_run(copied, expected)])

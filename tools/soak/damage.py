@@ -144,11 +144,11 @@ def _copied(_: str, entry: Entry) -> bool:
 
 
 def _stored_form(_: str, entry: Entry) -> bool:
-    return entry["origin"] != "copied" and entry["form"] != "dense"
+    return bool(entry["origin"] != "copied" and entry["form"] != "dense")
 
 
 def _factor(_: str, entry: Entry) -> bool:
-    return entry["form"] != "dense" and entry["dtype"] != "U8"
+    return bool(entry["form"] != "dense" and entry["dtype"] != "U8")
 
 
 def _factor_weight(name: str, entry: Entry) -> bool:

@@ -143,8 +143,9 @@ def _all(world: World, arguments: argparse.Namespace) -> int:
                 _print(verdict)
         print(f"{kind}: {outcomes[kind]['cases']} cases", file=sys.stderr, flush=True)
     total = sum(outcomes.values(), Counter[str]())
-    for name, counts in (("kind", dict(zip(COLUMNS, COLUMNS, strict=True))), *outcomes.items(), ("all", total)):
-        print("".join(f"{value:>10}" for value in (name, *(counts.get(column, 0) for column in COLUMNS))))
+    print("".join(f"{name:>10}" for name in ("kind", *COLUMNS)))
+    for name, counts in (*outcomes.items(), ("all", total)):
+        print("".join(f"{value:>10}" for value in (name, *(counts[column] for column in COLUMNS))))
     print(
         f"{time.monotonic() - started:.0f} s; slowest command {slowest_s:.1f} s; most memory of a command beyond "
         f"that of the process it is forked from {grown_bytes / 2**20:.0f} MiB (bound {GROWTH_BYTES / 2**20:.0f})"

@@ -121,7 +121,7 @@ def _damage_entry(entries: dict[str, Any], name: str, rng: Random) -> None:
     entry = entries[name]
     begin, end = entry["data_offsets"]
     shift = rng.choice((1, -1, 4, 2**31, 2**62))
-    shapes = ([], [0], [-1], [2**62], [2**63], [2**32, 2**32], entry["shape"][::-1], [1.5], "x", None)
+    shapes: tuple[Any, ...] = ([], [0], [-1], [2**62], [2**63], [2**32, 2**32], entry["shape"][::-1], [1.5], "x", None)
     changes: tuple[dict[str, Any], ...] = (
         {"dtype": rng.choice(("F32 ", "f32", "F128", "", None, 4, "BOOL", "U8", "F16", "F8_E4M3", "F4"))},
         {"shape": rng.choice(shapes)},

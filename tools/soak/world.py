@@ -160,7 +160,7 @@ def _play(world: World, propagate: str, stop: str | None) -> None:
         os.chdir(world.work)
         for number in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        Ledger.commit = commit_or_die  # type: ignore[method-assign]
+        Ledger.commit = commit_or_die  # type: ignore[method-assign,assignment]
         assert COMMANDS["run"](["manifest.yaml", "--in-process"]) == 0
 
     status, expected = in_child(act), CUT if stop else 0
