@@ -1,7 +1,7 @@
 """Opens storages by their address: a directory, a bucket, or a model on the hub.
 
-`stores/backend.py` defines the protocol, `stores/disk.py` implements it on files, `stores/memory.py` for tests. A new
-kind of storage is one more such file and a line in `open_storage`.
+`stores/backend.py` defines the protocol; `stores/disk.py`, `stores/bucket.py`, `stores/hub.py` and, for tests,
+`stores/memory_storage.py` implement it. A new kind of storage is one more such file and a line in `open_storage`.
 """
 
 from __future__ import annotations

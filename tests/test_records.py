@@ -39,7 +39,7 @@ from stores.activations import ActivationStore
 from stores.arrays import DTYPES as STORED_ARRAYS
 from stores.checkpoint import describe_shard
 from stores.headers import DTYPES as STORED_TENSORS
-from stores.memory import Memory
+from stores.memory_storage import Memory
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 

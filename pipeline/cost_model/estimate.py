@@ -15,8 +15,9 @@ from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size, bounded_by, size_bound
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.solve_work import moment_width, solve_work
-from pipeline.cost_model.work import ROWS_PER_PRODUCT, forward_flops
+from pipeline.cost_model.work import forward_flops
 from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_moments, layers_of
 

@@ -22,6 +22,8 @@ from pipeline.cost_model.solve_work import (
     triangle_numbers,
 )
 from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.kernels.exact_sums import BAND
+from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import (
     build_methods,
@@ -33,14 +35,12 @@ from pipeline.methods.registry import (
 )
 from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 
-ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum
 SCALED_PASSES = 3  # over each value, in the checkpoint's dtype: checked; read, and written scaled
 PAIRED_BYTES = 40  # for each number of a pair's Σ e xᵀ: as above, the rounding taken from each product
 ERROR_BYTES = 48  # for each number of e: made, checked, scaled, squared in float64
 SQUARED_BYTES = 40  # for each number of the product of a gradient sample's norm: widened, squared, summed
 DIAGONAL_BYTES = 40  # for each number of a gradient of which the squares alone are summed, its sample's norm included
-BAND = 512  # rows of a moment's sum that are added at once, from the diagonal on
 RESIDUAL_BYTES = 4  # of a number of a gradient, as of the residual stream
 COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
 BACK = 3  # forward passes that a backward pass costs

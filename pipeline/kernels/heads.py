@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 
-def of_heads(parts_G: Tensor, heads: int) -> Tensor:
+def repeat_groups(parts_G: Tensor, heads: int) -> Tensor:
     """(H, …): to each head the part of its group."""
     return parts_G.repeat_interleave(heads // parts_G.shape[0], dim=0)
 
 
-def by_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
+def project_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
     """matrix · blockdiag(basis): each head's i columns become o; (x, H·i) -> (x, H·o)."""
     blocks_Hxi = matrix_xI.unflatten(1, (basis_Hio.shape[0], -1)).transpose(0, 1)
     return torch.bmm(blocks_Hxi, basis_Hio).transpose(0, 1).flatten(1).contiguous()
@@ -23,7 +23,7 @@ def encode_heads(encode_nrd: Tensor, matrix: Tensor) -> Tensor:
     return torch.bmm(encode_nrd, matrix.double().unflatten(0, (encode_nrd.shape[0], -1))).flatten(0, 1)
 
 
-def own_blocks(matrix: Tensor, heads: int) -> Tensor:
+def head_blocks(matrix: Tensor, heads: int) -> Tensor:
     """(H, i, o): the blocks of single heads on the diagonal of (H·i, H·o)."""
     blocks = matrix.unflatten(0, (heads, -1)).unflatten(2, (heads, -1))
     return torch.stack([blocks[head, :, head] for head in range(heads)])
@@ -37,4 +37,4 @@ def group_sums(blocks_H: Tensor, groups: int) -> Tensor:
 
 def diagonal_blocks(moment_FF: Tensor, heads: int, groups: int) -> Tensor:
     """(G, d, d): the blocks of single heads on the diagonal of (H·d, H·d), summed over the heads of each group."""
-    return group_sums(own_blocks(moment_FF, heads), groups)
+    return group_sums(head_blocks(moment_FF, heads), groups)

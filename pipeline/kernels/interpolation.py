@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def interpolated(seen: Sequence[float], values: Tensor, places: Tensor) -> Tensor:
+def interpolate(seen: Sequence[float], values: Tensor, places: Tensor) -> Tensor:
     """(p, …) at some places (p,): linear between those seen, ascending, of which (n, …) are the values; beyond them as
     at the nearest."""
     if len(seen) == 1:

@@ -41,7 +41,7 @@ def refit(pairs: Iterable[tuple[Tensor, Tensor]], start_Dk: Tensor, ridge: float
     return Refit(torch.cholesky_solve(pulled_kD, torch.linalg.cholesky(damped_kk)).T, sums.moment)
 
 
-def refit_leaves(pairs: Iterable[tuple[Tensor, Tensor]], outputs: int, inputs: int, ridge: float = RIDGE) -> float:
+def refit_residual(pairs: Iterable[tuple[Tensor, Tensor]], outputs: int, inputs: int, ridge: float = RIDGE) -> float:
     """What a refit leaves: mean ‖e − ΔW x‖² over (errors (T, q) of the weight before, inputs (T, k)).
 
     ΔW is of least Σ‖e − ΔW x‖² + λ‖ΔW‖². What is left is corrected for the k numbers that each output fitted to so

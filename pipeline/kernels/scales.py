@@ -33,7 +33,7 @@ def common_scales(weights: Sequence[Tensor]) -> list[float]:
     return [1.0 if exponent is None else 2.0 ** (exponent - middle) for exponent in exponents]
 
 
-def of_one_size(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
+def equalize(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
     """The weights divided by their common scales, and these; the weights themselves where none needs it.
 
     The quotients are float32, or float64 for a float64 weight: exact, as a scale is a power of two. Raises ValueError

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import jittered_factor
-from pipeline.kernels.heads import by_heads, of_heads
+from pipeline.kernels.heads import project_heads, repeat_groups
 from pipeline.kernels.nystrom import INVERSE_JITTERS, LEAST_PIVOT, channel_scale, fill_correlations
 from pipeline.kernels.spectra import FLOOR, eigenvalues_descending, eigh_descending, tail_sums
 
@@ -66,10 +66,10 @@ def input_directions(moment_DD: Tensor | Factored, pull_DD: Tensor) -> Direction
     shapes that do not fit, NaN or infinity.
     """
     found = _factored("input moment", moment_DD, "pull", pull_DD)
-    return felt_directions(found, _felt(found, pull_DD))
+    return weighted_directions(found, _felt(found, pull_DD))
 
 
-def felt_directions(moment: Factored, felt_DD: Tensor) -> Directions:
+def weighted_directions(moment: Factored, felt_DD: Tensor) -> Directions:
     """`input_directions` from Fᵀ J F. Raises ValueError on NaN or infinity."""
     values_D, vectors_DD = eigh_descending(felt_DD)
     encode_DD = _unread(vectors_DD, moment.factor)
@@ -82,7 +82,7 @@ def output_directions(weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor | 
     With G = F Fᵀ and U the eigenvectors of Fᵀ W C Wᵀ F, decode = F⁻ᵀ U and encode = Uᵀ Fᵀ. G, or what it is `factored`
     to. float64. Raises ValueError on shapes that do not fit, NaN or infinity.
     """
-    spread_mm = pushed(weight_mF, moment_FF)
+    spread_mm = pushforward(weight_mF, moment_FF)
     found = _factored("metric", metric_mm, "outputs", spread_mm)
     values_m, vectors_mm = eigh_descending(_felt(found, spread_mm))
     return Directions(values_m * found.scale, (found.factor @ vectors_mm).T, _unread(vectors_mm, found.factor).T)
@@ -95,16 +95,16 @@ def least_losses(moment_nn: Tensor | Factored, other_nn: Tensor) -> Tensor:
     outputs' moment), without directions. Raises ValueError as they do.
     """
     found = _factored("moment", moment_nn, "other", other_nn)
-    return felt_losses(_felt(found, other_nn), found.scale)
+    return weighted_losses(_felt(found, other_nn), found.scale)
 
 
-def felt_losses(felt_nn: Tensor, scale: float) -> Tensor:
+def weighted_losses(felt_nn: Tensor, scale: float) -> Tensor:
     """`least_losses` from Fᵀ X F, the other moment as the first, `scale` · F Fᵀ, feels it."""
     return tail_losses(scale * eigenvalues_descending(felt_nn))
 
 
-def least_losses_of(felt_nk: Tensor, scale: float) -> Tensor:
-    """`felt_losses` of a moment Y Yᵀ; n outputs, k of anything."""
+def gram_losses(felt_nk: Tensor, scale: float) -> Tensor:
+    """`weighted_losses` of a moment Y Yᵀ; n outputs, k of anything."""
     outputs, features = felt_nk.shape
     gram = felt_nk.T @ felt_nk if features < outputs else felt_nk @ felt_nk.T
     values = scale * eigenvalues_descending(gram)
@@ -124,7 +124,7 @@ def losses_by_rank(found: Directions, moment_nn: Tensor, metric_nn: Tensor) -> T
     return projection_losses(metric_nn, moment_nn, found.encode[None], found.decode[None])
 
 
-def pulled(weight_mF: Tensor, metric: Tensor) -> Tensor:
+def pullback(weight_mF: Tensor, metric: Tensor) -> Tensor:
     """Wᵀ G W (F, F) in float64: a metric of outputs, (m, m) or its diagonal (m,), as one of inputs.
 
     Raises ValueError on shapes that do not fit.
@@ -136,7 +136,7 @@ def pulled(weight_mF: Tensor, metric: Tensor) -> Tensor:
     return _symmetric(weight_mF.T @ read_mF)
 
 
-def pushed(weight_mF: Tensor, moment_FF: Tensor) -> Tensor:
+def pushforward(weight_mF: Tensor, moment_FF: Tensor) -> Tensor:
     """W C Wᵀ (m, m) in float64: the moment of the outputs. Raises ValueError on shapes that do not fit."""
     if weight_mF.ndim != 2 or tuple(moment_FF.shape) != (weight_mF.shape[1],) * 2:
         raise ValueError(f"weight {tuple(weight_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
@@ -158,10 +158,10 @@ def projection_losses(metric_FF: Tensor, moment_FF: Tensor, encode_Gdd: Tensor, 
         shapes = f"{tuple(encode_Gdd.shape)}, {tuple(decode_Gdd.shape)} and {tuple(metric_FF.shape)}"
         raise ValueError(f"encode (G, d, d), decode (G, d, d) and metric (H·d, H·d) do not fit: {shapes}")
     heads = features // width
-    decode_Hdd, encode_Hdd = (of_heads(part_Gdd.to(torch.float64), heads) for part_Gdd in (decode_Gdd, encode_Gdd))
+    decode_Hdd, encode_Hdd = (repeat_groups(part_Gdd.to(torch.float64), heads) for part_Gdd in (decode_Gdd, encode_Gdd))
     metric_FF, moment_FF = metric_FF.detach().to(torch.float64), moment_FF.detach().to(torch.float64)
-    of_metric_FF = by_heads(by_heads(metric_FF, decode_Hdd).T.contiguous(), decode_Hdd)
-    of_moment_FF = by_heads(by_heads(moment_FF, encode_Hdd.mT).T.contiguous(), encode_Hdd.mT)
+    of_metric_FF = project_heads(project_heads(metric_FF, decode_Hdd).T.contiguous(), decode_Hdd)
+    of_moment_FF = project_heads(project_heads(moment_FF, encode_Hdd.mT).T.contiguous(), encode_Hdd.mT)
     pairs_dd = (of_metric_FF * of_moment_FF).reshape(heads, width, heads, width).sum(dim=(0, 2))
     # Σ over a, b >= r, for every r: the diagonal of the sums from the far corner; on the CPU as `tail_sums`.
     corner_dd = pairs_dd.cpu().flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)
@@ -173,7 +173,7 @@ def change_loss(change_mF: Tensor, moment_FF: Tensor, metric: Tensor) -> float:
     """½ tr(G Δ C Δᵀ) of one change Δ, G (m, m) or its diagonal (m,). Raises ValueError on shapes that do not fit."""
     if tuple(moment_FF.shape) != (change_mF.shape[1],) * 2:
         raise ValueError(f"change {tuple(change_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
-    return 0.5 * float((pulled(change_mF, metric) * moment_FF.to(torch.float64)).sum())
+    return 0.5 * float((pullback(change_mF, metric) * moment_FF.to(torch.float64)).sum())
 
 
 def _factored(first: str, moment_nn: Tensor | Factored, second: str, other_nn: Tensor) -> Factored:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
-from pipeline.kernels.heads import by_heads, diagonal_blocks, group_sums, of_heads
+from pipeline.kernels.heads import diagonal_blocks, group_sums, project_heads, repeat_groups
 from pipeline.kernels.sensitivity import Factored, factored
 
 # Relative to the mean diagonal: what no calibration token has excited keeps the basis and the weight it had.
@@ -104,21 +104,21 @@ def fit_value_output(
 
 def output_of(weight_DF: Tensor, problem: ValueOutputProblem, found: ValueOutput) -> Tensor:
     """W' (D, H·r) = W C Eᵀ (E C Eᵀ)⁻¹, the best for the encoders whatever the metric."""
-    crossed_FR = by_heads(problem.moment, _of_all_heads(problem, found.encode).mT)
+    crossed_FR = project_heads(problem.moment, _of_all_heads(problem, found.encode).mT)
     return torch.cholesky_solve((weight_DF.to(torch.float64) @ crossed_FR).T, found.factor).T.contiguous()
 
 
 def _of_all_heads(problem: ValueOutputProblem, encode_Grd: Tensor) -> Tensor:
-    return of_heads(encode_Grd, len(problem.moment) // encode_Grd.shape[2])
+    return repeat_groups(encode_Grd, len(problem.moment) // encode_Grd.shape[2])
 
 
 def _refitted(problem: ValueOutputProblem, encode_Grd: Tensor) -> ValueOutput:
     """The loss is what the outputs of the refit leave of the whole."""
     encode_Hrd = _of_all_heads(problem, encode_Grd)
-    crossed_FR = by_heads(problem.moment, encode_Hrd.mT)
-    reduced_RR = by_heads(crossed_FR.T.contiguous(), encode_Hrd.mT)
+    crossed_FR = project_heads(problem.moment, encode_Hrd.mT)
+    reduced_RR = project_heads(crossed_FR.T.contiguous(), encode_Hrd.mT)
     factor_RR = _factor(0.5 * (reduced_RR + reduced_RR.T), problem.damping)
-    read_DR = by_heads(problem.felt, encode_Hrd.mT)
+    read_DR = project_heads(problem.felt, encode_Hrd.mT)
     felt_DR = torch.linalg.solve_triangular(factor_RR.mT, read_DR, upper=True, left=False)
     kept = problem.scale * float(felt_DR.square().sum())
     return ValueOutput(encode_Grd, felt_DR, factor_RR, 0.5 * max(problem.whole - kept, 0.0))
@@ -136,7 +136,7 @@ def _factor(reduced_RR: Tensor, damping: float) -> Tensor:
 
 
 def _undamped(problem: ValueOutputProblem, found: ValueOutput) -> float:
-    change_DF = problem.seen - by_heads(_seen(found), _of_all_heads(problem, found.encode))
+    change_DF = problem.seen - project_heads(_seen(found), _of_all_heads(problem, found.encode))
     return max(0.0, found.loss - 0.5 * problem.scale * problem.damping * float(change_DF.square().sum()))
 
 
@@ -165,7 +165,7 @@ def _encoder(problem: ValueOutputProblem, found: ValueOutput) -> Tensor:
     inverse_Grr, inverse_Gdd = _damped_inverse(rows_Grr), _damped_inverse(columns_Gdd)
 
     def apply(encode_Grd: Tensor) -> Tensor:
-        spread_RF = by_heads(gram_RR, of_heads(encode_Grd, heads))
+        spread_RF = project_heads(gram_RR, repeat_groups(encode_Grd, heads))
         return group_sums(_blocks_of_product(spread_RF, damped_FF, heads), groups)
 
     solution = found.encode.clone()

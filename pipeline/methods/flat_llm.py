@@ -18,9 +18,9 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, MLPBlock, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.elimination import eliminate, prune
-from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
+from pipeline.kernels.heads import diagonal_blocks, encode_heads, project_heads, repeat_groups
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, refit_with_error, ridge_leverage, select_leverage
-from pipeline.kernels.sensitivity import factored, projection_losses, pulled
+from pipeline.kernels.sensitivity import factored, projection_losses, pullback
 from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, spectrum, weighted_head_pca
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of
@@ -109,7 +109,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: 0)
         attention = geometry.attention
         encode_Gdd, decode_Gdd, _, _ = self._basis(attention, output_DF, statistics, attention.head_dim)
-        losses = projection_losses(pulled(output_DF, metric_DD), input_FF, encode_Gdd, decode_Gdd)
+        losses = projection_losses(pullback(output_DF, metric_DD), input_FF, encode_Gdd, decode_Gdd)
         return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: attention.kv_heads * rank)
 
     def _priority(self, hidden_NN: Tensor, chooses_DN: Tensor, least: int) -> Tensor:
@@ -176,7 +176,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = self._basis(block, output_DF, statistics, rank)
         tensors = {
             value.weight_key: encode_heads(encoder_Grd, weights[value.weight_key]),
-            writer.weight_key: by_heads(output_DF, of_heads(decoder_Gdr, block.heads)),
+            writer.weight_key: project_heads(output_DF, repeat_groups(decoder_Gdr, block.heads)),
         }
         if value.bias:
             tensors[value.bias_key] = encode_heads(encoder_Grd, weights[value.bias_key][:, None])[:, 0]
@@ -186,7 +186,9 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         report |= {"clipped": clipped} if clipped else {}
         inputs: dict[str, Callable[[], Tensor]] = {}
         if (context := input_moment(writer)) in statistics.moments:
-            inputs[writer.role] = partial(_encoded, of_heads(encoder_Grd, block.heads).double(), context, statistics)
+            inputs[writer.role] = partial(
+                _encoded, repeat_groups(encoder_Grd, block.heads).double(), context, statistics
+            )
         return Solution(tensors, {}, report, inputs)
 
     def _basis(
@@ -198,7 +200,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             decoder_Gdr, eigenvalues_Gd = head_pca(moment_Gdd, rank)
             return decoder_Gdr.transpose(1, 2), decoder_Gdr, eigenvalues_Gd, 0
         if self.entry.weighting == "loss":
-            metric_FF = pulled(output_DF, statistics.mean(output_gradient(block.writer))[0])
+            metric_FF = pullback(output_DF, statistics.mean(output_gradient(block.writer))[0])
             gram_Gdd = diagonal_blocks(metric_FF, block.heads, block.kv_heads)
         else:
             gram_Gdd = output_gram(output_DF, block.heads, block.kv_heads)

@@ -17,7 +17,7 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import Matrix, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
-from pipeline.kernels.scales import of_one_size, scale_report
+from pipeline.kernels.scales import equalize, scale_report
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import MethodBase
@@ -101,7 +101,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         input_DD = statistics.mean(pair.input)[0]
         lines = []
         for matrices, stack in zip(pair.stacks, self._stacks(geometry, pair), strict=True):
-            parts, _ = of_one_size([weights[matrix.weight_key] for matrix in matrices])
+            parts, _ = equalize([weights[matrix.weight_key] for matrix in matrices])
             pull_DD = statistics.mean(pull(matrices))[0]
             lines.append((stack, losses(parts, self.entry.weighting, input_DD, pull_DD)))
 
@@ -256,7 +256,7 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
 
 def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
     """[W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and a second for each."""
-    stack, scales = of_one_size(list(weights.values()))
+    stack, scales = equalize(list(weights.values()))
     first_kD, seconds, values = joint_low_rank(stack, rank, roots)
     seconds = [_times(second, scale) for second, scale in zip(seconds, scales, strict=True)]
     owner = next(iter(weights))
@@ -274,7 +274,7 @@ def _times(factor: Tensor, scale: float) -> Tensor:
 
 def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None) -> Solution:
     """[W_q^h; W_k^h] (2d × D) for each head: first (H·k × D) shared, second (H × d × k) each."""
-    stack, scales = of_one_size(list(weights.values()))
+    stack, scales = equalize(list(weights.values()))
     by_head = [weight.unflatten(0, (heads, -1)) for weight in stack]
     firsts, seconds, dropped, total = [], [], 0.0, 0.0
     for parts in zip(*by_head, strict=True):

@@ -20,7 +20,7 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, Block, MLPBlock
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots
-from pipeline.kernels.scales import of_one_size, scale_report
+from pipeline.kernels.scales import equalize, scale_report
 from pipeline.kernels.tucker import Tucker, rebuild, refine_sparse, shared_tucker, stack_attention, stack_mlp
 from pipeline.methods import lestd_loss
 from pipeline.methods.base import MethodBase
@@ -231,7 +231,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
     def _problems(
         self, block: Block, geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
     ) -> list[Problem]:
-        parts, scales = of_one_size([weights[matrix.weight_key] for matrix in block.matrices])
+        parts, scales = equalize([weights[matrix.weight_key] for matrix in block.matrices])
         layouts = self._layouts(geometry, block)
         if isinstance(block, MLPBlock):
             return [Problem(layouts[0], stack_mlp(parts[:-1], parts[-1]), parts=(tuple(scales),))]

@@ -17,7 +17,7 @@ from manifests.methods import LoRC
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, Matrix, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
-from pipeline.kernels.heads import by_heads, of_heads
+from pipeline.kernels.heads import project_heads, repeat_groups
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
@@ -319,11 +319,11 @@ def _absorbed_output(block: AttentionBlock, weights: Mapping[str, Tensor], secon
     """W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
     H, G, (value, writer) = block.heads, block.kv_heads, block.value_output
     output_DF = weights[writer.weight_key].double()
-    tensors = {writer.weight_key: by_heads(output_DF, of_heads(second_Cr.double().unflatten(0, (G, -1)), H))}
+    tensors = {writer.weight_key: project_heads(output_DF, repeat_groups(second_Cr.double().unflatten(0, (G, -1)), H))}
     if writer.bias:
         tensors[writer.bias_key] = weights[writer.bias_key].double()
     if value.bias:
-        bias_Hd = of_heads(weights[value.bias_key].double().reshape(G, -1), H)
-        moved_D = by_heads(output_DF, bias_Hd[..., None]).T.contiguous().sum(0)
+        bias_Hd = repeat_groups(weights[value.bias_key].double().reshape(G, -1), H)
+        moved_D = project_heads(output_DF, bias_Hd[..., None]).T.contiguous().sum(0)
         tensors[writer.bias_key] = tensors[writer.bias_key] + moved_D
     return tensors

@@ -16,8 +16,8 @@ from manifests.quantize import Quantize
 from manifests.records import Curve
 from pipeline.families.blocks import Matrix, MLPBlock
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.interpolation import interpolated
-from pipeline.kernels.rounding import round_with_feedback
+from pipeline.kernels.gptq import round_with_feedback
+from pipeline.kernels.interpolation import interpolate
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.rounded_size import INDEX_BITS, beside, rounded_share
@@ -103,7 +103,7 @@ def with_bits(
             known.append([predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each])
         shapes = [_counted_shape(weights[f"{role}.weight"], quantize.group, role in odd) for role in roles]
         sizes = torch.tensor([point.numbers for point in line])
-        losses_PB = interpolated([point.numbers for point in sampled], torch.tensor(known, dtype=torch.float64), sizes)
+        losses_PB = interpolate([point.numbers for point in sampled], torch.tensor(known, dtype=torch.float64), sizes)
         for point, lost in zip(line, losses_PB.tolist(), strict=True):
             kept = plain + sum(math.ceil(INDEX_BITS * point.ranks[name] / bits) for name in indexed)
             for choice, loss in zip(CHOICES, lost, strict=True):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from manifests.quantize import Quantize
 from manifests.records import Scheme
+from pipeline.kernels.gptq import Feedback, Rounded, error_feedback, round_with_feedback, rounding_error
 from pipeline.kernels.packing import scaled
 from pipeline.kernels.pivoted import Pivoted, expand
-from pipeline.kernels.rounding import Feedback, Rounded, error_feedback, round_with_feedback, rounding_error
 from pipeline.methods.method import Moment, Solution, Weights, stored_dtype
 from pipeline.rounding.schemes import WEIGHT, packed_tensors
 

@@ -13,7 +13,7 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.console.amounts import duration
-from pipeline.cost_model import probe, work
+from pipeline.cost_model import probe
 from pipeline.cost_model.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes, rank_remarks
 from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, phase_seconds, solve_seconds
 from pipeline.cost_model.probe import ProbedShape, mean_rates, measured_rates
@@ -23,7 +23,6 @@ from pipeline.cost_model.solve_work import SolveWork, point_features
 from pipeline.cost_model.work import layer_work
 from pipeline.families.family import Geometry
 from pipeline.job import plan_report as planning
-from pipeline.kernels import exact_sums, moments
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan import main
@@ -511,10 +510,6 @@ def test_what_is_measured_is_a_layer_of_the_job_s_shape_or_a_narrower_one() -> N
     assert ProbedShape(8192, 28672, 4096, 8192, 1024).at_most(2048, 512) == ProbedShape(2048, 7168, 512, 2048, 256)
     assert ProbedShape(1000, 10, 7, 1000, 200).at_most(2048, 512) == ProbedShape(960, 10, 7, 960, 192)
     assert ProbedShape(8, 10, 7, 8, 8).at_most(2048, 512) == ProbedShape(64, 10, 7, 64, 64)
-
-
-def test_sums_are_counted_as_they_are_added() -> None:
-    assert (work.BAND, work.ROWS_PER_PRODUCT) == (exact_sums.BAND, moments.ROWS_PER_PRODUCT)
 
 
 def test_workers_that_were_measured_at_a_time_are_averaged() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.kernels.refit import correction, evenly_spread, refit, refit_leaves
+from pipeline.kernels.refit import correction, evenly_spread, refit, refit_residual
 
 
 def problem(tokens: int = 90) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,7 +39,7 @@ def test_what_a_refit_leaves_is_what_its_weight_leaves(ridge: float) -> None:
     targets, inputs, start = problem()
     errors = targets - inputs @ start.T
     left = targets - inputs @ refit([(targets, inputs)], start, ridge).weight.T
-    found = refit_leaves(zip(errors.split(13), inputs.split(13), strict=True), 5, 7, ridge)
+    found = refit_residual(zip(errors.split(13), inputs.split(13), strict=True), 5, 7, ridge)
     assert found == pytest.approx(float(left.square().sum()) / (len(inputs) - 7))
 
 
@@ -55,7 +55,7 @@ def test_dead_inputs_keep_the_start() -> None:
     targets, _, start = problem()
     found = refit([(targets, torch.zeros(90, 7))], start)
     assert torch.equal(found.weight, start)
-    assert refit_leaves([(targets, torch.zeros(90, 7))], 5, 7) == pytest.approx(
+    assert refit_residual([(targets, torch.zeros(90, 7))], 5, 7) == pytest.approx(
         float(targets.square().sum()) / (90 - 7)
     )
     assert torch.isfinite(refit([(targets[:3], problem()[1][:3])], start).weight).all()  # fewer tokens than inputs

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipeline.kernels.scales import SPREAD, common_scales, of_one_size, scale_report
+from pipeline.kernels.scales import SPREAD, common_scales, equalize, scale_report
 
 
 def test_ordinary_sizes_are_left_alone() -> None:
@@ -47,11 +47,11 @@ def test_the_scales_meet_half_way_and_leave_zeros_alone() -> None:
 
 def test_only_what_needs_it_is_divided() -> None:
     alike = [torch.ones(2, 2), torch.full((2, 2), 3.0)]
-    found, scales = of_one_size(alike)
+    found, scales = equalize(alike)
     assert scales == [1.0, 1.0]
     assert all(one is other for one, other in zip(found, alike, strict=True))
     apart = [torch.full((2, 2), 2.0**20, dtype=torch.bfloat16), torch.full((2, 2), 1.0, dtype=torch.float64)]
-    found, scales = of_one_size(apart)
+    found, scales = equalize(apart)
     assert scales == [2.0**10, 2.0**-10]
     assert [weight.dtype for weight in found] == [torch.float32, torch.float64]
     assert [float(weight[0, 0]) for weight in found] == [2.0**10, 2.0**10]

@@ -12,8 +12,8 @@ from pipeline.kernels.sensitivity import (
     least_losses,
     output_directions,
     projection_losses,
-    pulled,
-    pushed,
+    pullback,
+    pushforward,
 )
 from pipeline.kernels.spectra import weighted_head_pca
 
@@ -38,7 +38,7 @@ def loss(change: torch.Tensor, moment_FF: torch.Tensor, metric_mm: torch.Tensor)
 def test_input_directions_lose_what_is_predicted(outputs: int, inputs: int, tokens: int, scale: float) -> None:
     weight_mD, metric_mm = weight(outputs, inputs), moment(outputs, 40, 1)
     moment_DD = moment(inputs, tokens, 2, scale)
-    pull_DD = pulled(weight_mD, metric_mm)
+    pull_DD = pullback(weight_mD, metric_mm)
     found = input_directions(moment_DD, pull_DD)
     losses = projection_losses(pull_DD, moment_DD, found.encode[None], found.decode[None])
     torch.testing.assert_close(found.decode @ found.encode, torch.eye(inputs, dtype=torch.float64), rtol=0, atol=1e-6)
@@ -54,7 +54,7 @@ def test_input_directions_lose_what_is_predicted(outputs: int, inputs: int, toke
 
 def test_no_other_rank_loses_less() -> None:
     weight_mD, metric_mm, moment_DD = weight(9, 6), moment(9, 40, 1), moment(6, 40, 2)
-    found = input_directions(moment_DD, pulled(weight_mD, metric_mm))
+    found = input_directions(moment_DD, pullback(weight_mD, metric_mm))
     best = weight_mD @ found.decode[:, :3] @ found.encode[:3]
     least = loss(weight_mD - best, moment_DD, metric_mm)
     # The Eckart-Young bound in the whitened space, by an SVD that knows nothing of the kernel.
@@ -66,7 +66,7 @@ def test_no_other_rank_loses_less() -> None:
 def test_output_directions_lose_what_is_predicted() -> None:
     weight_mF, metric_mm, moment_FF = weight(6, 9), moment(6, 40, 1), moment(9, 40, 2)
     found = output_directions(weight_mF, moment_FF, metric_mm)
-    spread_mm = pushed(weight_mF, moment_FF)
+    spread_mm = pushforward(weight_mF, moment_FF)
     losses = projection_losses(metric_mm, spread_mm, found.encode[None], found.decode[None])
     values = torch.linalg.svdvals(torch.linalg.cholesky(metric_mm).T @ weight_mF @ torch.linalg.cholesky(moment_FF))
     for rank in range(7):
@@ -80,7 +80,7 @@ def test_head_projections_lose_what_is_predicted(heads: int, groups: int) -> Non
     width, outputs = 3, 8
     features = heads * width
     output_DF, metric_DD, context_FF = weight(outputs, features), moment(outputs, 40, 1), moment(features, 60, 2)
-    pull_FF = pulled(output_DF, metric_DD)
+    pull_FF = pullback(output_DF, metric_DD)
     encode, decode, _, _ = weighted_head_pca(
         diagonal_blocks(context_FF, heads, groups), diagonal_blocks(pull_FF, heads, groups), width
     )
@@ -101,7 +101,7 @@ def test_diagonal_blocks_are_summed_by_group() -> None:
 
 def test_a_diagonal_metric_is_pulled_as_a_matrix() -> None:
     weight_mF, squares = weight(5, 3), torch.rand(5, dtype=torch.float64)
-    torch.testing.assert_close(pulled(weight_mF, squares), pulled(weight_mF, torch.diag(squares)))
+    torch.testing.assert_close(pullback(weight_mF, squares), pullback(weight_mF, torch.diag(squares)))
 
 
 def test_zero_moments_and_zero_gradients() -> None:
@@ -121,8 +121,8 @@ def test_wrong_input() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         output_directions(torch.zeros(3, 4), torch.eye(4), torch.eye(2))
     with pytest.raises(ValueError, match="do not fit"):
-        pushed(torch.zeros(3, 4), torch.eye(3))
+        pushforward(torch.zeros(3, 4), torch.eye(3))
     with pytest.raises(ValueError, match="do not fit"):
-        pulled(torch.zeros(3, 4), torch.eye(4))
+        pullback(torch.zeros(3, 4), torch.eye(4))
     with pytest.raises(ValueError, match="do not fit"):
         projection_losses(torch.eye(5), torch.eye(5), torch.eye(2)[None], torch.eye(2)[None])

@@ -118,8 +118,8 @@ def test_beside_decoders_within_each_head_the_refit_gains() -> None:
     weight, metric, moment = problem(24, 4, 6)
     encode = start(2, 3, 6)
     within = torch.block_diag(*encode.repeat_interleave(2, dim=0).mT)
-    of_heads = loss_of(weight, metric, moment, encode, weight @ within)
-    assert fitted(weight, metric, moment, encode, turns=0).loss < 0.9 * of_heads
+    repeat_groups = loss_of(weight, metric, moment, encode, weight @ within)
+    assert fitted(weight, metric, moment, encode, turns=0).loss < 0.9 * repeat_groups
 
 
 def test_at_the_full_rank_nothing_is_lost() -> None:

@@ -12,7 +12,7 @@ from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.kernels.sensitivity import pulled
+from pipeline.kernels.sensitivity import pullback
 from pipeline.methods.method import Group, Method, Moment, Predicting, Scores, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks
 from pipeline.methods.rounded_size import scope_numbers
@@ -45,7 +45,7 @@ def problem(
     for moment in moments:
         if moment.point.startswith("pull:"):
             roles = moment.point.removeprefix("pull:").split("+")
-            moments[moment] = sum(pulled(weights[f"{r}.weight"], metric_of(where, r)) for r in roles)[None]  # type: ignore[index]
+            moments[moment] = sum(pullback(weights[f"{r}.weight"], metric_of(where, r)) for r in roles)[None]  # type: ignore[index]
     return method, group, weights, replace(found, moments=moments)
 
 
@@ -86,7 +86,7 @@ def test_low_rank_curves_say_what_is_lost_and_stored(
                 continue
             again = solution.tensors[f"{role}.second.weight"] @ solution.tensors[f"{owner}.first.weight"]
             change = weights[f"{role}.weight"] - again
-            lost += 0.5 * float((pulled(change, metric_of(where, role)) * input_DD).sum())
+            lost += 0.5 * float((pullback(change, metric_of(where, role)) * input_DD).sum())
         assert lost == pytest.approx(point.loss, rel=1e-4, abs=1e-7)
         if name != "mlp" and kind == "lorc":
             assert point.cache == (
@@ -138,7 +138,7 @@ def test_flat_llm_curves_say_what_is_lost_and_stored(geometry: str, weighting: s
             else:
                 change = weights["o.weight"] - effective_output(solution.tensors, weights, where)
                 moment_FF = statistics.mean(Moment("o.in"))[0]
-            lost = 0.5 * float((pulled(change, metric_DD) * moment_FF).sum())
+            lost = 0.5 * float((pullback(change, metric_DD) * moment_FF).sum())
             assert lost == pytest.approx(point.loss, rel=1e-4, abs=1e-6)
 
 
@@ -243,7 +243,7 @@ def test_lestd_curves_say_what_is_lost(geometry: str, entry: dict[str, Any]) -> 
             metric = Moment(after[role], kind="gradient") if role in after else diagonal
             change = weights[f"{role}.weight"] - again[f"{role}.weight"]
             moment_FF = statistics.mean(Moment(reads.get(role, "attention.in")))[0]
-            lost += 0.5 * float((pulled(change, statistics.mean(metric)[0]) * moment_FF).sum())
+            lost += 0.5 * float((pullback(change, statistics.mean(metric)[0]) * moment_FF).sum())
         assert lost == pytest.approx(point.loss, rel=0.25)  # between the sizes that were solved, it is interpolated
     assert len(method.predicts(where)) == where.num_layers
 

@@ -14,7 +14,7 @@ from manifests.loading import parse_manifest
 from manifests.methods import LossAware
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.kernels.sensitivity import pulled
+from pipeline.kernels.sensitivity import pullback
 from pipeline.methods.loss_aware import mlp as mlp_part
 from pipeline.methods.loss_aware import mlp_solver
 from pipeline.methods.loss_aware.method import LossAwareMethod
@@ -64,7 +64,7 @@ def a_few(points: list[Point], count: int = 3) -> list[Point]:
 
 
 def loss_of(change: torch.Tensor, moment: torch.Tensor, metric: torch.Tensor) -> float:
-    return 0.5 * float((pulled(change, metric) * moment).sum())
+    return 0.5 * float((pullback(change, metric) * moment).sum())
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_query_key_loses_what_its_point_says(geometry: str, entry: dict[str, Any
     metric = torch.rand(sum(where.layers[0].weight_shape(role)[0] for role in group.roles), dtype=torch.float64)
     stacked = torch.cat([weights["q.weight"], weights["k.weight"]])
     pull = Moment("pull:q+k", kind="gradient")
-    statistics = replace(statistics, moments={**statistics.moments, pull: pulled(stacked, metric)[None]})
+    statistics = replace(statistics, moments={**statistics.moments, pull: pullback(stacked, metric)[None]})
     input_DD = statistics.mean(Moment("attention.in"))[0]
     for point in a_few(from_columns(method.curve(group, where.layers[group.layer], weights, statistics))):
         again = rebuild(

@@ -22,7 +22,7 @@ from transformers.utils import (
 
 from manifests.errors import InputError
 from stores.disk import Disk
-from stores.memory import Memory
+from stores.memory_storage import Memory
 from stores.model_files import companions, copy_companions, download_patterns, is_copy, with_class, without_code
 from stores.storage import Storage
 

@@ -15,7 +15,7 @@ import pytest
 from manifests.errors import InputError
 from stores.disk import Disk
 from stores.durable import partial_path
-from stores.memory import Memory
+from stores.memory_storage import Memory
 from stores.storage import Storage, open_storage
 
 KilledAnywhere = Callable[..., int]

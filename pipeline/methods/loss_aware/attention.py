@@ -17,16 +17,16 @@ from manifests.methods import LossAware
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, roles_of
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
+from pipeline.kernels.heads import diagonal_blocks, encode_heads, project_heads, repeat_groups
 from pipeline.kernels.moments import head_moment
 from pipeline.kernels.sensitivity import (
     change_loss,
     factored,
+    gram_losses,
     least_losses,
-    least_losses_of,
     losses_by_rank,
     output_directions,
-    pushed,
+    pushforward,
 )
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output, output_of, value_output_problem
@@ -193,29 +193,29 @@ class _Fits:
         if rank >= self.width:
             return Reduced(None, self.output_DF, self.context_FF)
         fitted = fit_value_output(self.problem, self.start_Gdd[:, :rank])
-        wide_Hdr = of_heads(fitted.encode.mT, self.heads)
-        half_FR = by_heads(self.context_FF, wide_Hdr)
+        wide_Hdr = repeat_groups(fitted.encode.mT, self.heads)
+        half_FR = project_heads(self.context_FF, wide_Hdr)
         output_DR = output_of(self.output_DF, self.problem, fitted)
-        return Reduced(fitted.encode, output_DR, by_heads(half_FR.T.contiguous(), wide_Hdr))
+        return Reduced(fitted.encode, output_DR, project_heads(half_FR.T.contiguous(), wide_Hdr))
 
     def losses(self, rank: int) -> tuple[float, Tensor]:
         """What the basis costs, in nats per token, and what o does besides by its rank."""
         if not self.by_loss:
             reduced = self.reduced(rank)
             directions = output_directions(reduced.output, reduced.moment, self.solving)
-            spread_DD = pushed(reduced.output, reduced.moment)
+            spread_DD = pushforward(reduced.output, reduced.moment)
             return self._dropped(reduced), losses_by_rank(directions, spread_DD, self.metric_DD)
         if rank >= self.width:
-            return 0.0, least_losses(self.solving, pushed(self.output_DF, self.context_FF))
+            return 0.0, least_losses(self.solving, pushforward(self.output_DF, self.context_FF))
         fitted = fit_value_output(self.problem, self.start_Gdd[:, :rank], least_gain=CURVE_GAIN)
-        return fitted.loss, least_losses_of(fitted.felt, self.problem.scale)
+        return fitted.loss, gram_losses(fitted.felt, self.problem.scale)
 
     def _dropped(self, reduced: Reduced) -> float:
         """½ tr(G Δ C Δᵀ)."""
         if reduced.encode is None:
             return 0.0
-        wide_Hrd = of_heads(reduced.encode, self.heads)
-        change_DF = self.output_DF - by_heads(reduced.output, wide_Hrd)
+        wide_Hrd = repeat_groups(reduced.encode, self.heads)
+        change_DF = self.output_DF - project_heads(reduced.output, wide_Hrd)
         return max(0.0, change_loss(change_DF, self.context_FF, self.metric_DD))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manifests.records import Curve
 from pipeline.families.blocks import MLPBlock, roles_of
-from pipeline.kernels.interpolation import interpolated
+from pipeline.kernels.interpolation import interpolate
 from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
 from pipeline.methods.loss_aware.mlp_solver import REMEMBERED_BYTES, Solver, probed_ranks, probed_widths, sample_of
 from pipeline.methods.loss_aware.pairs import carry, complete
@@ -126,11 +126,11 @@ def _bent(block: MLPBlock, begun: Begun, each: Mapping[int, Piece], width: int) 
         return linear
     known = [width] if width in probed else probed
     seen = torch.stack([_column(each[other]["bends"]) for other in known])
-    (by_share,) = interpolated(known, seen, torch.tensor([width]))
+    (by_share,) = interpolate(known, seen, torch.tensor([width]))
     by_place = by_share[list(ranks.values())]
     # Nothing was seen below the smallest of these ranks: there no more is promised than the linear prediction does.
     bends = torch.cat((by_place[:1].clamp_min(1.0), by_place))
-    by_rank = linear * interpolated([0, *ranks], bends, torch.arange(len(linear)))
+    by_rank = linear * interpolate([0, *ranks], bends, torch.arange(len(linear)))
     return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
 
 

@@ -19,17 +19,17 @@ from pipeline.families.blocks import Matrix, MLPBlock, roles_of
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, nystrom_refit
-from pipeline.kernels.refit import Refit, evenly_spread, refit, refit_leaves
+from pipeline.kernels.refit import Refit, evenly_spread, refit, refit_residual
 from pipeline.kernels.sensitivity import (
     Directions,
     Factored,
     factored,
-    felt_directions,
-    felt_losses,
     losses_by_rank,
     output_directions,
-    pushed,
+    pushforward,
     tail_losses,
+    weighted_directions,
+    weighted_losses,
 )
 from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
 from pipeline.methods.loss_aware.stacks import biases_of
@@ -135,18 +135,20 @@ class Solver:
             if width in widths and not self.by_loss:
                 yield width, *self._losses_of_others(width)
             elif width in directed:
-                self._directions = {width: felt_directions(self._input, pull_DD)}
+                self._directions = {width: weighted_directions(self._input, pull_DD)}
                 upper = tail_losses(self._directions[width].values)
-                yield width, upper, felt_losses(spread_DD, self._metric.scale)
+                yield width, upper, weighted_losses(spread_DD, self._metric.scale)
             elif width in widths:
-                yield width, felt_losses(pull_DD, self._input.scale), felt_losses(spread_DD, self._metric.scale)
+                yield width, weighted_losses(pull_DD, self._input.scale), weighted_losses(spread_DD, self._metric.scale)
 
     def _losses_of_others(self, width: int) -> tuple[Tensor, Tensor]:
         """Where what chooses directions is not the loss."""
         kept_k = self.kept(width)
         upper = losses_by_rank(self.reader_directions(kept_k), self.input_DD, self._pull(kept_k))
         refit_Dk, moment_kk = self.refit(kept_k)[0], self.moment(kept_k)
-        lower = losses_by_rank(self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk), self.metric_DD)
+        lower = losses_by_rank(
+            self.down_directions(refit_Dk, moment_kk), pushforward(refit_Dk, moment_kk), self.metric_DD
+        )
         return upper, lower
 
     def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
@@ -194,7 +196,7 @@ class Solver:
         width = kept_k.numel()
         if width not in self._directions:
             felt_DD = self._pull(kept_k, self._input.factor, by_loss=self.by_loss)
-            self._directions = {width: felt_directions(self._input, felt_DD)}  # of the one width in hand
+            self._directions = {width: weighted_directions(self._input, felt_DD)}  # of the one width in hand
         return self._directions[width]
 
     def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
@@ -216,7 +218,7 @@ class Solver:
         for rank, place in ranks.items():
             hidden = (self._hidden(part_TD, widest.at(rank)) for part_TD in batches)
             errors = ((t_Tq - _read(cut_Tk, start_qk), cut_Tk) for t_Tq, cut_Tk in zip(targets, hidden, strict=True))
-            cost = 0.5 * refit_leaves(errors, len(felt_qD), width) - pruned
+            cost = 0.5 * refit_residual(errors, len(felt_qD), width) - pruned
             factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
         return factors
 

@@ -11,7 +11,7 @@ from manifests.errors import CorruptError, InUseError
 from stores.activations import ActivationStore
 from stores.ledger import Ledger
 from stores.lock import RunLock, read_lock
-from stores.memory import Memory
+from stores.memory_storage import Memory
 from stores.statistics import StatisticsStore
 
 

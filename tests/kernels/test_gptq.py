@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.packing import code_range
-from pipeline.kernels.rounding import (
+from pipeline.kernels.gptq import (
     DAMPING,
     Rounded,
     choose_scales,
@@ -15,7 +14,8 @@ from pipeline.kernels.rounding import (
     round_to_nearest,
     rounding_error,
 )
-from pipeline.kernels.rounding import round_with_feedback as round_with
+from pipeline.kernels.gptq import round_with_feedback as round_with
+from pipeline.kernels.packing import code_range
 
 SHAPES = [(60, 8, 4), (60, 32, 8), (40, 160, 32), (60, 24, None), (20, 300, 100)]  # rows, columns, group
 
