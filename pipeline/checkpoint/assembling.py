@@ -1,6 +1,6 @@
-"""Puts the committed layers together as a checkpoint: shards, config, record, model card, and last of all the index.
+"""Assemble the committed layers as a checkpoint: shards, config, record, model card and index.
 
-Order of durability: the index is renamed into OUTPUT after everything else; a directory without it is no checkpoint.
+Order of durability: the index is renamed into OUTPUT last. A directory without an index is no checkpoint.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SHARD_SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What goes into one output file: a staged layer, a whole source file, or some tensors of one."""
+    """The content of one output file: a staged layer, a whole source file, or some tensors of a source file."""
 
     name: str
     layer: int | None = None
@@ -65,31 +65,29 @@ class ShardPlan:
 
 
 def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
-    """One shard for every claimed layer, then what nobody claims, file by file of the source."""
-    layers = layers_of(inputs.tasks)
-    taken = {
-        name
-        for layer in layers
-        for name in inputs.source.tensors
-        if name.startswith(inputs.geometry.layers[layer].prefix)
-    } | claimed_tensors(inputs).keys()
+    """Plan one shard for every claimed layer, then one for the other tensors of each source file."""
+    layers, claimed = layers_of(inputs.tasks), claimed_tensors(inputs)
+    prefixes = tuple(inputs.geometry.layers[layer].prefix for layer in layers)
     rest: dict[str, list[str]] = {}
     for name, record in inputs.source.tensors.items():
-        if name not in taken:
+        if not name.startswith(prefixes) and name not in claimed:
             rest.setdefault(record.file, []).append(name)
-    held = {file: read_header(inputs.source.storage, file).keys() for file in rest}
-    count = len(layers) + len(rest)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    plans = [ShardPlan(name, layer=layer) for name, layer in zip(names, layers, strict=False)]
-    for name, (file, tensors) in zip(names[len(layers) :], sorted(rest.items()), strict=True):
-        plans.append(
-            ShardPlan(name, source_file=file, tensors=tuple(sorted(tensors)), whole=held[file] == set(tensors))
-        )
+    total = len(layers) + len(rest)
+    names = (shard_name(number, total) for number in range(1, total + 1))
+    plans = [ShardPlan(next(names), layer=layer) for layer in layers]
+    for file, tensors in sorted(rest.items()):
+        whole = read_header(inputs.source.storage, file).keys() == {*tensors}
+        plans.append(ShardPlan(next(names), source_file=file, tensors=tuple(sorted(tensors)), whole=whole))
     return tuple(plans)
 
 
+def shard_name(number: int, total: int) -> str:
+    """Return the file name of a shard, which counts from 1."""
+    return f"model-{number:05d}-of-{total:05d}{SHARD_SUFFIX}"
+
+
 class Assembler:
-    """Writes OUTPUT from a finished journal. Doing it again, after an interruption, gives the same bytes."""
+    """Writes OUTPUT from a finished journal. Repeated after an interruption, it writes the same bytes."""
 
     def __init__(
         self,
@@ -99,8 +97,7 @@ class Assembler:
         source_files: Mapping[str, SourceFile],
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`source_files`: by name, for the record. `guard`: raises if RUN_DIR is no longer ours, or the
-        source has changed."""
+        """`source_files`: by name. `guard`: raises if RUN_DIR is no longer ours or the source changed."""
         self.guard = guard
         self.inputs = inputs
         self.journal = journal
@@ -109,15 +106,15 @@ class Assembler:
         self.output = open_storage(inputs.manifest.output)
 
     def names(self) -> frozenset[str]:
-        """The names of all files that `run` writes."""
+        """Return the names of all files that `run` writes."""
         shards = (plan.name for plan in plan_shards(self.inputs))
         return OUR_FILES.union(shards, self._companions())
 
     def run(self, replaceable: Set[str] = frozenset()) -> dict[str, Any]:
-        """Writes everything, the index last; returns the compression record.
+        """Write everything, the index last. Return the compression record.
 
-        `replaceable`: files in OUTPUT of earlier work; those that are not written again are removed.
-        Ask `LayerChecks` first. Raises CorruptError when the ledger has lost an entry.
+        `replaceable`: files of earlier work in OUTPUT. They are removed if they are not written again. Staged layers
+        are not verified here: see `LayerChecks`. Raises CorruptError when the ledger has lost an entry.
         """
         plans = plan_shards(self.inputs)
         self._remove_index(replaceable)
@@ -138,7 +135,7 @@ class Assembler:
         return compression
 
     def _remove_index(self, replaceable: Set[str]) -> None:
-        """First, so that what is being replaced is no checkpoint; then shards that would only take room meanwhile."""
+        """Remove the index, so that OUTPUT is no checkpoint meanwhile, then shards that will not be written again."""
         self.output.delete([INDEX_FILE])
         sweep_halves(self.output)
         self.output.delete(sorted(name for name in replaceable - self.names() if name.endswith(SHARD_SUFFIX)))
@@ -150,9 +147,9 @@ class Assembler:
             self.output.link_or_copy(plan.name, self.run_dir, entry.staged.path)
             return entry.staged
         key = rest_key(plan.name.removesuffix(SHARD_SUFFIX))
-        entered = self.journal.get(key)
-        if entered is not None and self._is_whole(plan.name, entered):
-            return entered
+        committed = self.journal.get(key)
+        if committed is not None and self._is_whole(plan.name, committed):
+            return committed
         assert plan.source_file is not None
         if plan.whole:
             self.output.link_or_copy(plan.name, self.inputs.source.storage, plan.source_file)
@@ -163,11 +160,11 @@ class Assembler:
         return record
 
     def _forms(self) -> list[dict[str, Any]]:
-        """Role -> form, of every layer, as config.json has them."""
+        """Return role -> form of every layer, as config.json has them."""
         return [self._layer_report(layer)["forms"] for layer in range(self.inputs.geometry.num_layers)]
 
     def _entry(self, layer: int) -> LayerEntry | None:
-        """What was committed of a layer; None when nobody claims it. Raises CorruptError: an entry has vanished."""
+        """Return the ledger entry of a layer, or None if no task claims it. Raises CorruptError if it is lost."""
         entry = self.journal.get(layer_key(layer))
         if entry is None and any(task.layer == layer for task in self.inputs.tasks):
             raise CorruptError(
@@ -194,27 +191,23 @@ class Assembler:
         return config | config_fields(self.inputs.methods) | fields
 
     def _unused(self, config: Mapping[str, Any]) -> list[str]:
-        """Tensors of the source that its model does not ask for: loading would take them for those of another one."""
-        asked = {*self.inputs.geometry.expected_tensors(), f"{config['block']['head']}.weight"}
-        return sorted(self.inputs.source.tensors.keys() - asked)
+        """Return the source's tensors that its model does not use, so that loading accepts them."""
+        used = {*self.inputs.geometry.expected_tensors(), f"{config['block']['head']}.weight"}
+        return sorted(self.inputs.source.tensors.keys() - used)
 
     def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, ShardRecord]) -> dict[str, Any]:
         geometry, forms = self.inputs.geometry, self._forms()
         owners = {(task.layer, role): task for task in self.inputs.tasks for role in task.roles}
         tensors: dict[str, Any] = {}
         for plan in plans:
-            places = {} if plan.layer is None else self._places(plan.layer, forms[plan.layer])
+            role_paths = {} if plan.layer is None else self._role_paths(plan.layer, forms[plan.layer])
             for name, described in records[plan.name].tensors.items():
-                role = next((role for path, role in places.items() if name.startswith(path)), None)
+                role = next((role for path, role in role_paths.items() if name.startswith(path)), None)
                 task = None if plan.layer is None or role is None else owners.get((plan.layer, role))
                 form = None if plan.layer is None or role is None else forms[plan.layer].get(role)
                 origin = self.inputs.methods[task.method].name if task else "copied"
-                tensors[name] = {
-                    **described.as_json(),
-                    **(form or {"form": "dense"}),
-                    "origin": origin,
-                    "shard": plan.name,
-                }
+                stored = {"origin": origin, "shard": plan.name}
+                tensors[name] = {**described.as_json(), **(form or {"form": "dense"}), **stored}
         return {
             "version": RECORD_VERSION,
             "code_version": VERSION,
@@ -222,9 +215,7 @@ class Assembler:
                 "path": self.inputs.manifest.model.source,
                 "revision": self.inputs.manifest.model.revision,
                 "model_type": geometry.model_type,
-                "files": {
-                    file: {"size": found.size, "sha256": found.sha256} for file, found in self.source_files.items()
-                },
+                "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.source_files.items()},
             },
             "manifest": self.inputs.manifest.semantic(),
             "counts": count_sizes(self.inputs, tensors, forms),
@@ -236,30 +227,30 @@ class Assembler:
             "tensors": tensors,
         }
 
-    def _places(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
-        """Path of a module, with a trailing dot -> role; what a group shares counts as its first role's."""
+    def _role_paths(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
+        """Return path of a module, with a trailing dot -> role. Modules of a group belong to its first role."""
         geometry = self.inputs.geometry.layers[layer]
         tasks = [task for task in self.inputs.tasks if task.layer == layer]
-        places = {f"{geometry.path(role)}.": role for task in tasks for role in (*geometry.roles, *task.roles)}
+        paths = {f"{geometry.path(role)}.": role for task in tasks for role in (*geometry.roles, *task.roles)}
         for task in tasks:
             first = task.roles[0]
             if first in forms:
                 shared = geometry.group_path(task.roles, task.name)
-                places.setdefault(f"{shared}.{forms[first]['form']}.", first)
+                paths.setdefault(f"{shared}.{forms[first]['form']}.", first)
         for role, form in forms.items():
             if form["form"] == "pivoted":
-                places.setdefault(f"{geometry.group_path((role,), form['group'])}.pivoted.", role)
-        return places
+                paths.setdefault(f"{geometry.group_path((role,), form['group'])}.pivoted.", role)
+        return paths
 
     def _layer_report(self, layer: int) -> dict[str, Any]:
         entry = self._entry(layer)
-        said = entry.as_json() if entry else {}
-        return {field: said.get(field, {}) for field in ("groups", "forms")}
+        report = entry.as_json() if entry else {}
+        return {field: report.get(field, {}) for field in ("groups", "forms")}
 
     def _companions(self) -> list[str]:
-        """The files that travel with the weights. A tokenizer's settings are written where the source has none."""
-        wanted = {*companions(self.inputs.source.storage, self._trusted)}
-        return sorted((wanted | {TOKENIZER_SETTINGS} if self._tokenizer_class else wanted) - OUR_FILES)
+        """Return the files that are copied beside the weights, with tokenizer settings even if the source has none."""
+        names = {*companions(self.inputs.source.storage, self._trusted)}
+        return sorted((names | {TOKENIZER_SETTINGS} if self._tokenizer_class else names) - OUR_FILES)
 
     @cached_property
     def _tokenizer_class(self) -> str | None:
@@ -270,7 +261,7 @@ class Assembler:
         return self.inputs.manifest.model.trust_remote_code
 
     def _write_companions(self) -> list[str]:
-        """Writes what travels with the weights. Returns the names."""
+        """Copy the companions and the modelling files. Return their names."""
         source, trusted = self.inputs.source.storage, self._trusted
         names = copy_companions(self.output, source, trusted, OUR_FILES, self._tokenizer_class)
         for name in MODELLING_FILES:

@@ -1,4 +1,4 @@
-"""compression.json: what it must hold, how it is sealed, and whether the files beside it look as it says."""
+"""compression.json: its schema, its seal, and the comparison of a checkpoint's files with it."""
 
 from __future__ import annotations
 
@@ -101,47 +101,47 @@ class _CompressionRecord(_Part):
 
 
 def encode_json(value: Mapping[str, Any]) -> bytes:
-    """As every JSON file of a checkpoint is written; equal values give equal bytes."""
+    """Encode a JSON file of a checkpoint. Equal values give equal bytes."""
     return f"{json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)}\n".encode()
 
 
 def sealed(compression: Mapping[str, Any]) -> dict[str, Any]:
-    """The compression with the sha256 of all else that it says, so that damage to itself shows."""
+    """Return the record with the sha256 of its other fields, so that damage to the record itself is noticed."""
     return {**compression, SEAL: _seal(compression)}
 
 
 def index_arguments(compression: Mapping[str, Any]) -> tuple[dict[str, str], int, int]:
-    """Tensor -> shard, bytes and numbers: all that the index says, as `index_content` takes it."""
+    """Return the arguments of `index_content`: tensor -> shard, total bytes and numbers."""
     weight_map = {name: entry["shard"] for name, entry in compression["tensors"].items()}
     return weight_map, compression["counts"]["bytes"]["compressed"], compression["counts"]["parameters"]["compressed"]
 
 
 def shard_record(file: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> ShardRecord:
-    """What the compression says of a shard and the tensors in it, as a ledger has it."""
+    """Return the ledger's form of what the compression record says of a shard and its tensors."""
     described = {
-        name: TensorDescription(dtype=found["dtype"], shape=tuple(found["shape"]), sha256=found["sha256"])
-        for name, found in tensors.items()
+        name: TensorDescription(dtype=entry["dtype"], shape=tuple(entry["shape"]), sha256=entry["sha256"])
+        for name, entry in tensors.items()
     }
     return ShardRecord(size=file["size"], sha256=file["sha256"], tensors=described)
 
 
 def describe_bytes(content: bytes) -> dict[str, Any]:
-    """size and sha256, as `files` holds them."""
+    """Return the size and the sha256 of a file's content."""
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def describe_file(storage: Storage, name: str) -> dict[str, Any]:
-    """The same of a file. Raises StorageError."""
+    """Return the size and the sha256 of a file. Raises StorageError."""
     with storage.reader(name) as file:
         return {"size": file.size, "sha256": file.sha256()}
 
 
 def read_record(output: Place) -> dict[str, Any]:
-    """compression.json, held against its own digest.
+    """Read compression.json and verify its digest and schema.
 
     Raises:
-        InputError: there is none, or it is of another version.
-        CorruptError: it is not as it was written, or does not say what a compression says.
+        InputError: it is missing, or of another version.
+        CorruptError: it is damaged, edited, or does not follow the schema.
     """
     storage = open_storage(output)
     path = storage.at(RECORD_FILE)
@@ -156,15 +156,14 @@ def read_record(output: Place) -> dict[str, Any]:
         raise CorruptError(f"{path}: damaged: not JSON: {error or type(error).__name__}") from error
     if not isinstance(compression, dict):
         raise CorruptError(f"{path}: damaged: a JSON {type(compression).__name__}, expected an object")
-    if compression.get(SEAL) != _seal(compression) or content != encode_json(compression):
-        if compression.get("version") not in (RECORD_VERSION, None) and compression.get(SEAL) in (
-            _seal(compression),
-            None,
-        ):
-            raise InputError(f"{path}: version {compression['version']!r}, this Lamina knows {RECORD_VERSION}")
+    version, seal = compression.get("version"), compression.get(SEAL)
+    is_sealed = seal == _seal(compression)
+    is_intact = is_sealed and content == encode_json(compression)
+    # Other versions may be encoded otherwise, or have no seal.
+    if version != RECORD_VERSION and (is_intact or (version is not None and (is_sealed or seal is None))):
+        raise InputError(f"{path}: version {version!r}, this Lamina knows {RECORD_VERSION}")
+    if not is_intact:
         raise CorruptError(f"{path}: damaged or edited: it differs from its own sha256")
-    if compression.get("version") != RECORD_VERSION:
-        raise InputError(f"{path}: version {compression.get('version')!r}, this Lamina knows {RECORD_VERSION}")
     try:
         _CompressionRecord.model_validate(compression)
     except ValidationError as error:
@@ -174,7 +173,7 @@ def read_record(output: Place) -> dict[str, Any]:
 
 
 def file_fault(storage: Storage, name: str, record: Mapping[str, Any], digest: bool = True) -> str | None:
-    """What is wrong with a file of the checkpoint; its size alone is looked at with `digest` off."""
+    """Return the fault of a file of the checkpoint, or None. Without `digest`, only its size is compared."""
     path = storage.at(name)
     if not storage.has(name):
         return f"{path}: missing"
@@ -187,9 +186,9 @@ def file_fault(storage: Storage, name: str, record: Mapping[str, Any], digest: b
 
 
 def quick_faults(output: Place, seal: str) -> list[str]:
-    """What is seen to be wrong without reading weights: the compression, digests of small files, sizes of shards.
+    """Return the faults that are visible without reading weights: the record, digests of small files, sizes of shards.
 
-    `seal` is the compression's digest when the job wrote it.
+    `seal`: the digest of the record that the job wrote.
     """
     storage = open_storage(output)
     try:
@@ -198,9 +197,9 @@ def quick_faults(output: Place, seal: str) -> list[str]:
         return [str(error)]
     if compression[SEAL] != seal:
         return [f"{storage.at(RECORD_FILE)}: not the one that this job wrote"]
-    found = [file_fault(storage, name, record) for name, record in compression["files"].items()]
-    found += [file_fault(storage, name, record, digest=False) for name, record in compression["shards"].items()]
-    return [fault for fault in found if fault]
+    faults = [file_fault(storage, name, record) for name, record in compression["files"].items()]
+    faults += [file_fault(storage, name, record, digest=False) for name, record in compression["shards"].items()]
+    return [fault for fault in faults if fault]
 
 
 def _seal(compression: Mapping[str, Any]) -> str:

@@ -1,47 +1,60 @@
-"""What a checkpoint stores, counted from what was written, and what its cache holds per token."""
+"""Sizes of a checkpoint: stored numbers and bytes, and the cache per token."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lamina import LayersConfig
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import layer_key
+from pipeline.families.family import Geometry
 from pipeline.inputs.job_inputs import Inputs
 from stores.headers import DTYPES
 
 
 def count_sizes(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
+    """Count stored numbers and bytes and the cache per token, dense and compressed.
+
+    `tensors`: name -> dtype and shape, of all tensors that are written. `forms`: of each layer.
+    """
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
-    described = LayersConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
-    written = {name: stored_numbers(entry["dtype"], entry["shape"], itemsize) for name, entry in tensors.items()}
-    prefix = f"{geometry.layers_path}."
-    dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())
-    sources = {
-        name: stored_numbers(record.dtype, record.shape, itemsize) for name, record in inputs.source.tensors.items()
-    }
+    written = [(name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()]
+    source = [(name, record.dtype, record.shape) for name, record in inputs.source.tensors.items()]
+    config = LayersConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
+    dense = stored_sizes(source, geometry.layers_path, itemsize) | dense_cache(geometry, itemsize)
+    compressed = stored_sizes(written, geometry.layers_path, itemsize) | compressed_cache(config, itemsize)
+    return {name: {"dense": dense[name], "compressed": compressed[name]} for name in dense}
+
+
+def stored_sizes(tensors: Iterable[tuple[str, str, Sequence[int]]], layers_path: str, itemsize: int) -> dict[str, int]:
+    """Count the numbers, those of decoder layers and the bytes of tensors (name, dtype, shape)."""
+    prefix = f"{layers_path}."
+    counted = [
+        (name, stored_numbers(dtype, shape, itemsize), math.prod(shape) * DTYPES[dtype].itemsize)
+        for name, dtype, shape in tensors
+    ]
     return {
-        "parameters": {"dense": sum(sources.values()), "compressed": sum(written.values())},
-        "decoder_parameters": {
-            "dense": sum(number for name, number in sources.items() if name.startswith(prefix)),
-            "compressed": sum(number for name, number in written.items() if name.startswith(prefix)),
-        },
-        "bytes": {
-            "dense": dense_bytes,
-            "compressed": sum(math.prod(e["shape"]) * DTYPES[e["dtype"]].itemsize for e in tensors.values()),
-        },
-        "cache_bytes_per_token": {
-            "dense": itemsize * sum(layer.attention.cache_numbers for layer in geometry.layers),
-            "compressed": itemsize * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
-        },
+        "parameters": sum(numbers for _, numbers, _ in counted),
+        "decoder_parameters": sum(numbers for name, numbers, _ in counted if name.startswith(prefix)),
+        "bytes": sum(num_bytes for _, _, num_bytes in counted),
     }
+
+
+def dense_cache(geometry: Geometry, itemsize: int) -> dict[str, int]:
+    """Count the cached bytes per token of the dense model."""
+    return {"cache_bytes_per_token": itemsize * sum(layer.attention.cache_numbers for layer in geometry.layers)}
+
+
+def compressed_cache(config: LayersConfig, itemsize: int) -> dict[str, int]:
+    """Count the cached bytes per token of the model that a checkpoint's config describes."""
+    numbers = sum(config.cache_numbers(layer) for layer in range(config.num_hidden_layers))
+    return {"cache_bytes_per_token": itemsize * numbers}
 
 
 def claimed_tensors(inputs: Inputs) -> dict[str, str]:
-    """Source tensor -> the method that stores it in another form, or looked and left it."""
+    """Return source tensor -> name of the method that claims it, even if the method leaves it unchanged."""
     layers = inputs.geometry.layers
     return {
         name: inputs.methods[task.method].name
@@ -51,21 +64,22 @@ def claimed_tensors(inputs: Inputs) -> dict[str, str]:
 
 
 def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a checkpoint of the committed layers would hold: tensor -> dtype and shape, and the forms of each layer."""
+    """Return tensor -> dtype and shape of a checkpoint of the committed layers, and the forms of each layer."""
     entries = [journal.get(layer_key(layer)) for layer in range(inputs.geometry.num_layers)]
     staged = tuple(layer.prefix for layer, entry in zip(inputs.geometry.layers, entries, strict=True) if entry)
     claimed = claimed_tensors(inputs)
-    copied = {
+    tensors: dict[str, Any] = {
         name: {"dtype": record.dtype, "shape": list(record.shape)}
         for name, record in inputs.source.tensors.items()
         if not name.startswith(staged) and name not in claimed
     }
-    found = [entry.as_json() if entry else {"staged": {"tensors": {}}, "forms": {}} for entry in entries]
-    written = {name: tensor for layer in found for name, tensor in layer["staged"]["tensors"].items()}
-    return copied | written, [layer["forms"] for layer in found]
+    layers = [entry.as_json() if entry else {"staged": {"tensors": {}}, "forms": {}} for entry in entries]
+    for layer in layers:
+        tensors |= layer["staged"]["tensors"]
+    return tensors, [layer["forms"] for layer in layers]
 
 
 def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:
-    """What a tensor counts for: its numbers, or for an index its bytes in numbers of the checkpoint's dtype."""
+    """Count the numbers of a tensor. Integers count by their bytes, in numbers of the checkpoint's dtype."""
     size = int(math.prod(shape))
     return size if DTYPES[dtype].is_floating_point else math.ceil(size * DTYPES[dtype].itemsize / itemsize)

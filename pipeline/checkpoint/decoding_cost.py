@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls
 # (torch and transformers ship types, but not for all of this)
-"""What a step of decoding reads and multiplies, dense and compressed: counted from the model that a config describes.
+"""The cost of a decoding step, dense and compressed: numbers read and multiplications, counted in the model itself.
 
-A step makes a token of each sequence. Weights are read once for all sequences of a batch; the cache is each one's own.
+A step adds a token to each sequence. Weights are read once for all sequences of a batch; each has a cache of its own.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pipeline.rounding.schemes import FIELD
 
 
 def decoding_costs(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Of the dense model that a config.json comes from, and of the one that it describes.
+    """Count the costs of the model that a config.json describes, and of its dense source.
 
-    `weights`: numbers that a step reads of all layers and the head, as they lie in memory (sparse cores dense).
-    `products`: a multiplication and an addition each, for the token itself. `cached` and `cached_products`: numbers
-    read and products for each cached token.
+    `weights`: numbers of all layers and the head that a step reads from memory (sparse cores are dense there).
+    `products`: multiply-adds for the token itself. `cached` and `cached_products`: numbers read and multiply-adds for
+    each cached token.
     """
     plain = {name: value for name, value in config.items() if name != FIELD}
     return {"dense": count_dense(plain), "compressed": dict(_cost(json.dumps(plain, sort_keys=True)))}
 
 
 def count_dense(config: Mapping[str, Any]) -> dict[str, int]:
-    """As `decoding_costs` has it, of the dense model; remembered."""
+    """Count the costs of the dense model alone. Results are cached."""
     plain = {name: value for name, value in config.items() if name != FIELD}
     dense = {**plain, "forms": [{} for _ in range(config["num_hidden_layers"])]}
     return dict(_cost(json.dumps(dense, sort_keys=True)))
@@ -44,77 +44,72 @@ def count_dense(config: Mapping[str, Any]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _cost(config: str) -> tuple[tuple[str, int], ...]:
-    """Counted where the model runs, on the meta device: a step's products are linear in the tokens that are cached."""
+    """Run a few steps on the meta device. Products of a step are linear in the number of cached tokens."""
     described = lamina.LaminaConfig(**json.loads(config))
     described._attn_implementation = "sdpa"
     with torch.device("meta"):
         model: Any = lamina.LaminaForCausalLM(described).eval()
     if (rotary := model.base_model.rotary_emb) is not None:
-        rotary.rope_type = "default"  # some types choose their angles by the positions' numbers, which nobody has here
+        rotary.rope_type = "default"  # some types read the positions' values, which the meta device lacks
     cost = {
-        "weights": sum(_read(module) for module in model.modules()),
+        "weights": sum(_read_numbers(module) for module in model.modules()),
         "cached": sum(described.cache_numbers(layer) for layer in range(described.num_hidden_layers)),
     }
-    # What is kept is made at the first step.
-    first = int(any(isinstance(module, Derived) for module in model.modules()))
-    counted = _Products()
-    _leave_one_of_each(model, described.forms, counted)
+    derives = any(isinstance(module, Derived) for module in model.modules())  # once, at the first step
+    counter = _ProductCounter()
+    _merge_equal_layers(model, described.forms, counter)
     cache, ids_BT = DynamicCache(config=described), torch.zeros(1, 1, dtype=torch.long, device="meta")
-    found = []
+    products = []
     with torch.no_grad():
-        for _ in range(first + 2):
-            counted.number = 0
-            with counted:
+        for _ in range(3 if derives else 2):
+            counter.number = 0
+            with counter:
                 model(ids_BT, past_key_values=cache, use_cache=True)
-            found.append(counted.number)
-    per_slot = found[-1] - found[-2]
-    cost |= {"products": found[-1] - len(found) * per_slot, "cached_products": per_slot}
+            products.append(counter.number)
+    per_token = products[-1] - products[-2]
+    cost |= {"products": products[-1] - len(products) * per_token, "cached_products": per_token}
     return tuple(cost.items())
 
 
-def _leave_one_of_each(model: nn.Module, forms: Sequence[Mapping[str, Any]], counted: _Products) -> None:
-    """Takes layers away that are like one before them; what that one multiplies is counted for all."""
+def _merge_equal_layers(model: nn.Module, forms: Sequence[Mapping[str, Any]], counter: _ProductCounter) -> None:
+    """Keep one layer of each kind, and count its products once for every layer of the kind."""
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == len(forms))
     kinds: dict[str, list[nn.Module]] = {}
     for layer, form in zip(layers, forms, strict=True):
         shapes = [(name, *tensor.shape) for name, tensor in layer.state_dict().items()]
         kinds.setdefault(json.dumps([form, shapes], sort_keys=True), []).append(layer)
     for first, *others in kinds.values():
-        first.register_forward_pre_hook(lambda *_: counted.begin())
-        first.register_forward_hook(functools.partial(_repeated, counted, 1 + len(others)))
-    gone = {other for _, *others in kinds.values() for other in others}
+        first.register_forward_pre_hook(counter.begin)
+        first.register_forward_hook(functools.partial(counter.repeat, 1 + len(others)))
+    merged = {other for _, *others in kinds.values() for other in others}
     for name, layer in list(layers.named_children()):
-        if layer in gone:
+        if layer in merged:
             delattr(layers, name)
 
 
-def _repeated(counted: _Products, times: int, *_: Any) -> None:
-    counted.repeat(times)
+class _ProductCounter(TorchDispatchMode):
+    """Counts as torch's FlopCounterMode does, without its hooks on every module."""
 
+    number = start = 0
 
-class _Products(TorchDispatchMode):
-    """Counts as torch's FlopCounterMode, without its hooks on every module."""
+    def begin(self, *_: Any) -> None:
+        """Mark the start of the products that `repeat` counts again. A forward pre-hook."""
+        self.start = self.number
 
-    number = begun = 0
-
-    def begin(self) -> None:
-        """What is counted from here may be repeated."""
-        self.begun = self.number
-
-    def repeat(self, times: int) -> None:
-        """What was counted since `begin` counts so many times."""
-        self.number += (times - 1) * (self.number - self.begun)
+    def repeat(self, times: int, *_: Any) -> None:
+        """Count the products since `begin` so many times in all. A forward hook, but for `times`."""
+        self.number += (times - 1) * (self.number - self.start)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, and counts it if it multiplies."""
+        """Run an operation and count its products."""
         out = func(*args, **(kwargs or {}))
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             self.number += flops(*args, **(kwargs or {}), out_val=out) // 2
         return out
 
 
-def _read(module: nn.Module) -> int:
-    """Numbers of the module's own weights in memory, of a sparse core all that it stands for; of a table one row is."""
+def _read_numbers(module: nn.Module) -> int:
+    """Count the module's own numbers in memory, with the zeros of a sparse core and without an embedding's rows."""
     if isinstance(module, nn.Embedding):
         return 0
     if (shape := getattr(module, "shape", None)) is not None:

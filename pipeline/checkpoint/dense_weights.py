@@ -13,26 +13,28 @@ from lamina.decoder_layer_lamina import DecoderLayer, SelfAttention
 from manifests.errors import InputError
 from pipeline.families.family import LayerGeometry
 
-ROUNDINGS = 64  # of the stored numbers: what is exact but for them
+ROUNDINGS = 64  # units of rounding of the stored numbers, up to which a difference counts as none
 
 
 @torch.inference_mode()
 def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dtype) -> dict[str, Tensor]:
-    """`role.weight` and `role.bias` in float64, as a dense layer of the family has them; MLPs at their own width.
+    """Return `role.weight` and `role.bias` in float64, as a dense layer of the family has them. MLPs keep their width.
 
-    Every projection is linear whatever it is made of, so its matrix is what it does to the unit vectors. Value heads of
-    another width than d are brought to d: narrower ones with zeros, wider ones (absorbed latents) through the d
-    directions of which they are made. `stored`: the coarsest dtype that the factors of v and o were rounded to.
+    Every projection is linear, whatever its form, so its matrix is its output for the unit vectors. Value heads get
+    width d: narrower ones are padded with zeros, wider ones (absorbed latents) are projected on the d directions that
+    they span. `stored`: the coarsest dtype that the factors of v and o were rounded to.
 
-    Raises InputError when value heads are of a rank that d numbers do not hold.
+    Raises InputError if the rank of value heads is above d.
     """
     layer = layer.to(torch.float64)
     block = geometry.attention
     G, d = block.kv_heads, block.head_dim
     value, output = block.value_output
-    tensors: dict[str, Tensor] = {}
-    for role in (norm.role for norm in geometry.norms):
-        tensors |= {f"{role}.{name}": tensor for name, tensor in layer.role(role).state_dict().items()}
+    weights = {
+        f"{norm.role}.{name}": tensor
+        for norm in geometry.norms
+        for name, tensor in layer.role(norm.role).state_dict().items()
+    }
     matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}
     for role in (*block.roles[:-1], *(role for mlp in geometry.mlps for role in mlp.roles)):
@@ -50,29 +52,28 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
     matrices |= {value.role: value_GdD.flatten(0, 1), output.role: output_DHd.flatten(1)}
     biases[value.role] = bias_Gd.flatten()
     for role, matrix in matrices.items():
-        tensors[f"{role}.weight"] = matrix
+        weights[f"{role}.weight"] = matrix
         if geometry.matrices[role].bias:
-            tensors[f"{role}.bias"] = biases[role]
+            weights[f"{role}.bias"] = biases[role]
         elif biases[role].any():
             raise InputError(f"layer: {role} has a bias, which a dense {geometry.model_type} model has no place for")
-    return tensors
+    return weights
 
 
 def pad_mlp(weights: dict[str, Tensor], width: int) -> dict[str, Tensor]:
-    """With channels of zeros up to `width`: they give nothing, whatever the activation."""
-    padded = dict(weights)
-    for role in ("gate", "up"):
-        if f"{role}.weight" in weights:
-            missing = width - weights[f"{role}.weight"].shape[0]
-            padded[f"{role}.weight"] = functional.pad(weights[f"{role}.weight"], (0, 0, 0, missing))
-            if f"{role}.bias" in weights:
-                padded[f"{role}.bias"] = functional.pad(weights[f"{role}.bias"], (0, missing))
-    padded["down.weight"] = functional.pad(weights["down.weight"], (0, width - weights["down.weight"].shape[1]))
-    return padded
+    """Return the weights with the MLP padded to `width` by channels of zeros, which leave its output unchanged."""
+    missing = width - weights["down.weight"].shape[1]
+    padded = {
+        name: functional.pad(weights[name], padding)
+        for role in ("gate", "up")
+        for name, padding in ((f"{role}.weight", (0, 0, 0, missing)), (f"{role}.bias", (0, missing)))
+        if name in weights
+    }
+    return {**weights, **padded, "down.weight": functional.pad(weights["down.weight"], (0, missing))}
 
 
 def _affine(layer: DecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]:
-    """Matrix (out, in) and bias (out) of a role."""
+    """Return the matrix (out, in) and the bias (out) of a role."""
     unit_1II = torch.eye(width, dtype=torch.float64)[None]
     images_II, bias = (
         layer._apply_role(role, x, layer._given(role, x, {}))[0] for x in (unit_1II, torch.zeros_like(unit_1II[:, :1]))
@@ -83,7 +84,7 @@ def _affine(layer: DecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]
 def _to_head_dim(
     value_GwD: Tensor, bias_Gw: Tensor, output_DHw: Tensor, head_dim: int, stored: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, their bias and the output projection with heads of d numbers, the same products of both."""
+    """Return values, their bias and the output projection with heads of d numbers and unchanged products."""
     missing = head_dim - value_GwD.shape[1]
     if missing >= 0:
         return (
@@ -93,14 +94,14 @@ def _to_head_dim(
         )
     groups, heads = len(value_GwD), output_DHw.shape[1]
     stacked_GRw = output_DHw.permute(1, 0, 2).unflatten(0, (groups, -1)).flatten(1, 2)
-    left, values, right = torch.linalg.svd(stacked_GRw, full_matrices=False)
-    lost = (values[:, head_dim:].square().sum() / values.square().sum()).sqrt().item()
+    left_GRk, values_Gk, right_Gkw = torch.linalg.svd(stacked_GRw, full_matrices=False)
+    lost = (values_Gk[:, head_dim:].square().sum() / values_Gk.square().sum()).sqrt().item()
     if lost > ROUNDINGS * torch.finfo(stored).eps:
         raise InputError(
             f"values of {value_GwD.shape[1]} numbers a head, of a higher rank than {head_dim} (share {lost:.1e} would "
             "be lost): no dense model of the family does the same"
         )
-    rebuilt_Gdw = right[:, :head_dim]
-    output_GRd = left[:, :, :head_dim] * values[:, None, :head_dim]
+    basis_Gdw = right_Gkw[:, :head_dim]
+    output_GRd = left_GRk[:, :, :head_dim] * values_Gk[:, None, :head_dim]
     output_DHd = output_GRd.unflatten(1, (heads // groups, -1)).flatten(0, 1).permute(1, 0, 2)
-    return rebuilt_Gdw @ value_GwD, (rebuilt_Gdw @ bias_Gw[..., None])[..., 0], output_DHd
+    return basis_Gdw @ value_GwD, (basis_Gdw @ bias_Gw[..., None])[..., 0], output_DHd

@@ -1,4 +1,4 @@
-"""What each engine does with a checkpoint, by its forms, its layers' sizes and its rounding: the card's table."""
+"""The card's table of engines that can run a checkpoint, by its forms, layer sizes and rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.rounding.schemes import FIELD
 
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
-    """The lines of a Markdown table. `cache_share`: bytes that transformers caches for a token, over the dense ones."""
+    """Return a Markdown table. `cache_share`: cached bytes per token in transformers, over the dense model's."""
     described, rounded = LayersConfig(**config), bool(config.get(FIELD))
     rows = [
         ("engine", "how", "what is saved there"),
@@ -24,7 +24,7 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     ]
     export, widths = "python -m pipeline.export PATH", mlp_widths(described)
     sizes = zip(widths, (described.layer_shape(i).intermediate_size for i in range(len(widths))), strict=True)
-    cut = "channels of MLPs" if any(kept < whole for kept, whole in sizes) else "nothing"
+    cut = "channels of MLPs" if any(width < dense for width, dense in sizes) else "nothing"
     if not export_faults(config, "gguf"):
         codes = "; codes of 8 and 4 bits of what is not factored" if rounded else ""
         rows.append(("llama.cpp", f"`{export} --to gguf FILE`", cut + codes))

@@ -1,8 +1,8 @@
-"""A compressed checkpoint as an ordinary one of its source's family, for engines that know nothing of Lamina.
+"""Export a compressed checkpoint as an ordinary one of its source's family, for engines without Lamina's code.
 
-`dense`: multiplied back, in the source's shapes. `stock`: with narrower MLPs where all layers have one width, and so
-really smaller; value heads of another width are multiplied back. Rounded weights are multiplied out in `dense`; `stock`
-keeps their codes where the projection is whole, or has fewer channels.
+`dense` multiplies all factors, so that tensors have the source's shapes. `stock` keeps narrower MLPs, whose width must
+be the same in all layers, so that it is smaller than the source. `dense` dequantizes rounded weights; `stock` keeps
+their codes where the projection is not factored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from lamina import MODELLING_FILES, LayersConfig
 from manifests.errors import InputError, StorageError
 from manifests.records import Scheme
-from pipeline.checkpoint.assembling import SHARD_SUFFIX
+from pipeline.checkpoint.assembling import shard_name
 from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
@@ -45,77 +45,74 @@ from workers.layers import cpu_reader
 
 
 def export_checkpoint(output: Place, target: Target, destination: Place, say: Callable[[str], None]) -> dict[str, Any]:
-    """Writes OUTPUT as an ordinary checkpoint, a layer in memory at a time, the index last. Returns what it stores.
+    """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
 
     Raises:
-        InputError: no Lamina checkpoint, a destination that holds something or cannot be written to, or forms that the
-            target cannot have.
+        InputError: OUTPUT is no Lamina checkpoint, the destination is not empty or not writable, or the target cannot
+            have OUTPUT's forms.
         StorageError: a file cannot be read or written.
     """
     checkpoint, config = compressed_checkpoint(output, destination)
-    written_to = open_storage(destination)
-    if written_to.fault() or written_to.children():
-        raise InputError(f"{written_to.at()}: holds something; give a directory that does not, or is not there yet")
+    storage = open_storage(destination)
+    if storage.fault() or storage.children():
+        raise InputError(f"{storage.at()}: holds something; give a directory that does not, or is not there yet")
     refuse_faults(config, target)
-    with all_or_nothing(written_to):
-        try_destination(written_to)
-        return _write(checkpoint, config, target, written_to, say)
+    with all_or_nothing(storage):
+        try_destination(storage)
+        return _write(checkpoint, config, target, storage, say)
 
 
 def _write(
     checkpoint: SourceCheckpoint,
     config: Mapping[str, Any],
     target: Target,
-    written_to: Storage,
+    storage: Storage,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`export_checkpoint`, once nothing speaks against it."""
     geometry, dtype_of = geometry_of(config), partial(source_dtype, tensors=checkpoint.tensors, config=config)
     width = config["intermediate_size"] if target == "dense" else mlp_widths(LayersConfig(**config))[0]
-    written = written_config(config, width)
+    exported_config = written_config(config, width)
     reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
     packed = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
     rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
-    for layer in range(geometry.num_layers):
-        reader.read_ahead(layer + 1)
-        mine = geometry.layers[layer]
-        weights = pad_mlp(dense_weights(reader.block(layer, None).module, mine, coarsest(mine, dtype_of)), width)
-        names = {key: name for key, (name, _) in mine.tensors().items()}
-        named = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
-        for path in map(mine.path, whole_roles(config, mine)):
+    for layer in geometry.layers:
+        reader.read_ahead(layer.index + 1)
+        module = reader.block(layer.index, None).module
+        weights = pad_mlp(dense_weights(module, layer, coarsest(layer, dtype_of)), width)
+        names = {key: name for key, (name, _) in layer.tensors().items()}
+        tensors = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
+        for path in map(layer.path, whole_roles(config, layer)):
             if path in packed:
-                del named[path + WEIGHT]
-                named |= checkpoint.read(sorted(packed_names(path + WEIGHT)))
+                del tensors[path + WEIGHT]
+                tensors |= checkpoint.read(sorted(packed_names(path + WEIGHT)))
                 rounded[path] = packed[path]
-        file = f"model-{layer + 1:05d}-of-{total:05d}{SHARD_SUFFIX}"
-        write_shard(written_to, file, named)
-        weight_map |= dict.fromkeys(named, file)
-        numbers += sum(tensor.numel() for tensor in named.values())
-        say(f"layer {layer} written")
-    outside = [name for name, _ in geometry.outer]
-    file = f"model-{total:05d}-of-{total:05d}{SHARD_SUFFIX}"
-    if all(name in checkpoint.tensors for name in outside):
-        copy_shard(written_to, file, checkpoint, outside)
-    else:  # rounded: engines take codes of linears in layers, few of them a table's or a head's
-        write_shard(
-            written_to, file, {name: tensor.to(dtype_of(name)) for name, tensor in reader.outer(*outside).items()}
-        )
-    weight_map |= dict.fromkeys(outside, file)
+        file = shard_name(layer.index + 1, total)
+        write_shard(storage, file, tensors)
+        weight_map |= dict.fromkeys(tensors, file)
+        numbers += sum(tensor.numel() for tensor in tensors.values())
+        say(f"layer {layer.index} written")
+    outer = [name for name, _ in geometry.outer]
+    file = shard_name(total, total)
+    if all(name in checkpoint.tensors for name in outer):
+        copy_shard(storage, file, checkpoint, outer)
+    else:  # an embedding or a head is rounded; few engines read codes outside of layers
+        write_shard(storage, file, {name: tensor.to(dtype_of(name)) for name, tensor in reader.outer(*outer).items()})
+    weight_map |= dict.fromkeys(outer, file)
     numbers += sum(math.prod(shape) for _, shape in geometry.outer)
-    copy_companions(written_to, checkpoint.storage, _brings_code(checkpoint.storage), OUR_FILES)
+    copy_companions(storage, checkpoint.storage, _has_source_code(checkpoint.storage), OUR_FILES)
     if rounded:
-        written[FIELD] = quantization_config(rounded, _linear_modules(config, geometry))
-    written_to.replace(CONFIG_FILE, encode_json(written))
-    size = sum(written_to.size(file) for file in set(weight_map.values()))
-    write_index(written_to, weight_map, size, numbers)
+        exported_config[FIELD] = quantization_config(rounded, _linear_modules(config, geometry))
+    storage.replace(CONFIG_FILE, encode_json(exported_config))
+    size = sum(storage.size(file) for file in set(weight_map.values()))
+    write_index(storage, weight_map, size, numbers)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
-    return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
+    return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": storage.at(INDEX_FILE)}
 
 
 def try_destination(folder: Storage) -> None:
-    """Tries a write where an export goes, before anything is computed for it. Raises InputError."""
+    """Try a write in the destination before any computation. Raises InputError."""
     try:
         folder.prepare()
     except StorageError as error:
@@ -124,48 +121,46 @@ def try_destination(folder: Storage) -> None:
 
 @contextmanager
 def all_or_nothing(place: Storage) -> Iterator[None]:
-    """A block that writes to an empty place: if it ends by an error, it leaves nothing there, nor folders it made."""
+    """Empty a place that was empty before the block if the block raises, and remove the folders that it created."""
     folders = [] if place.folder is None else [Path(place.folder), *Path(place.folder).parents]
     missing = [folder for folder in folders if not folder.exists()]
     try:
         yield
     except BaseException:
-        with suppress(StorageError):  # the error that ended the block is the one to show
+        with suppress(StorageError):  # must not hide the block's error
             place.delete(place.names())
             place.sweep()
         for folder in missing:
-            with suppress(OSError):  # it was never made, or another put something there
+            with suppress(OSError):  # the block did not create it, or another process uses it
                 folder.rmdir()
         raise
 
 
-def _brings_code(output: Storage) -> bool:
-    """Whether OUTPUT has Python of the source, as it has where its manifest trusted that."""
+def _has_source_code(output: Storage) -> bool:
+    """True if OUTPUT has Python files of the source, which its manifest trusted."""
     return bool({*matching(output, CODE)} - {*MODELLING_FILES})
 
 
 def coarsest(layer: LayerGeometry, dtype_of: Callable[[str], torch.dtype]) -> torch.dtype:
-    """The dtype with the largest rounding errors of the weights of v and o."""
-    return max(
-        (dtype_of(f"{layer.path(role)}{WEIGHT}") for role in roles_of(layer.attention.value_output)),
-        key=lambda each: torch.finfo(each).eps,
-    )
+    """Return the coarsest dtype of the weights of v and o."""
+    dtypes = (dtype_of(f"{layer.path(role)}{WEIGHT}") for role in roles_of(layer.attention.value_output))
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
-    """What is stored as one matrix of the family's own shape, but for the channels of an MLP."""
+    """Return the roles that are stored as one matrix, of the family's shape or with fewer channels of an MLP."""
     forms = config["forms"][layer.index]
     return [role for role in layer.matrices if forms.get(role, {"form": "dense"})["form"] in ("dense", "pruned")]
 
 
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
-    """The paths of all linear modules of the family's model."""
+    """Return the paths of all linear modules of the family's model."""
     paths = [layer.path(role) for layer in geometry.layers for role in layer.matrices]
     return [*paths, config["block"]["head"]]
 
 
 def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """OUTPUT and its config. Raises InputError where it is no Lamina checkpoint, or is what would be written into."""
+    """Open OUTPUT. Raises InputError if it is no Lamina checkpoint, or if the destination is inside of it."""
     checkpoint, config = read_checkpoint(open_storage(output).at())
     if config.get("model_type") != "lamina":
         raise InputError(

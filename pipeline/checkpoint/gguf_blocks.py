@@ -1,4 +1,4 @@
-"""Rounded matrices as llama.cpp's blocks of 32: the same codes, each block with the scale of its group in float16.
+"""Repack rounded matrices as llama.cpp's blocks of 32: the same codes, the scale of the group in each block as float16.
 
 Q8_0: the scale and 32 int8. Q4_0: the scale and 16 bytes, number j of a block in the low half of byte j, j + 16 in
 the high half, as code + 8. Legend: O outputs, I inputs, B blocks of a row.
@@ -17,11 +17,11 @@ BLOCK = 32
 Kind = Literal["Q8_0", "Q4_0"]
 KINDS: dict[int, Kind] = {8: "Q8_0", 4: "Q4_0"}
 BYTES: dict[Kind, int] = {"Q8_0": 2 + BLOCK, "Q4_0": 2 + BLOCK // 2}
-ROUNDING = 2.0**-11  # of float16: what a scale may change by
+ROUNDING = 2.0**-11  # relative rounding error of float16, by which a scale may change
 
 
 def block_kind(scheme: Scheme, columns: int, scales_OS: Tensor) -> Kind | None:
-    """How llama.cpp stores such codes; None where no blocks hold them, or float16 does not hold the scales."""
+    """Return the kind of block for such codes, or None if no kind fits them or float16 cannot represent the scales."""
     fits = columns % BLOCK == 0 and (scheme.group is None or scheme.group % BLOCK == 0)
     exact_OS = scales_OS.to(torch.float64)
     near = (exact_OS.to(torch.float16).to(torch.float64) - exact_OS).abs() <= ROUNDING * exact_OS.abs()
@@ -29,7 +29,7 @@ def block_kind(scheme: Scheme, columns: int, scales_OS: Tensor) -> Kind | None:
 
 
 def blocks(codes_OI: Tensor, scales_OS: Tensor, kind: Kind) -> Tensor:
-    """(O, bytes of a row) uint8."""
+    """Return the blocks of each row, (O, bytes of a row) uint8."""
     rows, columns = codes_OI.shape
     count = columns // BLOCK
     scales_OB = scales_OS.repeat_interleave(count // scales_OS.shape[1], dim=1).to(torch.float16)

@@ -1,9 +1,9 @@
-"""A compressed checkpoint as one GGUF file, for llama.cpp: multiplied back, MLPs at their own widths. Matrices of 8 and
-4 bits that are whole, or of fewer channels, keep their codes, as Q8_0 and Q4_0.
+"""Export a compressed checkpoint as one GGUF file for llama.cpp. Factors are multiplied; MLPs keep their own widths.
 
-`gguf` is an extra: `pip install 'CHECKOUT[gguf]'`. The architecture is `llama` where all MLPs are of one width,
-else `deci`, whose sizes are lists by layer. Both turn neighbours (2i, 2i + 1) by rotary angles where our families turn
-halves (i, i + d/2), so that the rows of q and k are reordered.
+Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0. The architecture is `llama` if all
+MLPs have one width, else `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), while our
+families rotate halves (i, i + d/2), so the rows of q and k are reordered. The package gguf is an extra:
+`pip install 'CHECKOUT[gguf]'`.
 
 Legend: D hidden, n heads, d head_dim.
 """
@@ -11,6 +11,7 @@ Legend: D hidden, n heads, d head_dim.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,19 +46,17 @@ LAYER_NAMES = {
     "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
     "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
 }  # fmt: skip
-
-
-KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # what the file calls them
+DTYPE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # GGUF's names
 
 
 def export_gguf(output: str, destination: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Writes OUTPUT to a file, a layer in memory at a time; it appears complete, or not at all. Returns what it stores.
+    """Write OUTPUT to a file, a layer at a time. The file appears complete or not at all. Return its sizes.
 
-    The vocabulary is left out (`no_vocab`): llama.cpp then takes and gives token ids.
+    The vocabulary is left out (`no_vocab`): llama.cpp then reads and prints token ids.
 
     Raises:
-        InputError: no Lamina checkpoint, no package gguf, a file that is there, no folder for it, or a model that
-            llama.cpp's two architectures cannot be.
+        InputError: OUTPUT is no Lamina checkpoint, the package gguf is missing, the file exists or its folder does not,
+            or llama.cpp's two architectures cannot express the model.
         StorageError: a file cannot be read or written.
     """
     if importlib.util.find_spec("gguf") is None:
@@ -84,28 +83,26 @@ def export_gguf(output: str, destination: str, say: Callable[[str], None]) -> di
 def _write(
     checkpoint: SourceCheckpoint, config: Mapping[str, Any], path: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Writes the file. Returns its architecture, and how many numbers it stores."""
+    """Write the file. Return its architecture and the count of its numbers."""
     import gguf
 
     described = LayersConfig(**config)
     widths = mlp_widths(described)
     uniform = len(set(widths)) == 1
     writer = gguf.GGUFWriter(str(path), "llama" if uniform else "deci")
-    _describe_(writer, described, widths[0] if uniform else widths)
+    _add_sizes(writer, described, widths[0] if uniform else widths)
     numbers = 0
-    rounded, dtypes = _rounded(checkpoint, config), _file_dtypes(checkpoint, config)
+    rounded, dtypes = _rounded_matrices(checkpoint, config), _file_dtypes(checkpoint, config)
     for name, shape in _shapes(described, widths):
         if name in rounded:
-            kind = gguf.GGMLQuantizationType[rounded[name].kind]
-            bytes_shape: tuple[int, ...] = (shape[0], shape[1] // BLOCK * BYTES[rounded[name].kind])
+            kind: str = rounded[name].kind
+            row_bytes = shape[-1] // BLOCK * BYTES[rounded[name].kind]
         else:
             dtype = dtypes.get(name, torch.float32)
-            kind, bytes_shape = (
-                getattr(gguf.GGMLQuantizationType, KINDS[dtype]),
-                (*shape[:-1], shape[-1] * dtype.itemsize),
-            )
-        writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), int(np.prod(bytes_shape)), raw_dtype=kind)
-        numbers += int(np.prod(shape))
+            kind, row_bytes = DTYPE_KINDS[dtype], shape[-1] * dtype.itemsize
+        bytes_shape, raw_dtype = (*shape[:-1], row_bytes), gguf.GGMLQuantizationType[kind]
+        writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), math.prod(bytes_shape), raw_dtype=raw_dtype)
+        numbers += math.prod(shape)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -113,18 +110,18 @@ def _write(
         tensors = _tensors(checkpoint, config, described, say)
         for (name, _), tensor in zip(_shapes(described, widths), tensors, strict=True):
             if name in rounded:
-                kept = rounded[name].read(checkpoint)
+                tensor = rounded[name].read(checkpoint)
             else:
-                kept = tensor.to(dtypes.get(name, torch.float32)).contiguous()
-            writer.write_tensor_data(kept.view(torch.uint8).numpy())
+                tensor = tensor.to(dtypes.get(name, torch.float32)).contiguous()
+            writer.write_tensor_data(tensor.view(torch.uint8).numpy())
     finally:
         writer.close()
     return {"parameters": numbers, "architecture": writer.arch}
 
 
 @dataclass(frozen=True)
-class _Rounded:
-    """A matrix whose codes go into the file: its module's path and scheme, and the heads whose rows are reordered."""
+class _RoundedMatrix:
+    """A matrix whose codes go into the file. `heads`: their count, if their rows are reordered."""
 
     path: str
     scheme: Scheme
@@ -132,46 +129,42 @@ class _Rounded:
     heads: int | None
 
     def read(self, checkpoint: SourceCheckpoint) -> Tensor:
-        """Its blocks (O, bytes of a row) uint8."""
-        found = checkpoint.read([self.path + part for part in (PACKED, SCALE, SHAPE)])
-        codes_OI = unpack(found[self.path + PACKED], self.scheme.bits, int(found[self.path + SHAPE][1]))
-        scales_OS = found[self.path + SCALE]
+        """Return its blocks, (O, bytes of a row) uint8."""
+        parts = checkpoint.read([self.path + part for part in (PACKED, SCALE, SHAPE)])
+        codes_OI = unpack(parts[self.path + PACKED], self.scheme.bits, int(parts[self.path + SHAPE][1]))
+        scales_OS = parts[self.path + SCALE]
         if self.heads is not None:
             codes_OI, scales_OS = (neighbours_first(rows, self.heads) for rows in (codes_OI, scales_OS))
         return blocks(codes_OI, scales_OS, self.kind)
 
 
-def _rounded(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, _Rounded]:
-    """By its name in the file, every matrix whose codes llama.cpp's blocks hold; others are multiplied out."""
+def _rounded_matrices(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, _RoundedMatrix]:
+    """Return name in the file -> matrix, of those whose codes fit llama.cpp's blocks. Others are dequantized."""
     heads: dict[str, int | None] = {config["block"][name]: None for name in ("embed", "head")}
     for layer in geometry_of(config).layers:
         rotated = _rotated(layer.attention)
         heads |= {layer.path(role): rotated.get(role) for role in whole_roles(config, layer)}
-    names, found = _file_names(config), {}
+    names, matrices = _file_names(config), {}
     for path, scheme in rounded_modules(config, packed_modules(checkpoint.tensors)).items():
         if path not in heads:
             continue
         parts = checkpoint.read([path + SCALE, path + SHAPE])
         kind = block_kind(scheme, int(parts[path + SHAPE][1]), parts[path + SCALE])
         if kind is not None:
-            found[names[path]] = _Rounded(path, scheme, kind, heads[path])
-    return found
+            matrices[names[path]] = _RoundedMatrix(path, scheme, kind, heads[path])
+    return matrices
 
 
-def _describe_(writer: Any, described: LayersConfig, width: int | list[int]) -> None:
-    """The sizes; by layer where the widths are."""
-    layers, heads, kv_heads = (
-        described.num_hidden_layers,
-        described.num_attention_heads,
-        described.num_key_value_heads,
-    )
-    by_layer = isinstance(width, list)
+def _add_sizes(writer: Any, described: LayersConfig, width: int | list[int]) -> None:
+    """Write the model's sizes. Heads are lists by layer if the widths are."""
+    repeated = described.num_hidden_layers if isinstance(width, list) else None
+    heads, kv_heads = described.num_attention_heads, described.num_key_value_heads
     writer.add_context_length(described.max_position_embeddings)
     writer.add_embedding_length(described.hidden_size)
-    writer.add_block_count(layers)
+    writer.add_block_count(described.num_hidden_layers)
     writer.add_feed_forward_length(width)
-    writer.add_head_count([heads] * layers if by_layer else heads)
-    writer.add_head_count_kv([kv_heads] * layers if by_layer else kv_heads)
+    writer.add_head_count([heads] * repeated if repeated else heads)
+    writer.add_head_count_kv([kv_heads] * repeated if repeated else kv_heads)
     writer.add_key_length(described.head_dim)
     writer.add_value_length(described.head_dim)
     writer.add_rope_dimension_count(described.head_dim)
@@ -182,7 +175,7 @@ def _describe_(writer: Any, described: LayersConfig, width: int | list[int]) -> 
 
 
 def _shapes(described: LayersConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor, in the order of the file."""
+    """Yield the name and the shape of every tensor, in the order of the file."""
     D, d = described.hidden_size, described.head_dim
     query, key = described.num_attention_heads * d, described.num_key_value_heads * d
     yield "token_embd.weight", (described.vocab_size, D)
@@ -205,8 +198,8 @@ def _tensors(
     described: LayersConfig,
     say: Callable[[str], None],
 ) -> Iterator[Tensor]:
-    """What `_shapes` names."""
-    geometry, block = geometry_of(config), described.block
+    """Yield the tensors in the order of `_shapes`."""
+    block = described.block
     dtype_of = partial(source_dtype, tensors=checkpoint.tensors, config=config)
     outer = [f"{block['embed']}.weight", f"{block['final_norm']}.weight"]
     outer += [] if described.tie_word_embeddings else [f"{block['head']}.weight"]
@@ -215,14 +208,13 @@ def _tensors(
         yield reader.outer(name)[name]
     if (factors := _frequency_factors(described)) is not None:
         yield factors
-    for layer in range(geometry.num_layers):
-        reader.read_ahead(layer + 1)
-        mine = geometry.layers[layer]
-        weights = dense_weights(reader.block(layer, None).module, mine, coarsest(mine, dtype_of))
-        for role, heads in _rotated(mine.attention).items():
+    for layer in geometry_of(config).layers:
+        reader.read_ahead(layer.index + 1)
+        weights = dense_weights(reader.block(layer.index, None).module, layer, coarsest(layer, dtype_of))
+        for role, heads in _rotated(layer.attention).items():
             weights[f"{role}.weight"] = neighbours_first(weights[f"{role}.weight"], heads)
         yield from (weights[f"{role}.weight"] for role in LAYER_NAMES)
-        say(f"layer {layer} written")
+        say(f"layer {layer.index} written")
 
 
 def _rotated(block: AttentionBlock) -> dict[str, int]:
@@ -231,13 +223,13 @@ def _rotated(block: AttentionBlock) -> dict[str, int]:
 
 
 def neighbours_first(weight: Tensor, heads: int) -> Tensor:
-    """Rows (n·d, D) of pairs (i, i + d/2) → pairs (2i, 2i + 1), in each head."""
+    """Reorder the rows (n·d, D) of each head from pairs (i, i + d/2) to pairs (2i, 2i + 1)."""
     pairs_n2hD: Tensor = weight.unflatten(0, (heads, 2, -1))
     return pairs_n2hD.transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def _frequency_factors(described: LayersConfig) -> Tensor | None:
-    """(d/2,): what the default frequencies are divided by; None where these are the model's."""
+    """Return the default frequencies over the model's (d/2,), or None if they are equal."""
     rotary = LaminaRotaryEmbedding(described)
     default, _ = LaminaRotaryEmbedding.compute_default_rope_parameters(described)
     factors = default / rotary.inv_freq
@@ -245,7 +237,7 @@ def _frequency_factors(described: LayersConfig) -> Tensor | None:
 
 
 def _file_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Path of a matrix's module -> the matrix's name in the file."""
+    """Return path of a module -> name of its matrix in the file."""
     names = {config["block"]["embed"]: "token_embd.weight", config["block"]["head"]: "output.weight"}
     for layer in geometry_of(config).layers:
         names |= {layer.path(role): f"blk.{layer.index}.{LAYER_NAMES[role]}.weight" for role in layer.matrices}
@@ -253,8 +245,8 @@ def _file_names(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _file_dtypes(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Of the matrices in the file: the source's, but float32 where that is float64. Vectors are float32."""
+    """Return name in the file -> dtype of each matrix: the source's, but float32 for float64. Vectors are float32."""
     dtypes = {
         name: source_dtype(f"{path}.weight", checkpoint.tensors, config) for path, name in _file_names(config).items()
     }
-    return {name: dtype if dtype in KINDS else torch.float32 for name, dtype in dtypes.items()}
+    return {name: dtype if dtype in DTYPE_KINDS else torch.float32 for name, dtype in dtypes.items()}

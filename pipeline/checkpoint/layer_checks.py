@@ -1,9 +1,8 @@
-"""Staged layers held against their digests while others are made, each as soon as it is entered."""
+"""Background verification of staged layers: each is checked as soon as it is committed, while others are computed."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self
 
 from manifests.entries import LayerEntry
@@ -16,10 +15,10 @@ from stores.storage import Place, open_storage
 from stores.threads import THREADS
 
 
-class LayerChecks:
-    """A journal that has every compressed layer which it is given, or holds already, checked in threads meanwhile.
+class LayerChecks(Journal):
+    """A journal that verifies the digest of every compressed layer in background threads.
 
-    Use in a `with` block: at its end, checks that have not begun never do.
+    Layers that are committed already are verified, too. Use in a `with` block: its end cancels pending checks.
     """
 
     def __init__(self, journal: Journal, run_dir: Place, num_layers: int) -> None:
@@ -27,30 +26,27 @@ class LayerChecks:
         self.run_dir = open_storage(run_dir)
         self.keys = [layer_key(layer) for layer in range(num_layers)]
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
-        self.begun: dict[str, Future[str | None]] = {}  # by path: what is made anew has another
+        self.checks: dict[str, Future[str | None]] = {}  # by path; a layer that is solved again has another path
         for key in self.keys:
             self._check(self.journal.get(key))
 
     def commit(self, key: Key[E], record: E) -> None:
-        """See `pipeline.driver.interfaces.Journal`."""
         self.journal.commit(key, record)
         if key in self.keys:
             self._check(record)
 
     def get(self, key: Key[E]) -> E | None:
-        """See `pipeline.driver.interfaces.Journal`."""
         return self.journal.get(key)
 
     def retract(self, key: str) -> None:
-        """See `pipeline.driver.interfaces.Journal`."""
         self.journal.retract(key)
 
     def damaged(self) -> dict[str, str]:
-        """Ledger key -> fault of every staged layer that is not what was committed. Their entries are retracted."""
+        """Wait for the checks. Return ledger key -> fault of the damaged layers, and retract their entries."""
         faults: dict[str, str] = {}
         for key in self.keys:
             entry = self.journal.get(key)
-            fault = self.begun[entry.staged.path].result() if entry else None
+            fault = self.checks[entry.staged.path].result() if entry else None
             if fault is not None:
                 self.retract(key)
                 faults[key] = fault
@@ -58,10 +54,9 @@ class LayerChecks:
 
     def _check(self, entry: Any) -> None:
         if isinstance(entry, LayerEntry):
-            self.begun[entry.staged.path] = self.threads.submit(self._fault, entry.staged)
+            self.checks[entry.staged.path] = self.threads.submit(self._fault, entry.staged)
 
     def _fault(self, staged: StagedRecord) -> str | None:
-        """Why a staged layer is not what was committed."""
         try:
             verify_shard(self.run_dir, staged.path, staged)
         except CorruptError as error:
@@ -71,7 +66,5 @@ class LayerChecks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.threads.shutdown(cancel_futures=True)

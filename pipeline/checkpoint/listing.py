@@ -1,4 +1,4 @@
-"""The place of a checkpoint: its files by the names that the record gives them, and what killed writers left there."""
+"""The files of a checkpoint's directory, by the names in its record, and leftovers of killed writers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OUR_FILES = frozenset({*MODELLING_FILES, CONFIG_FILE, CARD_FILE, RECORD_FILE, IN
 
 
 def listed_files(output: Storage) -> list[str]:
-    """What lies in a checkpoint: files in the folders of companions by their paths, any other folder as one name.
+    """List a checkpoint's directory: files in folders of companions by their paths, any other folder as one name.
 
-    Hidden files are left out, and folders of companions that are empty.
+    Hidden files and empty folders of companions are left out.
     """
     folders = [folder for folder in FOLDERS if folder in output.folders()]
     names = [name for name in output.children() if name not in folders]
@@ -24,16 +24,20 @@ def listed_files(output: Storage) -> list[str]:
 
 
 def sweep_halves(output: Storage) -> None:
-    """Removes halves of files that killed writers left in a checkpoint; only while nobody writes there."""
+    """Remove the partial files of killed writers. No writer may be active."""
     for place in (output, *(output.below(folder) for folder in FOLDERS)):
         place.sweep(below=False)
 
 
 def companion_faults(output: Place, source: Storage, code: bool) -> list[str]:
-    """Whether an undamaged checkpoint lacks companions of its source, or has others: since it was written, the source
-    may have got some, or the manifest may trust Python that it did not trust before."""
-    storage, wanted = open_storage(output), {*companions(source, code)} - OUR_FILES
+    """Return the companions of the source that an undamaged checkpoint lacks, and those that the source lacks.
+
+    They can differ if the source got files since, or if the manifest now trusts Python that it did not trust before.
+    """
+    storage, expected = open_storage(output), {*companions(source, code)} - OUR_FILES
     recorded = read_record(storage)["files"].keys() - OUR_FILES
-    wanted |= recorded & {TOKENIZER_SETTINGS}  # written where the source has none
-    missing = [f"{storage.at(name)}: missing; the source has it beside its weights" for name in wanted - recorded]
-    return sorted(missing) + [f"{storage.at(name)}: not among the source's files" for name in sorted(recorded - wanted)]
+    expected |= recorded & {TOKENIZER_SETTINGS}  # written even if the source has none
+    missing = [f"{storage.at(name)}: missing; the source has it beside its weights" for name in expected - recorded]
+    return sorted(missing) + [
+        f"{storage.at(name)}: not among the source's files" for name in sorted(recorded - expected)
+    ]

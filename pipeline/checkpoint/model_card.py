@@ -1,4 +1,4 @@
-"""README.md of a checkpoint, for whoever finds it on a disk or on the hub."""
+"""The model card of a checkpoint, its README.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pipeline.checkpoint.engines import engine_table
 
 
 def model_card(compression: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """README.md of the checkpoint with this compression.json and this config.json."""
-    counts, done = compression["counts"], _done(compression["manifest"])
+    """Return the README.md of a checkpoint with this compression.json and this config.json."""
+    counts, treatment = compression["counts"], _treatment(compression["manifest"])
     parameters, decoder = counts["parameters"], counts["decoder_parameters"]
     stored, cache = counts["bytes"], counts["cache_bytes_per_token"]
     origin = f"Written by Lamina {compression['code_version']} from a {compression['source']['model_type']} model."
@@ -19,7 +19,7 @@ def model_card(compression: Mapping[str, Any], config: Mapping[str, Any]) -> str
 library_name: transformers
 tags: [lamina, compressed]
 ---
-# {Path(compression["source"]["path"]).name}, {done}
+# {Path(compression["source"]["path"]).name}, {treatment}
 
 | | dense | compressed |
 |---|---|---|
@@ -47,27 +47,27 @@ how it is stored and which method it comes from. {origin}
 {_decoding(compression["decoding"])}{_latents(compression)}"""
 
 
-def _done(manifest: Mapping[str, Any]) -> str:
+def _treatment(manifest: Mapping[str, Any]) -> str:
     names, rounding = [entry["method"] for entry in manifest["methods"]], manifest.get("quantize")
-    done = [f"compressed with {', '.join(names)}"] if names else []
+    parts = [f"compressed with {', '.join(names)}"] if names else []
     if rounding:
-        done.append("rounded to chosen bits" if rounding["bits"] == "auto" else f"rounded to {rounding['bits']} bits")
-    return ", ".join(done)
+        parts.append("rounded to chosen bits" if rounding["bits"] == "auto" else f"rounded to {rounding['bits']} bits")
+    return ", ".join(parts)
 
 
 def _decoding(costs: Mapping[str, Mapping[str, int]]) -> str:
-    dense, ours = costs["dense"], costs["compressed"]
+    dense, compressed = costs["dense"], costs["compressed"]
     rows = {
         "numbers of weights read, once for all sequences": "weights",
         "products a token": "products",
         "numbers read for each cached token": "cached",
         "products for each cached token": "cached_products",
     }
-    lines = [f"| {title} | {dense[name]:,} | {ours[name]:,} |" for title, name in rows.items()]
+    lines = [f"| {title} | {dense[name]:,} | {compressed[name]:,} |" for title, name in rows.items()]
     table = "\n".join(
         ["| a step of decoding, as the modelling code takes it | dense | compressed |", "|---|---|---|", *lines]
     )
-    even = (cost["weights"] // cost["cached"] for cost in (dense, ours))
+    even = (cost["weights"] // cost["cached"] for cost in (dense, compressed))
     return f"""{table}
 
 Of one sequence, the cache is read as much as the weights from {next(even):,} cached tokens on (dense), and from
@@ -76,7 +76,7 @@ Of one sequence, the cache is read as much as the weights from {next(even):,} ca
 
 
 def _latents(compression: Mapping[str, Any]) -> str:
-    """What latent keys cost where they are read, and where they pay; nothing to say without any."""
+    """Say what latent keys cost and where they are faster. Return an empty string without any."""
     keys = [layer["forms"].get("k", {}) for layer in compression["layers"]]
     if not (ranks := [form["rank"] for form in keys if form.get("form") == "latent"]):
         return ""

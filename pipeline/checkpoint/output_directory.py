@@ -1,4 +1,4 @@
-"""OUTPUT before anything is written there: the lock that one job holds on it, and whose files it holds already."""
+"""OUTPUT before a job writes to it: its lock, and the owners of the files in it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SHOWN_FILES = 20
 
 @dataclass(frozen=True)
 class OutputFiles:
-    """The files of OUTPUT that are there.
+    """The files in OUTPUT, by owner.
 
     Attributes:
-        output: the place, as messages have it.
-        ours: those of this job, also of a run that was interrupted: they may be replaced and removed.
-        of_lamina: those of the checkpoint of another of Lamina's jobs.
-        foreign: all others but hidden ones, ascending; folders among them.
-        fresh: whether the checkpoint of another job of Lamina's may be replaced, too.
+        output: the place, for messages.
+        ours: files of this job and of its interrupted runs, which may be replaced and removed.
+        of_lamina: files of a checkpoint that another job of Lamina wrote.
+        foreign: all other files and folders but hidden ones, ascending.
+        fresh: `of_lamina` may be replaced, too.
     """
 
     output: str
@@ -39,11 +39,7 @@ class OutputFiles:
     fresh: bool
 
     def replaceable(self) -> frozenset[str]:
-        """What this job may replace and remove.
-
-        Raises:
-            InputError: OUTPUT holds anything else; naming it.
-        """
+        """Return the files that this job may replace and remove. Raises InputError if OUTPUT has others."""
         if self.foreign:
             more = f" and {len(self.foreign) - SHOWN_FILES} more" if len(self.foreign) > SHOWN_FILES else ""
             raise InputError(
@@ -59,30 +55,30 @@ class OutputFiles:
 
 
 def survey_output(output: Place, ledger: Ledger, fresh: bool = False) -> OutputFiles:
-    """Tells the files of OUTPUT apart: by the ledger, and by the compression record that lies there.
+    """Find the owners of the files in OUTPUT, by the ledger and by the compression record in it.
 
     Raises StorageError.
     """
     storage = open_storage(output)
-    found = {*listed_files(storage)}
-    files = found.difference(storage.folders())
+    names = {*listed_files(storage)}
+    files = names.difference(storage.folders())
     recorded, seal = _recorded(storage) if RECORD_FILE in files else (frozenset(), None)
-    entered = ledger.get(ASSEMBLING)
+    claim = ledger.get(ASSEMBLING)
     ours: set[str] = set()
-    if entered and entered.output == storage.address and _still_there(storage, files, entered):
-        ours = files.intersection(files if entered.files is None else entered.files)
+    if claim and claim.output == storage.address and _is_same_folder(storage, files, claim):
+        ours = files.intersection(files if claim.files is None else claim.files)
     finished = ledger.get(COMPLETE)
     if finished and seal == finished.contract_sha256:
         ours |= recorded & files
     of_lamina = (recorded & files) - ours
-    foreign = sorted(found - ours - of_lamina)
+    foreign = sorted(names - ours - of_lamina)
     return OutputFiles(storage.at(), frozenset(ours), frozenset(of_lamina), tuple(foreign), fresh)
 
 
 def claim_files(ledger: Ledger, output: Place, names: Iterable[str], shards: Iterable[StagedRecord]) -> None:
-    """Enters that files of these names in OUTPUT are this job's, before the first is written or replaced.
+    """Record in the ledger that files of these names in OUTPUT are this job's, before any is written or replaced.
 
-    `shards`: records of some of them; by their sizes a folder that took OUTPUT's place later is told from it.
+    `shards`: records of some of them. Their sizes tell OUTPUT from a folder that replaces it later.
     """
     storage, names = open_storage(output), sorted(names)
     sizes = {record.size for record in shards}
@@ -91,9 +87,9 @@ def claim_files(ledger: Ledger, output: Place, names: Iterable[str], shards: Ite
     ledger.commit(ASSEMBLING, entry)
 
 
-def _still_there(storage: Storage, files: set[str], entered: AssemblingEntry) -> bool:
-    """Whether the folder is the one that was written to: holds the record, or a shard of a size that it had."""
-    sizes = entered.shard_bytes
+def _is_same_folder(storage: Storage, files: set[str], claim: AssemblingEntry) -> bool:
+    """True if the folder has the record, or a shard of a size in the claim: it is then the one that was claimed."""
+    sizes = claim.shard_bytes
     if not sizes or RECORD_FILE in files:
         return True
     return any(_is_shard(name) and storage.has(name) and storage.size(name) in sizes for name in files)
@@ -104,7 +100,7 @@ def _is_shard(name: str) -> bool:
 
 
 def _recorded(output: Storage) -> tuple[frozenset[str], str | None]:
-    """The names in the compression record, and its digest; none when it is damaged."""
+    """Return the file names in the compression record and its digest, or nothing if it is damaged."""
     try:
         compression = read_record(output)
     except (InputError, CorruptError):
@@ -114,22 +110,22 @@ def _recorded(output: Storage) -> tuple[frozenset[str], str | None]:
 
 @contextmanager
 def claim_output(output: Place) -> Iterator[RunLock]:
-    """The lock of OUTPUT, held; with it OUTPUT is there. Both go when the block ends, unless OUTPUT holds anything.
+    """Create and lock OUTPUT for the block. Its end releases the lock, and removes OUTPUT if it is new and empty.
 
-    Raises InUseError, and InputError when nothing can be written there.
+    Raises InUseError, and InputError if OUTPUT is not writable.
     """
     storage = open_storage(output)
     lock = RunLock(storage, LOCK_FILE, temporary=True)
-    made = not storage.exists()
+    is_new = not storage.exists()
     try:
         try:
             lock.acquire()
-            sweep_halves(storage)  # the probe, too, may come back after a power cut
+            sweep_halves(storage)  # also the file of a write probe that a power cut left behind
             storage.prepare()
         except StorageError as error:
             raise InputError(f"output {storage.at()} cannot be used: {error}") from error
         yield lock
     finally:
         lock.release()
-        if made:
+        if is_new:
             storage.remove_empty()

@@ -1,4 +1,4 @@
-"""What OUTPUT will store where the manifest fixes every shape: counted tensor by tensor, as it will be written."""
+"""The exact size of OUTPUT, tensor by tensor, if the manifest fixes every shape."""
 
 from __future__ import annotations
 
@@ -28,23 +28,18 @@ Ranks = Mapping[str, Mapping[str, int]]
 
 
 def plan_of(inputs: Inputs) -> Plan:
-    """The plan of a job. Raises InputError where a matrix cannot be rounded at its rank."""
-    return _plan(inputs, planned_size(inputs))
+    """Return the plan of a job. Raises InputError if a matrix cannot be rounded at its rank."""
+    return bounded_plan(inputs, planned_size(inputs))
 
 
-def bounded_plan(inputs: Inputs) -> Plan:
-    """As `plan_of`, with bounds on what is stored: of what several jobs share."""
-    return _plan(inputs, None)
-
-
-def _plan(inputs: Inputs, size: Size | None) -> Plan:
+def bounded_plan(inputs: Inputs, size: Size | None = None) -> Plan:
+    """Return a plan with an upper bound on the size of the checkpoint, unless `size` is known."""
     itemsize, source_bytes = inputs.dtype.itemsize, inputs.source_bytes
     return make_plan(inputs.manifest, inputs.geometry, inputs.tasks, itemsize, source_bytes, size)
 
 
 def planned_size(inputs: Inputs) -> Size | None:
-    """Numbers, before they are rounded, and bytes of all tensors of OUTPUT; None where ranks or forms follow what is
-    not computed yet.
+    """Return numbers, before rounding, and bytes of OUTPUT's tensors, or None if ranks or forms depend on the data.
 
     Raises InputError as `plan_of`.
     """
@@ -54,12 +49,12 @@ def planned_size(inputs: Inputs) -> Size | None:
     claimed, itemsize = claimed_tensors(inputs), inputs.dtype.itemsize
     copied = [record for name, record in inputs.source.tensors.items() if name not in claimed]
     sizes = [Size(stored_numbers(record.dtype, record.shape, itemsize), record.num_bytes) for record in copied]
-    sizes += _written(inputs, ranks)
+    sizes += _claimed_sizes(inputs, ranks)
     return Size(sum(size.numbers for size in sizes), sum(size.num_bytes for size in sizes))
 
 
 def known_ranks(inputs: Inputs) -> Ranks | None:
-    """Task -> ranks, if nothing that is measured can change them, and they say the shape of all that is stored."""
+    """Return task -> ranks if no measurement can change them and they decide every stored shape, else None."""
     manifest, methods, geometry = inputs.manifest, inputs.methods, inputs.geometry
     chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
     if chosen_bits or inputs.max_loss is not None or not all(isinstance(method, Shaped) for method in methods):
@@ -73,7 +68,7 @@ def known_ranks(inputs: Inputs) -> Ranks | None:
 
 
 def _all_full(inputs: Inputs, ranks: Ranks) -> bool:
-    """Whether no rank is below its cap, so that neither scores nor measurements change any."""
+    """True if every rank is at its cap, so that neither scores nor measurements can change it."""
     caps = {
         (task.key, variable.name): variable.cap
         for task in inputs.tasks
@@ -83,8 +78,8 @@ def _all_full(inputs: Inputs, ranks: Ranks) -> bool:
     return all(ranks[task][name] >= cap for (task, name), cap in caps.items())
 
 
-def _written(inputs: Inputs, ranks: Ranks) -> Iterator[Size]:
-    """Of each tensor that stands for what is claimed."""
+def _claimed_sizes(inputs: Inputs, ranks: Ranks) -> Iterator[Size]:
+    """Yield the size of each tensor that replaces a claimed one."""
     by_task = {task: _forms(inputs, task, ranks) for task in inputs.tasks}
     layers: list[dict[str, FormSpec]] = [{} for _ in inputs.geometry.layers]
     for task, forms in by_task.items():
@@ -96,7 +91,7 @@ def _written(inputs: Inputs, ranks: Ranks) -> Iterator[Size]:
         if task.layer not in states:
             with torch.device("meta"):
                 states = {task.layer: stored_state(DecoderLayer(config, task.layer))}
-        yield from _of_task(inputs, task, forms, states[task.layer])
+        yield from _task_sizes(inputs, task, forms, states[task.layer])
 
 
 def _forms(inputs: Inputs, task: Task, ranks: Ranks) -> dict[str, FormSpec]:
@@ -105,8 +100,8 @@ def _forms(inputs: Inputs, task: Task, ranks: Ranks) -> dict[str, FormSpec]:
     return method.forms(task, inputs.geometry.layers[task.layer], ranks[task.key])
 
 
-def _of_task(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: Mapping[str, Tensor]) -> Iterator[Size]:
-    """`state`: of the layer, without its numbers, by names inside of it."""
+def _task_sizes(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: Mapping[str, Tensor]) -> Iterator[Size]:
+    """Yield the size of each tensor of a task. `state`: the layer's meta tensors, by names inside of the layer."""
     geometry, sources = inputs.geometry.layers[task.layer], inputs.source.tensors
     weights = {
         key: torch.empty(shape, dtype=sources[name].torch_dtype, device="meta")
@@ -135,11 +130,11 @@ def _of_task(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: Mapp
 
 
 def _packed(solution: Solution, quantize: Quantize) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Matrix that is rounded -> the tensors that stand for it, and their shapes. Raises ValueError: no group fits."""
+    """Return rounded matrix -> names and shapes of its packed tensors. Raises ValueError if no group fits."""
     assert quantize.bits != "auto"
-    found = {}
+    packed = {}
     for matrix in rounded_matrices(solution, quantize.skip):
         rows, columns = solution.tensors[matrix.key].shape
         scheme = Scheme(bits=quantize.bits, group=fitting_group(columns, quantize.group))
-        found[matrix.key] = packed_shapes({matrix.key: (rows, columns)}, {matrix.key.removesuffix(WEIGHT): scheme})
-    return found
+        packed[matrix.key] = packed_shapes({matrix.key: (rows, columns)}, {matrix.key.removesuffix(WEIGHT): scheme})
+    return packed

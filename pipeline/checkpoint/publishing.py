@@ -1,4 +1,4 @@
-"""What of a checkpoint goes to the hub, and the card's metadata there: base model, methods, size, scores."""
+"""Upload a checkpoint to the hub, its card with metadata: base model, methods, size, scores."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def publish(
     base_model: str | None,
     say: Callable[[str], None],
 ) -> str:
-    """Uploads the checkpoint in `output`, and returns the address of the commit; see `upload_model`.
+    """Upload the checkpoint in `output` and return the address of the commit.
 
-    What arrives is as in `output` but for the card and what the compression record says of it.
+    The files are uploaded unchanged but for the card and its digest in the compression record.
 
     Raises:
-        InputError: there is no such checkpoint, `run_dir` is of another one, or the hub refuses.
+        InputError: `output` is no checkpoint, `run_dir` is of another one, or the hub refuses.
         CorruptError: the checkpoint is damaged.
     """
     compression = read_record(output)
@@ -64,9 +64,9 @@ def publish(
 def card_metadata(
     compression: Mapping[str, Any], repository: str, base_model: str | None, evaluation: Mapping[str, Any], text: str
 ) -> dict[str, Any]:
-    """What the hub reads at the top of a card: https://huggingface.co/docs/hub/model-cards.
+    """Return the metadata of a model card on the hub: https://huggingface.co/docs/hub/model-cards.
 
-    `evaluation`: the scores of a finished job, as its summary has them. `text`: what perplexity was measured on.
+    `evaluation`: the scores in a finished job's summary. `text`: the name of the text that perplexity is measured on.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -97,44 +97,44 @@ def card_metadata(
 
 
 def with_metadata(card: str, metadata: Mapping[str, Any]) -> str:
-    """The card with `metadata` at its top; what it says there besides, and its text, stay."""
+    """Return the card with `metadata` added to its own; its text stays."""
     from huggingface_hub import ModelCard
 
-    made = ModelCard(card)
+    model_card = ModelCard(card)
     for name, value in metadata.items():
-        made.data[name] = value
-    return str(made)
+        model_card.data[name] = value
+    return str(model_card)
 
 
 def _results(evaluation: Mapping[str, Any], text: str) -> Iterator[tuple[str, str, str, float]]:
-    """(Data, metric, its name, value) of a summary's scores, the dense model's with its own name."""
-    for which, addition in (("perplexity", ""), ("dense", ", dense model")):
+    """Yield (data, metric, its name, value) of a summary's scores. The names of the dense model's say so."""
+    for which, suffix in (("perplexity", ""), ("dense", ", dense model")):
         if evaluation.get(which):
-            yield text, *_perplexity(evaluation[which], addition)
-    for model, addition in (("compressed", ""), ("dense", ", dense model")):
+            yield text, *_perplexity(evaluation[which], suffix)
+    for model, suffix in (("compressed", ""), ("dense", ", dense model")):
         for task, scores in read_scores(evaluation.get("tasks", {}).get(model, {})).items():
             for metric, figure in scores.metrics.items():
-                yield task, metric, f"{metric}{addition}", figure.value
+                yield task, metric, f"{metric}{suffix}", figure.value
 
 
-def _perplexity(score: Mapping[str, Any], addition: str) -> tuple[str, str, float]:
-    """Metric, its name, value: the loss where perplexity is infinite, which the hub takes for no number."""
+def _perplexity(score: Mapping[str, Any], suffix: str) -> tuple[str, str, float]:
+    """Return metric, its name and value: the loss if perplexity is infinite, which the hub does not accept."""
     if math.isfinite(value := float(score["perplexity"])):
-        return "perplexity", f"perplexity{addition}", value
-    return "loss", f"loss in nats per token{addition}", score["loss"]
+        return "perplexity", f"perplexity{suffix}", value
+    return "loss", f"loss in nats per token{suffix}", score["loss"]
 
 
 def _scores(run_dir: Place, seal: str) -> tuple[Mapping[str, Any], str]:
-    """The scores of the job that wrote a checkpoint, and the names of the text. Raises InputError."""
+    """Return the scores of the job that wrote a checkpoint, and the name of the text. Raises InputError."""
     run = existing_run(run_dir)
-    done, manifest = run.ledger.get(COMPLETE), run.read_manifest()
-    if done is None or done.contract_sha256 != seal:
+    complete, manifest = run.ledger.get(COMPLETE), run.read_manifest()
+    if complete is None or complete.contract_sha256 != seal:
         raise InputError(f"{run.place}: not the run directory of the job that wrote this checkpoint")
-    return done.summary["evaluation"], _text_name(manifest)
+    return complete.summary["evaluation"], _text_name(manifest)
 
 
 def _text_name(manifest: Manifest | None) -> str:
-    """Of what perplexity was measured on."""
+    """Return the name of the text that perplexity is measured on."""
     if manifest is None or manifest.evaluation.perplexity is None:
         return ""
     text = manifest.evaluation.perplexity.text

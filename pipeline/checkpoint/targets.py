@@ -1,8 +1,8 @@
-"""What each export cannot say of a checkpoint: one answer for the command, which refuses, and for the model card.
+"""The limits of each export target: the command refuses what a target cannot express, and the model card leaves it out.
 
-`dense` and `stock` write a config.json of the source's family, which is read back and compared with what it should say
-(`pipeline.families.source_config`). A GGUF file says what llama.cpp's architectures `llama` and `deci` read: FIELDS and
-BLOCK name every field of a checkpoint's config with what becomes of it there.
+`dense` and `stock` write a config.json of the source's family, which is read back and compared
+(`pipeline.families.source_config`). A GGUF file has the fields that llama.cpp's architectures `llama` and `deci` read:
+FIELDS and BLOCK give a rule for every field of a checkpoint's config.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pipeline.rounding.schemes import rounded_modules
 
 Target = Literal["dense", "stock", "gguf"]
 TARGETS: tuple[Target, ...] = ("dense", "stock", "gguf")
-FAMILIES = ("llama", "mistral")  # whose sources llama.cpp's `llama` was made for
-ROPE_TYPES = ("default", "linear", "llama3")  # those that scale frequencies and nothing else
-ACTIVATIONS = ("silu", "swish")  # of the gated MLP: two names of one function
+FAMILIES = ("llama", "mistral")  # the sources of llama.cpp's `llama`
+ROPE_TYPES = ("default", "linear", "llama3")  # types that only scale frequencies
+ACTIVATIONS = ("silu", "swish")  # two names of one function
 DTYPES = ("float32", "bfloat16", "float16")
-ROLES = ("input_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")  # that a layer of both has, and no other
+ROLES = ("input_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")  # roles of both architectures' layers
 
 Rule = Callable[[LayersConfig], str | None]
 
 
 def export_faults(config: Mapping[str, Any], target: Target) -> list[str]:
-    """What of a checkpoint with this config.json the target has no place for; empty where it is exported whole."""
+    """Return everything in a checkpoint with this config.json that the target cannot express."""
     described = LayersConfig(**config)
     faults = _value_faults(config, described)
     if target == "gguf":
@@ -46,31 +46,30 @@ def export_faults(config: Mapping[str, Any], target: Target) -> list[str]:
 
 
 def refuse_faults(config: Mapping[str, Any], target: Target) -> None:
-    """Raises InputError with all of `export_faults`, and the targets that have none."""
+    """Raise InputError with all `export_faults`, if any, and the targets without faults."""
     if not (faults := export_faults(config, target)):
         return
     others = [f"--to {other}" for other in TARGETS if other != target and not export_faults(config, other)]
     remedy = f"; what it can be: {', '.join(others)}" if others else ""
+    reasons = "; ".join(faults)
     if target == "gguf":
-        said = f"llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}"
-    else:
-        said = "; ".join(faults)
-    raise InputError(f"--to {target}: {said}{remedy}")
+        reasons = f"llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}"
+    raise InputError(f"--to {target}: {reasons}{remedy}")
 
 
 def written_config(config: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """config.json of the dense model with MLPs of this width. Raises InputError where the family's cannot say it."""
+    """Return config.json of the dense model with this MLP width. Raises InputError if the family cannot express it."""
     return source_config({**config, "intermediate_size": width}, config["dtype"])
 
 
 def mlp_widths(described: LayersConfig) -> list[int]:
-    """The channels that the MLP of each layer has, before it is factored."""
+    """Return the number of channels of each layer's MLP, factored or not."""
     forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
     return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]
 
 
 def gguf_faults(described: LayersConfig) -> list[str]:
-    """What llama.cpp's architectures `llama` and `deci` have no place for."""
+    """Return everything that llama.cpp's architectures `llama` and `deci` cannot express."""
     return [fault for rule in (*FIELDS.values(), *BLOCK.values()) if (fault := rule(described))]
 
 
@@ -85,7 +84,7 @@ def _width_faults(config: Mapping[str, Any], widths: list[int]) -> list[str]:
 
 
 def _value_faults(config: Mapping[str, Any], described: LayersConfig) -> list[str]:
-    """Value heads that are no product of dense ones, as far as forms and rounding show it."""
+    """Return the layers whose value heads no dense model can have, as far as forms and rounding show it."""
     faults, geometry = [], geometry_of(config)
     for layer in geometry.layers:
         form, spec = described.form_of(layer.index, "v")
@@ -102,24 +101,23 @@ def _value_faults(config: Mapping[str, Any], described: LayersConfig) -> list[st
 
 
 def _in_file(_: LayersConfig) -> None:
-    """The file has a key or a tensor for it."""
+    """Accept a field that has a key or a tensor in the file."""
 
 
 def _harmless(_: LayersConfig) -> None:
-    """Left out: it changes no logits."""
+    """Accept a field that is left out, as it changes no logits."""
 
 
-def _one_of(name: str, known: tuple[Any, ...]) -> Rule:
-    def fault(described: LayersConfig) -> str | None:
-        value = getattr(described, name)
-        return None if value in known else f"{name} {value}; known are {', '.join(map(str, known))}"
-
-    return fault
+def _unless_known(noun: str, value: Any, supported: tuple[Any, ...]) -> str | None:
+    return None if value in supported else f"{noun.format(value)}; known are {', '.join(map(str, supported))}"
 
 
 def _family(described: LayersConfig) -> str | None:
-    family = described.source_model_type
-    return None if family in FAMILIES else f"a {family} model; known are {', '.join(FAMILIES)}"
+    return _unless_known("a {} model", described.source_model_type, FAMILIES)
+
+
+def _activation(described: LayersConfig) -> str | None:
+    return _unless_known("hidden_act {}", described.hidden_act, ACTIVATIONS)
 
 
 def _layer_sizes(described: LayersConfig) -> str | None:
@@ -131,16 +129,14 @@ def _layer_types(described: LayersConfig) -> str | None:
 
 
 def _rope(described: LayersConfig) -> str | None:
-    rope_type = (described.rope_parameters or {}).get("rope_type")
-    return None if rope_type in ROPE_TYPES else f"rope_type {rope_type}; known are {', '.join(ROPE_TYPES)}"
+    return _unless_known("rope_type {}", (described.rope_parameters or {}).get("rope_type"), ROPE_TYPES)
 
 
 def _dtype(described: LayersConfig) -> str | None:
-    dtype = str(described.dtype).removeprefix("torch.")
-    return None if dtype in DTYPES else f"numbers of {dtype}; known are {', '.join(DTYPES)}"
+    return _unless_known("numbers of {}", str(described.dtype).removeprefix("torch."), DTYPES)
 
 
-# Every field of a checkpoint's config: what a GGUF file says of it, or cannot say.
+# Field of a checkpoint's config -> rule that returns why a GGUF file cannot have it.
 FIELDS: Mapping[str, Rule] = {
     "source_model_type": _family,
     **dict.fromkeys(
@@ -150,14 +146,14 @@ FIELDS: Mapping[str, Rule] = {
         ),
         _in_file,
     ),
-    "hidden_act": _one_of("hidden_act", ACTIVATIONS),
+    "hidden_act": _activation,
     "layer_sizes": _layer_sizes,
     "layer_types": _layer_types,
-    "sliding_window": _harmless,  # but for layers that slide
+    "sliding_window": _harmless,  # see layer_types
     "rope_parameters": _rope,
     "dtype": _dtype,
     "source_dtypes": _in_file,
-    "block": _in_file,  # by BLOCK
+    "block": _in_file,  # see BLOCK
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _harmless),  # the vocabulary is left out
     **dict.fromkeys(("attention_dropout", "initializer_range"), _harmless),  # training
     **dict.fromkeys(("use_cache", "core_format", "unused_tensors"), _harmless),  # how a model is loaded and run
@@ -181,7 +177,7 @@ def _modules(described: LayersConfig) -> str | None:
     return f"layers that differ from Llama's in {', '.join(sorted(other))}" if other else None
 
 
-# The same of every key of the block.
+# Key of the config's block -> the same.
 BLOCK: Mapping[str, Rule] = {
     **dict.fromkeys(("embed", "layers", "final_norm", "head"), _harmless),  # names of modules
     "modules": _modules,

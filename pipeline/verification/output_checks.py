@@ -1,4 +1,4 @@
-"""What `verify` proves from OUTPUT alone: that index, headers, compression, config and numbers agree."""
+"""The checks of `verify` on OUTPUT alone: index, headers, compression record, config and numbers agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from lamina import LayersConfig
 from lamina.factored_lamina import stored_state
 from pipeline.checkpoint.compression_record import index_arguments
-from pipeline.checkpoint.counting import stored_numbers
+from pipeline.checkpoint.counting import compressed_cache, dense_cache, stored_sizes
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.checkpoints import build_on_meta, expected_tensors
 from pipeline.kernels.checks import all_finite
@@ -24,7 +24,7 @@ from stores.headers import read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
 from stores.storage import Storage
 
-PLACED = ("dtype", "shape", "sha256", "origin", "shard")  # of a tensor's entry; the rest is its form
+NOT_OF_FORM = ("dtype", "shape", "sha256", "origin", "shard")  # fields of a tensor's entry; the others are its form
 
 
 @dataclass(frozen=True)
@@ -37,36 +37,38 @@ class Finding:
 
 
 def check_output_files(output: Storage, compression: Mapping[str, Any]) -> Finding:
-    """The headers hold exactly the tensors that the record names, where and as it says; the index says the same."""
+    """Check that headers and index have exactly the tensors of the record, with its dtypes and shapes."""
     faults = []
     for shard in sorted({*compression["shards"], *(entry["shard"] for entry in compression["tensors"].values())}):
+        path = output.at(shard)
         if shard not in compression["shards"]:
-            faults.append(f"{output.at(shard)}: named by tensors, but not among the shards of compression.json")
-        promised = {name: entry for name, entry in compression["tensors"].items() if entry["shard"] == shard}
-        found = read_header(output, shard)
-        faults += [f"{output.at(shard)}: {name}: in compression.json only" for name in sorted(promised - found.keys())]
-        faults += [f"{output.at(shard)}: {name}: not in compression.json" for name in sorted(found.keys() - promised)]
-        for name in sorted(promised.keys() & found.keys()):
-            said = (promised[name]["dtype"], promised[name]["shape"])
-            if (found[name].dtype, list(found[name].shape)) != said:
-                faults.append(
-                    f"{output.at(shard)}: {name}: {found[name].dtype} {list(found[name].shape)}, "
-                    f"compression.json says {said[0]} {said[1]}"
-                )
+            faults.append(f"{path}: named by tensors, but not among the shards of compression.json")
+        recorded = {
+            name: (entry["dtype"], entry["shape"])
+            for name, entry in compression["tensors"].items()
+            if entry["shard"] == shard
+        }
+        stored = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in read_header(output, shard).items()}
+        faults += [f"{path}: {name}: in compression.json only" for name in sorted(recorded.keys() - stored.keys())]
+        faults += [f"{path}: {name}: not in compression.json" for name in sorted(stored.keys() - recorded.keys())]
+        for name in sorted(recorded.keys() & stored.keys()):
+            (dtype, shape), (said_dtype, said_shape) = stored[name], recorded[name]
+            if stored[name] != recorded[name]:
+                faults.append(f"{path}: {name}: {dtype} {shape}, compression.json says {said_dtype} {said_shape}")
     if output.read(INDEX_FILE) != index_content(*index_arguments(compression)):
         faults.append(f"{output.at(INDEX_FILE)}: not what compression.json's tensors and counts give")
     return Finding("contents", f"{len(compression['tensors'])} tensors in headers, index and record", tuple(faults))
 
 
 def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compression: Mapping[str, Any]) -> Finding:
-    """Forms and ranks of config.json: each asks for tensors of certain names, shapes and kinds, and these are there."""
+    """Check that the checkpoint has the tensors, shapes and dtypes that the forms in config.json require."""
     faults = []
     if config["forms"] != [layer["forms"] for layer in compression["layers"]]:
         faults.append("config.json: its forms differ from those of compression.json's layers")
     model = build_on_meta(config)
-    kinds = {name: tensor.dtype for name, tensor in stored_state(model).items()}
+    dtypes = {name: tensor.dtype for name, tensor in stored_state(model).items()}
     expected = {
-        name: (shape, kinds.get(name) or packed_dtype(name)) for name, shape in expected_tensors(config).items()
+        name: (shape, dtypes.get(name) or packed_dtype(name)) for name, shape in expected_tensors(config).items()
     }
     tensors = checkpoint.tensors
     for name, (shape, dtype) in expected.items():
@@ -77,7 +79,7 @@ def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compres
         elif tensors[name].torch_dtype != dtype and not (dtype.is_floating_point and _is_plain_float(tensors[name])):
             faults.append(f"{name}: {tensors[name].dtype} numbers, the config's forms ask for {dtype}")
     for name in sorted(tensors.keys() - expected.keys()):
-        if compression["tensors"][name]["origin"] != "copied":  # old checkpoints hold buffers that no model asks for
+        if compression["tensors"][name]["origin"] != "copied":  # old checkpoints have buffers that no model uses
             faults.append(f"{name}: of no form in the config")
     faults += _form_faults(config, compression)
     faults += _bitmap_faults(checkpoint, model)
@@ -85,7 +87,7 @@ def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compres
 
 
 def check_values(checkpoint: SourceCheckpoint, compression: Mapping[str, Any]) -> Finding:
-    """Every number is finite; each tensor has its digest. Holds a few megabytes."""
+    """Check that every number is finite and that each tensor has its digest, with a few megabytes of memory."""
     faults = []
     for name, record in checkpoint.tensors.items():
         digest, finite = hashlib.sha256(), True
@@ -105,37 +107,23 @@ def check_counts(
     compression: Mapping[str, Any],
     original: SourceCheckpoint | None,
 ) -> Finding:
-    """Numbers, bytes and cache sizes, counted again; those of the dense model with its headers at hand."""
+    """Check numbers, bytes and cache sizes. The dense model's are counted if `original` is its checkpoint."""
     itemsize = getattr(torch, config["dtype"]).itemsize
-    prefix = f"{config['block']['layers']}."
-    written = {
-        name: stored_numbers(record.dtype, record.shape, itemsize) for name, record in checkpoint.tensors.items()
-    }
-    described, geometry = LayersConfig(**config), geometry_of(config)
-    counted: dict[tuple[str, str], int] = {
-        ("parameters", "compressed"): sum(written.values()),
-        ("decoder_parameters", "compressed"): sum(n for name, n in written.items() if name.startswith(prefix)),
-        ("bytes", "compressed"): sum(record.num_bytes for record in checkpoint.tensors.values()),
-        ("cache_bytes_per_token", "compressed"): itemsize
-        * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
-        ("cache_bytes_per_token", "dense"): itemsize * sum(layer.attention.cache_numbers for layer in geometry.layers),
-    }
-    if original is not None:
-        dense = {
-            name: stored_numbers(record.dtype, record.shape, itemsize) for name, record in original.tensors.items()
-        }
-        counted |= {
-            ("parameters", "dense"): sum(dense.values()),
-            ("decoder_parameters", "dense"): sum(n for name, n in dense.items() if name.startswith(prefix)),
-            ("bytes", "dense"): sum(record.num_bytes for record in original.tensors.values()),
-        }
+
+    def stored(counted: SourceCheckpoint) -> dict[str, int]:
+        tensors = [(name, record.dtype, record.shape) for name, record in counted.tensors.items()]
+        return stored_sizes(tensors, config["block"]["layers"], itemsize)
+
+    compressed = stored(checkpoint) | compressed_cache(LayersConfig(**config), itemsize)
+    dense = ({} if original is None else stored(original)) | dense_cache(geometry_of(config), itemsize)
     faults = [
-        f"{name}.{side}: counted {found:,}, compression.json says {compression['counts'][name][side]:,}"
-        for (name, side), found in counted.items()
-        if found != compression["counts"][name][side]
+        f"{name}.{side}: counted {size:,}, compression.json says {compression['counts'][name][side]:,}"
+        for side, sizes in (("compressed", compressed), ("dense", dense))
+        for name, size in sizes.items()
+        if size != compression["counts"][name][side]
     ]
-    numbers, stored = counted["parameters", "compressed"], counted["bytes", "compressed"]
-    return Finding("counts", f"{numbers:,} numbers, {stored:,} bytes", tuple(faults))
+    detail = f"{compressed['parameters']:,} numbers, {compressed['bytes']:,} bytes"
+    return Finding("counts", detail, tuple(faults))
 
 
 def _is_plain_float(record: Any) -> bool:
@@ -143,10 +131,10 @@ def _is_plain_float(record: Any) -> bool:
 
 
 def _form_faults(config: Mapping[str, Any], compression: Mapping[str, Any]) -> Iterator[str]:
-    """What the compression says of a tensor's form is a form of its layer."""
+    """Check that the recorded form of each tensor is a form of its layer in config.json."""
     prefix = f"{config['block']['layers']}."
     for name, entry in compression["tensors"].items():
-        form = {key: value for key, value in entry.items() if key not in PLACED}
+        form = {key: value for key, value in entry.items() if key not in NOT_OF_FORM}
         if form == {"form": "dense"}:
             continue
         layer = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
@@ -156,7 +144,7 @@ def _form_faults(config: Mapping[str, Any], compression: Mapping[str, Any]) -> I
 
 
 def _bitmap_faults(checkpoint: SourceCheckpoint, model: nn.Module) -> Iterator[str]:
-    """A sparse core's bitmap marks as many positions as there are values, and none beyond its end."""
+    """Check that the bitmap of a sparse core marks as many positions as there are values, and none beyond its end."""
     for path, module in model.named_modules():
         name = f"{path}.mask"
         if not hasattr(module, "nnz") or name not in checkpoint.tensors:
