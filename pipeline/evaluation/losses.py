@@ -1,4 +1,4 @@
-"""Losses and perplexities as they are written and shown, and the warning where compression costs too much.
+"""Losses and perplexities as stored and as shown, and a warning of badly damaged models.
 
 docs/formats.md#perplexities.
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 from manifests.records import INFINITY
 
-WARNED_NATS = 0.5  # more loss per token than the dense model's
+WARNED_NATS = 0.5  # rise of the loss per token over the dense model's
 
 
 def perplexity_of(loss: float) -> float:
-    """exp(loss); infinity where that is beyond float64 (from 709.78 nats per token on)."""
+    """Return exp(loss), or infinity if float64 cannot represent it (from 709.78 nats per token on)."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -23,22 +23,22 @@ def perplexity_of(loss: float) -> float:
 
 
 def json_perplexity(loss: float) -> float | str:
-    """exp(loss) as JSON has it: INFINITY, a string, in place of what no JSON number is."""
+    """Return exp(loss) for JSON, with the string INFINITY for infinity."""
     perplexity = perplexity_of(loss)
     return perplexity if math.isfinite(perplexity) else INFINITY
 
 
 def shown_perplexity(perplexity: float | str, loss: float | None = None) -> str:
-    """With four decimals; where it is infinite, beside the loss."""
+    """Format a perplexity with four decimals. An infinite one is followed by the loss."""
     if math.isfinite(float(perplexity)):
         return f"{float(perplexity):.4f}"
     return "infinite" if loss is None else f"infinite (loss {loss:.1f} nats per token)"
 
 
 def damage_warnings(summary: Mapping[str, Any]) -> list[str]:
-    """A line for each text on which the compressed model loses more than the dense one by WARNED_NATS.
+    """Return a warning for each text on which the loss rises by more than WARNED_NATS over the dense model's.
 
-    `summary`: `held_out` and `evaluation` (with `perplexity` and `dense`), as the summary of a job has them.
+    `summary`: `held_out` and `evaluation` (with `perplexity` and `dense`) of a job's summary.
     """
     return [
         f"WARNING: the compressed model is badly damaged: its loss on {text} is {loss:.3g} nats per token, {rise:.3g} "
@@ -49,17 +49,17 @@ def damage_warnings(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _rises(summary: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """(Text, loss, rise over the dense model's), where both were measured."""
+    """Yield (text, loss, rise over the dense model's) if both were measured."""
     if held_out := summary.get("held_out"):
-        loss, dense = _loss(held_out, ""), _loss(held_out, "dense_")
-        yield "held-out calibration text", loss, loss - dense
+        loss = _loss(held_out)
+        yield "held-out calibration text", loss, loss - _loss(held_out, "dense_")
     evaluation = summary.get("evaluation") or {}
     if evaluation.get("perplexity") and evaluation.get("dense"):
-        loss, dense = _loss(evaluation["perplexity"], ""), _loss(evaluation["dense"], "")
-        yield "the evaluation text", loss, loss - dense
+        loss = _loss(evaluation["perplexity"])
+        yield "the evaluation text", loss, loss - _loss(evaluation["dense"])
 
 
-def _loss(score: Mapping[str, Any], of: str) -> float:
-    """Entries of older versions have the perplexity alone."""
-    loss = score.get(f"{of}loss")
-    return math.log(float(score[f"{of}perplexity"])) if loss is None else float(loss)
+def _loss(score: Mapping[str, Any], prefix: str = "") -> float:
+    """Return a loss. Entries of older versions have only the perplexity."""
+    loss = score.get(f"{prefix}loss")
+    return math.log(float(score[f"{prefix}perplexity"])) if loss is None else float(loss)

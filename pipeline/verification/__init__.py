@@ -1,1 +1,1 @@
-"""Whether an OUTPUT is what its compression record and its source say."""
+"""Checks of OUTPUT against its compression record and its source."""

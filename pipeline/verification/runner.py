@@ -1,14 +1,13 @@
-"""`verify`: what is checked of a compressed checkpoint, in which order, and how damage becomes findings.
+"""`verify`: the checks of a compressed checkpoint and their order.
 
-Every check reads the files themselves, a tensor or a layer at a time. What damage makes impossible to check is a
-finding, too: never a traceback.
+Every check reads the files, a tensor or a layer at a time. A check that damage makes impossible is a fault as well,
+never a traceback.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -37,19 +36,16 @@ __all__ = ["Finding", "verify"]
 
 
 def verify(output: Place, source: str | None, bound: float | None = None) -> Iterator[Finding]:
-    """The findings, one check after another.
+    """Yield the finding of each check.
 
-    Raises InputError when `output` is no Lamina checkpoint at all or of another version, and when `source` is no model.
+    Raises InputError if `output` is no Lamina checkpoint or of another version, or `source` is no model.
     """
     original, standard = open_dense(str(source)) if source is not None else (None, {})
     checked = open_storage(output)
     try:
         compression = read_record(checked)
-    except CorruptError as error:
-        yield Finding("contract", "the other files cannot be held against it", (str(error),))
-        return
-    except InputError as error:
-        if not checked.has(MODELLING_FILE):
+    except (CorruptError, InputError) as error:
+        if isinstance(error, InputError) and not checked.has(MODELLING_FILE):
             raise
         yield Finding("contract", "the other files cannot be held against it", (str(error),))
         return
@@ -70,55 +66,49 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
     yield _guarded("values", output_checks.check_values, checkpoint, compression)
     yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original)
     if original is not None:
-        yield _guarded("source", source_checks.check_source, checked, original, standard, config, compression)
-        yield _guarded("coverage", source_checks.check_coverage, original, standard, checkpoint, compression)
-        yield _guarded("logits", source_checks.check_logits, original, standard, checkpoint, config, compression, bound)
+        pair = source_checks.Pair(original, standard, checkpoint, config, compression)
+        yield _guarded("source", source_checks.check_source, pair)
+        yield _guarded("coverage", source_checks.check_coverage, pair)
+        yield _guarded("logits", source_checks.check_logits, pair, bound)
 
 
 def _guarded(check: str, function: Callable[..., Finding], *arguments: Any) -> Finding:
-    """The finding of a check; whatever damage makes it stumble over is a fault."""
+    """Run a check. An exception becomes a fault."""
     try:
         return function(*arguments)
-    except LaminaError as error:
-        return Finding(check, "could not be finished", (str(error),))
-    except Exception as error:  # a compression edited to fit may say anything that its schema allows
-        return Finding(check, "could not be finished", (f"{type(error).__name__}: {error}",))
+    except Exception as error:  # a forged record may say anything that its schema allows
+        fault = str(error) if isinstance(error, LaminaError) else f"{type(error).__name__}: {error}"
+        return Finding(check, "could not be finished", (fault,))
 
 
 def _files(output: Storage, compression: Mapping[str, Any]) -> Finding:
-    """Every file but the shards; and that there are no others, which a loader might take up."""
+    """Check every file but the shards, and that there are no others, which a loader might read."""
     faults = [file_fault(output, name, record) for name, record in sorted(compression["files"].items())]
-    named = {RECORD_FILE, *compression["files"], *compression["shards"]}
-    strangers = [name for name in listed_files(output) if name not in named]
+    recorded = {RECORD_FILE, *compression["files"], *compression["shards"]}
+    strangers = [name for name in listed_files(output) if name not in recorded]
     faults += [f"{output.at(name)}: not part of the checkpoint; remove it" for name in strangers]
     needed = [CONFIG_FILE, INDEX_FILE, *_modelling_files(output)]
-    faults += [f"{output.at(name)}: {RECORD_FILE} has no digest of it" for name in needed if name not in named]
-    return Finding(
-        "files", f"{len(compression['files'])} files against sha256", tuple(fault for fault in faults if fault)
-    )
+    faults += [f"{output.at(name)}: {RECORD_FILE} has no digest of it" for name in needed if name not in recorded]
+    return Finding("files", f"{len(compression['files'])} files against sha256", tuple(filter(None, faults)))
 
 
 def _modelling_files(output: Storage) -> list[str]:
-    """The modelling file and all that it imports relatively, which a loader takes from beside it."""
+    """List the modelling file and the files that it imports relatively, as a loader finds them."""
     try:
         with on_this_machine(output, partial(matching, patterns=CODE)) as folder:
             imported = get_relative_import_files(os.path.join(folder, MODELLING_FILE))
-    except (OSError, ValueError):  # one of them is missing or no text: its digest says so, by name
+    except (OSError, ValueError):  # a file is missing or is no text; the check of digests names it
         imported = []
     return [MODELLING_FILE, *sorted({PurePath(path).name for path in imported})]
 
 
 def _digests(output: Storage, compression: Mapping[str, Any]) -> Finding:
-    finding = Finding("digests", f"{len(compression['shards'])} shards against sha256")
     faults = []
     for shard, record in sorted(compression["shards"].items()):
         tensors = {name: entry for name, entry in compression["tensors"].items() if entry["shard"] == shard}
         try:
             verify_shard(output, shard, shard_record(record, tensors))
         except (CorruptError, InputError) as error:
-            faults.append(f"{error}{_lost(tensors) if not output.has(shard) else ''}")
-    return replace(finding, faults=tuple(faults))
-
-
-def _lost(tensors: Mapping[str, Any]) -> str:
-    return f"; with it {', '.join(sorted(tensors))}" if tensors else ""
+            lost = f"; with it {', '.join(sorted(tensors))}" if tensors and not output.has(shard) else ""
+            faults.append(f"{error}{lost}")
+    return Finding("digests", f"{len(compression['shards'])} shards against sha256", tuple(faults))

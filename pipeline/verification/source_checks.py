@@ -1,4 +1,4 @@
-"""What `verify --source` proves: each tensor of the source is copied or stored by a named method; the logits are near.
+"""The checks of `verify --source`: each tensor of the source is copied or stored by a named method; logits are near.
 
 Legend: B batch, S sequence, D hidden, V vocabulary.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -29,55 +30,66 @@ from pipeline.verification.output_checks import Finding
 from stores.headers import DTYPE_NAMES, DTYPES
 from stores.model_files import is_copy
 from stores.source import SourceCheckpoint
-from stores.storage import Storage
 from workers.comparing import compare_models, deviation
 from workers.layers import cpu_reader
 
-SKETCH_BOUND = 1e-3  # healthy ones repeat bit for bit on one machine
-EXACT_BOUND = 1e-3  # relative error of the logits when no group cut anything off; float32 reaches 1e-5
-ROUNDINGS = 4  # the same in units of the checkpoint's precision, where that is more: the factors are rounded to it
-LOSSY_BOUND = 1.0  # the error of a layer that is left out, and of answering with the mean logits everywhere
+SKETCH_BOUND = 1e-3  # intact ones repeat bit for bit on one machine
+EXACT_BOUND = 1e-3  # relative error of the logits when nothing is cut off; float32 reaches 1e-5
+ROUNDINGS = 4  # the same in units of rounding of the checkpoint's dtype, to which the factors are rounded
+LOSSY_BOUND = 1.0  # the error of leaving a layer out, and of predicting the mean logits everywhere
 WRITTEN_FIELDS = ("forms", "dtype", "architectures", "auto_map", "model_type")  # of config.json, by Lamina itself
 
 
-def check_source(
-    output: Storage,
-    original: SourceCheckpoint,
-    standard: Mapping[str, Any],
-    config: Mapping[str, Any],
-    compression: Mapping[str, Any],
-) -> Finding:
-    """The source is the one the checkpoint was made from, and config.json still describes its layers."""
+@dataclass(frozen=True)
+class Pair:
+    """A source and the OUTPUT that is checked against it.
+
+    Attributes:
+        original, standard: the source, and its config in standard fields.
+        checkpoint, config, compression: OUTPUT, its config.json and its compression record.
+    """
+
+    original: SourceCheckpoint
+    standard: Mapping[str, Any]
+    checkpoint: SourceCheckpoint
+    config: Mapping[str, Any]
+    compression: Mapping[str, Any]
+
+    def entry(self, name: str) -> Mapping[str, Any]:
+        """Return the record of a stored tensor; empty if it has none."""
+        entry: Mapping[str, Any] = self.compression["tensors"].get(name, {})
+        return entry
+
+
+def check_source(pair: Pair) -> Finding:
+    """Check that the source is the one that OUTPUT was made from, and that config.json describes its layers."""
+    original, config, compression = pair.original, pair.config, pair.compression
     recorded = compression["source"]["files"]
-    faults = []
-    for name, record in recorded.items():
-        if file_fault(original.storage, name, record):
-            faults.append(f"{original.storage.at(name)}: not the file that the checkpoint was made from")
-    standard = json.loads(json.dumps(standard))
+    faults = [
+        f"{original.storage.at(name)}: not the file that the checkpoint was made from"
+        for name, record in recorded.items()
+        if file_fault(original.storage, name, record)
+    ]
+    standard = json.loads(json.dumps(pair.standard))
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
-    dtypes = unstored_dtypes(compression["claimed"], original.tensors, compression["tensors"], config["dtype"])
-    if (said := config.get(SOURCE_DTYPES) or {}) != dtypes:
-        faults.append(f"config.json: {SOURCE_DTYPES} is {said!r:.200}, by the source {dtypes!r:.200}")
+    expected = unstored_dtypes(compression["claimed"], original.tensors, compression["tensors"], config["dtype"])
+    if (dtypes := config.get(SOURCE_DTYPES) or {}) != expected:
+        faults.append(f"config.json: {SOURCE_DTYPES} is {dtypes!r:.200}, by the source {expected!r:.200}")
     for name in sorted(compression["files"].keys() - recorded.keys() - OUR_FILES):
-        there = original.storage.has(name)
-        if there and not is_copy(name, output.read(name), original.storage.read(name)):
+        in_source = original.storage.has(name)
+        if in_source and not is_copy(name, pair.checkpoint.storage.read(name), original.storage.read(name)):
             faults.append(f"{name}: differs from the source's")
     return Finding("source", f"{len(recorded)} files of the source, and the config made from it", tuple(faults))
 
 
-def check_coverage(
-    original: SourceCheckpoint,
-    standard: Mapping[str, Any],
-    checkpoint: SourceCheckpoint,
-    compression: Mapping[str, Any],
-) -> Finding:
-    """Each source tensor is copied bit for bit, or one of a role that a method of the manifest stores.
+def check_coverage(pair: Pair) -> Finding:
+    """Check that each source tensor is copied bit for bit, or is of a role that a method of the manifest stores.
 
-    That the tensors of a factored role are all there, with the shapes of its form and ranks, is `check_forms`.
+    `check_forms` checks that the tensors of factored roles are complete and have the shapes of their forms.
     """
-    geometry = geometry_of(standard)
+    geometry, compression = geometry_of(pair.standard), pair.compression
     roles = {
         name: (layer, role)
         for layer in geometry.layers
@@ -89,73 +101,70 @@ def check_coverage(
         methods.add(Unchanged.name)
     claimed = compression["claimed"]
     faults: list[str] = []
-    copied = kept = 0
-    for name in original.tensors:
+    copied = unchanged = 0
+    for name in pair.original.tensors:
         if name not in claimed:
             copied += 1
-            faults += _copy_faults(original, checkpoint, compression, name, "copied")
+            faults += _copy_faults(pair, name, "copied")
             continue
         if name not in roles or claimed[name] not in methods:
             faults.append(f"{name}: claimed by {claimed[name]!r}, which is no method of the manifest that could")
             continue
         layer, role = roles[name]
         described = compression["layers"][layer.index]
-        form = described["forms"].get(role)
-        if form is None and name not in checkpoint.tensors and packed_names(name) <= checkpoint.tensors.keys():
-            faults += _packed_faults(compression, packed_names(name), claimed[name])
-        elif form is None and any(role in report.get("refitted", ()) for report in described["groups"].values()):
-            faults += _refitted_faults(original, compression, name, claimed[name])
-        elif form is None:  # looked at and left as it was
-            kept += 1
-            faults += _copy_faults(original, checkpoint, compression, name, claimed[name])
+        if role in described["forms"]:
+            faults += _factor_faults(pair, name, layer, role, described["forms"], claimed[name])
+        elif name not in pair.checkpoint.tensors and packed_names(name) <= pair.checkpoint.tensors.keys():
+            faults += _packed_faults(pair, packed_names(name), claimed[name])
+        elif any(role in report.get("refitted", ()) for report in described["groups"].values()):
+            faults += _refitted_faults(pair, name, claimed[name])
         else:
-            faults += _factor_faults(original, compression, name, (layer, role), described["forms"], claimed[name])
+            unchanged += 1
+            faults += _copy_faults(pair, name, claimed[name])
     for layer in geometry.layers:
-        faults += _group_faults(original, compression, layer, compression["layers"][layer.index]["forms"])
+        faults += _group_faults(pair, layer, compression["layers"][layer.index]["forms"])
     faults += [f"{name}: claimed by {claimed[name]}, but no tensor of the source" for name in claimed - roles.keys()]
-    faults += _stray_faults(original, compression, methods)
-    named = ", ".join(sorted(set(claimed.values()))) or "nobody"
-    detail = f"{copied} of {len(original.tensors)} source tensors copied, {len(claimed)} stored by {named}"
-    return Finding("coverage", f"{detail}, {kept} of these as they were", tuple(faults))
+    faults += _stray_faults(pair, methods)
+    claimants = ", ".join(sorted(set(claimed.values()))) or "nobody"
+    detail = f"{copied} of {len(pair.original.tensors)} source tensors copied, {len(claimed)} stored by {claimants}"
+    return Finding("coverage", f"{detail}, {unchanged} of these as they were", tuple(faults))
 
 
-def _copy_faults(
-    original: SourceCheckpoint, checkpoint: SourceCheckpoint, compression: Mapping[str, Any], name: str, origin: str
-) -> Iterator[str]:
-    entry, record, found = compression["tensors"].get(name, {}), original.tensors[name], checkpoint.tensors.get(name)
-    if found is None or entry.get("origin") != origin:
+def _copy_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
+    """Check that a tensor equals the source's bit for bit."""
+    source, copy = pair.original.tensors[name], pair.checkpoint.tensors.get(name)
+    if copy is None or pair.entry(name).get("origin") != origin:
         yield f"{name}: neither copied nor claimed by a method"
         return
-    pieces = zip(original.copy_bytes(name), checkpoint.copy_bytes(name), strict=False)
-    if (record.dtype, record.shape) != (found.dtype, found.shape) or any(ours != theirs for ours, theirs in pieces):
-        yield f"{found.file}: {name}: should be the source's bit for bit, but differs"
+    pieces = zip(pair.original.copy_bytes(name), pair.checkpoint.copy_bytes(name), strict=False)
+    if (source.dtype, source.shape) != (copy.dtype, copy.shape) or any(ours != theirs for ours, theirs in pieces):
+        yield f"{copy.file}: {name}: should be the source's bit for bit, but differs"
 
 
-def _refitted_faults(
-    original: SourceCheckpoint, compression: Mapping[str, Any], name: str, method: str
-) -> Iterator[str]:
-    """A dense tensor with other numbers: as the source's but for them."""
-    entry, record = compression["tensors"].get(name, {}), original.tensors[name]
+def _refitted_faults(pair: Pair, name: str, method: str) -> Iterator[str]:
+    """Check that a dense tensor with new numbers has the source's dtype and shape."""
+    entry, record = pair.entry(name), pair.original.tensors[name]
     if (entry.get("origin"), entry.get("dtype"), entry.get("shape")) != (method, record.dtype, list(record.shape)):
         yield f"{name}: refitted by {method}, but stored as {entry or 'nothing'}; the source has {record}"
 
 
 def _factor_faults(
-    original: SourceCheckpoint,
-    compression: Mapping[str, Any],
+    pair: Pair,
     name: str,
-    place: tuple[LayerGeometry, str],
+    layer: LayerGeometry,
+    role: str,
     forms: Mapping[str, Mapping[str, Any]],
     method: str,
 ) -> Iterator[str]:
-    """What is stored in place of one tensor of a factored role says so, and has the dtype that follows from it: a bias
-    that of the source's, a factor that of the weights that it stands for."""
-    layer, role = place
+    """Check form, method and dtype of the tensors that replace a source tensor of a factored role.
+
+    A bias has the dtype of the source's, a factor that of the weights that it serves.
+    """
     path, form = f"{layer.path(role)}.", forms[role]
     specs = {other: FormSpec(**spec) for other, spec in forms.items()}
-    for stored, entry in compression["tensors"].items():
+    for stored, entry in pair.compression["tensors"].items():
         part = stored.removeprefix(path)
-        is_bias = stored == f"{path}bias" and stored in original.tensors
+        is_bias = stored == f"{path}bias" and stored in pair.original.tensors
         if part == stored or is_bias != (name == f"{path}bias"):
             continue
         served = (layer.path(other) for other in served_roles(f"{role}.{part}", specs))
@@ -163,79 +172,68 @@ def _factor_faults(
         if entry["origin"] != method or entry["form"] != form["form"]:
             yield f"{stored}: {entry['form']} by {entry['origin']}, but {name} is claimed as {form['form']} by {method}"
         else:
-            yield from _dtype_faults(original, stored, entry["dtype"], names)
+            yield from _dtype_faults(pair, stored, names)
 
 
-def _group_faults(
-    original: SourceCheckpoint,
-    compression: Mapping[str, Any],
-    layer: LayerGeometry,
-    forms: Mapping[str, Mapping[str, Any]],
-) -> Iterator[str]:
-    """Tensors that belong to no role but to a group of a layer have the widest dtype of the weights of its roles."""
-    specs = {role: FormSpec(**spec) for role, spec in forms.items()}
+def _group_faults(pair: Pair, layer: LayerGeometry, forms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Check that tensors of a group, rather than a role, have the widest dtype of the weights of its roles."""
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
-    for role, spec in specs.items():
+    for role, form in forms.items():
+        spec = FormSpec(**form)
         key = spec.group or ("attention" if role in ATTENTION_ROLES else "mlp"), spec.form
         groups[key] = (*groups.get(key, ()), role)
-    for (group, form), roles in groups.items():
-        path = f"{layer.group_path(roles, group)}.{form}."
+    for (group, form_name), roles in groups.items():
+        path = f"{layer.group_path(roles, group)}.{form_name}."
         names = [f"{layer.path(role)}.weight" for role in roles]
-        for stored, entry in compression["tensors"].items():
+        for stored in pair.compression["tensors"]:
             if stored.startswith(path):
-                yield from _dtype_faults(original, stored, entry["dtype"], names)
+                yield from _dtype_faults(pair, stored, names)
 
 
-def _dtype_faults(original: SourceCheckpoint, stored: str, stored_dtype: str, names: Sequence[str]) -> Iterator[str]:
-    """`stored` is of integers, or has the widest dtype of those tensors of the source that it stands for."""
-    dtype = DTYPE_NAMES[reduce(torch.promote_types, (original.tensors[each].torch_dtype for each in names))]
+def _dtype_faults(pair: Pair, stored: str, names: Sequence[str]) -> Iterator[str]:
+    """Check that a tensor is of integers, or has the widest dtype of the source tensors that it replaces."""
+    dtype = DTYPE_NAMES[reduce(torch.promote_types, (pair.original.tensors[name].torch_dtype for name in names))]
+    stored_dtype = pair.entry(stored)["dtype"]
     if stored_dtype != dtype and DTYPES[stored_dtype].is_floating_point:
         yield f"{stored}: {stored_dtype} numbers, by the source's {' and '.join(names)} {dtype}"
 
 
-def _packed_faults(compression: Mapping[str, Any], names: set[str], method: str) -> Iterator[str]:
-    """A weight that is as it was but for rounding is stored by the method that claims it."""
+def _packed_faults(pair: Pair, names: set[str], method: str) -> Iterator[str]:
+    """Check that a weight that is only rounded is stored by the method that claims it."""
     for name in sorted(names):
-        if compression["tensors"][name]["origin"] != method:
-            yield f"{name}: of {compression['tensors'][name]['origin']!r}, but claimed by {method}"
+        if (origin := pair.entry(name)["origin"]) != method:
+            yield f"{name}: of {origin!r}, but claimed by {method}"
 
 
-def _stray_faults(original: SourceCheckpoint, compression: Mapping[str, Any], methods: set[str]) -> Iterator[str]:
-    for name, entry in compression["tensors"].items():
-        if entry["origin"] == "copied" and name not in original.tensors:
+def _stray_faults(pair: Pair, methods: set[str]) -> Iterator[str]:
+    """Check that every stored tensor is the source's or of a method of the manifest."""
+    for name, entry in pair.compression["tensors"].items():
+        if entry["origin"] == "copied" and name not in pair.original.tensors:
             yield f"{name}: said to be copied, but the source has no such tensor"
         elif entry["origin"] != "copied" and entry["origin"] not in methods:
             yield f"{name}: of {entry['origin']!r}, which is no method of the manifest"
 
 
-def check_logits(
-    original: SourceCheckpoint,
-    standard: Mapping[str, Any],
-    checkpoint: SourceCheckpoint,
-    config: Mapping[str, Any],
-    compression: Mapping[str, Any],
-    bound: float | None,
-) -> Finding:
-    """Both models on a few tokens, side by side in float32, held against what the job measured on the same ones.
+def check_logits(pair: Pair, bound: float | None) -> Finding:
+    """Run both models on a few tokens in float32, and compare them with each other and with the job's figures.
 
-    The job's figures are random projections of what each layer, alone on the source's hidden states, does, and of the
-    logits: they come out again to rounding, and differ when anything in the layer does. How much a lossy job may lose
-    nobody knows beforehand: the errors themselves are judged by `bound`, if there is one, and where nothing was cut
-    off. A record without figures is judged on random tokens: a layer has to be better than none, and the logits better
-    than their mean.
+    The job's figures are random projections of each layer's update, on the source's hidden states, and of the logits.
+    They repeat to rounding and change with anything in the layer. The errors themselves are compared with `bound`; if
+    it is None, with a bound of rounding where nothing was cut off, and with none for a lossy job, whose loss is unknown
+    beforehand. Without recorded figures, random tokens are used: a layer must be better than none, and the logits
+    better than their mean.
     """
-    recorded = compression.get("compared")
-    ids_BS = torch.tensor(recorded["tokens"]) if recorded else sample_tokens(None, config)[1]
+    recorded = pair.compression.get("compared")
+    ids_BS = torch.tensor(recorded["tokens"]) if recorded else sample_tokens(None, pair.config)[1]
     origin = recorded["origin"] if recorded else "random"
-    layers = standard["num_hidden_layers"]
-    found = compare_models(
-        cpu_reader(original, standard, torch.float32),
-        cpu_reader(checkpoint, config, torch.float32),
-        (None,) * layers,
+    measured = compare_models(
+        cpu_reader(pair.original, pair.standard, torch.float32),
+        cpu_reader(pair.checkpoint, pair.config, torch.float32),
+        (None,) * pair.standard["num_hidden_layers"],
         ids_BS,
     ).report()
-    errors, error = found["layer_errors"], found["error"]
-    stated, why = (bound, "as given") if bound is not None else default_bound(config, compression)
+    errors, error = measured["layer_errors"], measured["error"]
+    stated, why = (bound, "as given") if bound is not None else default_bound(pair.config, pair.compression)
     faults = [
         f"layer {layer}: relative error {error:.4g} of its update on the source's hidden states is above {stated:g}"
         for layer, error in enumerate(errors)
@@ -247,35 +245,35 @@ def check_logits(
             "damaged, or cut off too much: if so much was meant to go, say so with --bound"
         )
     if recorded:
-        faults += _differing(found, recorded)
-    held = f"; as the job measured, to {SKETCH_BOUND:g}" if recorded else ""
+        faults += _deviations(measured, recorded)
+    repeated = f"; as the job measured, to {SKETCH_BOUND:g}" if recorded else ""
     detail = f"relative error {error:.4g} on {ids_BS.numel()} {origin} tokens, of a layer at most {max(errors):.4g}"
     limit = f"; bound {stated:g} ({why})" if math.isfinite(stated) else ""
-    return Finding("logits", f"{detail}{limit}{held}", tuple(faults))
+    return Finding("logits", f"{detail}{limit}{repeated}", tuple(faults))
 
 
-def _differing(found: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
-    """Where the figures are not those of the job."""
-    if len(found["sketch"]) != len(recorded["sketch"]):
-        yield f"compression.json: figures of {len(recorded['sketch'])} layers; the model has {len(found['sketch'])}"
+def _deviations(measured: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the layers, and the logits, whose figures differ from the job's."""
+    if len(measured["sketch"]) != len(recorded["sketch"]):
+        yield f"compression.json: figures of {len(recorded['sketch'])} layers; the model has {len(measured['sketch'])}"
         return
-    *layers, logits = deviation(found, recorded)
+    *layers, logits = deviation(measured, recorded)
     for layer, apart in enumerate(layers):
         if not apart <= SKETCH_BOUND:
             yield (
                 f"layer {layer}: does something else than when the job measured it: its figures are {apart:.4g} apart, "
                 f"bound {SKETCH_BOUND:g}; error then {recorded['layer_errors'][layer]:.4g}, "
-                f"now {found['layer_errors'][layer]:.4g}"
+                f"now {measured['layer_errors'][layer]:.4g}"
             )
     if not logits <= SKETCH_BOUND:
         yield (
             f"logits: other than when the job measured them: {logits:.4g} apart, bound {SKETCH_BOUND:g}; "
-            f"error then {recorded['error']:.4g}, now {found['error']:.4g}"
+            f"error then {recorded['error']:.4g}, now {measured['error']:.4g}"
         )
 
 
 def default_bound(config: Mapping[str, Any], compression: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest relative error of the logits that passes, and how it was chosen."""
+    """Return the largest relative error of the logits that passes, and the reason for it."""
     if cut_nothing(compression):
         rounding = ROUNDINGS * torch.finfo(getattr(torch, config["dtype"])).eps
         return max(EXACT_BOUND, rounding), f"nothing was cut off; rounding of {config['dtype']}"
@@ -285,7 +283,7 @@ def default_bound(config: Mapping[str, Any], compression: Mapping[str, Any]) -> 
 
 
 def cut_nothing(compression: Mapping[str, Any]) -> bool:
-    """Whether every group kept its full rank: it is dense, or all of the errors that it reports are zero."""
+    """True if every group kept its full rank: it is dense, or all of its reported errors are zero."""
     for layer in compression["layers"]:
         for report in layer["groups"].values():
             errors = [value for key, value in report.items() if "error" in key]

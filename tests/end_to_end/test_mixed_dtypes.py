@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from pipeline.checkpoint.compression_record import read_record
 from pipeline.checkpoint.targets import TARGETS
 from pipeline.inputs.checkpoints import read_checkpoint
-from pipeline.verification.source_checks import check_coverage
+from pipeline.verification.source_checks import Pair, check_coverage
 from tests import factories
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES
@@ -166,13 +166,14 @@ def test_verify_reads_the_dtypes_of_groups(name: str, shared: str, job: MakeJob,
     source = mixed("qwen2", "queries float32")
     run = job(source, methods=[METHODS[name]], **{"calibration.propagate": "dense", "budget.keep": 0.6})
     run.run().json  # noqa: B018 - asserts the exit code
-    (original, standard), (checkpoint, _) = (read_checkpoint(str(place)) for place in (source, run.output))
+    (original, standard), (checkpoint, config) = (read_checkpoint(str(place)) for place in (source, run.output))
     compression = read_record(run.output)
-    assert not check_coverage(original, standard, checkpoint, compression).faults
+    pair = Pair(original, standard, checkpoint, config, compression)
+    assert not check_coverage(pair).faults
     tensor = next(tensor for tensor in compression["tensors"] if tensor.endswith(shared))
     assert compression["tensors"][tensor]["dtype"] == "F32"
     compression["tensors"][tensor]["dtype"] = "BF16"
-    (fault,) = check_coverage(original, standard, checkpoint, compression).faults
+    (fault,) = check_coverage(pair).faults
     assert fault.startswith(f"{tensor}: BF16 numbers, by the source's")
 
 
