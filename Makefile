@@ -1,4 +1,4 @@
-# make setup | check | unit | test | test-vllm | test-transformers | gpu | mutants | quickstart | clean
+# make setup | check | unit | test | test-vllm | test-transformers | gpu | mutants | quickstart | docs | clean
 # PYTHON chooses the interpreter of the environment, VENV its folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,7 @@ INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
 
 export PYTHON
 
-.PHONY: setup check unit test test-vllm test-transformers gpu mutants quickstart clean
+.PHONY: setup check unit test test-vllm test-transformers gpu mutants quickstart docs clean
 
 setup: $(STAMP)
 
@@ -23,7 +23,7 @@ $(STAMP): $(INPUTS)
 	@echo "setup: installing into $(VENV), a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install "$$(grep '^torch==' deploy/constraints.txt)" -c deploy/constraints.txt
-	@$(PIP) install -c deploy/constraints.txt -e '.[dev,tasks,gguf,quantized]'
+	@$(PIP) install -c deploy/constraints.txt -e '.[dev,docs,tasks,gguf,quantized]'
 	@$(PIP) install -c deploy/constraints.txt -e deploy/serving
 	@touch $@
 
@@ -56,6 +56,10 @@ mutants: setup
 
 quickstart: setup
 	$(BIN)/python -m deploy.quickstart
+
+# The site of the documentation, in build/site; a broken link or anchor is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist runs/quickstart .mypy_cache .ruff_cache .pytest_cache mutants

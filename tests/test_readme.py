@@ -1,4 +1,4 @@
-"""Every command that the README names exists and takes the options it shows."""
+"""Every command that the README and the pages name exists, takes the options they show, and is run by a test."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULES = sorted(set(re.findall(r"python -m (pipeline\.\w+)", README)))
-TARGETS = sorted(set(re.findall(r"^make (\w+)$", README, flags=re.MULTILINE)))
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+ALL = "\n".join(PAGES.values())
+COMMANDS = ("run", "plan", "status", "report", "scale", "sweep", "evaluate", "export", "push", "verify")
+MODULES = [f"pipeline.{name}" for name in COMMANDS]
+TARGETS = sorted(set(re.findall(r"^make (\w+)$|`make (\w+)`", ALL, flags=re.MULTILINE)))
 
 
-def test_readme_names_the_commands() -> None:
-    assert set(MODULES) == {
-        f"pipeline.{name}"
-        for name in ("run", "plan", "status", "report", "scale", "sweep", "evaluate", "export", "push", "verify")
-    }
-    assert TARGETS == ["quickstart", "test"]
+def test_the_pages_name_the_commands() -> None:
+    assert set(re.findall(r"python -m (pipeline\.\w+)", PAGES["running-jobs.md"])) == {*MODULES}
+    assert set(re.findall(r"python -m (pipeline\.\w+)", ALL)) == {*MODULES}
+    assert re.findall(r"^make (\w+)$", README, flags=re.MULTILINE) == ["quickstart", "test"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README) < 8500
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -32,21 +37,25 @@ def test_command_answers(module: str, capsys: pytest.CaptureFixture[str]) -> Non
         main(["--help"])
     printed = capsys.readouterr().out
     assert ended.value.code == 0
-    line = next(line for line in README.splitlines() if f"python -m {module} " in line)
-    for option in re.findall(r"--[a-z]+", line):
-        assert option in printed
+    shown = [line for line in ALL.splitlines() if f"python -m {module} " in line]
+    assert shown
+    for line in shown:
+        if line.startswith(("|", "python", "`python")):  # a row of a table, or a command by itself
+            for option in re.findall(r"--[a-z-]+", line.partition(f"python -m {module} ")[2]):
+                assert option in printed, line
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", sorted({name for pair in TARGETS for name in pair if name}))
 def test_make_knows_the_target(target: str) -> None:
     done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_tools_that_the_pages_name_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    named = sorted(set(re.findall(r"`python -m (tools\.[\w.]+)", (ROOT / "tools" / "README.md").read_text())))
-    assert len(named) > 8
-    for module in named:
+    listed = sorted(set(re.findall(r"`python -m (tools\.[\w.]+)", (ROOT / "tools" / "README.md").read_text())))
+    assert len(listed) > 4
+    assert set(re.findall(r"python -m (tools\.[\w.]*\w)", ALL)) <= {*listed}
+    for module in listed:
         monkeypatch.setattr(sys, "argv", [module, "--help"])
         with pytest.raises(SystemExit) as ended:
             importlib.import_module(module).main()
@@ -54,15 +63,20 @@ def test_tools_that_the_pages_name_answer(monkeypatch: pytest.MonkeyPatch, capsy
         assert "usage" in capsys.readouterr().out
 
 
-def test_each_command_of_the_readme_is_run_by_a_test() -> None:
+def test_each_command_of_the_pages_is_run_by_a_test() -> None:
     tables = "tests/end_to_end/test_readme_commands.py"
     run_by = {
+        "make setup": ".github/workflows/test.yml",  # which `make test` comes after
         "make test": ".github/workflows/test.yml",
         "make quickstart": "tests/test_quickstart_model.py",
+        "make docs": "tests/docs/test_site.py",
         "ray job submit": "tests/end_to_end/test_submitted.py",
         "pip install": "Makefile",  # by `make setup`, which comes before every test
+        "lamina run": "tests/test_installation.py",
+        "lamina plan": "tests/test_installation.py",
         **{f"python -m {module}": tables for module in MODULES},
     }
-    shown = set(re.findall(r"(?:^|`)((?:make|ray job|pip|python -m) [\w.]+)", README, flags=re.MULTILINE))
-    assert shown == set(run_by)
+    words = r"(?:^|`)((?:make|ray job|pip|lamina|python -m) [\w.]*\w)"
+    shown = {command for command in re.findall(words, ALL, flags=re.MULTILINE) if "tools." not in command}
+    assert shown - {"lamina --help"} == set(run_by)
     assert [where for where in run_by.values() if not (ROOT / where).is_file()] == []

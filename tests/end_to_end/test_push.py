@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 MakeJob = Callable[..., Job]
-README = Path(__file__).resolve().parents[2] / "README.md"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "running-jobs.md"
 REPOSITORY = "someone/small-llama-07"
 DONE, WRONG_INPUT, FAILED = 0, 2, 1
 
@@ -49,8 +49,8 @@ def made(finished: Job) -> Job:
 
 
 def push(made: Job, *options: str) -> Ended:
-    """As the README's table has it."""
-    assert "| `python -m pipeline.push OUTPUT ORGANISATION/NAME` |" in README.read_text()
+    """As the table of commands has it."""
+    assert "| `python -m pipeline.push OUTPUT ORGANISATION/NAME` |" in TABLE.read_text()
     return command("push", str(made.output), REPOSITORY, *options)
 
 

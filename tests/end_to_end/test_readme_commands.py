@@ -1,4 +1,5 @@
-"""What the README shows is done as it stands there: the table of commands, and the lines that load the result."""
+"""What the README and docs/running-jobs.md show is done as it stands there: the table of commands, the manifest, the
+lines that load the result."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ from tests.end_to_end.children import Child, wait_for
 from tests.end_to_end.jobs import Job
 
 pytestmark = pytest.mark.ray
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TABLE = (ROOT / "docs" / "running-jobs.md").read_text(encoding="utf-8")
 WAIT_S = 240
 WINDOW = "32"  # of a model that has seen no more
 
 
 def _start(folder: Path, name: str, *more: str, **values: str) -> Child:
     """The command of the table's row, with the words in capitals replaced; forked, as to import takes seconds."""
-    (row,) = re.findall(rf"^\| `python -m pipeline\.{name} ([^`]+)` \|", README, re.MULTILINE)
+    (row,) = re.findall(rf"^\| `python -m pipeline\.{name} ([^`]+)` \|", TABLE, re.MULTILINE)
     words = [values.get(word, word) for word in shlex.split(row)]
     assert not [word for word in words if word.isupper()], row
     return Child(name, [*words, *more], folder / f"{name}.log", inline=False)
@@ -62,6 +65,25 @@ def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
     said = _run(tmp_path, "sweep", SWEEP=str(path))
     assert "flat_llm-0.8" in said
     assert "flat_llm-0.6" in said
+
+
+def test_the_manifest_of_the_readme(tmp_path: Path, text: Path, llama: Path) -> None:
+    """Word for word, but for the places of the model, the text and what is written."""
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    for shown, real in {
+        "runs/quickstart/model": llama,
+        "runs/quickstart/calibration.txt": text,
+        "runs/quickstart": tmp_path,
+        "samples: 64, sequence_length: 128": "samples: 16, sequence_length: 24",  # as long as the tiny model knows
+    }.items():
+        assert shown in block
+        block = block.replace(shown, str(real))
+    (tmp_path / "job.yaml").write_text(block)
+    said = _run(tmp_path, "run", MANIFEST=str(tmp_path / "job.yaml"))
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    for words in ("query_key", "held-out calibration text: perplexity", "output: "):
+        assert words in shown
+        assert words in said
 
 
 def _loads_as_shown(output: Path, folder: Path) -> None:

@@ -1,0 +1,45 @@
+"""docs/troubleshooting.md: every message that it quotes is one that the code can print."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+OTHERS = {"Illegal instruction", "pip install compressed-tensors"}  # of the system's and transformers' own messages
+
+
+def _quoted() -> list[str]:
+    """The messages in the first columns of the tables; backticks in a message are part of it."""
+    rows = re.findall(r"^\| (`.*?`)(?: \(from .*?\)| \(transformers.*?\)| in a worker's log)? \| ", PAGE, re.MULTILINE)
+    return [row[1:-1] for row in rows]
+
+
+def _messages() -> Iterator[str]:
+    """All strings of the code, with `…` in place of what is filled in."""
+    for folder in ("manifests", "pipeline", "stores", "workers", "deploy/serving/lamina"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+MESSAGES = list(_messages())
+
+
+def test_the_page_quotes_messages() -> None:
+    assert len(_quoted()) > 60
+
+
+@pytest.mark.parametrize("message", sorted({*_quoted()} - OTHERS))
+def test_the_code_says_it(message: str) -> None:
+    parts = [re.escape(part.strip()) for part in message.split("…") if part.strip(" ;:.()")]
+    pattern = re.compile(".*".join(parts), re.DOTALL)
+    assert any(pattern.search(said) for said in MESSAGES), message
