@@ -1,10 +1,12 @@
-"""Whether what Python imports under our names is ours: other distributions may have packages of the same names."""
+"""Prepares a process to import Lamina: finds its packages, and refuses others of the same names."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+
+from manifests.processor import limit_onednn
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or where the project is installed
 DISTRIBUTION = "lamina-layer-compression"  # as pyproject.toml names it; it is on no package index
@@ -15,32 +17,31 @@ MARK = 'PROJECT = "Lamina"'  # in the `__init__.py` of each
 SERVED = {"lamina": "modeling_lamina.py"}  # known by a file, as it may be installed by itself
 
 
-def find_serving_package() -> None:
-    """In a checkout that is not installed, makes `lamina` importable: on a node that a job was submitted to, say."""
+def prepare_process() -> None:
+    """Prepare this process to import and run the rest of Lamina; call it before any other import of ours.
+
+    In a checkout that is not installed, such as one that `ray job submit --working-dir .` brought to a node, this makes
+    `lamina` importable. If one of our packages is missing or belongs to another distribution, it ends the process with
+    exit code 2. It raises no InputError, because the code that would catch it may be the other distribution's.
+    """
     if (SERVING / "lamina").is_dir() and str(SERVING) not in sys.path:
         sys.path.append(str(SERVING))
-
-
-def install_advice(extra: str) -> str:
-    """How to install what an extra of this project names: by the path of the checkout, as no index has the project."""
-    return f"`pip install 'CHECKOUT[{extra}]'`, where CHECKOUT is the folder of Lamina's pyproject.toml"
-
-
-def check_packages() -> None:
-    """Ends the command, exit code 2, when one of our packages is missing or is another's. Imports none of them.
-
-    It is no exception: nothing that could catch one has been imported, and must not be from elsewhere.
-    """
     for name in (*PACKAGES, *SERVED):
         if fault := package_fault(name):
             print(f"wrong input: package {name}: {fault}", file=sys.stderr)
             raise SystemExit(2)
+    limit_onednn()
+
+
+def install_advice(extra: str) -> str:
+    """Return the command that installs an extra from the checkout; no package index has this project."""
+    return f"`pip install 'CHECKOUT[{extra}]'`, where CHECKOUT is the folder of Lamina's pyproject.toml"
 
 
 def package_fault(name: str) -> str | None:
-    """What is wrong with a package of ours, if anything."""
-    found = importlib.util.find_spec(name)
-    origin = Path(found.origin).resolve() if found is not None and found.origin else None
+    """Return why a package of ours cannot be used, or None. Imports nothing."""
+    spec = importlib.util.find_spec(name)
+    origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
     if origin is None:
         return "not found; install the project with `pip install .` in its checkout"
     if name in PACKAGES:

@@ -1,50 +1,55 @@
-"""A processor that promises more than it has.
+"""Limits oneDNN on a processor that promises AMX and cannot do it.
 
-A virtual machine may promise AMX without its tiles: oneDNN believes it, and the first half precision product ends the
-process (SIGILL). Found out before torch multiplies anything.
+Some virtual machines name AMX among the processor's flags but have no tiles. oneDNN believes the flag, and the first
+half precision product ends the process by SIGILL.
 """
 
 from __future__ import annotations
 
 import os
-import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LIMIT = "ONEDNN_MAX_CPU_ISA"  # read by oneDNN at its first use
-WITHOUT_TILES = "AVX512_CORE_FP16"  # the most that comes without them
-_TILES_LEAF = 0x1D
-# uint32 (*)(uint32 leaf, uint32 subleaf), System V: push rbx; mov eax, edi; mov ecx, esi; cpuid; pop rbx; ret
-_CPUID = bytes.fromhex("53 89f8 89f1 0fa2 5b c3")
+WITHOUT_AMX = "AVX512_CORE_FP16"  # the largest set of instructions without AMX
+PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 
 
-def settle_processor() -> None:
-    """Limits oneDNN to what the processor has, unless `ONEDNN_MAX_CPU_ISA` says what it may use."""
-    if LIMIT not in os.environ and promises_tiles() and tile_palettes() == 0:
-        os.environ[LIMIT] = WITHOUT_TILES
+def limit_onednn() -> None:
+    """Set `ONEDNN_MAX_CPU_ISA` if the processor promises AMX and a product with it fails; a value of the user stays.
+
+    A child process tries the product once for each boot of the machine. The temporary folder keeps the answer.
+    """
+    if LIMIT not in os.environ and promises_amx() and not _amx_works():
+        os.environ[LIMIT] = WITHOUT_AMX
 
 
-def promises_tiles() -> bool:
-    """Whether Linux names tiles among the first processor's flags."""
+def promises_amx() -> bool:
+    """Return True if Linux lists `amx_tile` among the flags of the first processor."""
     if not CPU_INFO.exists():
         return False
     with CPU_INFO.open(errors="replace") as lines:
         return "amx_tile" in next((line for line in lines if line.startswith("flags")), "").split()
 
 
-def tile_palettes() -> int | None:
-    """How many ways of cutting its tiles an x86-64 processor knows: 1 where it has tiles. None: it cannot be asked."""
-    if platform.machine() != "x86_64":
-        return None
-    import ctypes
-    import mmap
+def _amx_works() -> bool:
+    answer = Path(tempfile.gettempdir(), f"lamina-amx-{os.getuid()}-{BOOT_ID.read_text().strip()}")
+    if answer.exists():
+        return answer.read_text() == "works"
+    works = product_works()
+    with suppress(OSError):  # if the folder is full or read-only, the next process tries again
+        unfinished = answer.with_suffix(f".{os.getpid()}")
+        unfinished.write_text("works" if works else "fails")
+        unfinished.replace(answer)
+    return works
 
-    try:
-        code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    except OSError:  # a hardened system
-        return None
-    code.write(_CPUID)
-    place = ctypes.c_char.from_buffer(code)
-    cpuid = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)(ctypes.addressof(place))
-    found: int = cpuid(_TILES_LEAF, 0)
-    return found
+
+def product_works() -> bool:
+    """Multiply in bfloat16 in a child process; return False if an illegal instruction ends it."""
+    return subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True).returncode != -signal.SIGILL

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from manifests.packages import prepare_process
 from pipeline.console.signals import deferred_signals, exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # the imports below take seconds
+    prepare_process()
 
 import json
 import sys

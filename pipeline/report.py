@@ -5,6 +5,11 @@ docs/formats.md#run_dir.
 
 from __future__ import annotations
 
+from manifests.packages import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
+
 import json
 import sys
 from typing import Any

@@ -5,10 +5,12 @@ docs/architecture.md#the-way-of-a-layer.
 
 from __future__ import annotations
 
+from manifests.packages import prepare_process
 from pipeline.console.signals import exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # the imports below take seconds
+    prepare_process()
 
 import json
 import sys
@@ -49,6 +51,7 @@ def run_job(
     """
     if in_process:
         check_in_process(address, manifest.workers.max)
+    prepare_process()  # for callers from Python
     with quick_imports():
         from pipeline.job import stages  # slow imports, only after the arguments are checked
 

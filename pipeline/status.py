@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from manifests.packages import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
+
 import json
 import sys
 import time

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from manifests.packages import prepare_process
 from pipeline.console.signals import exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # the imports below take seconds
+    prepare_process()
 
 import json
 import logging
@@ -54,6 +56,7 @@ def run_sweep(
     """
     if in_process:
         check_in_process(address, sweep.workers.max)
+    prepare_process()  # for callers from Python
     with quick_imports():
         from pipeline.job import stages  # slow imports, only after the arguments are checked
         from pipeline.sweeping.point_solving import solve_points

@@ -18,11 +18,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+from manifests.processor import limit_onednn
 from tests import buckets, factories
 from tests.probing import probe_small_matrices
 from tests.remote_code import modules_cache
 
 __all__ = ["modules_cache"]
+
+limit_onednn()  # before a test multiplies
 
 # The same examples in every run, no time limit for one (machines are shared), nothing kept on disk.
 settings.register_profile("lamina", derandomize=True, deadline=None, database=None)

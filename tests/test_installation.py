@@ -112,12 +112,30 @@ def test_a_package_of_another_is_said(name: str, tmp_path: Path) -> None:
 def test_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
     """As on a node to which `ray job submit --working-dir .` has brought it; no finder of an installed one helps."""
     code = (
-        "import sys; sys.meta_path = [found for found in sys.meta_path if 'editable' not in repr(found)];"
-        "import pipeline, importlib.util; print(importlib.util.find_spec('lamina').origin)"
+        "import sys; sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in repr(finder)];"
+        "from manifests.packages import prepare_process; prepare_process();"
+        "import importlib.util; print(importlib.util.find_spec('lamina').origin)"
     )
     done = python("-c", code, path=str(ROOT), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == ROOT / "deploy" / "serving" / "lamina" / "__init__.py"
+
+
+@pytest.mark.parametrize("name", packages.PACKAGES)
+def test_an_import_changes_nothing_else(name: str, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; before = [*sys.path], dict(os.environ);"
+        f"import {name}; assert ([*sys.path], dict(os.environ)) == before"
+    )
+    done = python("-c", code, path=str(ROOT), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_actor_is_imported_before_the_serving_package_can_be(tmp_path: Path) -> None:
+    """Ray imports the actor's module before the constructor, which makes `lamina` importable, runs."""
+    code = "import sys; sys.modules['lamina'] = None; import workers.actor"
+    done = python("-c", code, path=str(ROOT), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 COMMANDS = ("run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "push", "sweep")

@@ -1,8 +1,3 @@
-"""Who computes: one layer on a device, a worker's units, the Ray actors and their pool."""
-
-from manifests.packages import find_serving_package
-from manifests.processor import settle_processor
+"""Runs units of work: one layer on a device, the Ray actors and their pool."""
 
 PROJECT = "Lamina"
-find_serving_package()
-settle_processor()

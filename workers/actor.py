@@ -1,7 +1,7 @@
-"""The Ray actor around a `Worker`, and tensors through Ray's object store.
+"""The Ray actors: a `Worker` in a process of its own, and a probe of what a worker computes in a second.
 
-Tensors leave a unit as return values of the actor's method, which the caller owns: they outlive the worker and are
-lost only with their node.
+Units return their tensors as return values of the actor's method. The caller owns them in Ray's object store, so they
+outlive the worker and are lost only with their node.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manifests.importing import quick_imports
+from manifests.packages import prepare_process
 
-with quick_imports():  # the first that a worker's process imports
+# A worker's process imports this module before an actor's constructor has called `prepare_process`. Modules that import
+# `lamina` are therefore imported in functions.
+with quick_imports():
     import ray
     import torch
     from ray.exceptions import RayError
@@ -21,62 +24,64 @@ with quick_imports():  # the first that a worker's process imports
     from torch import Tensor
 
     from manifests.errors import LostInputError
+    from pipeline.cost_model.rates import Rates
     from pipeline.units.units import Unit
     from workers.config import WorkerConfig
     from workers.device_settings import settle_device
-    from workers.hardware import describe_hardware, machine_cores, software_versions
     from workers.memory import map_large_tensors
     from workers.metrics import WorkerMeters, run_name
     from workers.outcomes import do_unit
-    from workers.tensor_transfer import Handle, Packed, handle_count, pack, unpack
-    from workers.worker import Worker
+    from workers.tensor_transfer import Handle, Packed, TensorTransfer, handle_count, pack, unpack
+
+if TYPE_CHECKING:
+    from pipeline.cost_model.probe import ProbedShape
 
 
-class RayTransfer:
-    """What is put waits in `outbox` to be returned; its handle is the place there, which the pool makes a `Handle`."""
+class _Outbox(threading.local):
+    """Packed tensors that the unit of this thread returns."""
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
+        self.packed: list[Packed | None] = []
 
-    @property
-    def outbox(self) -> list[Packed | None]:
-        """What the unit that this thread is at leaves behind."""
-        if not hasattr(self._of_thread, "outbox"):
-            self._of_thread.outbox = []
-        found: list[Packed | None] = self._of_thread.outbox
-        return found
 
-    def emptied(self) -> list[Packed | None]:
-        """The outbox, which is empty then."""
-        left = self.outbox
-        self._of_thread.outbox = []
-        return left
+class RayTransfer(TensorTransfer):
+    """Collects tensors until the unit returns them. A handle is an index here; the pool makes it a `Handle`."""
+
+    def __init__(self) -> None:
+        self._outbox = _Outbox()
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
-        """See `TensorTransfer`."""
-        self.outbox.append(pack(tensors))
-        return len(self.outbox) - 1
+        self._outbox.packed.append(pack(tensors))
+        return len(self._outbox.packed) - 1
 
     def get(self, handle: Handle) -> dict[str, Tensor]:
-        """See `TensorTransfer`."""
         try:
             return unpack(ray.get(handle.reference))
         except RayError as error:
-            what = f"the result of {handle.producer} was lost with its node ({type(error).__name__})"
-            raise LostInputError(what, (handle.producer,)) from None
+            message = f"the result of {handle.producer} was lost with its node ({type(error).__name__})"
+            raise LostInputError(message, (handle.producer,)) from None
+
+    def emptied(self) -> list[Packed | None]:
+        """Return the collected tensors of this thread's unit and forget them."""
+        packed, self._outbox.packed = self._outbox.packed, []
+        return packed
 
 
-# Concurrency groups of the actor, by threads: a `BesideUnit` is done in one of them, what is given away in its own, as
-# the next layer's units wait for it and what is stored takes long.
+# Concurrency groups of the actor -> threads. A `BesideUnit` runs in one of them. `Collect` has a group of its own,
+# because the next layer's units wait for it while storing takes long.
 BESIDE = {"beside": 1, "giving": 1}
 
 
 class WorkerActor:
-    """One worker in a process of its own. Errors for users travel as values and arrive as they were raised."""
+    """A worker in a process of its own. Errors for users travel as values and are raised by the driver."""
 
     run = "none yet"
 
     def __init__(self, setup: WorkerConfig) -> None:
+        prepare_process()
+        with quick_imports():
+            from workers.worker import Worker
+
         map_large_tensors()
         settle_device(setup.gpu_share)
         torch.set_num_threads(setup.threads)
@@ -86,11 +91,13 @@ class WorkerActor:
         self.meters, self.metering = WorkerMeters(metrics, self.run), threading.Lock()
 
     def __repr__(self) -> str:
-        """Its name in Ray's dashboard and logs."""
+        """Return the name in Ray's dashboard and logs."""
         return f"lamina({self.run})"
 
     def ready(self) -> dict[str, Any]:
-        """Where this worker runs, and on what."""
+        """Return where this worker runs, and on what hardware."""
+        from workers.hardware import describe_hardware, machine_cores, software_versions
+
         return {
             "node": ray.util.get_node_ip_address(),
             "pid": os.getpid(),
@@ -103,20 +110,40 @@ class WorkerActor:
         }
 
     def execute(self, unit: Unit) -> Any:
-        """Does one unit: its Outcome, followed by what its handles stand for, `handle_count` of them."""
+        """Run one unit. Return its Outcome, followed by `handle_count` packed tensors if the unit returns tensors."""
         outcome = do_unit(self.worker, unit)
         with self.metering:
             self.meters.unit_done(unit, outcome)
-        left = self.transfer.emptied()
+        packed = self.transfer.emptied()
         count = handle_count(unit)
-        return [outcome, *left, *[None] * (count - len(left))] if count else outcome
+        return [outcome, *packed, *[None] * (count - len(packed))] if count else outcome
 
     def forget(self) -> None:
-        """Lets go of all hidden states."""
+        """Discard all hidden states."""
         self.worker.forget()
 
 
+class RateProbe:
+    """Measures what a worker of the actor's size computes in a second."""
+
+    def __init__(self) -> None:
+        prepare_process()
+        map_large_tensors()
+
+    def node(self) -> str:
+        """Return the id of this node, once the process has imported everything."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def rates(
+        self, device: torch.device, dtype: torch.dtype, threads: int, workers_per_node: int, shape: ProbedShape
+    ) -> Rates:
+        """See `pipeline.cost_model.probe.measured_rates`."""
+        from pipeline.cost_model.probe import measured_rates
+
+        return measured_rates(device, dtype, threads, workers_per_node, shape)
+
+
 def _ray_folder() -> str:
-    """Where Ray keeps logs and spilled objects on this node."""
+    """Return where Ray keeps logs and spilled objects on this node."""
     node = ray._private.worker._global_node
     return str(node.get_session_dir_path()) if node else "its --temp-dir"

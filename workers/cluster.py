@@ -34,19 +34,19 @@ from ray.job_config import JobConfig
 
 from manifests.errors import InputError, Interrupted, StorageError, WorkerError
 from manifests.schema import Workers
-from pipeline.cost_model.probe import ProbedShape, mean_rates, measured_rates
+from pipeline.cost_model.probe import ProbedShape, mean_rates
 from pipeline.cost_model.rates import Rates
 from stores.storage import open_storage
+from workers.actor import RateProbe
 from workers.hardware import machine_cores, thread_fault
 from workers.liveness import RayWatch, fault_at
-from workers.memory import map_large_tensors
 from workers.ray_messages import log_message
 
 LOOK_SECONDS = 0.2
 AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # processes that a raylet starts, and dies with
 AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
 SESSION_BYTES = 32_000_000  # a small job's logs are 2 MB, a long one's are rotated
-PROBED = 64  # workers at most, to measure what one does
+MAX_PROBES = 64
 STARTS = 2  # of a Ray of our own, on a machine that may be busy
 SOCKET_PATH = "AF_UNIX path length"  # of which the system takes 107 bytes
 TOO_SLOW = "timed out during startup"  # what Ray says of its own node
@@ -269,31 +269,17 @@ def _bare_node() -> Iterator[None]:
 
 
 def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> Rates:
-    """What one of these workers does in a second while the others work, too: measured where Ray places them.
+    """Measure what one of these workers computes in a second while the others compute, too, where Ray places them.
 
-    All that the cluster has room for are measured at a time, `PROBED` at most; the mean of them is returned.
+    As many as the cluster has room for are measured at a time, at most `MAX_PROBES`. Returns their mean.
     """
-
-    class Probe:
-        """As a worker, of the same size, whose tensors get their memory in the same way."""
-
-        def __init__(self) -> None:
-            map_large_tensors()
-
-        def node(self) -> str:
-            """Where it is, when all is imported."""
-            return str(ray.get_runtime_context().get_node_id())
-
-        def rates(self, workers_per_node: int) -> Rates:
-            """Its own."""
-            device = torch.device("cuda" if workers.gpus else "cpu")
-            return measured_rates(device, dtype, workers.cpus, workers_per_node, shape)
-
-    remote: Any = ray.remote(Probe).options(num_cpus=workers.cpus, num_gpus=workers.gpus)
-    probes = [remote.remote() for _ in range(min(workers.max, PROBED, _room(workers)))]
+    remote: Any = ray.remote(RateProbe).options(num_cpus=workers.cpus, num_gpus=workers.gpus)
+    probes = [remote.remote() for _ in range(min(workers.max, MAX_PROBES, _room(workers)))]
     nodes = ray.get([probe.node.remote() for probe in probes])
-    on_one = max(nodes.count(node) for node in nodes)
-    return mean_rates(ray.get([probe.rates.remote(on_one) for probe in probes]))
+    workers_per_node = max(nodes.count(node) for node in nodes)
+    device = torch.device("cuda" if workers.gpus else "cpu")
+    asked = (device, dtype, workers.cpus, workers_per_node, shape)
+    return mean_rates(ray.get([probe.rates.remote(*asked) for probe in probes]))
 
 
 def _room(workers: Workers) -> int:

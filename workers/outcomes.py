@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,9 @@ from manifests.errors import LaminaError, WorkerError
 from pipeline.units.units import BesideUnit, ShardUnit, Unit
 from workers.memory import peak_bytes
 from workers.trace import unit_kind, unit_line
-from workers.worker import Worker
+
+if TYPE_CHECKING:
+    from workers.worker import Worker
 
 
 @dataclass(frozen=True)

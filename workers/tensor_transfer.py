@@ -70,16 +70,14 @@ def get_left(transfer: TensorTransfer, handles: Sequence[Any]) -> dict[str, Tens
     return found
 
 
-class LocalTransfer:
+class LocalTransfer(TensorTransfer):
     """Within one process: handles are the tensors themselves."""
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `TensorTransfer`."""
         with torch.inference_mode(False):  # what comes from another process is no inference tensor either
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def get(self, handle: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `TensorTransfer`."""
         return handle
 
 

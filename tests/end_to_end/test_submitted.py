@@ -15,7 +15,7 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from manifests import VERSION
-from tests.end_to_end.clusters import free_port, head_node, ray_command
+from tests.end_to_end.clusters import free_port, head_node, private_node, ray_command
 from tests.end_to_end.jobs import Job, file_digests
 
 pytestmark = pytest.mark.ray
@@ -29,15 +29,20 @@ def dashboard() -> Iterator[str]:
     port = free_port()
     with head_node(2, "--include-dashboard=true", f"--dashboard-port={port}"):
         address = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + WAIT_S
-        while not takes_jobs(address):
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        await_jobs(address)
         yield address
 
 
+def await_jobs(dashboard: str) -> None:
+    """Wait for the agent that starts jobs, which starts after the dashboard."""
+    deadline = time.monotonic() + WAIT_S
+    while not takes_jobs(dashboard):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
 def takes_jobs(dashboard: str) -> bool:
-    """The agent that starts jobs is late."""
+    """Return True if a job can be submitted."""
     try:
         JobSubmissionClient(dashboard).submit_job(entrypoint="true")
     except (ConnectionError, RuntimeError):
@@ -90,13 +95,31 @@ def test_a_token_is_missing(job: Callable[..., Job], tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_checkout_is_submitted(dashboard: str, job: Callable[..., Job], tmp_path: Path) -> None:
-    """`--working-dir .`: driver and workers take the code that was brought; what would be lost is refused first."""
-    checkout, made = tmp_path / "checkout", job()
-    for folder in ("manifests", "pipeline", "stores", "workers", "deploy/serving/lamina"):
-        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    stamped = checkout / "manifests" / "__init__.py"
+NOT_INSTALLED = """# Drops what finds an installed Lamina, or one in another folder.
+import sys
+from pathlib import Path
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+here = Path(__file__).resolve().parent
+sys.path[:] = [
+    entry for entry in sys.path
+    if Path(entry).resolve() == here or not any(Path(entry, name).is_dir() for name in ("manifests", "lamina"))
+]
+"""
+
+
+def checkout_copy(folder: Path) -> Path:
+    """Copy the packages of this checkout, with a version of their own; processes that run there find no others."""
+    for name in ("manifests", "pipeline", "stores", "workers", "deploy/serving/lamina"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    stamped = folder / "manifests" / "__init__.py"
     stamped.write_text(stamped.read_text().replace(f'VERSION = "{VERSION}"', f'VERSION = "{VERSION}+brought"'))
+    (folder / "sitecustomize.py").write_text(NOT_INSTALLED)
+    return folder
+
+
+def test_a_checkout_is_submitted(dashboard: str, job: Callable[..., Job], tmp_path: Path) -> None:
+    """`--working-dir .`: driver and workers import the code that was brought; lost paths are refused first."""
+    checkout, made = checkout_copy(tmp_path / "checkout"), job()
     shutil.copy(made.manifest, checkout / "job.yaml")
     command = (f"--working-dir={checkout}", "--", "python", "-m", "pipeline.run", "job.yaml")
 
@@ -107,4 +130,23 @@ def test_a_checkout_is_submitted(dashboard: str, job: Callable[..., Job], tmp_pa
 
     done = ray_job(dashboard, "submit", *command)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert json.dumps(made.compression()).count(f"{VERSION}+brought")
+
+
+def test_a_checkout_reaches_a_node_with_another_temporary_folder(llama: Path, text: Path, tmp_path: Path) -> None:
+    shared, checkout = tmp_path / "shared", checkout_copy(tmp_path / "checkout")
+    shutil.copytree(llama, shared / "model")
+    settings = {"calibration.shards": 4, "workers": {"min": 2, "max": 2}}
+    made = Job(shared / "job", shared / "model", text, settings).write()
+    shutil.copy(made.manifest, checkout / "job.yaml")
+    port = free_port()
+    with (
+        head_node(1, "--include-dashboard=true", f"--dashboard-port={port}") as address,
+        private_node(address, 1, shared),
+    ):
+        await_jobs(f"http://127.0.0.1:{port}")
+        command = (f"--working-dir={checkout}", "--", "python", "-m", "pipeline.run", "job.yaml")
+        done = ray_job(f"http://127.0.0.1:{port}", "submit", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " died" not in done.stdout + done.stderr
     assert json.dumps(made.compression()).count(f"{VERSION}+brought")

@@ -28,7 +28,7 @@ from manifests.schema import Workers
 from pipeline.cost_model.probe import ProbedShape
 from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from stores.disk import Disk
-from workers import cluster
+from workers import actor, cluster
 from workers.cluster import autoscales, await_cluster, connect, declared_memory, why_unplaceable
 from workers.ray_messages import log_message
 
@@ -334,8 +334,9 @@ def test_as_many_workers_are_probed_as_there_is_room_for(
         assert (device.type, dtype, threads, asked) == ("cpu", torch.bfloat16, 2, shape)
         return replace(NOMINAL_CPU, products=float(next(speeds)), workers_per_node=per_node)
 
-    monkeypatch.setattr(cluster, "ray", fake)
-    monkeypatch.setattr(cluster, "measured_rates", measured)
+    for module in (cluster, actor):
+        monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr("pipeline.cost_model.probe.measured_rates", measured)
     found = cluster.probe_workers(Workers(max=5, cpus=2), torch.bfloat16, shape)
     assert fake.made == [{"num_cpus": 2, "num_gpus": 0}] * probes
     assert found == replace(NOMINAL_CPU, products=(1 + probes) / 2, workers_per_node=on_one)

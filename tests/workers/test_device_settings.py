@@ -64,7 +64,7 @@ def test_a_worker_settles_its_device_before_anything_else(monkeypatch: pytest.Mo
     called: list[Any] = []
     monkeypatch.setattr(actor, "map_large_tensors", lambda: None)
     monkeypatch.setattr(actor, "settle_device", called.append)
-    monkeypatch.setattr(actor, "Worker", lambda *_: called.append("worker"))
+    monkeypatch.setattr("workers.worker.Worker", lambda *_: called.append("worker"))
     monkeypatch.setattr(actor, "WorkerMeters", lambda *_: None)
     monkeypatch.setattr(actor, "run_name", lambda _: "run")
     actor.WorkerActor(SimpleNamespace(gpu_share=0.5, threads=torch.get_num_threads()))  # type: ignore[arg-type]

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manifests.processor import settle_processor
+from manifests.packages import prepare_process
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-settle_processor()  # benchmarks multiply in half precision, too
+prepare_process()
 
 
 class JobFailed(RuntimeError):
