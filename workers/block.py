@@ -21,7 +21,7 @@ from manifests.errors import NumericsError
 from pipeline.families.blocks import roles_of
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
-from workers.wide_linear import Convert, widen_linears_
+from workers.wide_linear import widen_linears_
 
 Tap = Callable[[Tensor], None]
 
@@ -33,17 +33,9 @@ class StopForward(Exception):
 class Block:
     """A layer of the model, dense or compressed: what its forms in the config say."""
 
-    def __init__(
-        self,
-        config: LayersConfig,
-        geometry: LayerGeometry,
-        tensors: Mapping[str, Tensor],
-        device: torch.device,
-        convert: Convert = Tensor.to,
-    ) -> None:
-        """`tensors`: names relative to the layer, already of the forward's dtype; `convert`: makes weights in another,
-        where products are faster in that."""
-        self.layer, self.geometry = geometry.index, geometry
+    def __init__(self, config: LayersConfig, layer: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """`tensors`: by names relative to the layer, already in the forward's dtype."""
+        self.layer = layer
         self.config = config
         self.device = device
         with torch.device("meta"):
@@ -52,7 +44,7 @@ class Block:
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
         self.module.load_state_dict(placed, strict=True, assign=True)
         self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())
-        widen_linears_(self.module, self.dtype, device, convert)
+        widen_linears_(self.module, self.dtype, device)
         self.module.eval().requires_grad_(False)
         self.rotary = LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None
 

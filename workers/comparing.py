@@ -90,7 +90,6 @@ def compare_layers(
 ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], States]:
     """Errors and sketches of layers from `first` on, of which `states` enter that, and what leaves the last of them."""
     (dense_BSD, packed_BSD), errors, sketches = states, [], []
-    packed.memory = dense.memory  # of the two, one layer is held at a time
     for layer, record in enumerate(staged, first):
         block = dense.block(layer, None)
         if layer + 1 < first + len(staged):

@@ -16,7 +16,6 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from manifests.errors import InputError
 from pipeline.families.family import Family
-from pipeline.families.light_imports import without_kernels
 
 COPIED_FIELDS = (
     "vocab_size",
@@ -48,9 +47,8 @@ UNREAD_FIELDS: Mapping[str, str] = {
 
 def config_class(family: Family) -> type[PreTrainedConfig]:
     """The family's config class in transformers."""
-    with without_kernels():
-        classes: Any = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-        found: type[PreTrainedConfig] = classes[family.model_type]
+    classes: Any = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    found: type[PreTrainedConfig] = classes[family.model_type]
     return found
 
 

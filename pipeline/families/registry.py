@@ -25,8 +25,7 @@ from pipeline.families.config_fields import (
     own_name,
     refuse_other_values,
 )
-from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
-from pipeline.families.light_imports import without_kernels
+from pipeline.families.family import Family, Geometry, LayerGeometry
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gptj)
@@ -191,8 +190,7 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
         if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
             raise InputError(f"config.json: {name}: {fields[name]} is beyond {MAX_LAYERS}")
     try:
-        with without_kernels():
-            source = transformers.AutoConfig.for_model(family.model_type, **fields)
+        source = transformers.AutoConfig.for_model(family.model_type, **fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         sizes = [f"{name}: {config[name]!r}" for name in POSITIVE_FIELDS if config.get(name) in (0, False)]
         cause = f"{error}{'; zero: ' if sizes else ''}{', '.join(sizes)}"

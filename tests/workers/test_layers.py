@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina import processor_lamina
 from manifests.errors import LostInputError, NumericsError
 from pipeline.units.units import Forward, ReadLayer
 from stores.source import SourceCheckpoint
-from tests.workers.bench import held, layer_names, make_setup, make_worker, save_source, solve_layer
+from tests.workers.bench import SAMPLES, SEQUENCE, held, layer_names, make_setup, make_worker, save_source, solve_layer
 from workers.layers import LayerReader
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
@@ -146,3 +147,32 @@ def test_a_tensor_that_is_not_finite_is_named(tmp_path: Path, threads: int) -> N
         reader.read_ahead(1)
         with pytest.raises(NumericsError, match=f"source: tensor {name} holds NaN"):
             reader.block(1, None)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_in_turn(
+    stored: torch.dtype, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense and compressed, forwards and back, in the dtype of the checkpoint and in float32."""
+    monkeypatch.setattr(processor_lamina, "multiplies_fast", lambda dtype: False)
+    setup = make_setup(save_source(tmp_path / "model", dtype=stored), tmp_path / "run", {"method": "lestd"})
+    staged, _ = solve_layer(make_worker(setup), 1, {"size": 6000})
+    setup = replace(setup, dtype=stored if dtype == torch.bfloat16 else dtype)
+    generator = torch.Generator().manual_seed(1)
+    hidden_BSD = torch.randn(SAMPLES, SEQUENCE, setup.geometry.hidden, generator=generator).to(setup.dtype)
+
+    def output(reader: LayerReader, layer: int, record: Any) -> Tensor:
+        found = reader.block(layer, record).run(hidden_BSD)
+        assert found is not None
+        return found
+
+    reader = LayerReader(setup, torch.device("cpu"))
+    for layer, record in [(0, None), (1, None), (1, staged), (0, None), (1, staged), (1, None), (1, None)]:
+        assert torch.equal(
+            output(reader, layer, record), output(LayerReader(setup, torch.device("cpu")), layer, record)
+        )
+    for layer in (1, 0):
+        alone = LayerReader(setup, torch.device("cpu")).differentiable_block(layer)
+        block = reader.differentiable_block(layer)
+        assert torch.equal(block.run(hidden_BSD[0]), alone.run(hidden_BSD[0]))
