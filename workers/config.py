@@ -1,4 +1,4 @@
-"""What a worker is told when it starts: where everything is, and how the samples are cut."""
+"""Configuration of a worker: where its data are, and how samples are split into shards."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FORWARD_DTYPES = ("F64", "F32", "BF16", "F16")
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One value for every worker of a job; picklable.
+    """Configuration that all workers of a job share; picklable.
 
     Attributes:
-        config: the standard config (families/registry.py) of the source: all forms dense, or a Lamina checkpoint's.
-        tokens: record of the token ids (samples, sequence) in the activation store; None for data-free jobs.
-        shards: how many parts the samples are cut in.
+        config: standard config (families/registry.py) of the source: all forms dense, or a Lamina checkpoint's.
+        tokens: record of token ids (samples, sequence) in the activation store; None for data-free jobs.
+        shards: number of parts of the samples.
         dtype: of the forward pass.
         manifest: None when nothing is compressed (evaluation).
-        points: of a sweep, the manifests of its points: a task's `method` counts through the methods of all of them.
-        gradient_samples: how many of the samples the backward pass takes, spread over the shards.
+        points: manifests of a sweep's points; a task's `method` is an index into the methods of all of them.
+        gradient_samples: number of samples that go through the backward pass, spread over the shards.
         run_dir: holds activations.zarr, statistics.zarr and staged/.
-        token_ids: of windows to score (windows, length) that are in no store: they travel with this value.
-        gpu_share: of the GPU that a worker computes on; its allocator takes no more than that of the memory.
-        memory_bytes: of host memory, as the plan expects; 0: unknown. Ray places workers where so much is free.
-        device_bytes: of the device's memory, as the plan expects; what is free beyond holds hidden states. 0: unknown.
-        hardware: what the job's workers compute on (workers/hardware.py); None: the first worker says.
+        token_ids: windows to score (windows, length) that are in no store.
+        gpu_share: share of a GPU for each worker, which limits its allocator.
+        memory_bytes: planned host memory, which Ray reserves; 0: unknown.
+        device_bytes: planned device memory; free memory beyond it holds hidden states. 0: unknown.
+        hardware: hardware on which the job began (workers/hardware.py); None: the first worker's.
     """
 
     source: SourceCheckpoint
@@ -65,19 +65,19 @@ class WorkerConfig:
         return samples, sequence
 
     def sample_range(self, shard: int) -> tuple[int, int]:
-        """Which of all calibration samples a shard is; see `pipeline.units.sharding.shard_range`."""
+        """Return (first, end) of a shard among all calibration samples."""
         return shard_range(shard, self.shards, self.tokens_shape[0])
 
     def samples_of(self, shard: int) -> int:
-        """How many calibration samples a shard has."""
+        """Return the number of calibration samples in a shard."""
         first, end = self.sample_range(shard)
         return end - first
 
     def micro_batches(self, shard: int) -> list[tuple[int, int]]:
-        """(start, stop) of samples within the shard."""
+        """Return (start, stop) of each micro-batch within the shard."""
         samples = self.samples_of(shard)
         return [(start, min(start + self.micro_batch, samples)) for start in range(0, samples, self.micro_batch)]
 
     def gradient_count(self, shard: int) -> int:
-        """How many samples of a shard, its first ones, go through the backward pass."""
+        """Return how many of a shard's samples, the first ones, go through the backward pass."""
         return gradient_count(shard, self.shards, self.tokens_shape[0], self.gradient_samples)

@@ -1,4 +1,4 @@
-"""What a worker makes of a group's curve: the whole, what pieces follow from, some pieces, or the whole of them."""
+"""Predicts the curve of a group: whole, or begun, in pieces, and joined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 Read = Callable[[Mapping[Moment, ArrayRecord]], Statistics]
 
 
-def made_of_curve(
+def curve_result(
     unit: CurveUnit,
     method: Method,
     quantize: Quantize | None,
@@ -27,7 +27,7 @@ def made_of_curve(
     weights: Mapping[str, Tensor],
     read: Read,
 ) -> Any:
-    """The unit's result. `weights`: of the group, dense. `read`: statistics as methods receive them."""
+    """Return the unit's result. `weights`: the group's, dense. `read`: returns statistics as methods receive them."""
     if isinstance(unit, Predict):
         return _curve(unit, method, quantize, geometry, weights, read)
     assert isinstance(method, Dividing)

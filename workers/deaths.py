@@ -1,4 +1,4 @@
-"""Deaths of workers as one line for each node: who died, of what, and what is done again."""
+"""Logs deaths of workers in one line for each node: which died, why, and which units run again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-GATHER_SECONDS = 1.0  # in which the workers of a node that dies are missed one after another
+GATHER_SECONDS = 1.0  # the workers of a dead node are missed one after another within this time
 SHOWN_UNITS = 3
 STARTING = "that was starting"
-NODE_IN_ERROR = re.compile(r"^\s*ip: (\S+)", re.MULTILINE)  # in what Ray says of an actor
+NODE_IN_ERROR = re.compile(r"^\s*ip: (\S+)", re.MULTILINE)  # in Ray's error about an actor
 
 
 def worker_name(where: Mapping[str, Any]) -> str:
-    """Returns NODE:PID of a worker, once it is ready."""
+    """Return NODE:PID of a worker once it is ready."""
     return f"{where['node']}:{where['pid']}" if "node" in where else STARTING
 
 
@@ -28,38 +28,38 @@ class _Node:
 
 
 class Deaths:
-    """Gathers the deaths on each node, for a second, and says them in one line."""
+    """Collects the deaths on each node for a second and logs them in one line."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        """`note` takes lines for the log."""
+        """`note`: writes a line to the log."""
         self.note = note
         self.nodes: dict[str, _Node] = {}
 
     def add(self, where: Mapping[str, Any], units: Sequence[str], error: Exception) -> None:
-        """A worker died with these units in hand. `where`: what it said of its place; empty before it was ready."""
+        """Record a death of a worker that ran these units. `where`: its `ready` report, or empty."""
         node = self.nodes.setdefault(_node_of(where, error), _Node(time.monotonic()))
         node.workers.append(str(where.get("pid", STARTING)))
         node.units += units
         node.causes += [cause] if (cause := type(error).__name__) not in node.causes else []
 
-    def tell(self, left_on: Mapping[str, int], now: bool = False) -> None:
-        """Says what is gathered long enough, or, `now`, all of it. `left_on`: workers by node that are ready."""
+    def report(self, ready_on: Mapping[str, int], now: bool = False) -> None:
+        """Log deaths after `GATHER_SECONDS`, or all at once if `now`. `ready_on`: node -> workers that are ready."""
         for name, node in list(self.nodes.items()):
             if now or time.monotonic() - node.since >= GATHER_SECONDS:
-                self.note(_line(name, node, left_on.get(name, 0)))
+                self.note(_line(name, node, ready_on.get(name, 0)))
                 del self.nodes[name]
 
 
 def _node_of(where: Mapping[str, Any], error: Exception) -> str:
-    said = NODE_IN_ERROR.search(str(error))
-    return str(where.get("node") or (said.group(1) if said else ""))
+    match = NODE_IN_ERROR.search(str(error))
+    return str(where.get("node") or (match.group(1) if match else ""))
 
 
-def _line(name: str, node: _Node, left: int) -> str:
+def _line(name: str, node: _Node, ready: int) -> str:
     count = len(node.workers)
     died = f"{count} worker{'s' if count > 1 else ''} died"
     about = f"process {', '.join(node.workers)}; {', '.join(node.causes)}"
-    where = f"node {name}: {died} ({about}), {left or 'none'} left there" if name else f"{died} ({about})"
+    where = f"node {name}: {died} ({about}), {ready or 'none'} left there" if name else f"{died} ({about})"
     return f"{where}; {f'done again: {_listed(node.units)}' if node.units else 'no unit was lost'}"
 
 

@@ -1,4 +1,4 @@
-"""How a worker's process computes on its GPU: settings that decide bytes, and the share of memory that is its own."""
+"""Settings of a worker's process for its GPU: those that decide bytes, and its share of the memory."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import contextmanager
 
 import torch
 
-RESERVE = 0.85  # of a GPU's memory: the rest is CUDA's own, and what the allocator cannot give out in one piece
-WORKSPACE = ":4096:8"  # a cuBLAS workspace with which products are deterministic
+USABLE_SHARE = 0.85  # of a GPU's memory; CUDA itself and fragmentation take the rest
+WORKSPACE = ":4096:8"  # a cuBLAS workspace that makes products deterministic
 
 
 def settle_device(gpu_share: float) -> None:
-    """For this process, once, before its first CUDA call; `gpu_share`: `workers.gpus`, 0 on a CPU.
+    """Configure torch for this process; call it once, before the first CUDA call. `gpu_share`: `workers.gpus`.
 
-    Deterministic algorithms (an operation that has none warns), float32 products in float32 (TF32 in `tensor_cores`
-    alone), sums of half precision products in float32. A share below 1 caps what the allocator takes of the GPU's
-    memory.
+    Algorithms are deterministic, and an operation that has no such algorithm warns. Products of float32 use TF32 only
+    inside `tensor_cores`. Products of half precision are summed in float32. A share below 1 limits the allocator to
+    that share of the GPU's memory.
     """
     if gpu_share == 0:
         return
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACE
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # or pinned memory, too
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would fill pinned memory, too
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
@@ -32,20 +32,23 @@ def settle_device(gpu_share: float) -> None:
 
 
 def device_room(device: torch.device, gpu_share: float, needed_bytes: int) -> int:
-    """Bytes of a GPU's memory that are left beside what a worker needs of it, and a reserve for its allocator; 0 on a
-    CPU, or where that need is not known."""
+    """Return the bytes of the GPU's memory beyond `needed_bytes` and a reserve for the allocator.
+
+    Returns 0 on a CPU, or if the need is unknown (0).
+    """
     if device.type != "cuda" or not needed_bytes:
         return 0
     _, total = torch.cuda.mem_get_info(device)
-    return max(0, int(RESERVE * min(1.0, gpu_share) * total) - needed_bytes)
+    return max(0, int(USABLE_SHARE * min(1.0, gpu_share) * total) - needed_bytes)
 
 
 @contextmanager
 def tensor_cores(stored: torch.dtype) -> Iterator[None]:
-    """Lets float32 products of a GPU round what they multiply to TF32's 10 bits, of a model stored in half precision.
+    """Allow TF32 in float32 products on a GPU, for a model stored in half precision.
 
-    Its weights are exact in them, and so are values that its own forward pass has made; others lose 2⁻¹¹ of themselves,
-    an eighth of what that pass loses. Sums stay float32. A model stored in float32 is multiplied in it.
+    TF32 rounds factors to 10 bits and sums in float32. Weights stored in half precision, and values that its forward
+    pass computes, are exact in 10 bits. Other values have a relative error of 2⁻¹¹, an eighth of the forward pass's. A
+    model stored in float32 is multiplied in float32.
     """
     matmul, exact = torch.backends.cuda.matmul, torch.finfo(stored).bits == 16
     before, matmul.allow_tf32 = matmul.allow_tf32, exact or matmul.allow_tf32
@@ -56,7 +59,7 @@ def tensor_cores(stored: torch.dtype) -> Iterator[None]:
 
 
 def device_settings() -> dict[str, str]:
-    """The settings as they are, for the record of what a result was computed on."""
+    """Return the current settings, for the record of the hardware."""
     matmul = torch.backends.cuda.matmul
     return {
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),

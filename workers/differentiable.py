@@ -1,6 +1,8 @@
-"""One decoder layer run forwards and differentiated backwards, the residual stream in float32.
+"""Runs one decoder layer forwards and differentiates it backwards, with the residual stream in float32.
 
-Legend: S sequence, D hidden, F features at a point. One sample at a time, so that nothing depends on the micro-batch.
+Samples run one at a time, so that results do not depend on the micro-batch.
+
+Legend: S sequence, D hidden, F features at a point.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ RESIDUAL_NORMS = ("input_norm", "mlp_norm")
 
 
 def backward_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the products: the checkpoint's, but bfloat16 for float16, whose range gradients leave on both sides."""
+    """Return the dtype of products: the checkpoint's, or bfloat16 for float16, whose range is too small."""
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the residual stream and of the gradients that travel along it: float32, or float64 for a float64 model."""
+    """Return the dtype of the residual stream and its gradients: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class DifferentiableBlock:
-    """A layer whose vector-Jacobian products are taken. The block that it is made of is changed, and given up."""
+    """Computes vector-Jacobian products of a layer. It changes the block, which must not be used otherwise."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
@@ -43,7 +45,7 @@ class DifferentiableBlock:
         for role in RESIDUAL_NORMS:
             if role in roles:
                 block.module.role(role).to(residual_dtype(self.dtype))
-        if any(block.config.forms):  # what its weights are read by is behind no role's module
+        if any(block.config.forms):  # a factored layer reads its inputs in modules without a role
             for role in RESIDUAL_NORMS:
                 if role in roles:
                     block.module.role(role).register_forward_hook(lambda _, __, normed: normed.to(self.dtype))
@@ -52,18 +54,18 @@ class DifferentiableBlock:
             block.module.role(role).register_forward_pre_hook(self._cast)
 
     def run(self, hidden_SD: Tensor) -> Tensor:
-        """The layer's output (S, D), in the residual's dtype."""
+        """Return the layer's output (S, D), in the residual's dtype."""
         with torch.no_grad():
             return self._forward(hidden_SD.to(residual_dtype(self.dtype)))
 
     def pull_back(
         self, hidden_SD: Tensor, gradient_of: Callable[[Tensor], Tensor], points: Sequence[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradients at the layer's input (S, D), and at each point (S, F). docs/methods.md#gradient-moments.
+        """Return the gradients at the layer's input (S, D) and at each point (S, F). docs/methods.md#gradient-moments.
 
         Args:
             gradient_of: output (S, D) -> gradient at the output (S, D).
-            points: `ROLE.out`, `mid`, `out` and `pull:ROLE+ROLE`, as `methods.method.Moment` says.
+            points: `ROLE.out`, `mid`, `out` and `pull:ROLE+ROLE`, see `methods.method.Moment`.
 
         Raises:
             NumericsError: a gradient is not finite, naming layer and point.
@@ -73,8 +75,8 @@ class DifferentiableBlock:
             output_SD = self._forward(hidden_SD)
         outgoing_SD = gradient_of(output_SD.detach())
         names = list(captured)
-        input_SD, *found = torch.autograd.grad(output_SD, [hidden_SD, *captured.values()], outgoing_SD)
-        gradients = {name: gradient.reshape(len(hidden_SD), -1) for name, gradient in zip(names, found, strict=True)}
+        input_SD, *others = torch.autograd.grad(output_SD, [hidden_SD, *captured.values()], outgoing_SD)
+        gradients = {name: gradient.reshape(len(hidden_SD), -1) for name, gradient in zip(names, others, strict=True)}
         gradients["out"] = outgoing_SD
         if self.block.config.block["parallel"]:
             gradients["mid"] = outgoing_SD
@@ -94,7 +96,7 @@ class DifferentiableBlock:
 
     @contextmanager
     def _captured(self, points: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """The tensors that gradients are taken at, as the forward pass makes them."""
+        """Collect the tensors of the forward pass whose gradients are wanted."""
         captured: dict[str, Tensor] = {}
         roles = {point.removesuffix(".out") for point in points if point.endswith(".out")}
         roles |= {role for point in points if point.startswith("pull:") for role in _pulled(point)}

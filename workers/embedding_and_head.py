@@ -1,4 +1,4 @@
-"""Token embeddings before the first layer, final norm and head after the last, as the model itself applies them.
+"""Applies the modules outside the layers: token embeddings, final norm and head.
 
 Legend: B batch, S sequence, T tokens, D hidden, V vocabulary.
 """
@@ -22,7 +22,7 @@ HEAD_INPUT = "head.in"
 def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Callable[[Tensor], Tensor]:
     """Token ids (B, S) -> hidden states (B, S, D), learned positions added where the family has them.
 
-    `first`: the staged layer 0, which holds the table where that is rounded.
+    `first`: the staged layer 0, which holds the embedding table if that is rounded.
     """
     positions = layers.config.block["positions"]
     with torch.device("meta"):
@@ -45,7 +45,7 @@ def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Callable
 def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tensor], Tensor]:
     """Hidden states (T, D) that leave the last layer -> logits (T, V) in float32.
 
-    `last`: that layer as staged, which holds the head's matrix where that is rounded.
+    `last`: the staged last layer, which holds the head's matrix if that is rounded.
     """
     with torch.device("meta"):
         norm, matrix = make_norm(layers.config), make_head(layers.config)
@@ -55,7 +55,7 @@ def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tens
 
 
 def head_input(layers: LayerReader) -> Callable[[Tensor], Tensor]:
-    """Hidden states (…, D) that leave the last layer -> what the head reads (…, D)."""
+    """Hidden states (…, D) that leave the last layer -> the head's inputs (…, D)."""
     with torch.device("meta"):
         norm = make_norm(layers.config)
     return _loaded(layers, {layers.config.block["final_norm"]: norm}, None)[0]
@@ -64,8 +64,10 @@ def head_input(layers: LayerReader) -> Callable[[Tensor], Tensor]:
 def tapped(
     layers: LayerReader, block: Block, taps: Iterable[tuple[str, Tap]]
 ) -> Callable[[Tensor, bool], Tensor | None]:
-    """Runs a layer, with taps inside of it and at `head.in`: (hidden states, whether the output is wanted) -> as
-    `Block.run`. What the head reads comes of the last layer alone."""
+    """Return a function that runs a layer with taps: (hidden states, output wanted) -> result of `Block.run`.
+
+    Taps may be inside the layer or, for the last layer, at `head.in`.
+    """
     inside = [(point, tap) for point, tap in taps if point != HEAD_INPUT]
     behind = [tap for point, tap in taps if point == HEAD_INPUT]
     if not behind:
@@ -84,7 +86,7 @@ def tapped(
 
 
 def _loaded(layers: LayerReader, modules: dict[str, nn.Module], staged: StagedLayer | None) -> list[nn.Module]:
-    """Modules by their paths in the model, with their tensors on the device; those that are there, where they are."""
+    """Load modules, by their paths in the model, onto the device, or return those that `layers` holds already."""
     block = layers.config.block
     tied = {f"{block['head']}.weight": f"{block['embed']}.weight"} if layers.config.tie_word_embeddings else {}
     stored = {

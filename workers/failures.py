@@ -1,4 +1,4 @@
-"""Deaths of workers in a row: how many on which unit, and what is said when they are too many."""
+"""Counts consecutive deaths of workers on a unit, and ends the job when there are too many."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ START = "start"
 
 
 def failure_key(unit: Unit) -> str:
-    """What is counted when workers die on a unit: a `Collect` is another one for each worker."""
+    """Return the key under which deaths on a unit are counted; `Collect` units of all workers share one."""
     return f"collect/{unit.lineage}/{unit.layer}" if isinstance(unit, Collect) else unit.key
 
 
 class Failures:
-    """Counts them until what they died on is done."""
+    """Counts deaths by unit until the unit succeeds."""
 
     def __init__(self, limit: int) -> None:
-        """`limit`: so many in a row end the job (`workers.max_failures`)."""
+        """`limit`: deaths in a row that end the job (`workers.max_failures`)."""
         self.limit = limit
         self.counts: Counter[str] = Counter()
 
     def forgive(self, key: str) -> None:
-        """It is done."""
+        """Reset the count: the unit has succeeded."""
         del self.counts[key]
 
     def count(self, key: str, error: Exception, where: Mapping[str, Any], disk_full: bool) -> None:
-        """One more, on a unit or at START, of the worker that was `where`.
+        """Count a death on a unit or at START. `where`: the worker's `ready` report.
 
         Raises, at the limit:
             StorageError: the disk of the object store is full.
@@ -53,6 +53,6 @@ class Failures:
                 f"a node of the cluster cannot import {missing.group(1)}: install the project there, in the version "
                 "that is here, or submit the job from a checkout with --working-dir ."
             )
-        what = "died before they were ready" if key == START else "died on it"
+        when = "died before they were ready" if key == START else "died on it"
         prefix = "" if key == START else f"{key}: "
-        raise WorkerError(f"{prefix}{self.limit} workers {what} (workers.max_failures); the last: {error}")
+        raise WorkerError(f"{prefix}{self.limit} workers {when} (workers.max_failures); the last: {error}")

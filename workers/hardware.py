@@ -1,4 +1,4 @@
-"""What decides the bytes of a result, as a worker finds it: hardware and versions."""
+"""Describes what decides the bytes of a worker's results: hardware and versions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lamina.processor_lamina import CPU_INFO, LIMIT, processor_flags
 from manifests import VERSION
 from workers.device_settings import device_settings
 
-# Of a processor's flags, those by which oneDNN chooses how half precision is multiplied.
+# Processor flags by which oneDNN chooses how to multiply half precision.
 HALF_PRECISION = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "bf16", "asimdhp")
 
 
 def describe_hardware(device: torch.device) -> dict[str, str]:
-    """Field -> value; results have the same bytes where all are equal.
+    """Field -> value; results have the same bytes where all fields are equal.
 
-    A GPU: its name, compute capability, torch and CUDA versions, settings. A CPU: its maker and the instructions that
-    torch's, oneMKL's and oneDNN's kernels are chosen by.
+    A GPU has its name, compute capability, versions of torch and CUDA, and settings. A CPU has its maker and the
+    instructions by which torch, oneMKL and oneDNN choose kernels.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -42,12 +42,12 @@ def describe_hardware(device: torch.device) -> dict[str, str]:
 
 
 def machine_cores() -> int:
-    """The cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_fault(threads: int, cores: int, where: str) -> str | None:
-    """Why a worker with so many threads is refused there: they would wait for one another. None: it is not refused."""
+    """Return why a worker with more threads than `cores` is refused, as they would wait for each other; else None."""
     if threads <= cores:
         return None
     return (
@@ -57,14 +57,15 @@ def thread_fault(threads: int, cores: int, where: str) -> str | None:
 
 
 def software_versions() -> dict[str, str]:
-    """What a worker and the command must share: they exchange values of these libraries."""
-    named = {name: version(name) for name in ("ray", "torch", "transformers")}
-    return {"Lamina": VERSION, "Python": platform.python_version(), **named}
+    """Return versions that a worker must share with the command, because they exchange pickled values."""
+    libraries = {name: version(name) for name in ("ray", "torch", "transformers")}
+    return {"Lamina": VERSION, "Python": platform.python_version(), **libraries}
 
 
 def _cpu_maker() -> str:
-    found = re.search(r"^(?:vendor_id|CPU implementer)\s*:\s*(\S+)", _cpu_info(), re.MULTILINE)
-    return found.group(1) if found else "unknown make"
+    cpu_info = CPU_INFO.read_text(errors="replace") if CPU_INFO.exists() else ""
+    maker = re.search(r"^(?:vendor_id|CPU implementer)\s*:\s*(\S+)", cpu_info, re.MULTILINE)
+    return maker.group(1) if maker else "unknown make"
 
 
 def _half_precision() -> str:
@@ -73,14 +74,10 @@ def _half_precision() -> str:
     return f"{promised}, at most {os.environ[LIMIT]}" if LIMIT in os.environ else promised
 
 
-def _cpu_info() -> str:
-    return CPU_INFO.read_text(errors="replace") if CPU_INFO.exists() else ""
-
-
-def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """`torch 2.12 instead of 2.13, …`, or nothing."""
+def differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> str:
+    """Return differences as `torch 2.12 instead of 2.13, …`; an empty string if there are none."""
     return ", ".join(
-        f"{field} {found.get(field)} instead of {value}"
+        f"{field} {actual.get(field)} instead of {value}"
         for field, value in expected.items()
-        if found.get(field) != value
+        if actual.get(field) != value
     )

@@ -1,4 +1,4 @@
-"""A pool of one worker in the command's own process, without Ray: for a debugger, and for tiny models."""
+"""A pool of one worker in the command's own process, without Ray, for debuggers and tiny models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from workers.outcomes import UnitAccounts, do_unit, result_of
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
 
-NAME = "in-process"  # of the worker, in logs and in the status
+NAME = "in-process"  # the worker's name in logs and in the status
 
 
 def check_device(workers: Workers) -> None:
-    """Raises InputError when this process has fewer cores than the worker has threads, or lacks the GPU it needs."""
+    """Raise InputError if this process has fewer cores than the worker has threads, or lacks the GPU it needs."""
     if fault := thread_fault(workers.cpus, machine_cores(), "this machine"):
         raise InputError(fault)
     if workers.gpus and not torch.cuda.is_available():
@@ -35,15 +35,15 @@ def check_device(workers: Workers) -> None:
 
 
 class InProcessPool(UnitAccounts):
-    """See `pipeline.driver.interfaces.Pool`. Does a unit when its result is asked for, in the order of submission."""
+    """Implements `pipeline.driver.interfaces.Pool`. Runs a unit when its result is requested, in submission order."""
 
     def __init__(
         self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]
     ) -> None:
-        """As `RayPool`; until `close`, torch computes with `workers.cpus` threads in the whole process.
+        """Create the worker. Arguments as in `RayPool`; until `close`, torch uses `workers.cpus` threads everywhere.
 
         Raises:
-            InputError: there is no GPU, or the job began on other hardware, so that its bytes would differ.
+            InputError: there is no GPU, or the job began on other hardware and its bytes would differ.
         """
         super().__init__()
         check_device(workers)
@@ -66,15 +66,15 @@ class InProcessPool(UnitAccounts):
 
     @property
     def nodes(self) -> Sequence[Sequence[str]]:
-        """One node with one worker."""
+        """Return one node with one worker."""
         return [[self.worker.name]]
 
     def submit(self, unit: Unit) -> None:
-        """Queues a unit."""
+        """Queue a unit."""
         self.waiting.append(unit)
 
     def wait(self) -> tuple[Unit, Any]:
-        """Does the next unit. See `pipeline.driver.interfaces.Pool.wait`."""
+        """Run the next unit and return it with its result."""
         if self.stop.is_set():
             raise Interrupted("stopped by a signal; run the same command again to go on")
         unit = self.waiting.popleft()
@@ -85,27 +85,27 @@ class InProcessPool(UnitAccounts):
         return unit, result_of(unit, outcome)
 
     def cancel_pending(self) -> None:
-        """Forgets everything submitted; none of it runs."""
+        """Discard all submitted units; none is running."""
         self.waiting.clear()
 
     def forget(self) -> None:
-        """Lets the worker forget all hidden states."""
+        """Discard all hidden states of the worker."""
         self.worker.forget()
 
     def busy(self) -> dict[str, str]:
-        """The unit that is being done, for the status. May be called from another thread."""
+        """Return the running unit, for the status. May be called from another thread."""
         return {NAME: running} if (running := self.running) else {}
 
     def resize(self, workers: int) -> None:
-        """Says that there is one worker, when another number is asked for."""
+        """Log that the job has one worker if another number is requested."""
         if workers not in (self.size, self.asked):
             self.note(f"{workers} workers are asked for: a job with --in-process has one")
         self.asked = workers
 
     def show(self, phase: str, done: int, units: int) -> None:
-        """Does nothing: metrics go through Ray."""
+        """Do nothing: metrics go through Ray."""
 
     def close(self) -> None:
-        """Ends the worker's threads, and gives torch its number of threads back."""
+        """End the worker's threads and restore torch's number of threads."""
         self.worker.close()
         torch.set_num_threads(self.threads_before)

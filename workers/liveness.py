@@ -1,7 +1,8 @@
-"""Whether the Ray that this process is connected to still lives.
+"""Checks that the Ray cluster of this process still runs.
 
-Ray's core ends the process of a driver without a word to Python, with exit code 1: some ten seconds after the raylet of
-its node has died, and when the GCS, Ray's head, has not answered for 60 s. Who looks here meanwhile can say so.
+Ray's core ends the driver's process with exit code 1, without raising an exception: about ten seconds after the raylet
+of its node has died, and when the GCS, on Ray's head node, has not answered for 60 s. These checks notice it earlier,
+so that the command can say why it ends.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from collections.abc import Callable
 from manifests.errors import WorkerError
 
 ANSWER_SECONDS = 1.0  # how soon a signal is noticed
-LOOK_SECONDS = 1.0
-PATIENCE_SECONDS = 45.0  # with the head: it may be started again
-GONE = (errno.ECONNREFUSED, errno.ENOENT)  # a socket that nobody listens at any more, or that went with its folder
+CHECK_SECONDS = 1.0
+PATIENCE_SECONDS = 45.0  # the head may be restarted within
+GONE = (errno.ECONNREFUSED, errno.ENOENT)  # no process listens at the socket, or its folder was removed
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; its fourth byte is the type
 
 
 class RayWatch:
-    """Looks at the processes without which no driver lives: the raylet of its own node, and the head of the cluster."""
+    """Checks the two processes that a driver needs: the raylet of its node and the head of the cluster."""
 
     def __init__(self, raylet: str, head: str, logs: str, note: Callable[[str], None]) -> None:
-        """`raylet`: its socket, a path; `head`: HOST:PORT; `logs`: the folder of Ray's; `note` takes lines for ours."""
+        """`raylet`: path of its socket; `head`: HOST:PORT; `logs`: folder of Ray's logs; `note`: writes to our log."""
         self.raylet = raylet
-        self.line: socket.socket | None = None  # to the raylet, which says nothing, until it ends
+        self.connection: socket.socket | None = None  # to the raylet, which closes it when it ends
         self.head = head
         self.logs = logs
         self.note = note
-        self.looked_at, self.answered_at = -math.inf, time.monotonic()
+        self.checked_at, self.answered_at = -math.inf, time.monotonic()
         self.is_answering = True
 
     def check(self) -> None:
-        """Looks, once in a second at most. Raises WorkerError when either is gone for good."""
-        if time.monotonic() - self.looked_at < LOOK_SECONDS:
+        """Check both, at most once a second. Raise WorkerError if either has ended for good."""
+        if time.monotonic() - self.checked_at < CHECK_SECONDS:
             return
         if not self._raylet_lives():
             raise WorkerError(
@@ -46,30 +47,30 @@ class RayWatch:
                 f"{self.logs} may say why), and its workers with it; see to it and run the same command again to go on"
             )
         host, _, port = self.head.rpartition(":")
-        self._account(fault_at(host.strip("[]"), int(port)))
-        self.looked_at = time.monotonic()
+        self._note_head(fault_at(host.strip("[]"), int(port)))
+        self.checked_at = time.monotonic()
 
     def close(self) -> None:
-        """Ends its connection."""
-        if self.line is not None:
-            self.line.close()
-            self.line = None
+        """Close the connection to the raylet."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
 
     def _raylet_lives(self) -> bool:
-        if self.line is not None and _is_open(self.line):
+        if self.connection is not None and _is_open(self.connection):
             return True
         self.close()
-        self.line = socket.socket(socket.AF_UNIX)
-        self.line.settimeout(ANSWER_SECONDS)
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.settimeout(ANSWER_SECONDS)
         try:
-            self.line.connect(self.raylet)
-        except OSError as error:  # a busy one lives
+            self.connection.connect(self.raylet)
+        except OSError as error:  # a busy raylet is alive
             self.close()
             return error.errno not in GONE
-        self.line.setblocking(False)
+        self.connection.setblocking(False)
         return True
 
-    def _account(self, fault: OSError | None) -> None:
+    def _note_head(self, fault: OSError | None) -> None:
         if fault is None:
             if not self.is_answering:
                 self.note(f"Ray's head at {self.head} answers again")
@@ -89,23 +90,24 @@ class RayWatch:
         self.is_answering = False
 
 
-def _is_open(line: socket.socket) -> bool:
-    """Whether the other side has not hung up."""
+def _is_open(connection: socket.socket) -> bool:
+    """Return True unless the other side has closed the connection."""
     try:
-        return line.recv(1, socket.MSG_PEEK) != b""
+        return connection.recv(1, socket.MSG_PEEK) != b""
     except OSError as error:
         return isinstance(error, BlockingIOError)
 
 
 def fault_at(host: str, port: int) -> OSError | None:
-    """Why there is no gRPC server, as Ray's is one: it answers the preface of HTTP/2 with its settings at once.
+    """Return why no gRPC server, such as Ray's, answers at an address; None if one does.
 
-    Ray's own client would not do: where nothing answers, it aborts the process that ends meanwhile.
+    The server must answer the preface of HTTP/2 with its settings. Ray's own client is no alternative: if nothing
+    answers, and the process ends meanwhile, the client aborts it.
     """
     try:
         with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return None  # speaks only to those who have a certificate
+                return None  # the server answers only clients with a certificate
             connection.sendall(HTTP2_PREFACE + HTTP2_SETTINGS)
             answer = connection.recv(len(HTTP2_SETTINGS))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A process's memory: its peak, and a C allocator told that large tensors come and go with every layer."""
+"""Memory of a process: its peak, and settings of the C allocator for large tensors that live for one layer."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _LIBRARY = ctypes.CDLL(None)
 
 
 def map_large_tensors() -> None:
-    """From 4 MiB, a tensor gets pages of its own, which go back to the system with it. For this process, once, early.
+    """Give tensors of 4 MiB and more pages of their own, which return to the system when the tensor is freed.
 
-    glibc otherwise raises that limit up to 32 MiB as tensors are freed: layers read ahead and temporaries then share
-    heaps, and the holes between them grow with every layer (`tools/benchmarks/memory_over_layers.py`). From 1 MiB on,
-    fresh pages would take a sixth of a forward pass. Where the system grants huge pages on request, torch asks for
-    them. Does nothing to another C library.
+    Call it once, early in the process. Otherwise glibc raises this limit up to 32 MiB as tensors are freed. Layers that
+    are read ahead then share heaps with temporaries, and heap fragmentation grows with every layer
+    (`tools/benchmarks/memory_over_layers.py`). With a limit of 1 MiB, fresh pages would take a sixth of a forward pass.
+    torch requests huge pages where the system grants them. Other C libraries are left as they are.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch at the first large tensor
     mallopt = getattr(_LIBRARY, "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, MAPPED_BYTES)
-        mallopt(TRIM_THRESHOLD, TRIMMED_BYTES)  # setting the other alone leaves this at 128 KiB: a heap that pumps
+        mallopt(TRIM_THRESHOLD, TRIMMED_BYTES)  # else 128 KiB, and the heap would grow and shrink all the time
 
 
 def return_freed_pages() -> None:
-    """Gives the holes in the heap back to the system; a few milliseconds. For when a layer has gone."""
+    """Return free pages of the heap to the system, after a layer is freed. Takes a few milliseconds."""
     trim = getattr(_LIBRARY, "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process since its program was started.
+    """Return the peak resident memory of this process since its program started.
 
-    Not ru_maxrss where it can be helped: Linux hands that down from the parent, whatever it was.
+    On Linux this is not ru_maxrss, because a child inherits that from its parent.
     """
     status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return 1024 * (int(found.group(1)) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * (int(peak.group(1)) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -1,4 +1,4 @@
-"""Ray's memory monitor ends workers, also for what other processes hold: whose fault it was, and how long to wait."""
+"""Handles kills by Ray's memory monitor: tells whose memory caused one, and how long to wait before a restart."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def others_hold_most(message: str) -> bool:
-    """Whether the worker that was ended held less than half of what was in use on its node, as Ray's message says."""
+    """Return True if, by Ray's message, the killed worker held less than half of the memory in use on its node."""
     used = re.search(rf"was {SIZE} used /", message)
     selected = message.partition("Selected to kill")[2]
-    own = max((_bytes(*found) for found in re.findall(rf"actual memory used={SIZE}", selected)), default=0.0)
+    own = max((_bytes(*size) for size in re.findall(rf"actual memory used={SIZE}", selected)), default=0.0)
     return used is None or own < _bytes(*used.groups()) / 2
 
 
@@ -23,29 +23,29 @@ def _bytes(number: str, unit: str) -> float:
 
 
 class Pause:
-    """No worker is started while it lasts: twice as long each time, until a unit is done."""
+    """Pauses the start of workers; each pause is twice as long as the last, until a unit succeeds."""
 
     def __init__(self, first_s: float, limit_s: float) -> None:
-        """`limit_s`: for so long may pause follow pause."""
+        """`first_s`: length of the first pause; `limit_s`: longest time of pauses without a successful unit between."""
         self.first_s = first_s
         self.limit_s = limit_s
         self.since: float | None = None
         self.seconds = self.until = 0.0
 
     def begin(self) -> bool:
-        """Starts the next one, unless one lasts. Returns whether the limit is reached."""
+        """Start the next pause unless one is active. Return True if the limit is reached."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
-        if not self.lasts():
+        if not self.is_active():
             self.seconds = min(2 * self.seconds or self.first_s, LONGEST_PAUSE_SECONDS)
             self.until = now + self.seconds
         return now - self.since >= self.limit_s
 
-    def lasts(self) -> bool:
-        """Whether it is too early to start a worker."""
+    def is_active(self) -> bool:
+        """Return True while no worker may be started."""
         return time.monotonic() < self.until
 
     def end(self) -> None:
-        """Memory was enough for a unit."""
+        """Reset: a unit has succeeded."""
         self.since = None
         self.seconds = self.until = 0.0

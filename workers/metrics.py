@@ -1,8 +1,8 @@
-"""What Prometheus is told of a job, through Ray's metrics: the names, and who counts what.
+"""Metrics of a job for Prometheus, through Ray: their names, and the counters of workers and of the pool.
 
-Ray puts `ray_` before each name and exports them, with its own, on the metrics port of every node. Workers count what
-they did; the pool, in the driver's process, counts workers and what went wrong with them. `run` is the name of the run
-directory: `job` is a label of Prometheus' own.
+Ray puts `ray_` before each name and exports them, with its own, on the metrics port of every node. Workers count their
+units. The pool, in the driver's process, counts workers and their failures. The label `run` is the name of the run
+directory, because Prometheus has a label `job` of its own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import psutil
 
 from pipeline.units.units import ShardDone, Unit
 from workers.config import WorkerConfig
-from workers.trace import unit_kind
+from workers.outcomes import Outcome, unit_kind
 
 UNIT_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A name as Ray is given it; a counter's ends in `_total`. `tags` are those beside `run`."""
+    """A metric: its name for Ray, which for a counter ends in `_total`, and its tags besides `run`."""
 
     name: str
     kind: Literal["Counter", "Gauge", "Histogram"]
@@ -51,8 +51,8 @@ OF_WORKERS = (UNITS, ERRORS, SECONDS, COMPUTE, TOKENS, READ, WRITTEN, PEAK)
 OF_THE_POOL = (WORKERS, WAITING, LONGEST, DEATHS, RETRIES, PHASE_SECONDS, PHASE_DONE)
 
 
-class Maker(Protocol):
-    """`ray.util.metrics`, which only files that import Ray have."""
+class MetricsModule(Protocol):
+    """The module `ray.util.metrics`; only files that import Ray can pass it."""
 
     Counter: Any
     Gauge: Any
@@ -62,33 +62,33 @@ class Maker(Protocol):
 class Meters:
     """Some metrics of one run in one process."""
 
-    def __init__(self, maker: Maker, metrics: tuple[Metric, ...], run: str) -> None:
-        self.made = {metric: _make(maker, metric, run) for metric in metrics}
+    def __init__(self, module: MetricsModule, metrics: tuple[Metric, ...], run: str) -> None:
+        self.by_metric = {metric: _create(module, metric, run) for metric in metrics}
 
     def add(self, metric: Metric, amount: float = 1.0, **tags: str) -> None:
-        """Counts."""
+        """Increase a counter."""
         if amount > 0:
-            self.made[metric].inc(amount, tags)
+            self.by_metric[metric].inc(amount, tags)
 
     def set(self, metric: Metric, value: float, **tags: str) -> None:
-        """Says how much there is now."""
-        self.made[metric].set(value, tags)
+        """Set a gauge."""
+        self.by_metric[metric].set(value, tags)
 
     def observe(self, metric: Metric, value: float, **tags: str) -> None:
-        """Adds to a histogram."""
-        self.made[metric].observe(value, tags)
+        """Add a value to a histogram."""
+        self.by_metric[metric].observe(value, tags)
 
 
 class WorkerMeters(Meters):
-    """What a worker counts after each unit."""
+    """Metrics that a worker updates after each unit."""
 
-    def __init__(self, maker: Maker, run: str) -> None:
-        super().__init__(maker, OF_WORKERS, run)
+    def __init__(self, module: MetricsModule, run: str) -> None:
+        super().__init__(module, OF_WORKERS, run)
         self.process = psutil.Process()
-        self.moved = self._moved()
+        self.io_bytes = self._io_bytes()
 
-    def unit_done(self, unit: Unit, outcome: Any) -> None:
-        """`outcome` is the `Outcome` of the unit."""
+    def unit_done(self, unit: Unit, outcome: Outcome) -> None:
+        """Count a unit that has finished."""
         kind = unit_kind(unit)
         self.add(UNITS, kind=kind)
         self.add(ERRORS, float(outcome.error is not None), kind=kind)
@@ -96,13 +96,13 @@ class WorkerMeters(Meters):
         self.add(COMPUTE, outcome.compute_seconds, kind=kind)
         if isinstance(outcome.result, ShardDone):
             self.add(TOKENS, outcome.result.tokens, kind=kind)
-        before, self.moved = self.moved, self._moved()
-        self.add(READ, self.moved[0] - before[0])
-        self.add(WRITTEN, self.moved[1] - before[1])
+        before, self.io_bytes = self.io_bytes, self._io_bytes()
+        self.add(READ, self.io_bytes[0] - before[0])
+        self.add(WRITTEN, self.io_bytes[1] - before[1])
         self.set(PEAK, outcome.peak_bytes)
 
-    def _moved(self) -> tuple[int, int]:
-        """Bytes read and written so far; only Linux counts them."""
+    def _io_bytes(self) -> tuple[int, int]:
+        """Return the bytes that this process has read and written; only Linux counts them."""
         if not psutil.LINUX:
             return 0, 0
         counters = self.process.io_counters()
@@ -110,41 +110,41 @@ class WorkerMeters(Meters):
 
 
 class PoolMeters(Meters):
-    """What the pool counts."""
+    """Metrics that the pool updates in the driver's process."""
 
-    def __init__(self, maker: Maker, run: str) -> None:
-        super().__init__(maker, OF_THE_POOL, run)
-        self.told_at = time.monotonic()
+    def __init__(self, module: MetricsModule, run: str) -> None:
+        super().__init__(module, OF_THE_POOL, run)
+        self.updated_at = time.monotonic()
 
     def worker_died(self, units_in_hand: int) -> None:
-        """With so many units, which are done again."""
+        """Count a dead worker and the units that run again."""
         self.add(DEATHS)
         self.add(RETRIES, units_in_hand)
 
-    def state(self, ready: int, wanted: int, waiting: int, longest_s: float) -> None:
-        """How many workers and units there are; how long the oldest of those in hand has been so."""
+    def state(self, ready: int, target: int, waiting: int, longest_s: float) -> None:
+        """Set the numbers of workers and waiting units, and the age of the unit that has run longest."""
         self.set(WORKERS, ready, state="ready")
-        self.set(WORKERS, wanted, state="wanted")
+        self.set(WORKERS, target, state="wanted")
         self.set(WAITING, waiting)
         self.set(LONGEST, longest_s)
 
-    def progress(self, phase: str, done: int, units: int) -> None:
-        """How far a phase is; the time since the last word counts as spent in it."""
-        before, self.told_at = self.told_at, time.monotonic()
-        self.add(PHASE_SECONDS, self.told_at - before, phase=phase)
-        self.set(PHASE_DONE, done / units if units else 0.0, phase=phase)
+    def progress(self, phase: str, finished: int, units: int) -> None:
+        """Set a phase's progress, and add the time since the last call to the phase."""
+        before, self.updated_at = self.updated_at, time.monotonic()
+        self.add(PHASE_SECONDS, self.updated_at - before, phase=phase)
+        self.set(PHASE_DONE, finished / units if units else 0.0, phase=phase)
 
 
-def _make(maker: Maker, metric: Metric, run: str) -> Any:
+def _create(module: MetricsModule, metric: Metric, run: str) -> Any:
     tags = ("run", *metric.tags)
     if metric.kind == "Histogram":
-        made = maker.Histogram(metric.name, metric.description, UNIT_SECONDS, tags)
+        metric_object = module.Histogram(metric.name, metric.description, UNIT_SECONDS, tags)
     else:
-        made = getattr(maker, metric.kind)(metric.name, metric.description, tags)
-    return made.set_default_tags({"run": run})
+        metric_object = getattr(module, metric.kind)(metric.name, metric.description, tags)
+    return metric_object.set_default_tags({"run": run})
 
 
 def run_name(setup: WorkerConfig) -> str:
-    """What the metrics and Ray's dashboard call a job: its run directory's name, as Ray takes it, which is in ASCII."""
+    """Return a job's name in metrics and Ray's dashboard: that of its run directory, in ASCII as Ray requires."""
     name = Path(setup.manifest.run_dir).name if setup.manifest else "evaluation"
     return "".join(letter if letter.isascii() else quote(letter) for letter in name)

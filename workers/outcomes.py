@@ -1,4 +1,4 @@
-"""Does one unit on a worker: its result or the error for the user, the time and the memory that it took."""
+"""Runs one unit on a worker and reports its outcome: a result or an error for the user, the time and the memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from manifests.errors import LaminaError, WorkerError
-from pipeline.units.units import BesideUnit, ShardUnit, Unit
+from pipeline.units.units import BesideUnit, ShardDone, ShardUnit, Unit
 from workers.memory import peak_bytes
-from workers.trace import unit_kind, unit_line
 
 if TYPE_CHECKING:
     from workers.worker import Worker
@@ -20,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a unit: a result, or the error that a user should see; and what it took."""
+    """A unit's result or error, with its cost.
+
+    `compute_seconds`: time inside products and decompositions. `peak_bytes`: the worker's largest memory so far.
+    """
 
     result: Any
     error: LaminaError | None
@@ -30,9 +32,9 @@ class Outcome:
 
 
 def do_unit(worker: Worker, unit: Unit) -> Outcome:
-    """Does one unit. Errors for users are part of the outcome; all others are raised."""
+    """Run one unit. Errors for users become part of the outcome; all others are raised."""
     started = time.perf_counter()
-    computed = worker.compute_seconds
+    compute_before = worker.compute_seconds
     result, error = None, None
     try:
         result = worker.execute(unit)
@@ -41,12 +43,12 @@ def do_unit(worker: Worker, unit: Unit) -> Outcome:
     except torch.OutOfMemoryError as raised:
         error = WorkerError(f"{unit.key}: out of GPU memory; {memory_advice(unit)} ({raised})")
     seconds = time.perf_counter() - started
-    computing = 0.0 if isinstance(unit, BesideUnit) else worker.compute_seconds - computed
-    return Outcome(result, error, seconds, computing, peak_bytes())
+    compute_seconds = 0.0 if isinstance(unit, BesideUnit) else worker.compute_seconds - compute_before
+    return Outcome(result, error, seconds, compute_seconds, peak_bytes())
 
 
 def memory_advice(unit: Unit) -> str:
-    """What a unit that does not fit on the GPU is helped by."""
+    """Return what to change if a unit does not fit on the GPU."""
     if isinstance(unit, ShardUnit):
         return "lower calibration.micro_batch"
     return (
@@ -55,13 +57,26 @@ def memory_advice(unit: Unit) -> str:
     )
 
 
+def result_of(unit: Unit, outcome: Outcome) -> Any:
+    """Return the result of a unit, or raise its error, which then names the unit."""
+    if outcome.error is not None:
+        outcome.error.unit = unit.key
+        raise outcome.error
+    return outcome.result
+
+
+def unit_kind(unit: Unit) -> str:
+    """Return the kind of a unit as logs, metrics and the summary name it: forward, reduce, solve, …"""
+    return type(unit).__name__.lower()
+
+
 class UnitAccounts:
-    """A pool's account of its units.
+    """Adds up what a pool's units cost.
 
     Attributes:
-        seconds: kind of unit -> [units, seconds, of these in products and decompositions].
+        seconds: kind of unit -> [units, seconds, seconds inside products and decompositions].
         peak_bytes: worker -> its largest memory.
-        trace: takes a line for each unit that is done.
+        trace: called with the log line of each finished unit.
     """
 
     def __init__(self) -> None:
@@ -70,17 +85,26 @@ class UnitAccounts:
         self.trace: Callable[[dict[str, Any]], None] = lambda _: None
 
     def account(self, worker: str, unit: Unit, outcome: Outcome) -> None:
-        """Enters a unit that is done."""
-        spent = self.seconds.setdefault(unit_kind(unit), [0, 0.0, 0.0])
+        """Add a finished unit."""
+        totals = self.seconds.setdefault(unit_kind(unit), [0, 0.0, 0.0])
         for position, amount in enumerate((1, outcome.seconds, outcome.compute_seconds)):
-            spent[position] += amount
+            totals[position] += amount
         self.peak_bytes[worker] = outcome.peak_bytes
-        self.trace(unit_line(unit, outcome, worker))
+        self.trace(_log_line(worker, unit, outcome))
 
 
-def result_of(unit: Unit, outcome: Outcome) -> Any:
-    """The result of a unit. Raises its error, which then names the unit."""
-    if outcome.error is not None:
-        outcome.error.unit = unit.key
-        raise outcome.error
-    return outcome.result
+def _log_line(worker: str, unit: Unit, outcome: Outcome) -> dict[str, Any]:
+    """Return the line of the log of units for a unit that has just finished."""
+    return {
+        "unit": unit.key,
+        "kind": unit_kind(unit),
+        "layer": getattr(getattr(unit, "task", unit), "layer", None),
+        "shard": getattr(unit, "shard", None),
+        "worker": worker,
+        "ended": time.time(),
+        "seconds": outcome.seconds,
+        "compute_seconds": outcome.compute_seconds,
+        "peak_bytes": outcome.peak_bytes,
+        "tokens": outcome.result.tokens if isinstance(outcome.result, ShardDone) else 0,
+        "error": str(outcome.error) if outcome.error is not None else None,
+    }

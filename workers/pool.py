@@ -38,11 +38,10 @@ from workers.failures import START, Failures, failure_key
 from workers.hardware import differing, software_versions, thread_fault
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
-from workers.outcomes import Outcome, UnitAccounts, result_of
+from workers.outcomes import Outcome, UnitAccounts, result_of, unit_kind
 from workers.placement import Held, choose, held
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
-from workers.trace import unit_kind
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed
@@ -200,7 +199,7 @@ class RayPool(UnitAccounts):
             ray.kill(member.actor)
         self.members = []
         self.wanted = 0
-        self.deaths.tell({}, now=True)
+        self.deaths.report({}, now=True)
         self.watch.close()
 
     # -- members -----------------------------------------------------------------------------------------------------
@@ -239,13 +238,13 @@ class RayPool(UnitAccounts):
         for member in [m for m in self.members if m.leaving and not m.running and not m.sums]:
             self.members.remove(member)
             ray.kill(member.actor)
-        if not self.pause.lasts():
+        if not self.pause.is_active():
             self.members += [self._start() for _ in range(self.wanted - len(staying))]
 
     def _step(self, timeout_s: float) -> None:
         """Takes in whatever is ready: new members, finished units, deaths. Raises WorkerError when Ray has ended."""
         self.watch.check()
-        self.deaths.tell(Counter(str(member.where.get("node")) for member in self._ready()))
+        self.deaths.report(Counter(str(member.where.get("node")) for member in self._ready()))
         self._fit()
         self.meters.state(self.size, self.wanted, len(self.waiting), self._longest_s())
         owners = {ref: member for member in self.members for ref in member.running}

@@ -1,4 +1,4 @@
-"""Workers for one stage of a job, ended with it."""
+"""Opens a pool of workers for one stage of a job."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def worker_pool(
     setup: WorkerConfig, workers: Workers, stop: threading.Event, say: Callable[..., None], in_process: bool
 ) -> Iterator[RayPool | InProcessPool]:
-    """Opens a pool of as many workers as are wanted and have something to do, or of one in this process.
+    """Open a pool of Ray workers, or of one worker in this process, and close it at the end.
 
-    `say`: prints a line, at a level of `logging`. Raises WorkerError when the workers cannot start.
+    `say`: prints a line at a level of `logging`. Raises WorkerError if the workers cannot start.
     """
     if workers.max > setup.shards:
         say(
@@ -41,5 +41,5 @@ def _pool_class(in_process: bool) -> type[RayPool | InProcessPool]:
     if in_process:
         return InProcessPool
     with quick_imports():
-        from workers.pool import RayPool  # and Ray, which --in-process does without
+        from workers.pool import RayPool  # imports Ray, which --in-process does not need
     return RayPool

@@ -1,4 +1,4 @@
-"""When there are fewer workers than a job needs to go on: it is said now and then, and ends when it will stay so."""
+"""Reports that a job has fewer workers than it needs, and ends the job if no more can start."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Callable
 
 from manifests.errors import WorkerError
 
-WARNING_SECONDS = 50.0  # from the start of a shortage, and between one line and the next
+WARNING_SECONDS = 50.0  # before the first line about a shortage, and between lines
 
 
 class Shortage:
-    """One watch over the number of ready workers; it begins anew whenever there were enough."""
+    """Measures how long too few workers have been ready."""
 
     def __init__(self, limit_s: float, note: Callable[[str], None]) -> None:
-        """`limit_s`: how long to wait for what no node has and nobody adds (`workers.start_timeout_s`)."""
+        """`limit_s`: how long to wait for resources that the cluster lacks (`workers.start_timeout_s`)."""
         self.limit_s = limit_s
         self.note = note
         self.since: float | None = None
         self.warned_at = 0.0
 
     def watch(self, ready: int, needed: int, never: Callable[[], str | None], cluster: Callable[[], str]) -> None:
-        """Takes in how many are ready. `never`: why no worker will come, if so; `cluster`: what there is, in words.
+        """Compare how many workers are ready with how many are needed.
 
-        Raises WorkerError when none will come, after `limit_s`.
+        `never`: returns why no worker can start, or None; `cluster`: describes the cluster's resources.
+        Raises WorkerError after `limit_s` if no worker can start.
         """
         now = time.monotonic()
         if ready >= needed:

@@ -57,7 +57,7 @@ from workers.block import Block, Tap
 from workers.comparing import compare_some
 from workers.config import WorkerConfig
 from workers.copies import Copies, HiddenReader
-from workers.curves import made_of_curve
+from workers.curves import curve_result
 from workers.device_settings import device_room, tensor_cores
 from workers.embedding_and_head import embedding, tapped
 from workers.hidden import HiddenStates, HiddenWriter
@@ -302,7 +302,7 @@ class Worker:
     def _curve(self, unit: CurveUnit) -> Any:
         (method, quantize), weights = self.methods[unit.task.method], self._group_weights(unit.task)
         with self._computing(), tensor_cores(self.setup.dtype):
-            return made_of_curve(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
+            return curve_result(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed], told: str = "") -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients; and what their curve told."""

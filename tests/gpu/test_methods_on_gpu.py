@@ -22,7 +22,7 @@ from tests.emulated_device import EmulatedDevice
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import make_statistics
 from tests.methods.test_by_loss import manifest, problem
-from workers.curves import made_of_curve
+from workers.curves import curve_result
 from workers.solving import solve_group
 
 pytestmark = pytest.mark.gpu
@@ -81,12 +81,12 @@ def made_of(
 ) -> dict[str, Any]:
     """The losses of the curve, and of a point in the middle what it is solved to: as it is, and rounded."""
     geometry, made = where.layers[0], dict[str, Any]()
-    curve = made_of_curve(Predict(task, {}), method, None, geometry, weights, lambda _: statistics)
+    curve = curve_result(Predict(task, {}), method, None, geometry, weights, lambda _: statistics)
     points = from_columns(curve)
     made |= {f"loss {number}": point.loss for number, point in enumerate(points)}
     if isinstance(method, LossAwareMethod) and task.name != "mlp":
         auto = Quantize(bits="auto", group=32)
-        rounded = made_of_curve(Predict(task, {}), method, auto, geometry, weights, lambda _: statistics)
+        rounded = curve_result(Predict(task, {}), method, auto, geometry, weights, lambda _: statistics)
         made |= {f"loss rounded {number}": point.loss for number, point in enumerate(from_columns(rounded))}
     for quantize in (None, Quantize(bits=4, group=None)):
         factors, solution, _ = solve_group(

@@ -16,7 +16,7 @@ from pipeline.methods.method import Statistics, Task
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from tests.families.geometries import llama, other
 from tests.methods.loss_aware_weights import make_statistics, make_weights
-from workers.curves import made_of_curve
+from workers.curves import curve_result
 
 
 class _Making:
@@ -31,7 +31,7 @@ class _Making:
 
     def do(self, unit: CurveUnit) -> object:
         weights = make_weights(self.where, self.task.roles)
-        made = made_of_curve(
+        made = curve_result(
             unit, self.method, self.quantize, self.where.layers[0], weights, lambda _: self._statistics()
         )
         return made if isinstance(made, Curve) else json.loads(json.dumps(made))

@@ -19,7 +19,7 @@ from workers.liveness import RayWatch
 
 @pytest.fixture(autouse=True)
 def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(liveness, "CHECK_SECONDS", 0.0)
 
 
 @contextlib.contextmanager
