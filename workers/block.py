@@ -33,9 +33,11 @@ class StopForward(Exception):
 class Block:
     """A layer of the model, dense or compressed: what its forms in the config say."""
 
-    def __init__(self, config: LayersConfig, layer: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, config: LayersConfig, geometry: LayerGeometry, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
         """`tensors`: by names relative to the layer, already in the forward's dtype."""
-        self.layer = layer
+        self.layer, self.geometry = geometry.index, geometry
         self.config = config
         self.device = device
         with torch.device("meta"):

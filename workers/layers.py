@@ -105,21 +105,24 @@ class LayerReader:
         if staged is not None:
             return self._factored_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
         rounded = rounded_modules(self.setup.config, packed_modules(tensors))
-        return Block(self.config, layer, self._relative(layer, tensors, rounded), self.device)
+        return self._block(self.config, layer, tensors, rounded)
 
     def _factored_block(
         self, layer: int, forms: dict[str, Any], rounded: Mapping[str, Scheme], tensors: Mapping[str, Tensor]
     ) -> Block:
         config = copy.copy(self.config)
         config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
-        return Block(config, layer, self._relative(layer, tensors, rounded), self.device)
+        return self._block(config, layer, tensors, rounded)
 
-    def _relative(self, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
-        """Return tensors by their names inside the layer; rounded weights are dequantized in the forward's dtype, as in
-        transformers."""
-        prefix = self.setup.geometry.layers[layer].prefix
+    def _block(
+        self, config: LayersConfig, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]
+    ) -> Block:
+        """Build a block. Rounded weights are dequantized in the forward's dtype, as in transformers."""
+        geometry = self.setup.geometry.layers[layer]
+        prefix = geometry.prefix
         converted = {name: self._converted(tensor) for name, tensor in tensors.items() if name.startswith(prefix)}
-        return {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
+        relative = {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
+        return Block(config, geometry, relative, self.device)
 
     def _converted(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device in the forward's dtype; indices keep theirs."""
@@ -216,7 +219,7 @@ class LayerReader:
             return {name: self.copies.bring(tensor) for name, tensor in read(names).items()}
 
         threads = self.setup.threads
-        parts = side_by_side(fetch, filter(None, _balanced_parts(sizes, threads)), threads)
+        parts = parallel_map(fetch, filter(None, _balanced_parts(sizes, threads)), threads)
         return {name: tensor for part in parts for name, tensor in part.items()}
 
     def _arrived(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

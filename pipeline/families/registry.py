@@ -25,7 +25,7 @@ from pipeline.families.config_fields import (
     own_name,
     refuse_other_values,
 )
-from pipeline.families.family import Family, Geometry, LayerGeometry
+from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gptj)
