@@ -68,7 +68,7 @@ LAYERS = {  # the longest name that fits a module is its layer
         ("manifests", "lamina.processor_lamina", *_rooms("kernels", "families", "methods", "units", "driver"))
     ),
     "workers": Layer(("manifests", "stores", "lamina", *MODELS, *_rooms("units", "cost_model")), never=frozenset()),
-    "pipeline.inputs": Layer(("manifests", "stores", "workers", "lamina", *MODELS, *_rooms("units", "cost_model"))),
+    "pipeline.inputs": Layer(("manifests", "stores", "workers", "lamina", *MODELS, *WORK)),
     "pipeline.console": Layer(("manifests", "stores", "pipeline.units")),
     "pipeline.evaluation": Layer(
         ("manifests", "stores", "workers", "lamina", *_rooms("families", "units", "driver", "inputs", "console"))

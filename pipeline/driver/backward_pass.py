@@ -1,4 +1,4 @@
-"""The backward pass: the layers in reverse, each from what the dense pass stored of its inputs.
+"""The backward pass: the layers in reverse, each from its inputs as the dense pass stored them.
 
 docs/methods.md#gradient-moments.
 
@@ -33,7 +33,7 @@ class GradientPass:
         self.reductions = Reductions(session)
 
     def run(self) -> TaskStream[None]:
-        """Runs the pass from where the journal says it was left."""
+        """Runs the pass, from the last committed gradients."""
         pending = self._pending()
         if not pending:
             return
@@ -42,9 +42,8 @@ class GradientPass:
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
-            wanted = layer_gradients(self.job.tasks, layer)
             units = partial(self._units, layer, emit=emit, store=store)
-            yield from in_flight.run(layer, wanted, units, stores=store)
+            yield from in_flight.run(layer, layer_gradients(self.job.tasks, layer), units, stores=store)
         yield from in_flight.finish()
         self.session.cleaner.retain_activations(())
 
@@ -63,30 +62,27 @@ class GradientPass:
         return (*activations, *self.stored_inputs(range(first, layer))) if passed else None
 
     def span(self) -> range:
-        """The layers whose inputs the pass has yet to read; empty when it is done or not needed."""
+        """Returns the layers whose inputs the pass has yet to read; none when it is done or not needed."""
         pending = self._pending()
         return range(pending[0], self._base(pending[-1])) if pending else range(0)
 
     def stored_inputs(self, layers: range) -> list[ArrayRecord]:
-        """Records of the stored inputs of some layers, as far as the dense pass has entered them."""
+        """Returns the records of the stored inputs of some layers, as far as the dense pass has entered them."""
         entries = [self.session.journal.get(dense_key(layer)) for layer in layers]
         return [record for entry in entries if entry for record in entry.inputs or () if record]
 
     def _pending(self) -> list[int]:
-        """The layers that the pass has yet to enter, ascending."""
-        return [layer for layer in self.job.gradient_layers() if not self._is_done(layer)]
+        """Returns the layers that the pass has yet to enter, ascending."""
+        return [layer for layer in self.job.gradient_layers() if not self._is_entered(layer)]
 
-    def _is_done(self, layer: int) -> bool:
+    def _is_entered(self, layer: int) -> bool:
         entry = self.session.journal.get(gradient_key(layer))
-        wanted = layer_gradients(self.job.tasks, layer)
-        return entry is not None and all(moment.key in entry.statistics for moment in wanted)
-
-    def _inputs(self, layer: int) -> Sequence[ArrayRecord | None]:
-        """Records of the stored inputs of a layer, by calibration shard."""
-        return self.session.entry(dense_key(layer)).inputs or ()
+        moments = layer_gradients(self.job.tasks, layer)
+        return entry is not None and all(moment.key in entry.statistics for moment in moments)
 
     def _base(self, layer: int) -> int:
-        """The nearest layer above `layer` with committed gradients at its inputs; one past the last: the head."""
+        """Returns the nearest layer above `layer` with committed gradients at its inputs; one past the last layer: the
+        head."""
         if self.job.gradient == "local":
             return layer + 1
         above = range(layer + 1, self.job.num_layers)
@@ -97,11 +93,11 @@ class GradientPass:
         return entry.activations if entry else None
 
     def _units(self, layer: int, *, emit: bool, store: bool) -> list[Backward]:
-        """The units that take all shards with gradient samples back through a layer, in shard order, from the gradients
-        that are committed by now."""
+        """Returns the units that take all shards with gradient samples back through a layer, in shard order, from the
+        gradients that are committed now."""
         base = self._base(layer)
         gradients = self._gradients(base) if self.job.gradient == "model" else None
-        inputs = [self._inputs(above) for above in range(layer, base)]
+        inputs = [self.session.entry(dense_key(above)).inputs or () for above in range(layer, base)]
         return [
             Backward(
                 layer=layer,

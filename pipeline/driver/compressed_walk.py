@@ -1,7 +1,7 @@
-"""The walk of `propagate: compressed`: statistics of each layer are taken behind the compressed ones before it.
+"""The walk of `propagate: compressed`: statistics of each layer are taken behind the compressed layers before it.
 
-A layer's outputs are made from its factors in memory while these are written. Order of durability: a layer's
-statistics are entered before it, and it is entered before the hidden states that leave it.
+A layer's outputs are computed from its factors in memory while these are written. Order of durability: a layer's
+statistics are entered before the layer, and the layer before its outputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.units.units import Solve, SolveDone, Unwritten, Write
 
 
 class _Onward(NamedTuple):
-    """Computes a layer's outputs; `solves`: keys of the units whose factors it uses."""
+    """A task that computes a layer's outputs; `solves`: keys of the units whose factors it uses."""
 
     task: Task[list[Any]] | None
     solves: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class CompressedWalk:
         self.forwards = ForwardPass(job, session.journal)
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Runs the walk from where the journal says it was left."""
+        """Runs the walk, from the last committed hidden states."""
         journal = self.session.journal
         pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(journal, layer)]
         if not pending:
@@ -68,15 +68,15 @@ class CompressedWalk:
                 del onward  # it holds handles of the layer's factors, which must go before the next moments
 
     def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Onward]:
-        """Takes a layer's moments and compresses it from these; they are stored meanwhile, if they are to outlive it.
+        """Takes a layer's moments and compresses it from these. They are stored meanwhile, if they are to be kept.
 
-        `emit`: its outputs are started.
+        `emit`: starts to compute its outputs.
         """
         moments, gradients = layer_moments(self.job.tasks, layer), self.gradient_statistics(layer)
         entered = self.session.journal.get(statistics_key(layer))
         if entered is not None or not moments:
-            known = entered.statistics if entered else {}
-            return (yield from self._solve(layer, base, {**known, **gradients}, ranks, None, emit))
+            moments_entered = entered.statistics if entered else {}
+            return (yield from self._solve(layer, base, {**moments_entered, **gradients}, ranks, None, emit))
         units = self.forwards.units("compressed", layer, None, moments, base, emit=False)
         result = yield from self.reductions.run(moments, units, self.job.keep_statistics)
         summed = yield from self.reductions.summed(result)
@@ -92,7 +92,8 @@ class CompressedWalk:
         result: PassResult | None,
         emit: bool,
     ) -> TaskStream[_Onward]:
-        """Solves every group of a layer, then writes and enters it; before that, the moments of `result`, if kept."""
+        """Solves every group of a layer, then writes and enters it. Moments of `result` that are kept are entered
+        first."""
         solves = solve_units(self.job.tasks, layer, statistics, ranks)
         writes = partial(write_units, layer, solves)
         solutions: list[SolveDone] = yield solves
@@ -116,19 +117,19 @@ class CompressedWalk:
         return _Onward(self.session.scheduler.spawn(batch(units)), frozenset(solve.key for solve in solves))
 
     def _propagate(self, layer: int, base: int, onward: _Onward) -> TaskStream[int]:
-        """Waits for a layer's outputs, and commits them where they are due. Returns the last layer whose inputs are
+        """Waits for a layer's outputs, and commits them at a boundary. Returns the last layer whose inputs are
         committed."""
         try:
-            done = yield onward.task
+            results = yield onward.task
         except LostInputError as error:
             if onward.solves.isdisjoint(error.producers):
                 raise
             self.session.repairs.invalidate(error)
-            again = self._outputs(layer, base, staged_layer(self.session.journal, layer))  # it is written by now
-            done = yield again.task
+            again = self._outputs(layer, base, staged_layer(self.session.journal, layer))  # the layer is written by now
+            results = yield again.task
         if not self.job.is_boundary(layer + 1):
             return base
-        activations = tuple(result.activation for result in done)
+        activations = tuple(result.activation for result in results)
         self.session.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
         self.session.cleaner.retain_activations(activations)
         return layer + 1

@@ -1,10 +1,10 @@
-"""The walk of `correct: output`: every layer is solved in parts, against what the dense model has more at that place.
+"""The walk of `correct: output`: every layer is solved in parts, against the difference to the dense model's values.
 
 docs/methods.md#corrections.
 
-Both models' hidden states go through a layer side by side, once for each part: what the layer is by then is staged,
-its pairs are summed, and from these, which are stored nowhere, the groups that asked for them are solved. Only the
-finished layer is entered; an interruption costs the layer in hand.
+Hidden states of both models go through a layer side by side, once for each part. Each time a draft of the layer is
+staged, its pairs are summed, and from these sums, which are not stored, the groups that ask for them are solved. Only
+the finished layer is entered; an interruption costs the unfinished layer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from manifests.entries import ActivationsEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, StagedLayer
+from pipeline.driver.forward_pass import ForwardPass
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key
 from pipeline.driver.reduction import Reductions
@@ -24,7 +25,7 @@ from pipeline.driver.session import Session, write_unit
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
-from pipeline.units.units import Pair, Solve, SolveDone, Write
+from pipeline.units.units import Pair, Solve, SolveDone
 
 Solved = dict[Task, tuple[Solve, SolveDone]]
 
@@ -37,22 +38,23 @@ class CorrectedWalk:
         job: Job,
         session: Session,
         statistics_of: Callable[[Task], Mapping[Moment, ArrayRecord]],
-        told: Callable[[Task], str],
+        hint_of: Callable[[Task], str],
         retain_statistics: Callable[[], None],
     ) -> None:
         self.job = job
         self.session = session
         self.reductions = Reductions(session)
+        self.forwards = ForwardPass(job, session.journal)
         self.statistics_of = statistics_of
-        self.told = told
+        self.hint_of = hint_of
         self.retain_statistics = retain_statistics
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Runs the walk from where the journal says it was left."""
+        """Runs the walk, from the last committed hidden states."""
         pending = [layer for layer in layers_of(self.job.tasks) if staged_layer(self.session.journal, layer) is None]
         if not pending:
             return
-        base = next((layer for layer in range(pending[0], 0, -1) if self._activations(layer)), 0)
+        base = self.forwards.last_committed("compressed", pending[0])
         passes = max(map(len, self.job.points)) + 1
         self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
@@ -66,7 +68,7 @@ class CorrectedWalk:
         tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: Solved = {}
         uncorrected = [task for task in tasks if not task.corrections]
-        draft: StagedLayer | None = yield from self._drafted(layer, uncorrected, {}, ranks, solved)
+        draft: StagedLayer | None = yield from self._write_draft(layer, uncorrected, {}, ranks, solved)
         for step, point in enumerate(self.job.points[layer]):
             asking = {task: moment for task in tasks for moment in task.corrections if moment.point == point}
             if asking:
@@ -75,12 +77,11 @@ class CorrectedWalk:
                     result = yield from self.reductions.run(units[0].moments, units, store=False)
                     sums = yield from self.reductions.summed(result)
                 pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
-                drafted = yield from self._drafted(layer, list(asking), pairs, ranks, solved)
-                draft = drafted or draft
+                draft = yield from self._write_draft(layer, list(asking), pairs, ranks, solved)
         assert draft is not None, "a claimed layer has groups"
         self.session.enter_layer(layer, [solved[task] for task in tasks], draft)
 
-    def _drafted(
+    def _write_draft(
         self,
         layer: int,
         tasks: Sequence[Task],
@@ -88,31 +89,33 @@ class CorrectedWalk:
         ranks: RanksOf,
         solved: Solved,
     ) -> TaskStream[StagedLayer | None]:
-        """Solves some groups and writes a draft of the layer with them. Returns None if there are no groups."""
+        """Solves some groups, adds them to `solved`, and writes a draft of the layer with all of these. Returns None if
+        there are no groups."""
         if not tasks:
             return None
         units = []
         for task in tasks:
             statistics: dict[Moment, ArrayRecord | Summed] = {**self.statistics_of(task), **pairs.get(task, {})}
             before = solved[task][1].factors if task in solved else None
-            units.append(Solve(task, ranks[task.key], statistics, before, self.told(task)))
-        others = [found for task, found in solved.items() if task not in tasks]
+            units.append(Solve(task, ranks[task.key], statistics, before, self.hint_of(task)))
 
-        def by_task(solutions: Sequence[SolveDone]) -> Solved:
-            found = zip(tasks, units, solutions, strict=True)
-            return {
-                task: (unit, _joined(solved[task][1], done) if task in solved else done) for task, unit, done in found
+        def joined(solutions: Sequence[SolveDone]) -> Solved:
+            """Returns the groups that other steps have solved, then these."""
+            others = {task: solved[task] for task in solved if task not in tasks}
+            new = {
+                task: (unit, _joined(solved[task][1], solution) if task in solved else solution)
+                for task, unit, solution in zip(tasks, units, solutions, strict=True)
             }
-
-        def write(solutions: Sequence[SolveDone]) -> Write:
-            return write_unit(layer, [*others, *by_task(solutions).values()])
+            return others | new
 
         solutions: list[SolveDone] = yield units
-        (record,) = yield from self.session.build_on(solutions, units, lambda solutions: [write(solutions)])
-        solved.update(by_task(solutions))
-        every = (*others, *by_task(solutions).values())
-        rounded = {path: scheme for _, done in every for path, scheme in done.rounded.items()}
-        return StagedLayer(**dict(record), forms=write(solutions).forms, rounded=rounded)
+        (record,) = yield from self.session.build_on(
+            solutions, units, lambda solutions: [write_unit(layer, [*joined(solutions).values()])]
+        )
+        drafted = joined(solutions)
+        solved.update(drafted)
+        rounded = {path: scheme for _, solution in drafted.values() for path, scheme in solution.rounded.items()}
+        return StagedLayer(**dict(record), forms=write_unit(layer, [*drafted.values()]).forms, rounded=rounded)
 
     def _drop_drafts(self) -> None:
         """Drops the drafts and statistics of a layer that is entered."""
@@ -139,8 +142,8 @@ class CorrectedWalk:
         moments: tuple[Moment, ...] = (),
         emit: bool = False,
     ) -> list[Pair]:
-        """The units that take all shards through both layers, in shard order."""
-        activations = self._activations(base)
+        """Returns the units that take all shards through both layers, in shard order."""
+        activations = self.forwards.activations("compressed", base)
         replay = tuple(staged_layer(self.session.journal, before) for before in range(base, layer))
         return [
             Pair(
@@ -159,13 +162,9 @@ class CorrectedWalk:
             for shard in range(self.job.shards)
         ]
 
-    def _activations(self, layer: int) -> Sequence[ArrayRecord] | None:
-        entry = self.session.journal.get(activations_key(layer)) if layer else None
-        return entry.activations if entry else None
-
     @contextmanager
     def _redone(self, draft: StagedLayer | None) -> Iterator[None]:
-        """Treats a damaged draft as lost, so that the layer in hand is solved again."""
+        """Treats a damaged draft as lost, so that the layer is solved again."""
         try:
             yield
         except CorruptError as error:
@@ -177,8 +176,8 @@ class CorrectedWalk:
 def _joined(before: SolveDone, after: SolveDone) -> SolveDone:
     """Joins the reports and forms of two corrections of a group; the later one has all factors."""
     report = {**before.report, **after.report}
-    if worst := [done.report["rounding_error"] for done in (before, after) if "rounding_error" in done.report]:
-        report["rounding_error"] = max(worst)
+    if errors := [each["rounding_error"] for each in (before.report, after.report) if "rounding_error" in each]:
+        report["rounding_error"] = max(errors)
     return replace(
         after,
         forms={**before.forms, **after.forms},

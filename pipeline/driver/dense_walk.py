@@ -1,11 +1,11 @@
-"""A dense pass in which layers are solved from their sums in memory, while it goes on.
+"""A dense pass during which layers are solved from their sums in memory.
 
-For jobs whose ranks follow nothing of the calibration text. Moments are stored where they are to be kept, which nobody
-waits for. As many layers as there are workers are begun at a time, so that each worker has its part of them between two
-layers of the pass; the next when these are solved, which bounds the sums that are in memory.
+Only for jobs whose ranks do not depend on calibration text. Moments that are to be kept are stored meanwhile, without
+waiting for it. As many layers as there are workers are solved at a time, so that each worker has its part of them
+between two layers of the pass; the next ones start when these are solved, which limits the sums in memory.
 
-Order of durability: hidden states stay until all layers whose moments came of them are entered, or these moments are.
-A layer's moments, where they are kept, are entered before it.
+Order of durability: hidden states stay until all layers whose moments were made from them are entered, or until these
+moments are. Moments that are kept are entered before their layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from manifests.records import ArrayRecord, StagedRecord
 from pipeline.driver.forward_pass import ForwardPass, dense_entry
-from pipeline.driver.job_spec import Job, RanksOf, staged_layer
+from pipeline.driver.job_spec import Job, RanksOf, dense_statistics, missing_moments, staged_layer
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayersInHand, Solved
 from pipeline.driver.ledger_keys import dense_key
@@ -23,13 +23,13 @@ from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import TaskStream
 from pipeline.driver.session import Session, solve_units
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import layer_moments, layers_of
+from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
 
 
 def layers_behind(workers: int) -> int:
-    """The largest number of passed layers that are not entered: two that leave the workers, and for each worker one
-    that is added, one that is solved and one that is written."""
+    """Returns the largest number of passed layers that are not entered: the sums of two leave the workers, and for each
+    worker one layer is added, one is solved and one is written."""
     return 2 + 3 * max(1, workers)
 
 
@@ -50,24 +50,24 @@ class DenseWalk:
         self.forwards = ForwardPass(job, session.journal)
         self.in_hand = LayersInHand(session, self._enter_layer)
         self.base = 0  # the last layer whose inputs are committed
-        self.asking: list[int] = []  # layers that the pass has to be run for
+        self.waiting: list[int] = []  # layers that need the pass
         self.collecting: deque[tuple[int, PassResult]] = deque()  # layers whose sums leave the workers
-        self.adding: list[tuple[int, PassResult]] = []  # layers whose sums are being added, or are
+        self.adding: list[tuple[int, PassResult]] = []  # layers whose sums have left the workers
         self.storing: deque[tuple[int, PassResult]] = deque()  # layers whose sums are being stored
-        self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored, and named by no entry
+        self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored, but named by no entry
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Runs the pass from where the journal says it was left."""
+        """Runs the pass, from the last committed hidden states."""
         journal, claimed = self.session.journal, layers_of(self.job.tasks)
-        self.asking = [layer for layer in claimed if not staged_layer(journal, layer) and self._missing(layer)]
-        if not self.asking:
+        self.waiting = [layer for layer in claimed if not staged_layer(journal, layer) and self._missing(layer)]
+        if not self.waiting:
             return
-        last, asking = self.asking[-1], frozenset(self.asking)
-        self.base = self.forwards.last_committed("dense", self.asking[0])
+        last, waiting = self.waiting[-1], frozenset(self.waiting)
+        self.base = self.forwards.last_committed("dense", self.waiting[0])
         self.session.observer.phase("statistics", last + 1 - self.base, self.job.shards)
         reading = LayerReading(self.session, last)
         for layer in range(self.base, last + 1):
-            moments = self._missing(layer) if layer in asking else ()
+            moments = self._missing(layer) if layer in waiting else ()
             store = layer < last and (layer + 1) % self._every() == 0
             weights = yield from reading.weights(layer)
             units = self.forwards.units(
@@ -82,20 +82,16 @@ class DenseWalk:
         yield from self._end(ranks)
 
     def _every(self) -> int:
-        """The number of layers between two commits of hidden states. Where moments are not kept, a resumed pass starts
-        at the oldest unfinished layer, so that more frequent commits would only take room."""
+        """Returns the number of layers between two commits of hidden states. Where moments are not kept, a resumed pass
+        starts at the oldest unfinished layer, so that more frequent commits would only take room."""
         behind = 1 if self.job.keep_statistics else layers_behind(self.session.pool.size)
         return self.job.every * -(-behind // self.job.every)
 
     def _missing(self, layer: int) -> tuple[Moment, ...]:
-        """The moments of a layer that are not entered."""
-        return tuple(
-            moment for moment in layer_moments(self.job.tasks, layer) if moment.key not in self._entered(layer)
-        )
+        return missing_moments(self.job, self.session.journal, layer)
 
     def _entered(self, layer: int) -> Mapping[str, ArrayRecord]:
-        entry = self.session.journal.get(dense_key(layer))
-        return entry.statistics if entry else {}
+        return dense_statistics(self.session.journal, layer)
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
@@ -122,26 +118,26 @@ class DenseWalk:
         moments = yield from self.reductions.stored(result)
         statistics = {**self._entered(layer), **moments}
         self.session.enter(dense_key(layer), dense_entry(result.done, statistics, inputs=False))
-        self._answer(layer)
+        self._finish(layer)
         self.session.observer.layer_done("statistics", layer, {})
 
-    def _answer(self, layer: int) -> None:
-        """Marks a layer as finished with the pass."""
-        self.asking.remove(layer)
+    def _finish(self, layer: int) -> None:
+        """Marks a layer as one that needs the pass no longer."""
+        self.waiting.remove(layer)
         self._retain_inputs()
 
     def _retain_inputs(self) -> None:
         """Drops stored hidden states of layers before the one where a resumed pass would start."""
-        first = min([self.base, *self.asking[:1]])
+        first = min([self.base, *self.waiting[:1]])
         needed = range(self.forwards.last_committed("dense", first), self.base + 1)
-        kept = [self.forwards.activations("dense", layer) for layer in needed]
-        self.session.cleaner.retain_activations(tuple(record for records in kept for record in records or ()))
+        records = [self.forwards.activations("dense", layer) for layer in needed]
+        self.session.cleaner.retain_activations(tuple(record for of_layer in records for record in of_layer or ()))
 
     # -- solving -----------------------------------------------------------------------------------------------------
 
     def _advance(self, layer: int, ranks: RanksOf) -> TaskStream[None]:
         """Enters, solves and writes earlier layers, before the shards of this one are waited for."""
-        while len(self.collecting) > 1:  # a worker has the sums of two layers, no more
+        while len(self.collecting) > 1:  # a worker holds the sums of two layers at most
             yield from self._collect_one()
         # At a commit of hidden states all earlier moments are entered first; otherwise layers may be written while
         # sums are being stored.
@@ -182,6 +178,6 @@ class DenseWalk:
             yield from self._enter_stored()
         self.session.enter_layer(layer, solved, record)
         if not self.job.keep_statistics:
-            self._answer(layer)
+            self._finish(layer)
             del self.samples[layer]
             self.retain_statistics([record for samples in self.samples.values() for record in samples.values()])

@@ -7,17 +7,13 @@ replaced data is dropped last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from manifests.entries import (
-    CurvesEntry,
-    MeasuredEntry,
-    RanksEntry,
-)
+from manifests.entries import CurvesEntry, MeasuredEntry, RanksEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, StagedRecord
+from manifests.records import ArrayRecord, Key, StagedRecord
 from pipeline.driver.backward_pass import GradientPass
 from pipeline.driver.compressed_walk import CompressedWalk
 from pipeline.driver.corrected_walk import CorrectedWalk
@@ -25,8 +21,16 @@ from pipeline.driver.curves import take_curves
 from pipeline.driver.dense_walk import DenseWalk
 from pipeline.driver.forward_pass import ForwardPass, dense_entry
 from pipeline.driver.in_flight import LayersInFlight
-from pipeline.driver.interfaces import Cleaner, Journal, Observer, Pool
-from pipeline.driver.job_spec import Job, RanksOf, entered_importance, entered_scores, staged_layer
+from pipeline.driver.interfaces import Cleaner, Journal
+from pipeline.driver.job_spec import (
+    Job,
+    RanksOf,
+    dense_statistics,
+    entered_importance,
+    entered_scores,
+    missing_moments,
+    staged_layer,
+)
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayerSolves, solve_layers
 from pipeline.driver.ledger_keys import (
@@ -40,7 +44,7 @@ from pipeline.driver.ledger_keys import (
 )
 from pipeline.driver.recovery import Repairs, computed_keys
 from pipeline.driver.reduction import PassResult, Reductions
-from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
@@ -50,22 +54,23 @@ from pipeline.units.units import Forward, Measure, Solve, SolveDone
 class Driver:
     """Runs the computation of a job. At the end every claimed layer is staged and in the journal."""
 
-    def __init__(self, job: Job, pool: Pool, journal: Journal, cleaner: Cleaner, observer: Observer) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, journal: Journal, cleaner: Cleaner) -> None:
         self.job = job
         self.journal = journal
         self.cleaner = cleaner
-        self.observer = observer
-        self.repairs = Repairs(journal, computed_keys(job.num_layers), observer)
-        self.session = Session(pool, journal, cleaner, observer, self.repairs)
+        self.observer = scheduler.observer
+        self.repairs = Repairs(journal, computed_keys(job.num_layers), self.observer)
+        self.session = Session(scheduler, journal, cleaner, self.repairs)
         self.reductions = Reductions(self.session)
         self.gradients = GradientPass(job, self.session)
         self.forwards = ForwardPass(job, journal)
+        self.has_moments = any(task.moments for task in job.tasks)
 
     def run(self) -> None:
-        """Runs all phases, each from where the journal says it was left.
+        """Runs all phases, each from its last journal entry.
 
-        Stored data that proves corrupt is taken out of the journal and computed again, and so is what was lost with a
-        node before it was committed. What goes wrong more than `repair.REPAIRS` times in the same place is raised.
+        Entries of corrupt data are retracted and computed again, and so is what was lost with a node before it was
+        committed. An error that occurs more than `recovery.REPAIRS` times in the same place is raised.
         """
         self._repaired(self._run_phases)
 
@@ -86,25 +91,20 @@ class Driver:
         takes them, and solves layers as it goes."""
         self._retain_statistics()
         with_moments = with_moments and self.job.propagate == "dense"
-        has_moments = any(task.moments for task in self.job.tasks)
-        if "importance" in self.job.scores or (with_moments and has_moments) or self.gradients.span():
+        if "importance" in self.job.scores or (with_moments and self.has_moments) or self.gradients.span():
             yield from self._dense_pass(with_moments)
         yield from self.gradients.run()
-        if self.job.measures:
-            yield from self._measure()
-        if self.job.predicts:
-            yield from self._predict()
+        yield from self._measure()
+        yield from self._predict()
 
     def _run_phases(self) -> TaskStream[None]:
         in_pass = self.job.solves_in_pass()
         yield from self._prepare(with_moments=not in_pass)
-        dense = self.job.propagate == "dense"
-        has_moments = any(task.moments for task in self.job.tasks)
         ranks = self.choose_ranks()
         if any(task.corrections for task in self.job.tasks):
             statistics, retain = self._statistics_of, self._retain_statistics
-            yield from CorrectedWalk(self.job, self.session, statistics, self.told, retain).run(ranks)
-        elif dense or not has_moments:
+            yield from CorrectedWalk(self.job, self.session, statistics, self.hint_of, retain).run(ranks)
+        elif self.job.propagate == "dense" or not self.has_moments:
             if in_pass:
                 yield from DenseWalk(self.job, self.session, self._retain_statistics).run(ranks)
             yield from self._solve_all(ranks)
@@ -132,7 +132,7 @@ class Driver:
     def _dense_pass(self, with_moments: bool) -> TaskStream[None]:
         last = self.job.num_layers - 1
         span = self.gradients.span()  # the layers whose inputs the backward pass will need
-        missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments, layer in span)]
+        missing = [layer for layer in range(last + 1) if not self._is_entered(layer, with_moments, layer in span)]
         if not missing:
             return
         phase, shards = "statistics" if with_moments else "importance", self.job.dense_shards()
@@ -140,8 +140,7 @@ class Driver:
         in_flight = LayersInFlight(self.session, partial(self._enter_dense, phase, span))
         reading = LayerReading(self.session, last)
         for layer in missing:
-            wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
-            moments = tuple(moment for moment in wanted if moment.key not in self._dense_found(layer))
+            moments = missing_moments(self.job, self.journal, layer) if with_moments else ()
             store = self.job.is_boundary(layer + 1) and layer < last
             weights = yield from reading.weights(layer)
             units = partial(
@@ -153,15 +152,11 @@ class Driver:
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
 
     def _dense_units(
-        self, layer: int, moments: tuple[Moment, ...], weights: tuple[tuple[Any, ...], tuple[Any, ...]], **asked: Any
+        self, layer: int, moments: tuple[Moment, ...], weights: tuple[tuple[Any, ...], tuple[Any, ...]], **options: Any
     ) -> list[Forward]:
-        """The units of all shards, from the inputs that are committed by now."""
+        """Returns the units of all shards, from the inputs that are committed now."""
         base = self.forwards.last_committed("dense", layer)
-        return self.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **asked)
-
-    def _dense_found(self, layer: int) -> Mapping[str, ArrayRecord]:
-        entry = self.journal.get(dense_key(layer))
-        return entry.statistics if entry else {}
+        return self.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **options)
 
     def _enter_dense(
         self, phase: str, span: range, layer: int, result: PassResult
@@ -169,22 +164,22 @@ class Driver:
         """Enters the dense pass through a layer. Returns the hidden states that are needed from then on, if others than
         before: the last committed ones, and those that the backward pass will need."""
         moments = yield from self.reductions.stored(result)
-        entry = dense_entry(result.done, {**self._dense_found(layer), **moments}, inputs=layer in span)
+        statistics = {**dense_statistics(self.journal, layer), **moments}
+        entry = dense_entry(result.done, statistics, inputs=layer in span)
         self.session.enter(dense_key(layer), entry)
         self.observer.layer_done(phase, layer, {})
         return (*entry.activations, *self.gradients.stored_inputs(span)) if entry.activations else None
 
-    def _is_measured(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
+    def _is_entered(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
         entry = self.journal.get(dense_key(layer))
-        wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
-        if entry is None or not all(moment.key in entry.statistics for moment in wanted):
+        if entry is None or (with_moments and missing_moments(self.job, self.journal, layer)):
             return False
         return entry.inputs is not None or not with_inputs
 
-    # -- ranks, and what they follow ---------------------------------------------------------------------------------
+    # -- ranks, and the results that they depend on ------------------------------------------------------------------
 
     def choose_ranks(self) -> RanksOf:
-        """The ranks of every task, by its key; chosen once, after `prepare`."""
+        """Returns the ranks of every task, by its key; chosen once, after `prepare`."""
         entered = self.journal.get(RANKS)
         if entered is None:
             scores = entered_scores(self.job, self.session.entry, entered_importance(self.job, self.session.entry))
@@ -194,33 +189,34 @@ class Driver:
         return entered.ranks
 
     def _measure(self) -> TaskStream[None]:
-        """Measures the dense weights, a batch of layers at a time; one entry per layer."""
-        pending = [layer for layer in layers_of(self.job.measures) if self.journal.get(measured_key(layer)) is None]
-        if not pending:
-            return
-        self.observer.phase("measure", len(pending), _groups(self.job.measures, pending))
-        while pending:
-            batch, pending = self.session.batch(pending)
-            units = [Measure(task) for task in self.job.measures if task.layer in batch]
-            results = yield units
-            for layer, found in _by_layer(batch, units, results).items():
-                self.session.enter(measured_key(layer), MeasuredEntry(measured=found))
+        """Measures the dense weights; one entry per layer."""
+        for layers in self._batches("measure", self.job.measures, measured_key):
+            units = [Measure(task) for task in self.job.measures if task.layer in layers]
+            results = list(zip(units, (yield units), strict=True))
+            for layer in layers:
+                measured = {unit.task.key: result for unit, result in results if unit.task.layer == layer}
+                self.session.enter(measured_key(layer), MeasuredEntry(measured=measured))
                 self.observer.layer_done("measure", layer, {})
 
     def _predict(self) -> TaskStream[None]:
-        """Takes curves of predicted loss, a batch of layers at a time; one entry per layer."""
-        pending = [layer for layer in layers_of(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
-        if not pending:
-            return
-        self.observer.phase("curves", len(pending), _groups(self.job.predicts, pending))
-        while pending:
-            batch, pending = self.session.batch(pending)
-            tasks = {task: self._statistics_of(task) for task in self.job.predicts if task.layer in batch}
+        """Takes curves of predicted loss; one entry per layer."""
+        for layers in self._batches("curves", self.job.predicts, curves_key):
+            tasks = {task: self._statistics_of(task) for task in self.job.predicts if task.layer in layers}
             curves = yield from take_curves(self.session, tasks)
-            for layer in batch:
-                found = {task.key: curve for task, curve in curves.items() if task.layer == layer}
-                self.session.enter(curves_key(layer), CurvesEntry(curves=found))
+            for layer in layers:
+                of_layer = {task.key: curve for task, curve in curves.items() if task.layer == layer}
+                self.session.enter(curves_key(layer), CurvesEntry(curves=of_layer))
                 self.observer.layer_done("curves", layer, {})
+
+    def _batches(self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], Key[Any]]) -> Iterator[list[int]]:
+        """Begins a phase, if layers of the tasks are not entered. Yields these, as many at a time as there are
+        workers."""
+        pending = [layer for layer in layers_of(tasks) if self.journal.get(key_of(layer)) is None]
+        if pending:
+            self.observer.phase(phase, len(pending), _groups(tasks, pending))
+        while pending:
+            layers, pending = self.session.batch(pending)
+            yield layers
 
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
@@ -232,7 +228,7 @@ class Driver:
         self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
 
         def solves_of(layer: int) -> LayerSolves:
-            units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks, self.told)
+            units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks, self.hint_of)
             return LayerSolves(units, partial(write_units, layer, units), partial(self._enter_solved, layer, units))
 
         yield from solve_layers(self.session, pending, solves_of, self._release_statistics)
@@ -243,14 +239,14 @@ class Driver:
         (record,) = records
         self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
 
-    def _release_statistics(self, left: Sequence[int]) -> None:
-        """Drops the statistics of all layers but those left, unless they are kept."""
+    def _release_statistics(self, unfinished: Sequence[int]) -> None:
+        """Drops the statistics of all but the unfinished layers, unless they are kept."""
         if not self.job.keep_statistics:
-            live = [self.layer_statistics(layer) for layer in left]
-            self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
+            live = [record for layer in unfinished for record in self.layer_statistics(layer).values()]
+            self.cleaner.retain_statistics(tuple(live))
 
     def layer_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
-        """The stored moments of a layer, of the dense and the backward pass, by key."""
+        """Returns the stored moments of a layer, of the dense and the backward pass, by key."""
         values = self.session.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
         return {**values, **self._gradient_statistics(layer)}
 
@@ -259,10 +255,10 @@ class Driver:
             return {}
         return self.session.entry(gradient_key(layer)).statistics
 
-    def told(self, task: Task) -> str:
-        """The hint of the task's curve for its solve; empty where there is none."""
-        entered = self.journal.get(curves_key(task.layer))
-        curve = entered.curves.get(task.key) if entered else None
+    def hint_of(self, task: Task) -> str:
+        """Returns what the task's curve tells its solve; empty if it has no curve."""
+        entry = self.journal.get(curves_key(task.layer))
+        curve = entry.curves.get(task.key) if entry else None
         return curve.told if curve else ""
 
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
@@ -270,12 +266,6 @@ class Driver:
         return {moment: entered[moment.key] for moment in task.moments}
 
 
-def _by_layer(layers: list[int], units: Sequence[Measure], results: Sequence[Any]) -> dict[int, dict[str, Any]]:
-    """The results of some units, by layer and `Task.key`."""
-    pairs = list(zip(units, results, strict=True))
-    return {layer: {unit.task.key: result for unit, result in pairs if unit.task.layer == layer} for layer in layers}
-
-
 def _groups(tasks: Sequence[Task], layers: Collection[int]) -> int:
-    """The average number of tasks per layer, rounded, at least one."""
+    """Returns the average number of tasks per layer, rounded, at least one."""
     return max(1, round(sum(task.layer in layers for task in tasks) / max(1, len(layers))))

@@ -1,7 +1,7 @@
-"""Layers whose sums are still being reduced while the next layers are passed.
+"""Layers whose sums are still being reduced while shards go through the next layers.
 
-A layer is entered before the next one is begun from what it commits. Hidden states that nothing reads any more are
-dropped then.
+A layer is entered before the next one starts from the hidden states that it commits. Hidden states that nothing reads
+any more are dropped then.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.units import Summable
 
-AHEAD = 3  # for every so many workers, the sums of one more layer may be on their way to the store
+AHEAD = 3  # workers for each additional layer whose sums may be reduced at a time
 
 
 class LayersInFlight:
-    """Enters layers in the order in which they are passed, when their sums are stored."""
+    """Enters layers in the order of the pass, when their sums are stored."""
 
     def __init__(
         self, session: Session, enter: Callable[[int, PassResult], TaskStream[Sequence[ArrayRecord] | None]]
@@ -31,22 +31,22 @@ class LayersInFlight:
         self.reductions = Reductions(session)
         self.enter = enter
         self.passed: deque[tuple[int, PassResult]] = deque()
-        self.allowed = 0  # layers that need not be entered before the next is passed
+        self.allowed = 0  # layers that need not be entered before shards go through the next
 
     def run(
         self, layer: int, moments: Sequence[Moment], units: Callable[[], Sequence[Summable]], *, stores: bool
     ) -> TaskStream[None]:
         """Does a layer's units of all shards.
 
-        `units`: makes them from what is entered by then. `stores`: they commit what the next layer is begun from, so
-        that this layer is entered before the next is passed.
+        `units`: makes them from the entries that exist when it is called. `stores`: they store the hidden states that
+        the next layer starts from, so that this layer is entered before the next is passed.
         """
         choosing = self.reductions.choose(moments, units())
         needed = yield from self._enter_all_but(self.allowed)
         grids = yield choosing
         if needed is not None:
             self.session.cleaner.retain_activations(tuple(needed))
-        if len(self.passed) > 1:  # a worker has the sums of two layers, no more
+        if len(self.passed) > 1:  # a worker holds the sums of two layers at most
             yield from self.reductions.collected(self.passed[-2][1])
         result = yield from self.reductions.run(moments, units(), grids=grids)
         self.passed.append((layer, result))

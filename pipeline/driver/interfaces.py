@@ -15,12 +15,12 @@ class Pool(Protocol):
 
     @property
     def size(self) -> int:
-        """How many workers there are to keep busy."""
+        """The number of workers that are ready."""
         ...
 
     @property
     def nodes(self) -> Sequence[Sequence[str]]:
-        """Names of the workers that are ready, node by node."""
+        """The names of the workers that are ready, node by node."""
         ...
 
     def submit(self, unit: Unit) -> None:
@@ -28,7 +28,7 @@ class Pool(Protocol):
         ...
 
     def wait(self) -> tuple[Unit, Any]:
-        """The next finished unit and its result; of a `Collect` whose worker is gone, None.
+        """Returns the next finished unit and its result; None as that of a `Collect` whose worker is gone.
 
         Raises:
             Interrupted: the job was asked to stop.
@@ -37,11 +37,25 @@ class Pool(Protocol):
         ...
 
     def cancel_pending(self) -> None:
-        """Waits for everything submitted and forgets the results, so that other units can be submitted afresh."""
+        """Waits for everything submitted and discards the results, so that other units can be submitted afresh."""
         ...
 
     def forget(self) -> None:
-        """Lets workers forget all hidden states: another model's will go by the same names. Nothing is pending."""
+        """Makes workers drop all hidden states: another model's will have the same names. Nothing is pending."""
+        ...
+
+
+class BusyPool(Pool, Protocol):
+    """A pool that counts the time and memory of its workers."""
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """Kind of unit -> [units, seconds, of these inside products]."""
+        ...
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Worker -> peak bytes."""
         ...
 
 
@@ -53,7 +67,7 @@ class Journal(Protocol):
         ...
 
     def get(self, key: Key[E]) -> E | None:
-        """The valid record of a key, if any."""
+        """Returns the valid record of a key, if any."""
         ...
 
     def retract(self, key: str) -> None:
@@ -73,7 +87,7 @@ class Observer(Protocol):
         ...
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
-        """A layer is committed; of a compressed one, how its groups were."""
+        """A layer is committed. `summary`: of a compressed layer, by group."""
         ...
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:

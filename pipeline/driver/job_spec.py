@@ -6,74 +6,120 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from manifests.records import Curve, Key, StagedLayer
+from manifests.records import ArrayRecord, Curve, Key, StagedLayer
+from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
-from pipeline.methods.method import Scores, Task
-from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
+from pipeline.methods.method import Method, Moment, Scores, Task
+from pipeline.methods.registry import layer_gradients, layer_importance, layer_moments, layers_of
+from pipeline.units.sharding import gradient_count, gradient_samples, importance_shards
 
 RanksOf = Mapping[str, Mapping[str, int]]
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """The passes of a job over its calibration text, as its manifest and its tasks decide them.
+
+    Attributes:
+        shards: the parts that the text is cut into; 1 without text.
+        propagate: the model whose hidden states the statistics are taken on.
+        scores: the fields of `Scores` that calibration text must give.
+        importance_shards: the shards that importance is measured on.
+        keep_statistics: moments stay stored when their layer is entered.
+        gradient: the origin of gradients: the model's own loss, or random ones at each layer's output.
+        gradient_samples: the number of samples in the backward pass; 0 if no task asks for gradients.
+        gradient_shards: the shards that hold these samples.
+    """
+
+    shards: int = 1
+    propagate: Literal["dense", "compressed"] = "dense"
+    scores: frozenset[str] = frozenset()
+    importance_shards: tuple[int, ...] = ()
+    keep_statistics: bool = False
+    gradient: Literal["model", "local"] = "model"
+    gradient_samples: int = 0
+    gradient_shards: tuple[int, ...] = ()
+
+
+def passes_of(
+    manifest: Manifest, methods: Sequence[Method], tasks: Sequence[Task], hidden: int, *, gradients: bool = False
+) -> Passes:
+    """Returns the passes of a job.
+
+    `hidden`: the width of the model's hidden states. `gradients`: choose samples for the backward pass even if no task
+    asks for gradients.
+    """
+    calibration, keep = manifest.calibration, manifest.statistics.keep
+    scores = frozenset(score for method in methods for score in method.scores)
+    if calibration is None:
+        return Passes(scores=scores, keep_statistics=True if keep is None else keep)
+    shards, samples, length = calibration.shards, calibration.samples, calibration.sequence_length
+    chosen = 0
+    if gradients or any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
+        chosen = gradient_samples(calibration.gradient.samples, samples, length, hidden)
+    return Passes(
+        shards=shards,
+        propagate=calibration.propagate,
+        scores=scores,
+        importance_shards=importance_shards(shards, samples, length),
+        keep_statistics=calibration.propagate == "dense" if keep is None else keep,
+        gradient=calibration.gradient.kind,
+        gradient_samples=chosen,
+        gradient_shards=tuple(shard for shard in range(shards) if gradient_count(shard, shards, samples, chosen)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Passes):
     """The computation of a job.
 
     Attributes:
         allocate: scores -> ranks of every task, by `Task.key`.
-        scores: the fields of `Scores` that calibration text must give.
-        importance_shards: the shards that importance is measured on.
-        measures: what must be measured on the dense weights before ranks are chosen.
-        predicts: the groups whose curves must be taken before ranks are chosen.
-        propagate: whose hidden states the statistics are taken on.
         every: hidden states are committed each time this many layers are done.
-        gradient: where gradients come from: the model's own loss, or random ones at each layer's output.
+        measures: the measurements of dense weights that ranks depend on.
+        predicts: the groups on whose curves ranks depend.
         points: for each layer the points at which a group may be corrected, in the order of the forward pass.
-        gradient_shards: the shards that hold samples of the backward pass.
     """
 
     num_layers: int
-    shards: int
     tasks: tuple[Task, ...]
     allocate: Callable[[Scores], dict[str, dict[str, int]]]
-    scores: frozenset[str]
-    propagate: Literal["dense", "compressed"]
-    importance_shards: tuple[int, ...]
     points: tuple[tuple[str, ...], ...] = ()
     every: int = 1
-    keep_statistics: bool = False
     measures: tuple[Task, ...] = ()
     predicts: tuple[Task, ...] = ()
-    gradient: Literal["model", "local"] = "model"
-    gradient_shards: tuple[int, ...] = ()
 
     def is_boundary(self, layer: int) -> bool:
-        """Whether hidden states (or gradients) at a layer's inputs are committed."""
+        """Returns True if hidden states (or gradients) at a layer's inputs are committed."""
         return layer % self.every == 0
 
     def solves_in_pass(self) -> bool:
-        """See `solves_in_pass`."""
+        """Returns True if layers are solved during the dense pass."""
         return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts))
 
     def dense_shards(self) -> Sequence[int]:
-        """The shards of the dense pass: all, or fewer if it measures importance alone."""
+        """Returns the shards of the dense pass: all, or fewer if it measures importance alone."""
         summed = self.propagate == "dense" and any(task.moments for task in self.tasks)
         return range(self.shards) if summed or self.gradient_layers() else self.importance_shards
 
     def committed_shards(self, lineage: str, count: int) -> Sequence[int]:
-        """The shards whose hidden states an entry of `count` records holds."""
+        """Returns the shards whose hidden states an entry of `count` records holds."""
         alone = lineage == "dense" and count != self.shards
         return self.dense_shards() if alone else range(self.shards)
 
     def gradient_layers(self) -> list[int]:
-        """The layers that the backward pass must go through, ascending; none when no task asks for gradients."""
+        """Returns the layers that the backward pass must go through, ascending; none when no task asks for
+        gradients."""
         asking = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
         return list(range(asking[0], self.num_layers)) if asking else []
 
 
 def solves_in_pass(propagate: str, tasks: Collection[Task], *, waits: bool) -> bool:
-    """Whether layers are solved during the dense pass, from moments of values alone. `waits`: ranks depend on results
-    of all layers."""
+    """Returns True if layers are solved during the dense pass, from moments of values alone.
+
+    `waits`: ranks depend on results of all layers.
+    """
     moments = {moment for task in tasks for moment in task.moments}
     more = any(moment.kind == "gradient" for moment in moments) or any(task.corrections for task in tasks)
     return propagate == "dense" and bool(moments) and not more and not waits
@@ -84,16 +130,17 @@ def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mappi
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for layer in layers_of(job.measures):
-        if found := entry(measured_key(layer)):
-            measured |= found.measured
+        if entered := entry(measured_key(layer)):
+            measured |= entered.measured
     for layer in layers_of(job.predicts):
-        if found := entry(curves_key(layer)):
-            curves |= found.curves
+        if entered := entry(curves_key(layer)):
+            curves |= entered.curves
     return Scores(importance, measured, curves)
 
 
 def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
-    """The importance of every layer, from the cosines of its shards in their order; empty if no ranks depend on it."""
+    """Returns the importance of every layer, from the cosines of its shards in their order; empty if no ranks depend
+    on it."""
     if "importance" not in job.scores:
         return {}
     means = []
@@ -103,8 +150,20 @@ def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, 
     return layer_importance(means)
 
 
+def dense_statistics(journal: Journal, layer: int) -> Mapping[str, ArrayRecord]:
+    """Returns the moments that a dense pass has entered of a layer, by key."""
+    entry = journal.get(dense_key(layer))
+    return entry.statistics if entry else {}
+
+
+def missing_moments(job: Job, journal: Journal, layer: int) -> tuple[Moment, ...]:
+    """Returns the moments of a layer that no dense pass has entered."""
+    entered = dense_statistics(journal, layer)
+    return tuple(moment for moment in layer_moments(job.tasks, layer) if moment.key not in entered)
+
+
 def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
-    """The committed compressed layer: its file, forms and schemes; None for one that is not compressed."""
+    """Returns the committed compressed layer: its file, forms and schemes; None if it is not compressed."""
     entry = journal.get(layer_key(layer))
     if entry is None:
         return None
@@ -119,13 +178,13 @@ class LayersEntered(Sequence[StagedLayer | None]):
         self.journal = journal
         self.num_layers = num_layers
         self.claimed = claimed
-        self.known: dict[int, StagedLayer] = {}
+        self.staged: dict[int, StagedLayer] = {}
 
-    def there(self, layer: int) -> bool:
-        """Whether a layer is staged, or stays as in the source."""
-        if layer in self.claimed and layer not in self.known and (staged := staged_layer(self.journal, layer)):
-            self.known[layer] = staged
-        return layer not in self.claimed or layer in self.known
+    def is_final(self, layer: int) -> bool:
+        """Returns True if a layer is staged, or stays as in the source."""
+        if layer in self.claimed and layer not in self.staged and (staged := staged_layer(self.journal, layer)):
+            self.staged[layer] = staged
+        return layer not in self.claimed or layer in self.staged
 
     def __len__(self) -> int:
         return self.num_layers
@@ -138,5 +197,5 @@ class LayersEntered(Sequence[StagedLayer | None]):
         places = range(self.num_layers)[layer]
         if isinstance(places, range):
             return tuple(self[place] for place in places)
-        assert self.there(places), f"layer {places} is not entered yet"
-        return self.known.get(places)
+        assert self.is_final(places), f"layer {places} is not entered yet"
+        return self.staged.get(places)

@@ -1,4 +1,4 @@
-"""Layers of the source, read once for all nodes: each node reads a part, and takes the others' over the network."""
+"""Layers of the source, read once for all nodes: each node reads a part and sends it to the others over the network."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class LayerReading:
         """`last`: the layer at which the pass ends."""
         self.session = session
         self.last = last
-        self.begun: dict[int, Task[list[ReadDone]]] = {}
+        self.reading: dict[int, Task[list[ReadDone]]] = {}
         self.read: dict[int, Handles] = {}
 
     def weights(self, layer: int) -> TaskStream[tuple[Handles, Handles]]:
-        """The tensors of a layer, and of the next, which workers read ahead; the one after that is begun."""
+        """Returns the tensors of a layer, and of the next, which workers read ahead. Begins to read the one after
+        that."""
         for other in range(layer, min(layer + 2, self.last) + 1):
             self._begin(other)
         self.read = {other: handles for other, handles in self.read.items() if other >= layer}
@@ -31,14 +32,14 @@ class LayerReading:
         return current, following
 
     def _begin(self, layer: int) -> None:
-        if layer in self.begun or layer in self.read:
+        if layer in self.reading or layer in self.read:
             return
         nodes = self.session.pool.nodes
         units = [ReadLayer(layer, part, len(nodes), tuple(near)) for part, near in enumerate(nodes)]
-        self.begun[layer] = self.session.scheduler.spawn(batch(units if len(nodes) > 1 else ()))
+        self.reading[layer] = self.session.scheduler.spawn(batch(units if len(nodes) > 1 else ()))
 
     def _handles(self, layer: int) -> TaskStream[Handles]:
-        if layer in self.begun:
-            done: list[ReadDone] = yield self.begun.pop(layer)
-            self.read[layer] = tuple(read.tensors for read in done)
+        if layer in self.reading:
+            parts: list[ReadDone] = yield self.reading.pop(layer)
+            self.read[layer] = tuple(part.tensors for part in parts)
         return self.read.get(layer, ())

@@ -10,9 +10,11 @@ from math import inf
 from typing import Any, NamedTuple
 
 from manifests.records import StagedRecord
-from pipeline.driver.scheduler import Task, TaskStream, batch, gather
+from pipeline.driver.scheduler import Reached, Task, TaskStream, batch, gather
 from pipeline.driver.session import Session, write_unit
 from pipeline.units.units import Solve, SolveDone, SolveSizes, Write
+
+SOLVED = "solved"  # the stage of a layer whose factors are being written
 
 
 class LayerSolves(NamedTuple):
@@ -20,8 +22,8 @@ class LayerSolves(NamedTuple):
 
     Attributes:
         units: solve its groups.
-        writes: their results -> the units that write it, for one model or for several.
-        enter: takes their results and the records of what is written, one for each of `writes`.
+        writes: makes the units that write the layer from their results, for one model or for several.
+        enter: takes their results and the records of the written layers, one for each of `writes`.
     """
 
     units: Sequence[Solve | SolveSizes]
@@ -35,48 +37,46 @@ def solve_layers(
     solves_of: Callable[[int], LayerSolves],
     entered: Callable[[Sequence[int]], None],
 ) -> TaskStream[None]:
-    """Solves, writes and enters layers in their order, one more than there are workers at a time.
+    """Solves, writes and enters layers in their order. One layer more than there are workers is solved at a time.
 
-    `entered`: is called with the layers that are left, whenever one is entered.
+    `entered`: is called with the layers that are not entered yet, whenever one is entered.
     """
-    pending, solving, writing = deque(layers), deque[_Solving](), deque[_Writing]()
+    pending, solving, writing = deque(layers), deque[_LayerTask](), deque[_LayerTask]()
     while pending or solving or writing:
         while pending and len(solving) <= session.pool.size:
-            layer = pending.popleft()
-            solves = solves_of(layer)
-            solving.append(_Solving(layer, solves, session.scheduler.spawn(batch(solves.units))))
+            solves = solves_of(pending[0])
+            solving.append(_LayerTask(pending.popleft(), solves, session.scheduler.spawn(_solve(session, solves))))
         if solving:
-            layer, solves, task = solving.popleft()
-            solutions = yield task
-            written = session.scheduler.spawn(session.build_on(solutions, solves.units, solves.writes))
-            writing.append(_Writing(layer, solves, solutions, written))
+            yield solving[0].task.stage(SOLVED)
+            writing.append(solving.popleft())
         while writing and (not solving or len(writing) > session.pool.size):
-            layer, solves, solutions, written = writing.popleft()
-            solves.enter(solutions, (yield written))
-            entered([*pending, *(left.layer for left in solving), *(left.layer for left in writing)])
+            first = writing.popleft()
+            first.solves.enter(*(yield first.task))
+            entered([*pending, *(each.layer for each in solving), *(each.layer for each in writing)])
 
 
-class _Solving(NamedTuple):
+class _LayerTask(NamedTuple):
     layer: int
     solves: LayerSolves
-    task: Task[list[Any]]
+    task: Task[tuple[list[Any], list[StagedRecord]]]
 
 
-class _Writing(NamedTuple):
-    layer: int
-    solves: LayerSolves
-    solutions: list[Any]
-    task: Task[list[Any]]
+def _solve(session: Session, solves: LayerSolves) -> TaskStream[tuple[list[Any], list[StagedRecord]]]:
+    """Solves and writes a layer. Returns the solutions and the records of the written layers."""
+    solutions: list[Any] = yield solves.units
+    written = session.scheduler.spawn(session.build_on(solutions, solves.units, solves.writes))
+    yield Reached(SOLVED)
+    return solutions, (yield written)
 
 
 Solved = list[tuple[Solve, SolveDone]]  # a layer's groups
 
 
 class LayersInHand:
-    """Layers that are solved and written while something else goes on, one after another.
+    """Layers that are solved and written, one after another, beside the pass that makes their sums.
 
-    The statistics of a layer are dropped when it is solved: factors that are lost before they are written raise
-    LostInputError, as they cannot be made again here.
+    The statistics of a layer are dropped when it is solved. Factors that are lost before they are written cannot be
+    computed again from them, and raise LostInputError.
     """
 
     def __init__(self, session: Session, enter: Callable[[int, Solved, StagedRecord], TaskStream[None]]) -> None:
@@ -95,11 +95,11 @@ class LayersInHand:
         return sum(len(units) for units in self.solving)
 
     def begin(self, layers: Sequence[list[Solve]]) -> None:
-        """Starts to solve some layers, the first groups of all of them before their second ones: units that are given
-        out at a time take about equally long, so that no worker waits for another."""
-        alike = (unit for units in zip_longest(*layers) for unit in units if unit is not None)
-        tasks = {unit.key: self.session.scheduler.spawn(batch([unit])) for unit in alike}
-        self.solving.extend([(unit, tasks[unit.key]) for unit in units] for units in layers)
+        """Starts to solve some layers: the first groups of all of them before their second ones. Units that are
+        submitted together then take about equally long, so that no worker waits for another."""
+        units = [unit for alike in zip_longest(*layers) for unit in alike if unit is not None]
+        tasks = {unit.key: self.session.scheduler.spawn(batch([unit])) for unit in units}
+        self.solving.extend([(unit, tasks[unit.key]) for unit in layer] for layer in layers)
 
     def advance(self, solving: float = inf, writing: float = inf) -> TaskStream[None]:
         """Writes solved layers and enters written ones. Waits until at most `solving` layers are being solved, and then
@@ -130,6 +130,6 @@ class LayersInHand:
 
 
 def _solved(units: Sequence[Solve], solutions: Sequence[list[SolveDone]]) -> Iterator[tuple[Solve, SolveDone]]:
-    """The groups of a layer without the statistics that they were solved from."""
+    """Yields the groups of a layer without the statistics that they were solved from."""
     for unit, (solution,) in zip(units, solutions, strict=True):
         yield replace(unit, statistics={}), solution

@@ -1,9 +1,4 @@
-"""Names of the ledger's entries. One function each, so that no key is spelled twice.
-
-`dense/L` the dense pass through layer L, `gradient/L` the backward pass through it, `measured/L` what its weights tell,
-`curves/L` what each size of its groups costs, `ranks`, `statistics/L` and `activations/L` of the walk, `layer/L` the
-compressed layer.
-"""
+"""Names of the ledger's entries. Each is spelled in one place."""
 
 from __future__ import annotations
 
@@ -40,9 +35,9 @@ from manifests.records import Key, ShardRecord, SourceFile
 RANKS: Key[RanksEntry] = Key("ranks")
 HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs
 HELD_OUT_SCORE: Key[HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
-TARGET: Key[TargetEntry] = Key("target")  # the size that is being made for a budget by loss
-TRIES = "tries/"  # what was measured at a size, by its thousandths
-SCORED = "scored/"  # what enters a layer of a model that is being scored
+TARGET: Key[TargetEntry] = Key("target")  # the size that the layers are compressed to, for a budget by loss
+TRIES = "tries/"  # before a size in thousandths: its scores
+SCORED = "scored/"  # before a model's name and a layer: hidden states of a model that is being scored
 TOKENS: Key[TokensEntry] = Key("tokens")
 SCHEDULE: Key[ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
 SOURCE: Key[Mapping[str, SourceFile]] = Key("source")  # by name
@@ -70,7 +65,7 @@ def gradient_key(layer: int) -> Key[GradientEntry]:
 
 
 def measured_key(layer: int) -> Key[MeasuredEntry]:
-    """What a layer's dense weights tell."""
+    """Measurements of a layer's dense weights."""
     return Key(_layer_key("measured", layer))
 
 
@@ -80,12 +75,12 @@ def curves_key(layer: int) -> Key[CurvesEntry]:
 
 
 def statistics_key(layer: int) -> Key[StatisticsEntry]:
-    """The moments of the walk behind compressed layers."""
+    """The moments of a layer behind compressed layers."""
     return Key(_layer_key("statistics", layer))
 
 
 def activations_key(layer: int) -> Key[ActivationsEntry]:
-    """The hidden states of the walk that enter a layer."""
+    """The inputs of a layer behind compressed layers."""
     return Key(_layer_key("activations", layer))
 
 
@@ -95,23 +90,23 @@ def layer_key(layer: int) -> Key[LayerEntry]:
 
 
 def try_key(size: int) -> Key[TryEntry]:
-    """What was measured at a size in thousandths."""
+    """The scores of a size in thousandths."""
     return Key(f"{TRIES}{size:04d}")
 
 
 def scored_key(model: str, layer: int) -> Key[ScoredEntry]:
-    """What enters a layer of a model that is being scored, which this name stands for."""
+    """The inputs of a layer of the model that is scored under this name."""
     assert SCORED_NAME.fullmatch(model)
     return Key(f"{SCORED}{model}/{layer:05d}")
 
 
 def point_part(digest: str) -> str:
-    """Where a point of a sweep has its own entries."""
+    """The part of the ledger that holds a sweep point's own entries."""
     return f"point/{digest}"
 
 
 def rest_key(shard: str) -> Key[ShardRecord]:
-    """A shard of OUTPUT that no layer was compressed into, by its name without the suffix."""
+    """A shard of OUTPUT without compressed layers, by its name without the suffix."""
     return Key(f"rest/{shard}")
 
 

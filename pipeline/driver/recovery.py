@@ -3,98 +3,81 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manifests.entries import GradientEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import Key, Record
 from pipeline.driver.interfaces import Journal, Observer
+from pipeline.driver.ledger_dependencies import dependents, fields_of, kind_of
 from pipeline.driver.ledger_keys import activations_key, dense_key, gradient_key, layer_key, statistics_key
 
 REPAIRS = 3
 
 
 def computed_keys(num_layers: int) -> list[Key[Any]]:
-    """Keys of all entries of the driver that name stored data."""
-    kinds: list[Callable[[int], Key[Any]]] = [
-        dense_key,
-        gradient_key,
-        statistics_key,
-        activations_key,
-        layer_key,
-    ]
-    return [kind(layer) for kind in kinds for layer in range(num_layers + 1)]
+    """Returns the keys of all entries of the driver that name stored data."""
+    kinds = (dense_key, gradient_key, statistics_key, activations_key, layer_key)
+    return [key_of(layer) for key_of in kinds for layer in range(num_layers + 1)]
 
 
 class Repairs:
-    """Invalidates entries, and counts how often, so that data that stays damaged ends the job."""
+    """Invalidates entries, and counts how often, so that data that is damaged again and again ends the job."""
 
     def __init__(self, journal: Journal, keys: Sequence[Key[Any]], observer: Observer) -> None:
         """`keys`: of all entries that may name damaged data."""
         self.journal = journal
         self.observer = observer
-        self.counts: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
+        self.counts: Counter[str] = Counter()  # by entry; "": losses since the last commit
         self.keys = keys
 
     def progress(self) -> None:
-        """Notes that something was committed: earlier losses no longer count."""
+        """Forgets earlier losses, as something was committed since."""
         del self.counts[""]
 
     def invalidate(self, error: CorruptError | LostInputError) -> None:
-        """Retracts every entry that names the corrupt data, so that it is recomputed; none names lost data.
+        """Retracts every entry that names the corrupt data, so that it is recomputed. No entry names lost data.
 
         Raises the error itself when no entry names the data, or after `REPAIRS` times in the same place.
         """
         path = error.path if isinstance(error, CorruptError) else ""
-        named = [key for key in self.keys if path and (entry := self.journal.get(key)) and _names(entry, path)]
-        if isinstance(error, CorruptError) and not named:
+        entries = {key: entry for key in self.keys if path and (entry := self.journal.get(key)) and _names(entry, path)}
+        if isinstance(error, CorruptError) and not entries:
             raise error
-        places: list[str] = [*named] or [""]
+        places: list[str] = [*entries] or [""]
         self.counts.update(places)
         if any(self.counts[place] > REPAIRS for place in places):
             raise error
-        self.observer.repaired(str(error), named)
-        for key in named:
-            entry = self.journal.get(key)
-            if key.startswith("gradient/"):
-                self._invalidate_gradients(key, entry, path)
-            elif _names(getattr(entry, "activations", None), path):
-                self._forget_activations("dense" if key.startswith("dense/") else "activations")
-            elif _names(getattr(entry, "inputs", None), path):
-                self._strip(key, "inputs")
-            else:
-                self.journal.retract(key)
+        self.observer.repaired(str(error), [*entries])
+        for key, entry in entries.items():
+            self._invalidate(key, entry, path)
 
-    def _invalidate_gradients(self, key: str, entry: GradientEntry | None, path: str) -> None:
-        """Retracts the damaged moments of a layer; and the inputs of all layers, parts of which were dropped
-        already."""
-        if entry is None or not _names(entry.activations, path):
-            self.journal.retract(key)
+    def _invalidate(self, key: Key[Any], entry: Record, path: str) -> None:
+        """Takes back the damaged part of an entry, and what has to be computed again along with it."""
+        field = next((field for field in fields_of(key) if _names(getattr(entry, field), path)), "")
+        name = f"{kind_of(key)}.{field}" if field else kind_of(key)
+        invalid = dependents([name], "damaged")
+        if name not in invalid:
+            self._remove(key, field)
         for other in self.keys:
-            if other.startswith("gradient/"):
-                self._strip(other, "activations")
-            elif other.startswith("dense/"):
-                self._strip(other, "inputs")
+            for each in invalid:
+                kind, _, part = each.partition(".")
+                if kind_of(other) == kind:
+                    self._remove(other, part)
 
-    def _forget_activations(self, kind: str) -> None:
-        """Retracts all hidden states of a lineage: older ones were dropped when newer ones were entered."""
-        for key in self.keys:
-            if key.startswith(f"{kind}/") and self.journal.get(key) is not None:
-                if kind == "activations":
-                    self.journal.retract(key)
-                else:
-                    self._strip(key, "activations")
-
-    def _strip(self, key: Key[Any], field: str) -> None:
-        """Enters an entry again without a field, if it has one."""
+    def _remove(self, key: Key[Any], field: str) -> None:
+        """Retracts an entry, or enters it again without one of its fields."""
         entry = self.journal.get(key)
-        if entry is not None and getattr(entry, field, None) is not None:
+        if entry is None:
+            return
+        if not field:
+            self.journal.retract(key)
+        elif getattr(entry, field) is not None:
             self.journal.commit(key, entry.model_copy(update={field: None}))
 
 
 def _names(entry: Any, path: str) -> bool:
-    """Whether a record somewhere in an entry has this path."""
+    """Returns True if a record somewhere in an entry has this path."""
     if isinstance(entry, Record):
         return getattr(entry, "path", None) == path or any(_names(value, path) for _, value in entry)
     parts = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, tuple) else ()

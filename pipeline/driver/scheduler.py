@@ -2,19 +2,23 @@
 
 A stream yields what it waits for, and receives:
 
-- a sequence of units: their results, in the same order. The units are submitted together.
+- a sequence of units: their results, in the same order.
 - a `Task`: the return value of that task's stream.
 - a `Stage` of a task: None, once the task has announced it.
 - `Reached(name)`: None, at once. It announces a stage of the stream's own task.
 - `UNTIL_WANTED`: None, once another stream waits for this one, directly or not.
-- `NOTHING_DUE`: None, later. Only background streams do (`pipeline.driver.background_pool`).
+- `NOTHING_DUE`: None, when a worker is idle again. Only background streams may yield it.
 
 CorruptError and LostInputError of a unit, or of a task, are raised in the stream at its `yield`, when the other units
 of the batch are done. Any other error ends the whole run. No I/O, no threads: the scheduler waits for the pool alone.
+
+The units of a batch are submitted together. Those of a background stream are submitted one at a time, while the other
+units leave a worker idle.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,8 +26,10 @@ from typing import Any, Generic, TypeVar
 
 from manifests.errors import CorruptError, LostInputError
 from pipeline.driver.interfaces import Observer, Pool
-from pipeline.units.units import Unit
+from pipeline.units.units import BesideUnit, SolveUnit, Unit, Write
 
+LEAVES_WORKERS = SolveUnit | Write  # few at a time, and longer than background units
+BACKGROUND_DEPTH = 2  # background units for each worker, when there is no other work
 T = TypeVar("T")
 
 
@@ -57,24 +63,35 @@ Loss = CorruptError | LostInputError
 
 
 class Task(Generic[T]):
-    """A stream that a scheduler runs."""
+    """A stream that a scheduler runs.
 
-    def __init__(self, stream: TaskStream[T]) -> None:
+    Attributes:
+        background: its units are submitted only to idle workers.
+        wanted: the main stream waits for it, directly or not.
+        waiters: the tasks that wait for it, each with the name of a stage; "": for its outcome.
+        keys: of the batch of units that it waits for.
+        unsubmitted: units of the batch that wait for an idle worker.
+        lost: the error of a unit of the batch.
+    """
+
+    def __init__(self, stream: TaskStream[T], background: bool = False) -> None:
         self.stream = stream
+        self.background = background
         self.done = False
         self.outcome: T | None = None
         self.error: Loss | None = None
-        self.wanted = False  # whether the main stream waits for it, directly or not
+        self.wanted = False
         self.paused = False
         self.stages: set[str] = set()
         self.awaited: Task[Any] | None = None
-        self.waiters: list[tuple[Task[Any], str]] = []  # tasks, with the stage they wait for; "": the outcome
-        self.keys: tuple[str, ...] = ()  # of the batch of units in hand
+        self.waiters: list[tuple[Task[Any], str]] = []
+        self.keys: tuple[str, ...] = ()
+        self.unsubmitted: deque[Unit] = deque()
         self.results: dict[str, Any] = {}
-        self.lost: Loss | None = None  # what a unit of the batch raised
+        self.lost: Loss | None = None
 
     def stage(self, name: str) -> Stage:
-        """A point to wait for."""
+        """Returns a point to wait for."""
         return Stage(self, name)
 
 
@@ -93,13 +110,22 @@ def gather(tasks: Iterable[Task[T]]) -> TaskStream[list[T]]:
 
 
 class Scheduler:
-    """Runs streams on a pool; results return to the stream that asked for them."""
+    """Runs streams on a pool; results return to the stream that asked for them.
+
+    Attributes:
+        in_flight: the submitted units, each with its task, by key.
+        background: the unfinished background streams, in the order in which they were added.
+        alone: no stream but the background ones runs any more.
+    """
 
     def __init__(self, pool: Pool, observer: Observer) -> None:
         self.pool = pool
         self.observer = observer
-        self.owners: dict[str, Task[Any]] = {}  # of the submitted units, by key
+        self.in_flight: dict[str, tuple[Unit, Task[Any]]] = {}
         self.live: set[Task[Any]] = set()
+        self.background: list[Task[Any]] = []
+        self.background_begun = False
+        self.alone = False
 
     def run(self, stream: TaskStream[T]) -> T:
         """Runs a stream to its end, and whatever it spawns. Returns what it returns.
@@ -108,12 +134,12 @@ class Scheduler:
             CorruptError, LostInputError: the stream did not handle it.
             LaminaError: a unit or a stream raised it.
         """
-        task = self._task(stream)
+        task = Task(stream)
         task.wanted = True
-        self._resume(task)
+        self._start(task)
         while not task.done:
             self._next_result()
-        while self.owners:  # results that no stream waits for any more
+        while any(not owner.background for _, owner in self.in_flight.values()):  # results that no stream waits for
             self._next_result()
         if task.error is not None:
             raise task.error
@@ -122,44 +148,106 @@ class Scheduler:
 
     def spawn(self, stream: TaskStream[T]) -> Task[T]:
         """Starts a stream beside the one that calls this; its first units are submitted at once."""
-        task = self._task(stream)
-        self._resume(task)
+        task = Task(stream)
+        self._start(task)
         return task
 
+    def spawn_background(self, stream: TaskStream[T]) -> Task[T]:
+        """Adds a stream that runs on idle workers. At equal numbers of units in flight, earlier streams come first.
+
+        Workers are idle while all units of other streams are `LEAVES_WORKERS`, and fewer of them compute than there are
+        workers. A single worker is never idle before `run_background`. CorruptError and LostInputError end the task
+        without an outcome, and nothing else: the caller who needs one runs the stream again.
+        """
+        task = Task(stream, background=True)
+        self.background.append(task)
+        return task
+
+    def run_background(self) -> None:
+        """Runs all background streams to their end, when no other stream runs any more. Raises as `run` does."""
+        self.alone = True
+        self._submit_background()
+        while self.in_flight:
+            self._next_result()
+            self._submit_background()
+        assert not self.background, "a stream waits for something that never comes"
+
     def cancel(self) -> None:
-        """Waits for all submitted units, and ends all streams."""
+        """Waits for all submitted units, and ends all streams but background ones, whose units are queued again."""
         self.pool.cancel_pending()
-        self.owners.clear()
+        for unit, task in reversed(self.in_flight.values()):
+            if task.background and task.lost is None:
+                task.unsubmitted.appendleft(unit)
+        self.in_flight.clear()
         for task in self.live:
             task.stream.close()
         self.live.clear()
 
-    def _task(self, stream: TaskStream[T]) -> Task[T]:
-        task = Task(stream)
+    def _start(self, task: Task[Any]) -> None:
         self.live.add(task)
-        return task
+        self._resume(task)
+
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def _next_result(self) -> None:
         """Waits for one unit, and resumes its stream if that was the last of the batch."""
-        assert self.owners, "a stream waits for something that never comes"
+        self._submit_background()
+        assert self.in_flight, "a stream waits for something that never comes"
         try:
             unit, result = self.pool.wait()
         except (CorruptError, LostInputError) as error:
-            if error.unit not in self.owners:
+            if error.unit not in self.in_flight:
                 raise
-            task = self.owners.pop(error.unit)
+            _, task = self.in_flight.pop(error.unit)
             task.lost = task.lost or error
+            task.unsubmitted.clear()
         else:
-            self.observer.unit_done(unit, result)
-            task = self.owners.pop(unit.key)
+            _, task = self.in_flight.pop(unit.key)
+            if not task.background:
+                self.observer.unit_done(unit, result)
             task.results[unit.key] = result
-        if self.owners.keys().isdisjoint(task.keys):
+        if not task.background and self.in_flight.keys().isdisjoint(task.keys):
             self._end_batch(task)
 
     def _end_batch(self, task: Task[Any]) -> None:
         keys, results, lost = task.keys, task.results, task.lost
         task.keys, task.results, task.lost = (), {}, None
-        self._resume(task, None if lost else [results[key] for key in keys], lost)
+        self._resume(task, None if lost or not keys else [results[key] for key in keys], lost)
+
+    # -- background streams ------------------------------------------------------------------------------------------
+
+    def _submit_background(self) -> None:
+        """Submits background units one at a time while workers are idle, from the stream with the fewest in flight."""
+        while self.background and self._has_idle_worker():
+            streams = [*self.background]
+            task = next(filter(self._has_unit, sorted(streams, key=self._count_in_flight)), None)
+            if task is not None:
+                unit = task.unsubmitted.popleft()
+                self.in_flight[unit.key] = unit, task
+                self.pool.submit(unit)
+            elif streams == self.background:  # otherwise a stream has ended, for which another may have waited
+                break
+
+    def _has_unit(self, task: Task[Any]) -> bool:
+        """Returns True if a background stream has a unit to submit. Resumes it when its batch is done."""
+        if not (task.done or task.unsubmitted or task.awaited or self._count_in_flight(task)):
+            self.background_begun = True
+            self._end_batch(task)
+        return bool(task.unsubmitted)
+
+    def _count_in_flight(self, task: Task[Any]) -> int:
+        return sum(key in self.in_flight for key in task.keys)
+
+    def _has_idle_worker(self) -> bool:
+        background = sum(task.background for _, task in self.in_flight.values())
+        if self.alone:
+            return background < BACKGROUND_DEPTH * max(1, self.pool.size)
+        others = [unit for unit, task in self.in_flight.values() if not task.background]
+        if self.pool.size < 2 or not all(isinstance(unit, LEAVES_WORKERS) for unit in others):
+            return False
+        return background + sum(not isinstance(unit, BesideUnit) for unit in others) < self.pool.size
+
+    # -- streams -----------------------------------------------------------------------------------------------------
 
     def _resume(self, task: Task[Any], value: Any = None, error: Loss | None = None) -> None:
         """Runs a stream until it waits for something, or ends."""
@@ -178,8 +266,10 @@ class Scheduler:
                 value, error = (None, other.error) if name or other.error else (other.outcome, None)
             elif isinstance(step, Reached):
                 self._reach(task, step.name)
-            elif isinstance(step, Pause):
-                assert step is UNTIL_WANTED, "only background streams wait for work that is not due"
+            elif step is NOTHING_DUE:
+                assert task.background, "only background streams wait for work that is not due"
+                return None
+            elif step is UNTIL_WANTED:
                 if not task.wanted:
                     task.paused = True
                     return None
@@ -190,9 +280,12 @@ class Scheduler:
 
     def _submit(self, task: Task[Any], units: Sequence[Unit]) -> None:
         task.keys = tuple(unit.key for unit in units)
+        if task.background:
+            task.unsubmitted.extend(units)
+            return
         for unit in units:
-            assert unit.key not in self.owners, f"{unit.key} is submitted already"
-            self.owners[unit.key] = task
+            assert unit.key not in self.in_flight, f"{unit.key} is submitted already"
+            self.in_flight[unit.key] = unit, task
         for unit in units:
             self.pool.submit(unit)
 
@@ -221,6 +314,8 @@ class Scheduler:
 
     def _end(self, task: Task[Any], outcome: Any, error: Loss | None) -> None:
         task.done, task.outcome, task.error, task.awaited = True, outcome, error, None
+        if task.background:
+            self.background.remove(task)
         self.live.discard(task)
         waiters, task.waiters = task.waiters, []
         for waiter, stage in waiters:

@@ -1,7 +1,7 @@
-"""Scores models on windows of tokens with the workers of a job, a layer at a time, from where the journal says.
+"""Scores models on windows of tokens with the workers of a job, a layer at a time, and resumes from the journal.
 
-A model is what its layers are: staged ones, or None for those of the source. Of its hidden states the last committed
-are kept, no others; they are entered every `every` layers, as those of the calibration samples are.
+A model is the sequence of its layers: a staged layer, or None for the one of the source. Only the last committed hidden
+states of a model are stored; they are entered every `every` layers, as those of the calibration samples are.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from typing import Any, TypeVar
 from manifests.entries import ScoredEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.driver.interfaces import Cleaner, Journal, Observer, Pool
+from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import LayersEntered
 from pipeline.driver.ledger_keys import scored_key
 from pipeline.driver.recovery import Repairs
-from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, TaskStream
+from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, Task, TaskStream
 from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from pipeline.units.units import ShardDone
 
 Layers = Sequence[StagedLayer | None]
-# Records of another model's outputs, by shard; empty: there is no other model; None: not ready.
-Outputs = Callable[[], Sequence[ArrayRecord] | None]
+Outputs = Sequence[ArrayRecord]  # of another model, by shard; empty: there is no other model
 T = TypeVar("T")
 
 
@@ -35,44 +34,44 @@ class Scorer:
 
     Attributes:
         every: hidden states are committed each time this many layers are done.
-        alone: whether nothing else is done just then: hidden states are not committed beside other work, and nobody is
-            told of a phase.
+        alone: returns True if no other work is done. Only then are hidden states committed, and phases observed.
     """
 
-    pool: Pool
+    scheduler: Scheduler
     journal: Journal
     cleaner: Cleaner
-    observer: Observer
     num_layers: int
     every: int = 1
     alone: Callable[[], bool] = lambda: True
 
     def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
-        """The stored outputs of a model's last layer, by shard.
+        """Returns the stored outputs of a model's last layer, by shard.
 
         Raises:
             CorruptError: a staged layer or the tokens are damaged.
-            Interrupted: the job was asked to stop; what is entered stays.
+            Interrupted: the job was asked to stop; entries stay.
         """
         model = _Model(self, windows, name, layers)
         return model.repaired(model.outputs)
 
     def outputs_stream(self, windows: Windows, name: str, layers: Layers) -> TaskStream[tuple[ArrayRecord, ...]]:
-        """The stream of `outputs`, to run in the background. It repairs nothing."""
+        """Returns the stream of `outputs`, to run in the background. It repairs nothing."""
         return _Model(self, windows, name, layers).outputs()
 
-    def score(self, windows: Windows, name: str, layers: Layers, dense: Sequence[ArrayRecord] | None = None) -> Scored:
-        """The loss of a model on all windows, added in shard order.
+    def score(self, windows: Windows, name: str, layers: Layers, dense: Outputs = ()) -> Scored:
+        """Returns the loss of a model on all windows, added in shard order.
 
         `dense`: the `outputs` of another model on them, to measure the divergence from. Raises as `outputs` does, and
         CorruptError when those are damaged.
         """
         model = _Model(self, windows, name, layers)
-        return model.repaired(lambda: model.score(lambda: dense or ()))
+        return model.repaired(lambda: model.score(dense))
 
-    def score_stream(self, windows: Windows, name: str, layers: Layers, dense: Outputs) -> TaskStream[Scored]:
-        """The stream of `score`, to run in the background. It waits for `LayersEntered`, and until `dense` returns the
-        other model's outputs. It repairs nothing."""
+    def score_stream(
+        self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
+    ) -> TaskStream[Scored]:
+        """Returns the stream of `score`, to run in the background. It waits for `LayersEntered`, and for the task that
+        makes the other model's outputs. It repairs nothing."""
         return _Model(self, windows, name, layers).score(dense)
 
     def forget(self, name: str) -> None:
@@ -92,9 +91,9 @@ def window_units(
     base: int = 0,
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
-    """The units that take all shards through a layer. `records`: of the inputs of layer `base`, if they are
+    """Returns the units that take all shards through a layer. `records`: of the inputs of layer `base`, if they are
     committed."""
-    ahead = layer + 1 if layer + 1 < len(layers) and _there(layers, layer + 1) else None
+    ahead = layer + 1 if layer + 1 < len(layers) and _is_final(layers, layer + 1) else None
     return [
         WindowForward(
             windows,
@@ -114,28 +113,29 @@ def window_units(
 
 
 class _Model:
-    """One model that is being scored."""
+    """A model that is being scored."""
 
     def __init__(self, scorer: Scorer, windows: Windows, name: str, layers: Layers) -> None:
         self.scorer = scorer
+        self.observer = scorer.scheduler.observer
         self.windows = windows
         self.name = name
         self.layers = layers
         keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
-        self.repairs = Repairs(scorer.journal, keys, scorer.observer)
+        self.repairs = Repairs(scorer.journal, keys, self.observer)
 
     def repaired(self, stream: Callable[[], TaskStream[T]]) -> T:
-        """Runs a stream on a pool that has nothing else to do. It starts again from what is entered when hidden states
-        prove damaged or are lost."""
-        scheduler = Scheduler(self.scorer.pool, self.scorer.observer)
+        """Runs a stream on a pool that has nothing else to do. Starts it again from the last entry when hidden states
+        are damaged or lost."""
+        scheduler = self.scorer.scheduler
         while True:
-            self.scorer.pool.forget()  # workers may hold hidden states of an earlier model of this name
+            scheduler.pool.forget()  # workers may hold hidden states of an earlier model of this name
             try:
                 return scheduler.run(stream())
             except (CorruptError, LostInputError) as error:
                 scheduler.cancel()
                 self.repairs.invalidate(error)
-                if isinstance(error, CorruptError):  # what earlier entries name was dropped
+                if isinstance(error, CorruptError):  # the data of earlier entries was dropped
                     self.scorer.forget(self.name)
 
     def outputs(self) -> TaskStream[tuple[ArrayRecord, ...]]:
@@ -144,61 +144,60 @@ class _Model:
         assert records is not None
         return records
 
-    def score(self, other: Outputs) -> TaskStream[Scored]:
+    def score(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[Scored]:
         """Takes all shards through all layers and the head."""
         base, records = yield from self._through(keep_outputs=False)
-        while (dense := other()) is None:
-            yield NOTHING_DUE
-        done = yield [
+        outputs: Outputs = (yield dense) if isinstance(dense, Task) else dense
+        scores = yield [
             Score(
                 self.windows,
                 self.name,
                 len(self.layers),
                 shard,
                 staged=self.layers[-1],
-                dense=dense[shard] if dense else None,
+                dense=outputs[shard] if outputs else None,
                 base=base,
                 base_record=records[shard] if records else None,
                 replay=tuple(self.layers[base:]),
             )
             for shard in range(self.windows.shards)
         ]
-        return sum(done, Scored(0.0, 0))
+        return sum(scores, Scored(0.0, 0))
 
     def _through(self, *, keep_outputs: bool) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None]]:
         """Takes all shards through all layers. Returns the last layer whose inputs are committed, and their records."""
         scorer, last = self.scorer, len(self.layers)
-        base, records = self._entered()
-        told = False
+        base, records = self._last_committed()
+        observed = False
         for layer in range(base, last):
-            while not _there(self.layers, layer):
+            while not _is_final(self.layers, layer):
                 yield NOTHING_DUE
-            if scorer.alone() and not told:
-                scorer.observer.phase(f"score {self.name}", last - layer, self.windows.shards)
-                told = True
+            if scorer.alone() and not observed:
+                self.observer.phase(f"score {self.name}", last - layer, self.windows.shards)
+                observed = True
             above = layer + 1
             store = keep_outputs if above == last else above % scorer.every == 0 and scorer.alone()
-            done: list[ShardDone] = yield window_units(
+            results: list[ShardDone] = yield window_units(
                 self.windows, self.name, self.layers, layer, store=store, base=base, records=records
             )
             if store:
-                records = tuple(result.activation for result in done if result.activation is not None)
+                records = tuple(result.activation for result in results if result.activation is not None)
                 self._enter(above, records)
                 base = above
-            if told:
-                scorer.observer.layer_done(f"score {self.name}", layer, {})
+            if observed:
+                self.observer.layer_done(f"score {self.name}", layer, {})
         return base, records
 
-    def _entered(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
-        """The last committed layer of this model, and its records. Retracts entries of another model of this name."""
+    def _last_committed(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
+        """Returns the last committed layer of this model, and its records. Retracts entries of another model of this
+        name."""
         for layer in range(len(self.layers), 0, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))
-            if entry is not None and not all(_there(self.layers, below) for below in range(layer)):
+            if entry is None or not all(_is_final(self.layers, below) for below in range(layer)):
                 continue
-            if entry is not None and entry.of == self._digest(layer):
+            if entry.of == self._digest(layer):
                 return layer, entry.activations
-            if entry is not None:
-                self.scorer.forget(self.name)
+            self.scorer.forget(self.name)
         return 0, None
 
     def _enter(self, layer: int, records: tuple[ArrayRecord, ...]) -> None:
@@ -213,5 +212,5 @@ class _Model:
         return hashlib.sha256(json.dumps([tokens, self.windows.dtype, staged]).encode()).hexdigest()
 
 
-def _there(layers: Layers, layer: int) -> bool:
-    return layers.there(layer) if isinstance(layers, LayersEntered) else True
+def _is_final(layers: Layers, layer: int) -> bool:
+    return layers.is_final(layer) if isinstance(layers, LayersEntered) else True

@@ -8,7 +8,7 @@ from typing import Any
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, E, FormSpec, Key, StagedRecord
-from pipeline.driver.interfaces import Cleaner, Journal, Observer, Pool
+from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import RanksOf
 from pipeline.driver.ledger_keys import layer_key
 from pipeline.driver.recovery import Repairs
@@ -22,16 +22,16 @@ class Session:
     """A scheduler, a journal and their like, for one driver.
 
     Attributes:
-        repairs: invalidates what proves damaged or lost.
+        repairs: invalidates the entries of damaged or lost data.
     """
 
-    def __init__(self, pool: Pool, journal: Journal, cleaner: Cleaner, observer: Observer, repairs: Repairs) -> None:
-        self.pool = pool
+    def __init__(self, scheduler: Scheduler, journal: Journal, cleaner: Cleaner, repairs: Repairs) -> None:
+        self.scheduler = scheduler
+        self.pool = scheduler.pool
+        self.observer = scheduler.observer
         self.journal = journal
         self.cleaner = cleaner
-        self.observer = observer
         self.repairs = repairs
-        self.scheduler = Scheduler(pool, observer)
 
     def enter(self, key: Key[E], record: E) -> None:
         """Commits an entry."""
@@ -85,16 +85,17 @@ class Session:
                     results[place] = result
 
     def store_samples(
-        self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], done: list[ShardDone]
+        self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], results: list[ShardDone]
     ) -> TaskStream[dict[str, ArrayRecord]]:
-        """Stores the samples of values that the units of all shards left behind, in shard order: key -> record."""
+        """Stores the samples of values in the results of the units of all shards, in shard order: key -> record."""
 
-        def reduces(done: Sequence[ShardDone]) -> list[Unit]:
+        def reduce_units(results: Sequence[ShardDone]) -> list[Unit]:
             return [
-                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in samples
+                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in results))
+                for moment in samples
             ]
 
-        records = yield from self.build_on(done, units, reduces)
+        records = yield from self.build_on(results, units, reduce_units)
         return {moment.key: record for moment, record in zip(samples, records, strict=True)}
 
 
@@ -103,34 +104,35 @@ def solve_units(
     layer: int,
     statistics: Mapping[str, ArrayRecord | Summed],
     ranks: RanksOf,
-    told: Callable[[Task], str] = lambda _: "",
+    hint: Callable[[Task], str] = lambda _: "",
 ) -> list[Solve]:
-    """Solves every group of a layer. `statistics`: by the keys of moments. `told`: by curves of these."""
+    """Returns the units that solve the groups of a layer. `statistics`: by the keys of moments. `hint`: of the task's
+    curve."""
     return [
-        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, told=told(task))
+        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, told=hint(task))
         for task in tasks
         if task.layer == layer
     ]
 
 
-def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]], of: str = "") -> Write:
-    """Writes a layer of which these groups are solved. `of`: as `Write` has it."""
+def write_unit(layer: int, solved: Sequence[tuple[Solve, SolveDone]], of: str = "") -> Write:
+    """Returns the unit that writes a layer with these groups. `of`: as `Write` has it."""
     forms: dict[str, FormSpec] = {}
-    for _, solution in parts:
+    for _, solution in solved:
         forms.update(solution.forms)
-    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
-    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms, of)
+    roles = tuple(role for solve, _ in solved for role in solve.task.roles)
+    return Write(layer, tuple(solution.factors for _, solution in solved), roles, forms, of)
 
 
 def write_units(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
-    """The one unit that writes a layer of which these groups are solved."""
+    """Returns `write_unit` alone in a list, as `Session.build_on` wants it."""
     return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
 
 
 def layer_entry(layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> LayerEntry:
-    """The ledger entry of a compressed layer."""
-    groups = {solve.task.name: _report(solve, done) for solve, done in solved}
-    rounded = {path: scheme for _, done in solved for path, scheme in done.rounded.items()}
+    """Returns the ledger entry of a compressed layer."""
+    groups = {solve.task.name: _report(solve, solution) for solve, solution in solved}
+    rounded = {path: scheme for _, solution in solved for path, scheme in solution.rounded.items()}
     return LayerEntry(staged=record, forms=write_unit(layer, solved).forms, groups=groups, rounded=rounded)
 
 

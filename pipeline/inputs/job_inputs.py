@@ -1,4 +1,4 @@
-"""From a manifest to everything a job needs to know before it computes: checked source, geometry, methods, tasks."""
+"""Reads and checks all inputs of a job before it computes: source, geometry, methods, tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,22 +14,15 @@ import torch
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.cost_model.estimate import rank_remarks
+from pipeline.driver.job_spec import Passes, passes_of
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.method import Method, Remarking, Scores, Task
-from pipeline.methods.registry import (
-    allocate_ranks,
-    build_methods,
-    claim_tasks,
-    config_fields,
-    layer_gradients,
-    predict_tasks,
-)
+from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, config_fields, predict_tasks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
-from pipeline.units.sharding import gradient_count, gradient_samples, importance_shards
 from stores.headers import DTYPES
 from stores.model_files import companions
 from stores.run_directory import FOLDERS
@@ -48,7 +41,7 @@ STORED_NAMES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """A job's inputs, checked: whatever a header or a config can show to be wrong is found here."""
+    """The inputs of a job, checked as far as headers and configs allow."""
 
     manifest: Manifest
     source: SourceCheckpoint
@@ -60,7 +53,7 @@ class Inputs:
 
     @property
     def dtype_name(self) -> str:
-        """As config.json writes it."""
+        """The dtype as config.json names it."""
         return STORED_NAMES[self.dtype]
 
     @property
@@ -68,14 +61,19 @@ class Inputs:
         """Bytes of all tensors of the source."""
         return sum(record.end - record.begin for record in self.source.tensors.values())
 
+    @cached_property
+    def passes(self) -> Passes:
+        """The passes over the calibration text."""
+        return passes_of(self.manifest, self.methods, self.tasks, self.geometry.hidden)
+
     @property
     def scores(self) -> frozenset[str]:
-        """The scores that any method's ranks follow."""
-        return frozenset(score for method in self.methods for score in method.scores)
+        """The scores that any method's ranks depend on."""
+        return self.passes.scores
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is to be said before anything is computed."""
+        """Messages to the user before anything is computed."""
         of_methods = tuple(
             f"methods.{position} ({method.name}): {remark}"
             for position, method in enumerate(self.methods)
@@ -87,54 +85,25 @@ class Inputs:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether any method asks for statistics or importance."""
+        """True if any method asks for statistics or importance."""
         return any(task.moments for task in self.tasks) or "importance" in self.scores
-
-    def at_size(self, size: int) -> Inputs:
-        """With `keep`, in thousandths, in place of the budget's limit of the loss."""
-        assert self.manifest.budget is not None
-        budget = self.manifest.budget.model_copy(update={"keep": size / 1000, "max_loss": None})
-        return replace(self, manifest=self.manifest.model_copy(update={"budget": budget}))
 
     @property
     def max_loss(self) -> float | None:
         """The limit of the loss that decides the size, if one does."""
         return self.manifest.budget.max_loss if self.manifest.budget else None
 
-    @property
-    def importance_shards(self) -> tuple[int, ...]:
-        """The calibration shards on which importance is measured."""
-        calibration = self.manifest.calibration
-        if calibration is None:
-            return ()
-        return importance_shards(calibration.shards, calibration.samples, calibration.sequence_length)
-
-    @property
-    def gradient_samples(self) -> int:
-        """How many calibration samples go through a backward pass; 0 when no method asks for gradients."""
-        calibration = self.manifest.calibration
-        if calibration is None or not any(layer_gradients(self.tasks, task.layer) for task in self.tasks):
-            return 0
-        asked = calibration.gradient.samples
-        return gradient_samples(asked, calibration.samples, calibration.sequence_length, self.geometry.hidden)
-
-    @property
-    def gradient_shards(self) -> tuple[int, ...]:
-        """The calibration shards that hold any of these samples."""
-        calibration = self.manifest.calibration
-        if calibration is None:
-            return ()
-        counts = (
-            gradient_count(shard, calibration.shards, calibration.samples, self.gradient_samples)
-            for shard in range(calibration.shards)
-        )
-        return tuple(shard for shard, count in enumerate(counts) if count)
+    def at_size(self, size: int) -> Inputs:
+        """Returns these inputs with `keep`, in thousandths, in place of the budget's limit of the loss."""
+        assert self.manifest.budget is not None
+        budget = self.manifest.budget.model_copy(update={"keep": size / 1000, "max_loss": None})
+        return replace(self, manifest=self.manifest.model_copy(update={"budget": budget}))
 
 
 def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
     """Opens the source (headers only) and checks manifest and model against each other.
 
-    `weights`: whether those of a hub id are fetched, after everything else proved right.
+    `weights`: the weights of a hub id are fetched, after all other checks.
 
     Raises:
         InputError: see the message; nothing was written.
@@ -143,16 +112,17 @@ def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
 
 
 def opened_model(manifest: Manifest, weights: bool, check: Callable[[SourceCheckpoint, Mapping[str, Any]], T]) -> T:
-    """What `check` makes of a manifest's model and its config; asked first without weights, where those are fetched."""
+    """Returns the result of `check` for a manifest's model and its config. It is called once before weights are
+    fetched, and again with them."""
     model = manifest.model
-    opened = open_source(model.source, model.revision, code=model.trust_remote_code)
+    source = open_source(model.source, model.revision, code=model.trust_remote_code)
     if not weights or is_hub_id(model.source):
-        found = check(*describe_dense(opened, weights=False))
-    return check(*describe_dense(opened)) if weights else found
+        checked = check(*describe_dense(source, weights=False))
+    return check(*describe_dense(source)) if weights else checked
 
 
 def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, Any]) -> Inputs:
-    """A manifest and an open model held against each other. Raises InputError."""
+    """Checks a manifest and an open model against each other. Raises InputError."""
     geometry = geometry_of(config)
     dtype = layer_dtype(source, geometry)
     stored_bits = {name: 8 * record.torch_dtype.itemsize for name, record in source.tensors.items()}
@@ -172,8 +142,10 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
 
 
 def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, ...], tuple[Task, ...]]:
-    """The methods, and what they claim of a model of this geometry. Raises InputError; also on a budget that sizes in
-    the manifest exceed."""
+    """Returns the methods, and the tasks that they claim of a model of this geometry.
+
+    Raises InputError, also where sizes in the manifest exceed the budget.
+    """
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
     if manifest.quantize is not None:
@@ -185,7 +157,7 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
 
 
 def check_copied(inputs: Inputs) -> None:
-    """Looks for NaN and infinity in what no worker will read, because it is only copied. Holds a few megabytes.
+    """Looks for NaN and infinity in the tensors that are only copied, which no worker reads. Holds a few megabytes.
 
     Raises:
         NumericsError: naming the tensor.
@@ -201,7 +173,8 @@ def check_copied(inputs: Inputs) -> None:
 
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
-    """The dtype of the forward pass, and of config.json: that of most numbers of the layers; of two, the wider."""
+    """Returns the dtype of the forward pass, and of config.json: the one of most numbers in the layers; of two that
+    are equally frequent, the wider."""
     numbers: Counter[str] = Counter()  # buffers of old checkpoints may be bytes
     for layer in geometry.layers:
         for name, shape in layer.tensors().values():
@@ -229,10 +202,10 @@ def _check_max_loss(manifest: Manifest, tasks: Sequence[Task], predicted: Sequen
 
 def _check_sequence(manifest: Manifest, config: Mapping[str, Any]) -> None:
     limit = config["max_position_embeddings"]
-    wanted = {"calibration.sequence_length": manifest.calibration.sequence_length if manifest.calibration else 0}
+    lengths = {"calibration.sequence_length": manifest.calibration.sequence_length if manifest.calibration else 0}
     if manifest.evaluation.perplexity:
-        wanted["evaluation.perplexity.window"] = manifest.evaluation.perplexity.window
-    for field, length in wanted.items():
+        lengths["evaluation.perplexity.window"] = manifest.evaluation.perplexity.window
+    for field, length in lengths.items():
         if length > limit:
             raise InputError(f"{field}: {length} is longer than the model's max_position_embeddings {limit}")
 
@@ -250,7 +223,7 @@ def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:
     output, run_dir = places["output"].address, places["run_dir"].address
     if contains(output, run_dir):
         raise InputError(f"output: {output} must not hold run_dir {run_dir}; give two separate directories")
-    if taken := [folder for folder in FOLDERS if contains(f"{run_dir}/{folder}", output)]:
+    if holding := [folder for folder in FOLDERS if contains(f"{run_dir}/{folder}", output)]:
         raise InputError(
-            f"output: {output} lies in {taken[0]}, where run_dir {run_dir} keeps its own files; give another"
+            f"output: {output} lies in {holding[0]}, where run_dir {run_dir} keeps its own files; give another"
         )

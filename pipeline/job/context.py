@@ -1,23 +1,23 @@
-"""A job that may work: checked inputs, both locks held, a run directory that is this job's."""
+"""A job that may run: checked inputs, both locks held, a run directory that belongs to it."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from manifests.entries import ReusedEntry
 from manifests.errors import InputError
 from manifests.loading import dump_manifest
-from manifests.records import Key, SourceFile
+from manifests.records import SourceFile
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.checkpoint.planned_size import plan_of
@@ -25,7 +25,8 @@ from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.cost_model.estimate import Plan
 from pipeline.driver.job_spec import Job
-from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
+from pipeline.driver.ledger_dependencies import retract_changed
+from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SOURCE, TARGET
 from pipeline.inputs.calibration import calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
@@ -43,18 +44,18 @@ from workers.memory import map_large_tensors
 
 @dataclass(frozen=True)
 class JobContext:
-    """What every stage of a job is given.
+    """The inputs, places and tools that all stages of a job share.
 
     Attributes:
         tokens: calibration token ids (samples, sequence); None for a data-free job.
-        held_out: token ids (windows, sequence) of the same texts beyond the samples; None where there are none.
+        held_out: token ids (windows, sequence) of the same texts beyond the samples; None if there are none.
         evaluation: token ids (windows, window) that OUTPUT is scored on; None: no perplexity is asked for.
-        source_files: what the job reads, by name.
+        source_files: the files that the job reads, by name.
         locks: of the run directory and of OUTPUT, held.
-        output_files: what OUTPUT held at the start.
+        output_files: the files of OUTPUT at the start.
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
-        standing: how the run directory stood to the job when it was opened; `begin` makes it the job's.
+        standing: the state of the run directory when it was opened; `begin` makes it the job's.
         watch: of the files that the job reads and copies.
         points: of a sweep, the manifests of its points.
         in_process: units are done in this process, without Ray.
@@ -79,17 +80,17 @@ class JobContext:
 
     @property
     def manifest(self) -> Manifest:
-        """The job as it was asked for."""
+        """The manifest of the job."""
         return self.inputs.manifest
 
     @property
     def name(self) -> str:
-        """What logs, metrics and Ray's dashboard call it: its run directory's name."""
+        """The name of the run directory, as which the job appears in logs, metrics and Ray's dashboard."""
         return PurePosixPath(self.manifest.run_dir).name
 
     @property
     def ledger(self) -> Ledger:
-        """What is committed."""
+        """The ledger of the run directory."""
         return self.run_dir.ledger
 
     @property
@@ -98,7 +99,7 @@ class JobContext:
         return open_storage(self.manifest.output).address
 
     def seconds(self) -> float:
-        """Since this run of the job began."""
+        """Returns the seconds since this run of the job began."""
         return time.monotonic() - self.started
 
 
@@ -106,65 +107,85 @@ class JobContext:
 def open_job(
     manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: bool, in_process: bool = False
 ) -> Iterator[JobContext]:
-    """Checks everything that can be known before computing, and holds the job's two places. What a run directory holds
-    stays as it is until `begin`.
+    """Checks everything that can be known before computing, and locks the run directory and OUTPUT. Existing work in
+    the run directory stays as it is until `begin`.
 
     Raises:
-        InputError: something given is wrong; nothing was computed.
+        InputError: an input is wrong; nothing was computed.
     """
     started, observer = time.monotonic(), JobObserver(quiet=quiet)
-    map_large_tensors()  # what is read for digests and copies goes back, too
     observer.stage("checks")
+    map_large_tensors()  # memory that digests and copies take is returned, too
     inputs = read_inputs(manifest)
-    drawn, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)
-    tokens = drawn.samples if drawn else None
-    held_out = drawn.held_out if drawn and len(drawn.held_out) else None
-    if inputs.max_loss is not None and held_out is None:
+    text = read_text(inputs)
+    if inputs.max_loss is not None and text.held_out is None:
         raise InputError(
             "budget.max_loss: is measured on calibration text beyond the samples, and there is none; give more text, "
             "or lower calibration.samples"
         )
-    run_dir, output = RunDirectory(manifest.run_dir), open_storage(manifest.output)
     plan = plan_of(inputs)
+    run_dir, output = RunDirectory(manifest.run_dir), open_storage(manifest.output)
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
         locks = (stack.enter_context(run_dir.lock), stack.enter_context(claim_output(output)))
         observer.earlier = read_paces(run_dir.lock.previous_progress.get("paces"))
-        source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
-        if source_files != run_dir.ledger.get(SOURCE):
-            check_copied(inputs)
-        found = survey_output(output, run_dir.ledger, fresh)
-        if fresh or run_dir.ledger.get(COMPLETE) is None:
-            found.replaceable()  # a finished job may find that nothing is to be written
-        adaptable = partial(_solves_again, manifest, found.replaceable)
+        source_files = read_source(inputs, run_dir.ledger)
         watch = watch_source(inputs, source_files, run_dir.ledger)
-        fingerprint = job_fingerprint(inputs, tokens, source_files)
+        output_files = survey_output(output, run_dir.ledger, fresh)
+        if fresh or run_dir.ledger.get(COMPLETE) is None:  # otherwise there may be nothing to write
+            output_files.replaceable()
+        fingerprint = job_fingerprint(inputs, text.samples, source_files)
+        adaptable = partial(_is_adaptable, manifest, output_files)
         standing = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
         job = JobContext(
-            inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started,
-            standing, watch, in_process=in_process,
+            inputs, *text, source_files, run_dir, locks, output_files, plan, observer, stop, started, standing, watch,
+            in_process=in_process,
         )  # fmt: skip
         if standing.reuses_entries:
             check_ledger(job)
-        elif standing.kind == "new":  # a start that is refused has not read the source in vain
+        elif standing.kind == "new":  # so that a start after a refused one need not read the source again
             run_dir.ledger.commit(SOURCE, source_files)
         yield job
 
 
+class Text(NamedTuple):
+    """Token ids int64 of a job's texts, as `JobContext` has them."""
+
+    samples: torch.Tensor | None
+    held_out: torch.Tensor | None
+    evaluation: torch.Tensor | None
+
+
+def read_text(inputs: Inputs) -> Text:
+    """Reads the texts for calibration and evaluation. Raises InputError."""
+    drawn = calibration_tokens(inputs)
+    held_out = drawn.held_out if drawn and len(drawn.held_out) else None
+    return Text(drawn.samples if drawn else None, held_out, evaluation_tokens(inputs))
+
+
+def read_source(inputs: Inputs, ledger: Ledger) -> Mapping[str, SourceFile]:
+    """Returns the digests of the source's files. If they are not those in the ledger, checks the tensors that are only
+    copied. Raises NumericsError."""
+    entered = ledger.get(SOURCE)
+    source_files = inputs.source.file_digests(entered or {})
+    if source_files != entered:
+        check_copied(inputs)
+    return source_files
+
+
 def watch_source(inputs: Inputs, source_files: Mapping[str, SourceFile], ledger: Ledger) -> SourceWatch:
-    """Watches what a job reads and copies of its source: nothing is committed to the ledger once a file has changed.
+    """Watches the files of the source that a job reads and copies. Once one has changed, the ledger refuses commits.
 
     Raises StorageError where a file cannot be read.
     """
     storage = inputs.source.storage
-    copied = companions(storage, inputs.manifest.model.trust_remote_code)
-    watch = SourceWatch(storage, source_files, copied)
+    watch = SourceWatch(storage, source_files, companions(storage, inputs.manifest.model.trust_remote_code))
     ledger.guard = watch.check
     return watch
 
 
 def check_ledger(job: JobContext) -> None:
-    """Enters the source's digests, and takes back what makes no sense of what is entered: of this job's directory."""
+    """Enters the source's digests, and retracts entries that contradict the job."""
     ledger = job.ledger
     ledger.commit(SOURCE, job.source_files)
     target = ledger.get(TARGET) if job.inputs.max_loss is not None else None
@@ -173,32 +194,23 @@ def check_ledger(job: JobContext) -> None:
 
 
 def driver_job(inputs: Inputs) -> Job:
-    """The job as the driver sees it."""
-    manifest, calibration = inputs.manifest, inputs.manifest.calibration
-    propagate = calibration.propagate if calibration else "dense"
-    keep = manifest.statistics.keep
+    """Returns the job as the driver sees it."""
+    manifest, methods, geometry = inputs.manifest, inputs.methods, inputs.geometry
     return Job(
-        num_layers=inputs.geometry.num_layers,
-        shards=calibration.shards if calibration else 1,
+        **vars(inputs.passes),
+        num_layers=geometry.num_layers,
         tasks=inputs.tasks,
-        allocate=lambda scores: allocate_ranks(manifest, inputs.methods, inputs.geometry, scores),
-        scores=inputs.scores,
-        propagate=propagate,
-        importance_shards=inputs.importance_shards,
-        points=tuple(layer.points for layer in inputs.geometry.layers),
-        keep_statistics=propagate == "dense" if keep is None else keep,
-        measures=measure_tasks(inputs.methods, inputs.geometry),
+        allocate=partial(allocate_ranks, manifest, methods, geometry),
+        points=tuple(layer.points for layer in geometry.layers),
+        measures=measure_tasks(methods, geometry),
         predicts=tuple(
-            with_moments(task, manifest, inputs.geometry.layers[task.layer])
-            for task in predict_tasks(inputs.methods, inputs.geometry)
+            with_moments(task, manifest, geometry.layers[task.layer]) for task in predict_tasks(methods, geometry)
         ),
-        gradient=calibration.gradient.kind if calibration else "model",
-        gradient_shards=inputs.gradient_shards,
     )
 
 
 def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None:
-    """Says what is remarkable about the job, and what was wrong with an OUTPUT that was done.
+    """Reports the inputs' remarks, and the faults of a finished OUTPUT.
 
     `finished`: the layers are done, and only scores are missing.
 
@@ -221,39 +233,39 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
 
 
 def begin(job: JobContext, finished: bool) -> None:
-    """Makes the run directory the job's, as its work may begin; says what the run builds on. `finished`: as above."""
+    """Makes the run directory the job's, and reports the work that it builds on. `finished`: as in `check_output`."""
     job.run_dir.bind(job.standing, partial(_undo_solves, job.ledger, job.standing.differing))
     if not job.standing.reuses_entries:
         check_ledger(job)
     replaceable = frozenset() if finished else job.output_files.replaceable()
-    if replaceable:  # with --fresh, the ledger has forgotten whose they are
+    if replaceable:  # with --fresh, the ledger no longer says whose they are
         claim_files(job.ledger, open_storage(job.manifest.output), replaceable, ())
     job.run_dir.storage.replace(MANIFEST, dump_manifest(job.manifest).encode())
     if not finished:
-        _say_where_it_goes_on(job)
+        _report_progress(job)
     if reused := job.ledger.get(REUSED):
         job.observer.say(f"statistics of an earlier run serve again: {reused.seconds:.1f} s of forward passes saved")
 
 
-def _say_where_it_goes_on(job: JobContext) -> None:
+def _report_progress(job: JobContext) -> None:
     claimed = len(layers_of(job.inputs.tasks))
-    walked, compressed = (len(job.ledger.keys(kind)) for kind in ("dense/", "layer/"))
+    passed, compressed = (len(job.ledger.keys(kind)) for kind in ("dense/", "layer/"))
     if compressed:
         job.observer.say(f"resuming at layer {min(compressed + 1, claimed)} of {claimed} to compress")
-    elif walked:
-        job.observer.say(f"resuming at layer {walked} of {job.inputs.geometry.num_layers} of the dense pass")
+    elif passed:
+        job.observer.say(f"resuming at layer {passed} of {job.inputs.geometry.num_layers} of the dense pass")
 
 
-def _solves_again(manifest: Manifest, check: Callable[[], object], differing: list[str]) -> bool:
-    """Whether ranks are all that differs, and the statistics do not depend on them: later work can be undone alone.
+def _is_adaptable(manifest: Manifest, output_files: OutputFiles, differing: list[str]) -> bool:
+    """Returns True if only fields differ that statistics do not depend on, so that later work alone can be undone.
 
-    `check` is called if so.
+    Raises InputError if OUTPUT cannot be replaced then.
     """
     names = _manifest_fields(differing)
     ranks_only = len(names) == len(differing) and all(map(RANKS_ONLY.fullmatch, names))
     if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
         return False
-    check()
+    output_files.replaceable()
     return True
 
 
@@ -262,26 +274,16 @@ def _manifest_fields(differing: Sequence[str]) -> list[str]:
 
 
 def _undo_solves(ledger: Ledger, differing: Sequence[str]) -> None:
-    """Undoes all work that comes after ranks, in which these fields differ."""
+    """Retracts all entries that depend on these fields."""
     names = _manifest_fields(differing)
-    done = ledger.get(COMPLETE)
-    summary = done.summary if done else {}
-    phases = summary.get("seconds", {}).get("phases", {})
-    seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
-    if summary:
-        ledger.commit(REUSED, ReusedEntry(seconds=seconds))
-    undone: list[Key[Any]] = [
-        COMPLETE,
-        HELD_OUT_SCORE,
-        *ledger.keys("layer/"),
-        *ledger.keys("activations/"),
-        RANKS,
-        TARGET,
-        *ledger.keys("measured/"),
-    ]
+    if complete := ledger.get(COMPLETE):
+        phases = complete.summary.get("seconds", {}).get("phases", {})
+        seconds = phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
+        ledger.commit(REUSED, ReusedEntry(seconds=complete.summary.get("seconds_saved", 0.0) + seconds))
+    ledger.retract(COMPLETE)
+    changed = ["measured", TARGET]
     if names != ["budget.max_loss"]:
-        undone += ledger.keys(TRIES)
+        changed.append("tries")
     if not all(name.startswith("budget") for name in names):
-        undone += ledger.keys("curves/")
-    for key in undone:
-        ledger.retract(key)
+        changed.append("curves")
+    retract_changed(ledger, ledger.keys(), changed)

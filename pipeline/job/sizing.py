@@ -1,4 +1,4 @@
-"""The size of a job: given as a share, or the smallest one whose loss stays below `budget.max_loss`, to within 0.005.
+"""The size of a job: a given share, or the smallest one whose loss stays below `budget.max_loss`, to within 0.005.
 
 Curves propose a size, held-out text decides. Each try is solved from the statistics of one dense pass, and entered.
 """
@@ -12,50 +12,52 @@ from typing import Any
 
 from manifests.entries import HeldOutScoreEntry, TargetEntry, TryEntry
 from manifests.errors import CorruptError, InputError
-from manifests.records import Key
 from pipeline.driver.job_spec import entered_scores
-from pipeline.driver.ledger_keys import HELD_OUT_SCORE, RANKS, TARGET, TRIES, try_key
+from pipeline.driver.ledger_dependencies import retract_changed
+from pipeline.driver.ledger_keys import HELD_OUT_SCORE, TARGET, TRIES, try_key
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
 from pipeline.job.worker_session import Effort, JobWorkers, job_workers
-from pipeline.methods.method import Scores
 from pipeline.ranks.curves import predicted_loss
 from pipeline.ranks.search import WHOLE, least_size, next_size
 
 
 def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContext, Effort]:
-    """Every claimed layer at the job's size, and what that costs on held-out text; the job with that size.
+    """Compresses every claimed layer to the job's size, and scores them on held-out text. Returns the job with that
+    size.
 
-    Raises InputError when no size stays below `budget.max_loss`, saying what the least loss is.
+    Raises InputError when no size stays below `budget.max_loss`, naming the least loss.
     """
     forget_other_text(job)
     with job_workers(job, heartbeat) as workers:
         if job.inputs.max_loss is not None:
-            return _within(job, job.inputs.max_loss, workers), workers.effort
+            return _compress_within(job, job.inputs.max_loss, workers), workers.effort
         compress_and_score(job, workers)
         return job, workers.effort
 
 
 def tries_of(job: JobContext) -> list[dict[str, Any]]:
-    """What was measured on the way to a size within a limit, by ascending size: `keep`, `divergence`, `predicted`."""
+    """Returns the scores of all sizes that were tried, by ascending size: `keep`, `divergence`, `predicted`."""
     sizes = sorted(int(key.removeprefix(TRIES)) for key in job.ledger.keys(TRIES))
     return [{"keep": size / WHOLE, **entry.as_json()} for size in sizes if (entry := job.ledger.get(try_key(size)))]
 
 
 def compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
-    """A staged layer that is damaged in between is made again, once."""
-    found = workers.compress(job, compared=compared, scoring=partial(scoring_held_out, workers))
+    """Compresses the layers and scores them on held-out text. A staged layer that is damaged in between is made again,
+    once."""
+    scored = workers.compress(job, compared=compared, scoring=partial(scoring_held_out, workers))
     try:
-        return score_held_out(job, workers, found)
+        return score_held_out(job, workers, scored)
     except CorruptError as error:
         job.observer.repaired(str(error), [])
         workers.compress(job, compared=compared)
         return score_held_out(job, workers)
 
 
-def _within(job: JobContext, limit: float, workers: JobWorkers) -> JobContext:
-    workers.take_curves(job)
+def _compress_within(job: JobContext, limit: float, workers: JobWorkers) -> JobContext:
+    """Compresses the layers to the smallest size whose loss is within the limit. Returns the job with that size."""
+    workers.prepare(job)
     predicted = _predictions(job)
     least = least_size(lambda size: predicted(size) is not None)
     while True:
@@ -67,25 +69,24 @@ def _within(job: JobContext, limit: float, workers: JobWorkers) -> JobContext:
             )
         _aim(job, size)
         sized = replace(job, inputs=job.inputs.at_size(size))
-        known = job.ledger.get(try_key(size))
-        if known is not None:
+        earlier = job.ledger.get(try_key(size))
+        if earlier is not None:
             workers.compress(sized)
-            job.ledger.commit(HELD_OUT_SCORE, known)
+            job.ledger.commit(HELD_OUT_SCORE, earlier)
             return sized
-        found = compress_and_score(sized, workers, compared=False)
-        assert found is not None
-        entry = TryEntry(**dict(found), predicted=predicted(size) or 0.0)
+        score = compress_and_score(sized, workers, compared=False)
+        assert score is not None
+        entry = TryEntry(**dict(score), predicted=predicted(size) or 0.0)
         job.ledger.commit(try_key(size), entry)
         job.observer.say(
-            f"keep {size / WHOLE:g}: divergence {found.divergence:.3g} nats per token, predicted "
+            f"keep {size / WHOLE:g}: divergence {score.divergence:.3g} nats per token, predicted "
             f"{entry.predicted:.3g}, limit {limit:g}"
         )
 
 
 def _predictions(job: JobContext) -> Callable[[int], float | None]:
-    """Size -> predicted loss, nats per token; None where so little cannot be kept."""
-    entered = driver_job(job.inputs)
-    scores: Scores = entered_scores(entered, job.ledger.get, {})
+    """Returns a function: size -> predicted loss, nats per token; None where so little cannot be kept."""
+    scores = entered_scores(driver_job(job.inputs), job.ledger.get, {})
 
     @cache
     def predicted(size: int) -> float | None:
@@ -99,11 +100,9 @@ def _predictions(job: JobContext) -> Callable[[int], float | None]:
 
 
 def _aim(job: JobContext, size: int) -> None:
-    """Undoes what was made at another size before this one is entered, so that none of it is taken for this one's."""
+    """Enters the size to compress to. Undoes the work at another size first, so that it is not taken for this one's."""
     target = job.ledger.get(TARGET)
     if target is not None and target.size != size:
-        undone: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys("layer/"), *job.ledger.keys("activations/"), RANKS]
-        for key in undone:
-            job.ledger.retract(key)
+        retract_changed(job.ledger, job.ledger.keys(), [TARGET])
     if target is None or target.size != size:
         job.ledger.commit(TARGET, TargetEntry(size=size))

@@ -69,7 +69,7 @@ class _JointSolving:
                 task,
                 tuple(ranks[index][task.key] for index in missing),
                 {moment: statistics[moment.key] for moment in task.moments},
-                first.told(task),
+                first.hint_of(task),
             )
             for task in first.job.tasks
             if task.layer == layer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeline.driver.pool_proxy import BusyPool, PoolProxy
+from pipeline.driver.interfaces import BusyPool
 from pipeline.sweeping.points import shifted
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 from pipeline.units.units import Measure, Solve, SolveSizes, Unit
@@ -13,13 +14,37 @@ from pipeline.units.units import Measure, Solve, SolveSizes, Unit
 TASK_UNITS = (Measure, BeginCurve, CurvePieces, Predict, Solve, SolveSizes)
 
 
-class PointPool(PoolProxy):
+class PointPool:
     """Translates a point's method numbers. The workers number the methods of all points; its own begin at `first`."""
 
     def __init__(self, whole: BusyPool, first: int) -> None:
-        super().__init__(whole)
+        self.whole = whole
         self.first = first
         self.submitted: dict[str, Unit] = {}  # by the key that the workers know
+
+    @property
+    def size(self) -> int:
+        """The number of workers that are ready."""
+        return self.whole.size
+
+    @property
+    def nodes(self) -> Sequence[Sequence[str]]:
+        """The names of the workers that are ready, node by node."""
+        return self.whole.nodes
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """Kind of unit -> [units, seconds, of these inside products]."""
+        return self.whole.seconds
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Worker -> peak bytes."""
+        return self.whole.peak_bytes
+
+    def forget(self) -> None:
+        """Makes workers drop all hidden states."""
+        self.whole.forget()
 
     def submit(self, unit: Unit) -> None:
         """Submit a unit with the workers' number of its method."""

@@ -76,7 +76,7 @@ def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWor
     tasks = tuple(task for task in job.inputs.tasks if task.method in methods)
     scores = frozenset(score for point in pending for score in point.inputs.scores)
     shared = replace(driver_job(job.inputs), tasks=tasks, scores=scores, measures=(), predicts=())
-    workers.take_statistics(job, shared)
+    workers.prepare(job, shared)
 
 
 def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:

@@ -6,18 +6,18 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
 from manifests.errors import InputError
 from manifests.schema import Budget
 from manifests.sweep import Point
+from pipeline.driver.job_spec import Passes, passes_of
 from pipeline.driver.ledger_keys import point_part
 from pipeline.inputs.fingerprint import semantic_fields
 from pipeline.inputs.job_inputs import Inputs, check_inputs, opened_model
 from pipeline.methods.method import Task
-from pipeline.units.sharding import gradient_samples
 from stores.ledger import Ledger, LedgerView
 from stores.source import SourceCheckpoint
 
@@ -55,13 +55,10 @@ class SharedInputs(Inputs):
         """True if the manifest has calibration text, whether a point needs it or not."""
         return self.manifest.calibration is not None
 
-    @property
-    def gradient_samples(self) -> int:
-        """The number of samples with gradients, as of a point that needs them."""
-        if (calibration := self.manifest.calibration) is None:
-            return 0
-        samples, length = calibration.gradient.samples, calibration.sequence_length
-        return gradient_samples(samples, calibration.samples, length, self.geometry.hidden)
+    @cached_property
+    def passes(self) -> Passes:
+        """With the samples that a point takes that asks for gradients."""
+        return passes_of(self.manifest, self.methods, self.tasks, self.geometry.hidden, gradients=True)
 
 
 def read_points(points: Sequence[Point], weights: bool = True) -> tuple[SweptPoint, ...]:

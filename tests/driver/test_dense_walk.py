@@ -13,10 +13,11 @@ import pytest
 from manifests.errors import LostInputError
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job
+from pipeline.driver.scheduler import Scheduler
 from pipeline.methods.method import Moment
 from pipeline.units.sums import Add, Collect, Summed, Total
 from pipeline.units.units import Forward, Solve, Unit, Write
-from tests.pipeline.simulation import (
+from tests.driver.simulation import (
     ALL,
     IMPORTANCE,
     JOBS,
@@ -44,7 +45,8 @@ def make_uniform(layers: int = 12, **settings: Any) -> Job:
 
 
 def driver(job: Job, world: World) -> Driver:
-    return Driver(job, SimulatedPool(world), MemoryJournal(world), WorldCleaner(world), Recorder(world))
+    scheduler = Scheduler(SimulatedPool(world), Recorder(world))
+    return Driver(job, scheduler, MemoryJournal(world), WorldCleaner(world))
 
 
 def compressed(world: World) -> dict[str, Any]:

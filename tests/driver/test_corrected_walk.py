@@ -9,7 +9,7 @@ import pytest
 from manifests.errors import NumericsError
 from pipeline.units.sums import Collect, Total
 from pipeline.units.units import Pair, Reduce, Unit, Write
-from tests.pipeline.simulation import JOBS, SimulatedPool, World, commits, make_corrected_job, run
+from tests.driver.simulation import JOBS, SimulatedPool, World, commits, make_corrected_job, run
 
 
 class Remembering(SimulatedPool):

@@ -11,12 +11,13 @@ import pytest
 from manifests.errors import LostInputError
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job
+from pipeline.driver.scheduler import Scheduler
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients, layer_moments
 from pipeline.units.curves import CurvePieces, Predict
 from pipeline.units.sums import Collect
 from pipeline.units.units import Forward, Solve, Unit
-from tests.pipeline.simulation import (
+from tests.driver.simulation import (
     ALL,
     JOBS,
     MLP,
@@ -185,7 +186,7 @@ def test_curves_alone_are_taken_without_ranks() -> None:
     job, world = make_gradient_job(ALL), World()
     pool = SimulatedPool(world)
     pool.fail_on["predict/2/0/loss-mlp"] = LostInputError("gone with its worker")
-    Driver(job, pool, MemoryJournal(world), WorldCleaner(world), Recorder(world)).prepare()
+    Driver(job, Scheduler(pool, Recorder(world)), MemoryJournal(world), WorldCleaner(world)).prepare()
     assert {key.partition("/")[0] for key in commits(world)} == {"dense", "gradient", "curves"}
     assert [reason for reason, _ in world.repairs] == ["gone with its worker"]
     world.done.clear()

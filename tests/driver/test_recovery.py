@@ -8,7 +8,7 @@ from manifests.entries import DenseEntry, GradientEntry, StatisticsEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, GradientRecord
 from pipeline.driver.recovery import REPAIRS, Repairs, computed_keys
-from tests.pipeline.simulation import MemoryJournal, Recorder, World
+from tests.driver.simulation import MemoryJournal, Recorder, World
 
 KEY = "statistics/00001"
 

@@ -14,11 +14,12 @@ from manifests.entries import GroupReport
 from manifests.records import FormSpec
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job
+from pipeline.driver.scheduler import Scheduler
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments
 from pipeline.units.sums import Add, Collect, Total
 from pipeline.units.units import Forward, Reduce, Solve, Unit, Write
-from tests.pipeline.simulation import (
+from tests.driver.simulation import (
     ALL,
     IMPORTANCE,
     JOBS,
@@ -359,7 +360,8 @@ class OrderChecks(WorldCleaner):
 
 def test_nothing_is_dropped_before_its_successor_is_entered(job: Job) -> None:
     world = World()
-    Driver(job, SimulatedPool(world), MemoryJournal(world), OrderChecks(world), Recorder(world)).run()
+    scheduler = Scheduler(SimulatedPool(world), Recorder(world))
+    Driver(job, scheduler, MemoryJournal(world), OrderChecks(world)).run()
     assert not world.repairs
     retained = [index for index, (event, key) in enumerate(world.events) if event == "retain" and key[:4] == "acti"]
     for index in retained:

@@ -18,6 +18,7 @@ from manifests.errors import CorruptError, Interrupted, LostInputError
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, Record, StagedLayer, StagedRecord
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job
+from pipeline.driver.scheduler import Scheduler
 from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 from pipeline.units.scores import Score, Scored, WindowForward
@@ -649,7 +650,8 @@ def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None)
     """One process's life, from start to end."""
     world = world or World()
     recorder = Recorder(world)
-    Driver(job, pool or SimulatedPool(world), MemoryJournal(world), WorldCleaner(world), recorder).run()
+    scheduler = Scheduler(pool or SimulatedPool(world), recorder)
+    Driver(job, scheduler, MemoryJournal(world), WorldCleaner(world)).run()
     return world, recorder
 
 

@@ -14,7 +14,7 @@ from pipeline.driver.dense_walk import layers_behind
 from pipeline.driver.job_spec import Job
 from pipeline.units.sums import Add, Total
 from pipeline.units.units import Forward, Solve, SumUnit, Unwritten
-from tests.pipeline.simulation import (
+from tests.driver.simulation import (
     ALL,
     IMPORTANCE,
     JOBS,

@@ -7,7 +7,7 @@ import pytest
 from manifests.errors import LostInputError
 from pipeline.units.sums import ChooseGrids
 from pipeline.units.units import ReadLayer, Unit
-from tests.pipeline.simulation import SimulatedPool, World, forwards, make_job, make_tasks, run
+from tests.driver.simulation import SimulatedPool, World, forwards, make_job, make_tasks, run
 
 LAYERS = range(5)
 

@@ -9,9 +9,10 @@ import pytest
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, FormSpec, StagedLayer
 from pipeline.driver.ledger_keys import scored_key
+from pipeline.driver.scheduler import Scheduler
 from pipeline.driver.scoring import Scorer
 from pipeline.units.scores import Score, Scored, WindowForward, Windows
-from tests.pipeline.simulation import (
+from tests.driver.simulation import (
     Killed,
     MemoryJournal,
     Recorder,
@@ -52,7 +53,8 @@ def make_world() -> tuple[World, Windows, list[Any]]:
 
 def make_scorer(world: World, windows: Windows, every: int = 1, order: str | int = "first") -> Scorer:
     cleaner = Keeping(world, [windows.tokens])
-    return Scorer(SimulatedPool(world, order), MemoryJournal(world), cleaner, Recorder(world), LAYERS, every)
+    scheduler = Scheduler(SimulatedPool(world, order), Recorder(world))
+    return Scorer(scheduler, MemoryJournal(world), cleaner, LAYERS, every)
 
 
 def scored(world: World, windows: Windows, layers: list[Any], every: int = 1, order: str | int = "first") -> Scored:
@@ -137,7 +139,7 @@ def test_what_a_worker_has_lost_is_made_again() -> None:
     scorer = make_scorer(world, windows)
     dense = scorer.outputs(windows, "dense", [None] * LAYERS)
     scorer.cleaner.always.extend(dense)  # type: ignore[attr-defined]
-    scorer.pool.fail_on["windowforward/made/2/1"] = LostInputError("spilled hidden states are damaged")  # type: ignore[attr-defined]
+    scorer.scheduler.pool.fail_on["windowforward/made/2/1"] = LostInputError("spilled hidden states are damaged")  # type: ignore[attr-defined]
     assert scorer.score(windows, "made", layers, dense) == expected
     assert len(world.repairs) == 1
 
@@ -185,7 +187,8 @@ def test_one_layer_of_hidden_states_is_kept() -> None:
             return super().wait()
 
     scorer = make_scorer(world, windows)
-    Scorer(Watching(world), scorer.journal, scorer.cleaner, scorer.observer, LAYERS).score(windows, "made", layers)
+    watched = Scheduler(Watching(world), scorer.scheduler.observer)
+    Scorer(watched, scorer.journal, scorer.cleaner, LAYERS).score(windows, "made", layers)
     assert most == 1 + 2 * SHARDS - 1  # the tokens, a layer's inputs, and its outputs but the last
 
 
