@@ -117,7 +117,7 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
     import torch  # slow imports, only after the options are checked
 
     from pipeline.console.progress import JobObserver
-    from pipeline.evaluation.perplexity import measure_perplexity
+    from pipeline.evaluation.perplexity import Scoring, measure_perplexity
     from workers.in_process_pool import check_device
 
     stop = threading.Event()
@@ -138,14 +138,9 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
             arguments.model,
             text,
             arguments.window,
-            workers,
-            dtype,
-            stop,
-            observer,
-            arguments.scratch,
-            connect_workers,
+            Scoring(workers, dtype, stop, observer, arguments.scratch, arguments.in_process),
+            start=connect_workers,
             trust_remote_code=arguments.trust_remote_code,
-            in_process=arguments.in_process,
         )
 
 

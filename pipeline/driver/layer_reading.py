@@ -8,6 +8,7 @@ from pipeline.driver.scheduler import Task, TaskStream, batch
 from pipeline.driver.session import Session
 from pipeline.units.units import ReadDone, ReadLayer
 
+LAYERS_AHEAD = 2  # layers that are read beyond the one that is computed
 Handles = tuple[Any, ...]
 
 
@@ -24,7 +25,7 @@ class LayerReading:
     def weights(self, layer: int) -> TaskStream[tuple[Handles, Handles]]:
         """Returns the tensors of a layer, and of the next, which workers read ahead. Begins to read the one after
         that."""
-        for other in range(layer, min(layer + 2, self.last) + 1):
+        for other in range(layer, min(layer + LAYERS_AHEAD, self.last) + 1):
             self._begin(other)
         self.read = {other: handles for other, handles in self.read.items() if other >= layer}
         current = yield from self._handles(layer)

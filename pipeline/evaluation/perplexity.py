@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from manifests.errors import InputError
 from manifests.schema import Text, Workers
 from pipeline.console.progress import JobObserver
-from pipeline.driver.interfaces import Pool
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.scoring import window_units
 from pipeline.evaluation.losses import json_perplexity
@@ -33,60 +33,59 @@ MODEL = "checkpoint"
 NUMBERS_PER_BATCH = 4096  # tokens in a micro-batch, about
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """The settings of an evaluation.
+
+    Attributes:
+        dtype: of the forward pass; None: as stored. The log-softmax is always float32.
+        stop: ends the evaluation when it is set.
+        scratch: folder for hidden states beyond a worker's memory; None: the temporary folder of its node.
+        in_process: compute in this process, without Ray.
+    """
+
+    workers: Workers
+    dtype: torch.dtype | None
+    stop: threading.Event
+    observer: JobObserver
+    scratch: str | os.PathLike[str] | None = None
+    in_process: bool = False
+
+
 def measure_perplexity(
     model: str,
     text: Text,
     window: int,
-    workers: Workers,
-    dtype: torch.dtype | None,
-    stop: threading.Event,
-    observer: JobObserver,
-    scratch: str | os.PathLike[str] | None = None,
+    scoring: Scoring,
+    *,
     start: Callable[[], None] = lambda: None,
     limit: int | None = None,
     trust_remote_code: bool = False,
-    in_process: bool = False,
 ) -> dict[str, Any]:
-    """Token-level perplexity over non-overlapping windows; every token but a window's first is scored.
+    """Measure token-level perplexity over non-overlapping windows. Every token but a window's first is scored.
 
     Args:
+        start: called once model and text are checked, before any worker is started.
         limit: score only the first so many windows.
-        scratch: where a worker puts hidden states that exceed its memory; default: the temporary folder of its node.
-        trust_remote_code: whether the tokenizer may be code of the checkpoint.
-        in_process: compute in this process, without Ray.
-        start: called when model and text proved right, before any worker is started.
+        trust_remote_code: run Python of the checkpoint as its tokenizer.
 
     Raises:
         InputError: model or text is wrong.
         Interrupted: `stop` was set.
     """
-    opened = open_scored(model, window, trust_remote_code)
-    source, config = opened
+    source, config = _open_checkpoint(model, window, trust_remote_code)
     tokens = window_tokens(source.storage, text, window, config["vocab_size"], trust_remote_code)[:limit]
     start()
-    return _score(opened, tokens, workers, dtype, stop, observer, scratch, in_process)
+    return _score(source, config, tokens, scoring)
 
 
-def score_tokens(
-    model: str,
-    tokens: torch.Tensor,
-    workers: Workers,
-    dtype: torch.dtype | None,
-    stop: threading.Event,
-    observer: JobObserver,
-    scratch: str | None,
-    in_process: bool = False,
-) -> dict[str, Any]:
-    """The same of token ids (windows, window) that are known."""
-    opened = open_scored(model, tokens.shape[1])
-    return _score(opened, tokens, workers, dtype, stop, observer, scratch, in_process)
+def score_tokens(model: str, tokens: torch.Tensor, scoring: Scoring) -> dict[str, Any]:
+    """Measure perplexity over windows of token ids (windows, window)."""
+    return _score(*_open_checkpoint(model, tokens.shape[1]), tokens, scoring)
 
 
-def open_scored(model: str, window: int, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """A checkpoint, dense or compressed, that takes windows of this length. Raises InputError.
-
-    `code`: see `open_source`.
-    """
+def _open_checkpoint(model: str, window: int, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """Open a checkpoint for windows of this length. Raises InputError. `code`: trust its Python."""
     source, config = read_checkpoint(model, code)
     if config.get("model_type") == "lamina":
         source.require(expected_tensors(config))
@@ -98,18 +97,10 @@ def open_scored(model: str, window: int, code: bool = False) -> tuple[SourceChec
 
 
 def _score(
-    opened: tuple[SourceCheckpoint, Mapping[str, Any]],
-    tokens: torch.Tensor,
-    workers: Workers,
-    dtype: torch.dtype | None,
-    stop: threading.Event,
-    observer: JobObserver,
-    scratch: str | os.PathLike[str] | None,
-    in_process: bool,
+    source: SourceCheckpoint, config: Mapping[str, Any], tokens: torch.Tensor, scoring: Scoring
 ) -> dict[str, Any]:
-    """`dtype`: of the forward pass; None: as stored. The log-softmax is float32 in any case."""
-    source, config = opened
-    geometry, window = geometry_of(config), tokens.shape[1]
+    geometry, workers, observer, scratch = geometry_of(config), scoring.workers, scoring.observer, scoring.scratch
+    num_windows, window = tokens.shape
     with tempfile.TemporaryDirectory(dir=scratch and os.path.abspath(scratch), prefix=SCRATCH_PREFIX) as directory:
         setup = WorkerConfig(
             source=source,
@@ -117,47 +108,43 @@ def _score(
             geometry=geometry,
             run_dir=directory,
             tokens=None,
-            shards=min(SHARDS, len(tokens)),
+            shards=min(SHARDS, num_windows),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
-            dtype=dtype or _stored_dtype(source, config),
+            dtype=scoring.dtype or _stored_dtype(source, config),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
             gpu_share=workers.gpus,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
-            token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
+            token_ids=tokens.to(torch.int32),  # through Ray: other nodes do not see a folder of this one
         )
-        windows = Windows.even(len(tokens), setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
+        windows = Windows.even(num_windows, setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
         observer.stage("start")
-        with worker_pool(setup, workers, stop, observer.say, in_process) as pool:
-            found = score_windows(pool, windows, geometry.num_layers, observer)
-    return perplexity_figures(found, len(tokens), window)
+        with worker_pool(setup, workers, scoring.stop, observer.say, scoring.in_process) as pool:
+            scored = Scheduler(pool, observer).run(_score_windows(windows, geometry.num_layers, observer))
+    return perplexity_figures(scored, num_windows, window)
 
 
-def perplexity_figures(found: Scored, windows: int, window: int) -> dict[str, Any]:
-    """What was scored over so many windows, as JSON has it."""
-    loss = found.loss / found.tokens
+def perplexity_figures(scored: Scored, windows: int, window: int) -> dict[str, Any]:
+    """Return the score of so many windows as JSON."""
+    loss = scored.loss / scored.tokens
     figures = {"perplexity": json_perplexity(loss), "loss": loss}
-    return {**figures, "tokens": found.tokens, "windows": windows, "window": window}
+    return {**figures, "tokens": scored.tokens, "windows": windows, "window": window}
 
 
 def _stored_dtype(source: SourceCheckpoint, config: Mapping[str, Any]) -> torch.dtype:
-    named = config.get("dtype")  # of a compressed checkpoint; its bitmaps are bytes
-    return getattr(torch, named) if named else layer_dtype(source, geometry_of(config))
+    name = config.get("dtype")  # of a compressed checkpoint, whose bitmaps are bytes
+    return getattr(torch, name) if name else layer_dtype(source, geometry_of(config))
 
 
 def sweep_scratch(run_dir: Storage) -> None:
-    """Removes what scoring left that was killed."""
+    """Remove the scratch folders of killed evaluations."""
     for folder in run_dir.folders():
         if folder.startswith(SCRATCH_PREFIX):
             run_dir.delete_folder(folder)
 
 
-def score_windows(pool: Pool, windows: Windows, num_layers: int, observer: JobObserver) -> Scored:
-    """Scores all windows through the layers that the workers read, and the head; added in shard order."""
-    return Scheduler(pool, observer).run(_scored(windows, num_layers, observer))
-
-
-def _scored(windows: Windows, num_layers: int, observer: JobObserver) -> TaskStream[Scored]:
+def _score_windows(windows: Windows, num_layers: int, observer: JobObserver) -> TaskStream[Scored]:
+    """Score all windows through the layers and the head. Scores are added in shard order."""
     observer.phase("evaluate", num_layers, windows.shards)
     layers = (None,) * num_layers
     for layer in range(num_layers):

@@ -19,7 +19,7 @@ from manifests.records import Key
 from pipeline.console.signals import catch_signals
 from pipeline.driver.ledger_keys import COMPLETE, score_key, task_score_key
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
-from pipeline.evaluation.perplexity import score_tokens, sweep_scratch
+from pipeline.evaluation.perplexity import Scoring, score_tokens, sweep_scratch
 from pipeline.evaluation.task_scores import score_tasks, tasks_digest
 from pipeline.inputs.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext
@@ -47,16 +47,9 @@ def score_output(job: JobContext, seal: str) -> None:
             continue
         catch_signals(job.stop)
         assert job.evaluation is not None
-        found = score_tokens(
-            model,
-            job.evaluation,
-            job.manifest.workers,
-            torch.float32,
-            job.stop,
-            job.observer,
-            job.run_dir.storage.folder,
-            job.in_process,
-        )
+        scratch = job.run_dir.storage.folder
+        scoring = Scoring(job.manifest.workers, torch.float32, job.stop, job.observer, scratch, job.in_process)
+        found = score_tokens(model, job.evaluation, scoring)
         entry = score_entry(job, "dense" if key.startswith("score/dense/") else "compressed", seal, found)
         job.ledger.commit(key, entry)
         which = "of the dense model " if entry.model == "dense" else ""

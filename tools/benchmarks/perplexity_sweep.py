@@ -25,7 +25,7 @@ import torch
 from manifests.loading import parse_manifest
 from manifests.schema import Text, Workers
 from pipeline.console.progress import JobObserver
-from pipeline.evaluation.perplexity import measure_perplexity
+from pipeline.evaluation.perplexity import Scoring, measure_perplexity
 from pipeline.run import run_job
 from tools.benchmarks.jobs import end_on_sigterm, markdown_row
 from workers.cluster import connect
@@ -149,10 +149,9 @@ class Sweep:
 
     def _score(self, model: str) -> dict[str, Any]:
         with JobObserver(quiet=True) as observer:
-            return measure_perplexity(
-                model, self.evaluation, self.arguments.window, self.workers, torch.float32, self.stop, observer,
-                limit=self.arguments.windows,
-            )  # fmt: skip
+            scoring = Scoring(self.workers, torch.float32, self.stop, observer)
+            arguments = self.arguments
+            return measure_perplexity(model, self.evaluation, arguments.window, scoring, limit=arguments.windows)
 
 
 def main() -> int:

@@ -12,9 +12,9 @@ from pipeline.cost_model.phases import (
     cross_seconds,
     digest_seconds,
     forward_seconds,
-    getting_seconds,
     grid_seconds,
     importance_seconds,
+    moment_wait_seconds,
     pass_on_seconds,
     read_seconds,
     solve_seconds,
@@ -166,7 +166,7 @@ def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass, *, s
 
 def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
     """Yield a layer's solves, each by a worker that first fetches its moments, and its write. Returns the solves."""
-    getting = getting_seconds(work, rates, way)
+    getting = moment_wait_seconds(work, rates, way)
     names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
     for name, solve in zip(names, work.solves, strict=True):
         yield Unit(name, "solve", getting + solve_seconds(solve, rates), after)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from pipeline.cost_model.phases import (
-    THREADS,
+    DIGEST_THREADS,
     Pass,
     add_seconds,
     collect_seconds,
@@ -87,7 +87,7 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str])
 
 def verify_unit(layer: int, work: LayerWork, rates: Rates, after: str) -> Unit:
     """Return the check of a staged layer against its digest, by a thread of the driver and from its node's memory."""
-    return Unit(f"verify {layer}", "verify", verify_seconds(work, rates), (after,), f"digest {layer % THREADS}")
+    return Unit(f"verify {layer}", "verify", verify_seconds(work, rates), (after,), f"digest {layer % DIGEST_THREADS}")
 
 
 def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
