@@ -76,7 +76,8 @@ def _affine(layer: DecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]
     """Return the matrix (out, in) and the bias (out) of a role."""
     unit_1II = torch.eye(width, dtype=torch.float64)[None]
     images_II, bias = (
-        layer._apply_role(role, x, layer._given(role, x, {}))[0] for x in (unit_1II, torch.zeros_like(unit_1II[:, :1]))
+        layer._apply_role(role, x, layer._source_output(role, x, {}))[0]
+        for x in (unit_1II, torch.zeros_like(unit_1II[:, :1]))
     )
     return (images_II - bias).T.contiguous(), bias[0]
 

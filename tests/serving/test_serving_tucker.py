@@ -61,8 +61,8 @@ def tuckers(model: Any) -> list[TuckerLinears]:
 
 
 def layouts(tucker: TuckerLinears) -> set[torch.layout]:
-    assert tucker._made is not None
-    return {matrix.layout for name, matrix in tucker._made[1].items() if name not in ("first", "second")}
+    assert tucker._derived is not None
+    return {matrix.layout for name, matrix in tucker._derived[1].items() if name not in ("first", "second")}
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "opt-tied", "gptj"])
@@ -130,13 +130,13 @@ def test_made_once_and_anew_when_parameters_change() -> None:
     ids_BT, _ = padded_batch()
     before = model(ids_BT).logits
     tucker = tuckers(model)[0]
-    made = tucker._made
+    made = tucker._derived
     assert torch.equal(model(ids_BT).logits, before)
-    assert tucker._made is made
+    assert tucker._derived is made
 
     with torch.inference_mode():
         assert torch.equal(model(ids_BT).logits, before)
-    assert tucker._made is made
+    assert tucker._derived is made
 
     clone = copy.deepcopy(model)
     tuckers(clone)[0].core_qo.values.mul_(2)  # in place, as an optimizer does
@@ -149,7 +149,7 @@ def test_made_once_and_anew_when_parameters_change() -> None:
     model.lm_head.half(), model.model.embed_tokens.half(), model.model.norm.half(), model.model.layers.half()
     half = model(ids_BT).logits.float()
     assert 0 < (half - changed).abs().amax() < 0.2
-    assert {t.dtype for one in tuckers(model) for t in (one._made or [0, {}])[1].values()} == {torch.float16}
+    assert {t.dtype for one in tuckers(model) for t in (one._derived or [0, {}])[1].values()} == {torch.float16}
     assert {t.dtype for name, t in model.state_dict().items() if name.endswith(".mask")} == {torch.uint8}
     back = model.to(torch.float32)(ids_BT).logits  # of the rounded parameters
     assert 0 < (back - changed).abs().amax() < 0.2
@@ -183,7 +183,7 @@ def test_training_makes_it_in_each_call() -> None:
         optimizer.zero_grad()
         model(ids_BT, labels=ids_BT).loss.backward()
         optimizer.step()
-    assert all(tucker._made is None for tucker in tuckers(model))
+    assert all(tucker._derived is None for tucker in tuckers(model))
     with torch.no_grad():
         assert model.eval()(ids_BT, labels=ids_BT).loss < before
 
@@ -254,7 +254,7 @@ def test_an_offloaded_layer_keeps_nothing(tmp_path: Path) -> None:
     with torch.no_grad():
         for _ in range(2):
             assert (again(ids_BT).logits - expected).abs().amax() <= 2e-5
-    kept = [[t._made is not None for t in tuckers(layer)] for layer in again.model.layers]
+    kept = [[t._derived is not None for t in tuckers(layer)] for layer in again.model.layers]
     assert kept == [[True] * 2, [False] * 2, [True] * 2]
 
 

@@ -44,9 +44,9 @@ def test_one_width_for_all_layers() -> None:
 
 
 def test_a_cpu_holds_equal_widths() -> None:
-    heads = CachedHeads(config_of(flat, flat, flat), known_sizes=(32, 64))
+    heads = CachedHeads(config_of(flat, flat, flat), kernel_sizes=(32, 64))
     assert (heads.key, heads.value, heads.backend, heads.saved()) == (32, 32, None, 0.0)
-    heads = CachedHeads(config_of(flat, wide, flat), known_sizes=(32, 96))
+    heads = CachedHeads(config_of(flat, wide, flat), kernel_sizes=(32, 96))
     assert (heads.key, heads.value, heads.backend) == (96, 96, None)
 
 

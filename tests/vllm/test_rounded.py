@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lamina import LaminaConfig
-from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, multiplied_out, scheme_of
+from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, scheme_of, unpack
 from manifests.records import Scheme as Stored
 from pipeline.kernels.packing import code_range, scaled
 from pipeline.rounding.schemes import packed_shapes, packed_tensors, quantization_config
@@ -21,7 +21,7 @@ def test_codes_come_back(bits: int, columns: int, group: int | None) -> None:
     stored = packed_tensors("p", codes_OI, scales_OS, Stored(bits=bits, group=group))
     parts = [stored[f"p.{part}"] for part in PARTS]
     meant = scaled(codes_OI, scales_OS)
-    assert torch.equal(multiplied_out(*parts, bits), meant)
+    assert torch.equal(unpack(*parts, bits), meant)
     found: list[torch.Tensor] = []
     unpacking = Unpacking(Scheme(bits, group), found.append)
     for part, tensor in reversed([*zip(PARTS, parts, strict=True)]):

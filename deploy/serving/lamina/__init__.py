@@ -1,8 +1,8 @@
-"""Lamina checkpoints without `trust_remote_code`: `import lamina` makes transformers' Auto classes know them.
+"""Load Lamina checkpoints without `trust_remote_code`: `import lamina` registers them with transformers' Auto classes.
 
-transformers looks for no plugins by itself, so the import is needed once per process, before `from_pretrained`.
-The models' classes are imported, which takes seconds, when one is asked for or a LaminaConfig is made; the Auto
-classes, which take half of one, when somebody else imports them.
+transformers has no plugins, so each process must import this before `from_pretrained`. Slow imports are deferred: the
+model classes (seconds) until one is used or a LaminaConfig is created, the Auto classes (half a second) until another
+module imports them.
 """
 
 import sys
@@ -29,7 +29,7 @@ __all__ = [
     "register",
 ]
 
-# What travels with a checkpoint: the modules of this package that transformers loads with `trust_remote_code`.
+# The modules that are copied into a checkpoint, where transformers loads them with `trust_remote_code`.
 MODELLING_FILES = (
     "activation_lamina.py",
     "block_lamina.py",
@@ -51,15 +51,15 @@ MODELLING_FILES = (
 
 
 def modelling_source(name: str) -> bytes:
-    """The content of one of MODELLING_FILES."""
+    """Return the content of one of MODELLING_FILES."""
     return Path(__file__).with_name(name).read_bytes()
 
 
 def register() -> None:
-    """Registers the classes; safe to call again (vLLM calls it once in each of its processes)."""
-    LaminaConfig.when_made = staticmethod(_register_models)
-    if (found := sys.modules.get(_AutoConfigs.module)) is not None:
-        _register_config(found)
+    """Register the classes. Safe to call again: vLLM does so in each of its processes."""
+    LaminaConfig.on_create = staticmethod(_register_models)
+    if (auto := sys.modules.get(_AutoConfigs.module)) is not None:
+        _register_config(auto)
     elif not any(isinstance(finder, _AutoConfigs) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AutoConfigs())
 
@@ -69,12 +69,12 @@ def _register_config(auto: ModuleType) -> None:
 
 
 class _AutoConfigs(MetaPathFinder):
-    """Finds transformers' Auto classes of configs once, as they are found without it; they then know ours, too."""
+    """Registers LaminaConfig as soon as another module imports transformers' Auto classes of configs."""
 
     module = "transformers.models.auto.configuration_auto"
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """None for every other module."""
+        """Return the usual spec of that module, which then also registers; None for every other module."""
         if fullname != self.module:
             return None
         sys.meta_path.remove(self)
@@ -91,7 +91,7 @@ class _AutoConfigs(MetaPathFinder):
 
 
 def _register_models() -> None:
-    """The Auto classes have a config before they look for its model."""
+    """Register the models: the Auto classes look for a model only after they have its config."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel

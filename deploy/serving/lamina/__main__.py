@@ -1,9 +1,9 @@
-"""`python -m lamina …` is `transformers …` with Lamina's classes registered: `python -m lamina serve` and `chat`
-load checkpoints without `--trust-remote-code`.
+"""Run `transformers …` with Lamina's classes registered: `python -m lamina serve` and `chat` load checkpoints without
+`--trust-remote-code`.
 """
 
 import transformers.cli.serving.model_manager
-import transformers.processing_utils  # noqa: F401 - it replaces the module `transformers`: before classes are set there
+import transformers.processing_utils  # noqa: F401 - replaces the module `transformers`: import it before setting classes there
 from transformers.cli.transformers import main
 
 import lamina

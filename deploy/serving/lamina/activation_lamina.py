@@ -1,4 +1,4 @@
-"""The functions of an MLP by transformers' names for them; its table of all takes seconds to import."""
+"""Activation functions by transformers' names. Rare ones come from its table, which takes seconds to import."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ class TanhGELU(nn.Module):
     """x / 2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), each step in the dtype of x as `gelu_new` has it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (…) → the same shape."""
+        """Map x (…) to the same shape."""
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
@@ -27,16 +27,16 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def activation(name: str) -> nn.Module:
-    """The function that transformers knows by this name. Raises KeyError if it knows none."""
-    return ACTIVATIONS[name]() if name in ACTIVATIONS else cast(nn.Module, _rarer()[name])
+    """Return the function of a name. Raises KeyError if transformers has none."""
+    return ACTIVATIONS[name]() if name in ACTIVATIONS else cast(nn.Module, _rare()[name])
 
 
 def is_activation(name: str) -> bool:
-    """Whether transformers knows a function by this name."""
-    return name in ACTIVATIONS or name in _rarer()
+    """Return True if transformers has a function of this name."""
+    return name in ACTIVATIONS or name in _rare()
 
 
-def _rarer() -> Any:
+def _rare() -> Any:
     from transformers.activations import ACT2FN
 
     return ACT2FN

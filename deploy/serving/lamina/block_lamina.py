@@ -1,4 +1,4 @@
-"""What a decoder layer of the source family is: its modules, and the sizes of one layer."""
+"""The block: a decoder layer of the source family as data, its modules and the sizes of one layer."""
 
 import math
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ QKVO_ROLES = ("q", "k", "v", "o")
 MLP_ROLES = ("gate", "up", "down")
 ROWWISE_ROLES = ("o", "down")
 
-# What `block` is when config.json does not say: pre-norm, gated MLP, rotary. Paths of modules; roles of a layer and
-# their paths inside it; `norm` "rms" or "layer"; `rotary` "half", "interleaved" or None.
+# The default of `block`: pre-norm, gated MLP, rotary. It holds paths of modules, the roles of a layer with their paths
+# inside it, `norm` ("rms" or "layer") and `rotary` ("half", "interleaved" or None).
 DEFAULT_BLOCK: dict[str, Any] = {
     "embed": "model.embed_tokens", "layers": "model.layers", "final_norm": "model.norm", "head": "lm_head",
     "modules": {
@@ -24,7 +24,7 @@ DEFAULT_BLOCK: dict[str, Any] = {
     },
     "norm": "rms", "rotary": "half",
 }  # fmt: skip
-# What a block need not say.
+# Optional fields of a block.
 BLOCK_DEFAULTS: dict[str, Any] = {
     "head_bias": False,
     "biases": [],  # the roles whose projection has a bias
@@ -35,13 +35,13 @@ BLOCK_DEFAULTS: dict[str, Any] = {
 }
 
 
-# The sizes that a layer may have otherwise than the model.
+# The sizes in which a layer may differ from the model.
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes of one decoder layer and the modules of its roles: all that a stored form must know of it.
+    """The sizes of one decoder layer and the modules of its roles, for stored forms.
 
     `modules` maps a role to its module path inside the layer; `biases` are the roles whose projection has a bias.
     """
@@ -57,7 +57,7 @@ class LayerShape:
 
 
 def check_block(block: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming what is wrong, unless `block` describes a layer that can be built."""
+    """Raise ValueError, naming the fault, unless `block` describes a layer that can be built."""
     modules, required = block.get("modules", {}), {*DEFAULT_BLOCK}
     if missing := sorted(required - {*block}) + [f"modules.{r}" for r in REQUIRED_ROLES if r not in modules]:
         raise ValueError(f"block lacks {', '.join(missing)}")
@@ -89,17 +89,17 @@ def _is_number(value: Any) -> bool:
 
 
 def attention_path(modules: Mapping[str, str]) -> str:
-    """The deepest module that holds q, k, v, o and their norms: `self_attn`."""
+    """Return the path of the deepest module that holds q, k, v, o and their norms: `self_attn`."""
     return _common_parent([modules[r] for r in ATTENTION_ROLES if r in modules])
 
 
 def mlp_path(modules: Mapping[str, str]) -> str:
-    """The deepest module that holds gate, up and down: `mlp`; `mlp_factors` where they lie in the layer itself."""
+    """Return the path of the module that holds gate, up and down: `mlp`; `mlp_factors` if it is the layer itself."""
     return mlp_parent(modules) or "mlp_factors"
 
 
 def mlp_parent(modules: Mapping[str, str]) -> str:
-    """The deepest module that holds gate, up and down: `mlp`; empty where they lie in the layer itself."""
+    """Return the path of the deepest module that holds gate, up and down: `mlp`; empty if it is the layer itself."""
     return _common_parent([modules[r] for r in MLP_ROLES if r in modules])
 
 
@@ -112,5 +112,5 @@ def _common_parent(paths: list[str]) -> str:
 
 
 def in_base(path: str) -> str:
-    """`model.layers` → `layers`: the path inside the base model."""
+    """Return the path inside the base model: `model.layers` → `layers`."""
     return path.partition(".")[2]

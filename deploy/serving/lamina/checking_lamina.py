@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are whole and of one piece, as far as that can be seen without reading weights."""
+"""Check that the files of a checkpoint are whole and belong together, without reading weights."""
 
 import json
 from importlib.metadata import version
@@ -11,36 +11,36 @@ RECORD_FILE, INDEX_FILE = "compression.json", "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 RECORD_VERSION = 1
 SHOWN = 5
-READER, READER_VERSION = "compressed-tensors", "0.20"  # from which on codes may go on in the next word
+READER, READER_VERSION = "compressed-tensors", "0.20"  # the first that reads codes which continue in the next word
 WORD_BITS = 32
-MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
-DESCRIBED = ("dtype", "shape")  # of a tensor, in a shard's header and in the record
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
+DESCRIBED = ("dtype", "shape")  # fields of a tensor in a shard's header and in the record
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Holds the shards of a folder against their own headers, the index and `compression.json`, as far as these exist.
+    """Compare the shards of a folder with their headers, and with the index and `compression.json` if these exist.
 
-    Names, shapes and sizes are compared; digests of the whole files are what `python -m pipeline.verify` reads. Raises
-    ValueError for a record of another version, and with every file that is missing, damaged or another.
+    Names, shapes and sizes are compared; `python -m pipeline.verify` compares digests of the files. Raises ValueError
+    for a record of another version, and with every file that is missing, damaged or of another checkpoint.
     """
     record, index = _read(folder / RECORD_FILE, _record), _read(folder / INDEX_FILE, _weight_map)
     sizes, tensors = record or ({}, {})
     single = [SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else []
-    faults, found = [], {}
+    faults, headers = [], {}
     for name in sorted({*sizes, *(index or {}).values()} or single):
         try:
             _check_plain(name)
-            found[name] = _header(folder / name, sizes.get(name))
+            headers[name] = _header(folder / name, sizes.get(name))
         except ValueError as error:
             faults.append(f"{name}: {error}")
     if record:
         if index is None and len(sizes) > 1:
             faults.append(f"{INDEX_FILE}: missing")
-        faults += _of_another(found, tensors)
+        faults += _unlike_record(headers, tensors)
     if index is not None:
-        faults += _misplaced(found, index, tensors if record else None)
-        if single and SINGLE_FILE not in found:
-            faults.append(f"{SINGLE_FILE}: not in {INDEX_FILE}, but loaded in place of its shards; remove one of them")
+        faults += _misplaced(headers, index, tensors if record else None)
+        if single and SINGLE_FILE not in headers:
+            faults.append(f"{SINGLE_FILE}: not in {INDEX_FILE}, but loaded in place of the shards; remove one of them")
     if not faults:
         return
     if record is None:
@@ -52,34 +52,34 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def check_reader(quantization: dict[str, Any]) -> None:
-    """Whether the package that multiplies rounded weights out, at the first token, reads codes of their bits.
+    """Check that the package that unpacks rounded weights, at the first token, reads codes of their bits.
 
-    `quantization` is the field of config.json. Raises ImportError where the package is too old for them.
+    `quantization` is the field of config.json. Raises ImportError if the package is too old for them.
     """
     groups = (quantization.get("config_groups") or {}).values()
     odd = [bits for group in groups if WORD_BITS % (bits := group["weights"]["num_bits"])]
-    if odd and Version(found := version(READER)) < Version(READER_VERSION):
+    if odd and Version(installed := version(READER)) < Version(READER_VERSION):
         raise ImportError(
-            f"weights of {odd[0]} bits need {READER} {READER_VERSION} or newer, and {found} is installed: "
+            f"weights of {odd[0]} bits need {READER} {READER_VERSION} or newer, and {installed} is installed: "
             f"pip install '{READER}>={READER_VERSION}', or serve them with vLLM and Lamina's serving package "
             "(pip install CHECKOUT/deploy/serving)"
         )
 
 
 def _check_plain(name: str) -> None:
-    """Raises ValueError for what names no file of the folder itself: an index may lead anywhere."""
+    """Raise ValueError unless a name is that of a file in the folder itself: an index may lead anywhere."""
     if Path(name).name != name or "\\" in name or "\0" in name:
         raise ValueError("leads out of the checkpoint's folder")
 
 
 def shown(lines: list[str], separator: str = ", ") -> str:
-    """The first few, and how many more there are."""
+    """Join the first few lines, and say how many more there are."""
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return separator.join([*lines[:SHOWN], *more])
 
 
 def _read(path: Path, parse: Any) -> Any:
-    """What a JSON file says; None if there is none."""
+    """Parse a JSON file; None if it does not exist. Raises ValueError if it is damaged."""
     if not path.is_file():
         return None
     try:
@@ -89,7 +89,7 @@ def _read(path: Path, parse: Any) -> Any:
 
 
 def _record(content: Any, path: Path) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
-    """The size of each shard, and what is said of each tensor."""
+    """Return the size of each shard, and the entry of each tensor."""
     if (version := content["version"]) != RECORD_VERSION:
         raise ValueError(f"{path}: version {version!r}, this lamina knows {RECORD_VERSION}; install a newer one")
     sizes = {name: shard["size"] for name, shard in content["shards"].items()}
@@ -103,44 +103,44 @@ def _weight_map(content: Any, path: Path) -> dict[str, str]:
 
 
 def _header(path: Path, size: int | None) -> dict[str, Any]:
-    """Tensor → dtype, shape and place in a shard. Raises ValueError, saying what is wrong with the file."""
+    """Read dtype, shape and offsets of a shard's tensors. Raises ValueError if the file is missing or damaged."""
     if not path.is_file():
         raise ValueError("missing")
-    found = path.stat().st_size
-    if size not in (None, found):
-        raise ValueError(f"{found} bytes, not {size}")
+    file_size = path.stat().st_size
+    if size not in (None, file_size):
+        raise ValueError(f"{file_size} bytes, not {size}")
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > min(found - 8, MAX_HEADER_BYTES):
+            if length > min(file_size - 8, MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {length} bytes")
             tensors = json.loads(file.read(length))
         tensors.pop("__metadata__", None)
         end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise ValueError(f"damaged, {found} bytes without a header that can be read") from error
-    if end != found:
-        raise ValueError(f"{found} bytes, its header describes {end}")
+        raise ValueError(f"damaged, {file_size} bytes without a header that can be read") from error
+    if end != file_size:
+        raise ValueError(f"{file_size} bytes, its header describes {end}")
     return {**tensors}
 
 
-def _of_another(found: dict[str, dict[str, Any]], tensors: dict[str, dict[str, Any]]) -> list[str]:
-    """Tensors of a shard that the record lacks or describes in another way, and those that the shard lacks."""
+def _unlike_record(headers: dict[str, dict[str, Any]], tensors: dict[str, dict[str, Any]]) -> list[str]:
+    """List the tensors that only the shard or only the record has, and those that the record describes otherwise."""
     faults = []
-    for shard, header in found.items():
-        said = {name: tensor for name, tensor in tensors.items() if tensor["shard"] == shard}
-        for name in sorted({*said} ^ {*header}):
-            faults.append(f"{shard}: {name} {'missing' if name in said else 'unknown'}")
-        for name in sorted({*said} & {*header}):
-            both = [(header[name][key], said[name][key]) for key in DESCRIBED if key in said[name]]
-            faults += [f"{shard}: {name} {mine}, not {meant}" for mine, meant in both if mine != meant]
+    for shard, header in headers.items():
+        recorded = {name: tensor for name, tensor in tensors.items() if tensor["shard"] == shard}
+        for name in sorted({*recorded} ^ {*header}):
+            faults.append(f"{shard}: {name} {'missing' if name in recorded else 'unknown'}")
+        for name in sorted({*recorded} & {*header}):
+            both = [(header[name][key], recorded[name][key]) for key in DESCRIBED if key in recorded[name]]
+            faults += [f"{shard}: {name} {stored}, not {expected}" for stored, expected in both if stored != expected]
     return faults
 
 
-def _misplaced(found: dict[str, Any], index: dict[str, str], tensors: dict[str, dict[str, Any]] | None) -> list[str]:
-    """Tensors of the index that lie elsewhere, by the record, or are not where it says."""
+def _misplaced(headers: dict[str, Any], index: dict[str, str], tensors: dict[str, dict[str, Any]] | None) -> list[str]:
+    """List the tensors of the index that its shard lacks, or that the record has in another shard."""
     if tensors is None:
-        absent = (name for name, shard in sorted(index.items()) if shard in found and name not in found[shard])
+        absent = (name for name, shard in sorted(index.items()) if shard in headers and name not in headers[shard])
         return [f"{index[name]}: {name} missing" for name in absent]
     places = {name: tensor["shard"] for name, tensor in tensors.items()}
     names = sorted(name for name in {*index, *places} if index.get(name) != places.get(name))

@@ -2,7 +2,7 @@
 # (transformers ships types, but its base classes' hooks carry no annotations)
 """The configuration of a model whose decoder layers are described by data: `block` and `forms`.
 
-Needs transformers' configurations alone: its modelling code takes seconds to import.
+Imports only transformers' configurations: its modelling code takes seconds to import.
 """
 
 import copy
@@ -40,9 +40,9 @@ BLOCK_KINDS: dict[str, Any] = {
     "parallel": bool,
     "positions": dict | None,
 }
-VALUE_MULTIPLE = 16  # engines' kernels want value heads of such widths
+VALUE_MULTIPLE = 16  # kernels of engines need multiples of this as widths of value heads
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# What config.json calls `auto_map`: the classes that transformers loads from the files beside the weights.
+# `auto_map` of config.json: the classes that transformers loads from the files beside the weights.
 AUTO_MAP = {
     "AutoConfig": "configuration_lamina.LaminaConfig",
     "AutoModel": "modeling_lamina.LaminaModel",
@@ -51,13 +51,17 @@ AUTO_MAP = {
 
 
 class LayersConfig(PreTrainedConfig):
-    """What the layers of a model are: the usual fields under their usual names, plus `block` and `forms`.
+    """The layers of a model: the usual fields under their usual names, plus these.
 
-    `layer_types` null means sliding everywhere when `sliding_window` is set, full otherwise. `core_format` is how the
-    cores of Tucker forms that are stored sparse lie in memory: "dense" or "csr"; it may be chosen anew at each loading.
-    `layer_sizes` is empty, or says for each layer what it has of LAYER_FIELDS that is not the model's.
-    `unused_tensors`: stored ones that the model does not ask for, as the source had them.
-    `source_dtypes`: of factored tensors of the source, by name, where they are not `dtype`; exports have them so.
+    Attributes:
+        block: a decoder layer of the source family, see `block_lamina`.
+        forms: for each layer, how each role is stored; a role without an entry is dense.
+        layer_types: null means sliding everywhere if `sliding_window` is set, full otherwise.
+        layer_sizes: empty, or for each layer the LAYER_FIELDS in which it differs from the model.
+        core_format: layout in memory of Tucker cores that are stored sparse, "dense" or "csr". Each loading may choose.
+        unused_tensors: stored tensors of the source that the model does not use.
+        source_dtypes: dtypes of the source's factored tensors, by name, where they are not `dtype`; exports use them.
+
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
     """
 
@@ -97,7 +101,7 @@ class LayersConfig(PreTrainedConfig):
         _check_types(self)
         self.block = {**BLOCK_DEFAULTS, **copy.deepcopy(self.block or DEFAULT_BLOCK)}
         self.forms = self.forms or [{} for _ in range(self.num_hidden_layers)]
-        # Spelled out: transformers' mask and cache helpers read the list as soon as the attribute exists.
+        # Always filled in: transformers' mask and cache helpers read the list if the attribute exists.
         layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
         self.layer_types = self.layer_types or [layer_type] * self.num_hidden_layers
         super().__post_init__(**kwargs)
@@ -108,7 +112,7 @@ class LayersConfig(PreTrainedConfig):
             self.rope_parameters = None  # the base class filled in a default
 
     def layer_shape(self, layer: int) -> LayerShape:
-        """The sizes and modules of a layer."""
+        """Return the sizes and modules of a layer."""
         sizes = {name: getattr(self, name) for name in LAYER_FIELDS}
         return LayerShape(
             hidden_size=self.hidden_size,
@@ -119,47 +123,47 @@ class LayersConfig(PreTrainedConfig):
         )
 
     def form_of(self, layer: int, role: str) -> tuple[Form, FormSpec]:
-        """The form of a role in a layer, and what `forms` says of it (dense where it says nothing)."""
+        """Return the form of a role in a layer, and its entry in `forms` (by default dense)."""
         spec = self.forms[layer].get(role, {"form": "dense"})
         return FORMS[spec["form"]], spec
 
     def cache_numbers(self, layer: int) -> int:
-        """How many numbers a layer caches per token, keys and values together."""
+        """Return the numbers that a layer caches per token, keys and values together."""
         forms = ((role, *self.form_of(layer, role)) for role in ("k", "v"))
         return sum(form.cache_numbers(self.layer_shape(layer), role, spec) for role, form, spec in forms)
 
     def widest_value(self) -> int:
-        """Numbers of the widest value head of any layer."""
+        """Return the width of the widest value head of any layer."""
         forms = (self.form_of(layer, "v") for layer in range(self.num_hidden_layers))
         return max(form.head_width(self.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms))
 
     def served_value_width(self) -> int:
-        """Of the value heads of all layers in an engine that has one width for them, and kernels for some widths."""
+        """Return the width of value heads in an engine with one width for all layers, and kernels for some widths."""
         widest, head_dim = self.widest_value(), self.head_dim
         width = -(-widest // VALUE_MULTIPLE) * VALUE_MULTIPLE
         return width if widest > head_dim else min(width, head_dim)
 
     def latent_key_layers(self) -> dict[str, int]:
-        """Layer type → the first layer of that type with latent keys; types without such a layer are left out."""
+        """Return the first layer with latent keys of each layer type that has one."""
         layers = (i for i in range(self.num_hidden_layers) if self.form_of(i, "k")[0].latent)
         return {self.layer_types[i]: i for i in reversed([*layers])}
 
 
 class LaminaConfig(LayersConfig):
-    """config.json of a checkpoint, as the models in transformers and its Auto classes take it. Raises as LayersConfig.
+    """config.json of a checkpoint, for the models in transformers and its Auto classes. Raises as LayersConfig.
 
-    `when_made` is called at each creation: models are known to transformers then, not to who needs layers alone.
+    `on_create` is called at each creation. It registers the models, which code that uses only layers need not import.
     """
 
     _auto_class: ClassVar[str | None] = "AutoConfig"  # so that save_pretrained copies this file
-    when_made: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+    on_create: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
         self.base_model_tp_plan = tensor_parallel_plan(self)  # type: ignore[misc]
         _publish_architecture()
-        type(self).when_made()
+        type(self).on_create()
 
 
 @functools.cache
@@ -169,20 +173,20 @@ def _architecture() -> Any:
     class ArchitectureByAutoMap(PreTrainedModel):
         """`transformers.LaminaForCausalLM`: loads the class that the checkpoint, or the installed package, names."""
 
-        _supports_attention_backend = True  # what vLLM asks of the class that it finds under this name
+        _supports_attention_backend = True  # vLLM requires it of the class of this name
 
         @classmethod
         def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-            """As `AutoModelForCausalLM.from_pretrained`."""
+            """Load as `AutoModelForCausalLM.from_pretrained` does."""
             return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
 
     return ArchitectureByAutoMap
 
 
 def _publish_architecture() -> None:
-    """Sets `transformers.LaminaForCausalLM` in every module `transformers`: its processing_utils makes a second one.
+    """Set `transformers.LaminaForCausalLM`, in every module `transformers`: its processing_utils makes a second one.
 
-    For programs that look `architectures` up in transformers and know no `auto_map`, as `transformers serve` and vLLM.
+    Some programs look `architectures` up in transformers and ignore `auto_map`: `transformers serve` and vLLM.
     """
     if "LaminaForCausalLM" in vars(sys.modules["transformers"]):
         return
@@ -193,7 +197,7 @@ def _publish_architecture() -> None:
 
 
 def _check_types(config: LayersConfig) -> None:
-    """Of what a damaged or edited config.json would end in an error far from its cause, or in other numbers."""
+    """Check the fields that, damaged, would cause an error far from here, or other logits."""
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
             raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
@@ -271,23 +275,23 @@ def _check_forms(config: LayersConfig) -> None:
 
 
 def _check_widths(config: LayersConfig, layer_idx: int) -> None:
-    """v and o agree on the width of a value head; gate, up and down on the channels of the MLP."""
+    """Check that v and o agree on the width of a value head, and gate, up and down on the channels of the MLP."""
     shape = config.layer_shape(layer_idx)
     for what, method, roles in (("value heads of", "head_width", VALUE_ROLES), ("channels:", "inner_width", MLP_ROLES)):
         present = [role for role in roles if role in shape.modules]
         forms = {role: config.form_of(layer_idx, role) for role in present}
         widths = {role: getattr(form, method)(shape, spec) for role, (form, spec) in forms.items()}
         if len({*widths.values()}) > 1:
-            said = ", ".join(f"{role} {width} ({forms[role][1]['form']})" for role, width in widths.items())
-            raise ValueError(f"layer {layer_idx}: different {what} {said}")
+            listed = ", ".join(f"{role} {width} ({forms[role][1]['form']})" for role, width in widths.items())
+            raise ValueError(f"layer {layer_idx}: different {what} {listed}")
 
 
 def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
-    """Columns for what makes heads or MLP channels, rows for what reads them.
+    """Return transformers' plan: linears that write heads or MLP channels are cut by columns, their readers by rows.
 
-    Of factors, those with the heads or channels on one side: the second of a role that reads the hidden states, the
-    first of one that writes to them; the other is whole on every device. Attention and MLP are cut each by itself, and
-    only where all layers can be, by the same modules. None if neither can.
+    Of factors, the one with heads or channels on one side is cut: the second of a role that reads the hidden states,
+    the first of a role that writes to them. The other is whole on every device. Attention and MLP are cut separately,
+    each only if the same modules of all layers can be cut. None if neither can.
     """
     prefix, modules = in_base(config.block["layers"]), config.block["modules"]
     plan: dict[str, str] = {}
@@ -305,7 +309,7 @@ def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
 
 
 def foreign_rotation(config: LayersConfig) -> str | None:
-    """Why vLLM's own rotation is another than transformers', which this model has in transformers; None: it is not."""
+    """Explain how vLLM's rotation would differ from transformers'; None if it does not."""
     rope = config.rope_parameters or {}
     if rope.get("rope_type") == "longrope":
         return "rope_type longrope: vLLM chooses factors by the longest sequence that it may serve"

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls
-"""How transformers finds stored factors in memory: names of tensors, and shapes, when loading and when saving.
+"""Conversions of stored factors for transformers, which applies them by model type when it loads and saves.
 
-Linears have a matrix `weight`; checkpoints name their tensor after the linear, and some have more dimensions
-(factored_lamina: StoredFactor). transformers asks for this by model type.
+In memory a factor is the matrix `weight` of a linear. Checkpoints name its tensor after the linear, and some tensors
+have more dimensions (factored_lamina: StoredFactor).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ NAMES[rf"(?<!tucker)\.second{END}"] = ".head_second.weight"
 
 
 class ToLinear(ConversionOps):
-    """A stored factor as a linear's weight, or (`back`) the weight as it is stored."""
+    """Converts a stored factor to a linear's weight, or (`back`) the weight to its stored form."""
 
     def __init__(self, back: bool = False) -> None:
         self.back = back
@@ -27,7 +27,7 @@ class ToLinear(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
-        """One tensor → the same under the target's name; of another shape, it stays one that fits nothing."""
+        """Convert one tensor. One of another shape gets another dimension, so that transformers reports it."""
         tensor: Tensor = next(iter(input_dict.values()))
         tensor = tensor[0] if isinstance(tensor, list) else tensor
         path, _, name = kwargs["full_layer_name"].removesuffix(".weight").rpartition(".")
@@ -40,11 +40,11 @@ class ToLinear(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """The other direction."""
+        """Return the conversion in the other direction."""
         return ToLinear(not self.back)
 
 
 def register_conversions(model_type: str) -> None:
-    """Tells transformers of the conversions of this model type; safe to call again."""
+    """Register the conversions of a model type with transformers. Safe to call again."""
     converters: list[Any] = [WeightConverter(stored, here, operations=[ToLinear()]) for stored, here in NAMES.items()]
     register_checkpoint_conversion_mapping(model_type, converters, overwrite=True)

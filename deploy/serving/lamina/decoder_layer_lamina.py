@@ -2,8 +2,8 @@
 # (transformers ships types, but its base classes' hooks carry no annotations)
 """One decoder layer over whole sequences: norm, attention, MLP; and the embedding table.
 
-Nothing here needs transformers' modelling code, which takes seconds to import: layers_lamina adds what a model in
-transformers has beside (caches, its attention functions, gradient checkpointing).
+Nothing here imports transformers' modelling code, which takes seconds: layers_lamina adds the parts that need it
+(caches, its attention functions, gradient checkpointing).
 
 B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/value heads, d head_dim, r a rank or the
 width of a value head, c rotary width (c <= d), N MLP width, n heads of a projection (H or G).
@@ -23,9 +23,9 @@ from .rotary_lamina import Angles, rotate
 
 
 def attend(query_BHTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, scaling: float, window: int | None) -> Tensor:
-    """Causal attention of whole sequences → (B, T, H, d).
+    """Compute causal attention of whole sequences → (B, T, H, d).
 
-    With a window, so many tokens attend at a time, and no mask is larger than window · 2 window.
+    With a window, `window` tokens attend at a time, and no mask is larger than window · 2 window.
     """
     num_tokens, groups = query_BHTd.shape[2], query_BHTd.shape[1] // key_BGTd.shape[1]
     whole = window is None or num_tokens <= window
@@ -41,13 +41,14 @@ def attend(query_BHTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, scaling: fl
         queries, keys = (torch.arange(begin, stop, device=query_BHTd.device) for begin in (start, first))
         distance = queries[:, None] - keys
         near = (distance >= 0) & (distance < window)
-        seen = slice(first, stop)
-        parts.append(kernel(query_BHTd[:, :, start:stop], key_BGTd[:, :, seen], value_BGTd[:, :, seen], attn_mask=near))
+        reach = slice(first, stop)
+        key_BGsd, value_BGsd = key_BGTd[:, :, reach], value_BGTd[:, :, reach]
+        parts.append(kernel(query_BHTd[:, :, start:stop], key_BGsd, value_BGsd, attn_mask=near))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
 class LaminaRMSNorm(nn.Module):
-    """x / rms(x) · weight, the root mean square in float32; with an offset · (offset + weight), all in float32."""
+    """x / rms(x) · weight, the root mean square in float32; with an offset, x / rms(x) · (offset + weight) in it."""
 
     def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -55,24 +56,24 @@ class LaminaRMSNorm(nn.Module):
         self.variance_epsilon, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (…, width) → the same shape and dtype."""
+        """Map x (…, width) to the same shape and dtype."""
         dtype, x = x.dtype, x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (x * (self.offset + self.weight.float())).to(dtype) if self.offset else self.weight * x.to(dtype)
 
 
 def make_norm(config: LayersConfig) -> nn.Module:
-    """The norm that the layers and the end of the stack use: weight (D), and bias (D) for `layer`."""
+    """Build the norm of layers and of the end of the stack: weight (D), and bias (D) for `layer`."""
     if config.block["norm"] == "layer":
         return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
     return LaminaRMSNorm(config.hidden_size, config.norm_eps, config.block["norm_offset"])
 
 
 class Embedding(nn.Embedding):
-    """torch's; on the meta device, where torch imports sympy for a second to draw no numbers, it draws none."""
+    """torch's embedding. On the meta device it skips the random numbers, for which torch would import sympy (1 s)."""
 
     def reset_parameters(self) -> None:
-        """As torch does."""
+        """Draw random weights as torch does, but on the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -85,12 +86,12 @@ class ScaledEmbedding(Embedding):
         self.embed_scale = embed_scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (…) → embeddings (…, D)."""
+        """Map token ids (…) to embeddings (…, D)."""
         return super().forward(ids) * self.weight.new_full((), self.embed_scale)
 
 
 def make_embedding(config: LayersConfig) -> nn.Embedding:
-    """The table (V, D) of token embeddings, scaled where the block says so."""
+    """Build the table (V, D) of token embeddings, scaled if the block says so."""
     scale, width = config.block["embed_scale"], config.hidden_size
     if scale is None:
         return Embedding(config.vocab_size, width)
@@ -98,17 +99,17 @@ def make_embedding(config: LayersConfig) -> nn.Embedding:
 
 
 def make_positions(config: LayersConfig) -> nn.Embedding:
-    """The table of learned positions, (offset + longest sequence, D)."""
+    """Build the table of learned positions, (offset + longest sequence, D)."""
     return Embedding(config.max_position_embeddings + config.block["positions"]["offset"], config.hidden_size)
 
 
 def make_head(config: LayersConfig) -> nn.Linear:
-    """The language-model head, from D to V."""
+    """Build the language-model head, from D to V."""
     return nn.Linear(config.hidden_size, config.vocab_size, bias=config.block["head_bias"])
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Put `module` at a dotted path below `root`, making plain containers on the way."""
+    """Put `module` at a dotted path below `root`; create plain containers on the way."""
     *parents, name = path.split(".")
     for parent in parents:
         if parent not in root._modules:
@@ -118,14 +119,14 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def find(root: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """Looked up at each call, not remembered: quantizers, adapters and engines replace modules in place."""
+    """Return the module at a path. Called each time: quantizers, adapters and engines replace modules in place."""
     for name in names:
         root = getattr(root, name)
     return root
 
 
 Names = tuple[str, ...]  # a module path, split
-Memo = dict[tuple[Names, tuple[str, ...]], Any]  # what sources gave in this call, by path and further arguments
+Memo = dict[tuple[Names, tuple[str, ...]], Any]  # outputs of sources in this call, by path and further arguments
 
 
 class _Roles:
@@ -134,8 +135,8 @@ class _Roles:
     _names: dict[str, Names]
     _sources: dict[str, tuple[Names, tuple[str, ...]]]
 
-    def _given(self, role: str, x: Tensor, memo: Memo) -> Any:
-        """The output of the role's source on x; None if it has none."""
+    def _source_output(self, role: str, x: Tensor, memo: Memo) -> Any:
+        """Return the output of the role's source on x; None if it has none."""
         if role not in self._sources:
             return None
         names, args = self._sources[role]
@@ -143,16 +144,16 @@ class _Roles:
             memo[names, args] = find(cast(nn.Module, self), names)(x, *args)
         return memo[names, args]
 
-    def _apply_role(self, role: str, x: Tensor, given: Any = None) -> Tensor:
+    def _apply_role(self, role: str, x: Tensor, source: Any = None) -> Tensor:
         module = find(cast(nn.Module, self), self._names[role])
-        out: Tensor = module(x) if given is None else module(x, given)
+        out: Tensor = module(x) if source is None else module(x, source)
         return out
 
 
 class SelfAttention(_Roles, nn.Module):
     """Self-attention with r numbers per value head; its projections are children at the block's paths.
 
-    Attends by torch's kernel, in whole sequences.
+    Uses torch's attention kernel on whole sequences.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class SelfAttention(_Roles, nn.Module):
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden states (B, T, D) of whole sequences, without padding → what is added to the residual, None."""
+        """Map normed hidden states (B, T, D) of whole sequences, without padding, to (the residual's summand, None)."""
         assert attention_mask is None
         assert past_key_values is None
         query, key, value = self._projected(hidden_states, position_embeddings)
@@ -194,9 +195,9 @@ class SelfAttention(_Roles, nn.Module):
         return self._output(heads[..., : self.value_dim], hidden_states), None
 
     def _projected(self, hidden_states: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, d); keys and values as a cache holds them, latents not rotated."""
+        """Return queries (B, H, T, d), and keys and values as a cache holds them, latents not rotated."""
         memo: Memo = {}
-        query = self._heads("q", hidden_states, self._given("q", hidden_states, memo))
+        query = self._heads("q", hidden_states, self._source_output("q", hidden_states, memo))
         key, value = (self._stored(role, hidden_states, memo) for role in ("k", "v"))
         if angles is not None:
             query = rotate(query, *angles, self.interleaved)
@@ -205,12 +206,12 @@ class SelfAttention(_Roles, nn.Module):
         return query, key, value
 
     def _output(self, heads_BTHw: Tensor, hidden_states: Tensor) -> Tensor:
-        """The output projection of what the heads give."""
+        """Apply the output projection to the heads' outputs."""
         heads = heads_BTHw.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self._apply_role("o", heads, self._given("o", heads, {}))
+        return self._apply_role("o", heads, self._source_output("o", heads, {}))
 
     def _read(self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
-        """Keys (B, G, S, d) and values (B, G, S, w) of all slots, made of their latents where those are cached."""
+        """Return keys (B, G, S, d) and values (B, G, S, w) of all slots, computed from latents if these are cached."""
         if "k" in self._latent:
             key = self._heads("k", x_BTD, key.squeeze(1))
             key = key if angles is None else rotate(key, *angles, self.interleaved)
@@ -218,22 +219,22 @@ class SelfAttention(_Roles, nn.Module):
             value = self._heads("v", x_BTD, value.squeeze(1)).expand(-1, key.shape[1], -1, -1)
         return key, value
 
-    def _heads(self, role: str, x_BTD: Tensor, given: Any) -> Tensor:
-        """The output of q, k or v, normed: (B, heads, T, width); of all cached slots if latents of them are given."""
+    def _heads(self, role: str, x_BTD: Tensor, source: Any) -> Tensor:
+        """Return the normed output of q, k or v (B, heads, T, width); of all cached slots if `source` has latents."""
         width = self.value_dim if role == "v" else self.head_dim
-        out_BTGw: Tensor = self._apply_role(role, x_BTD, given).unflatten(-1, (-1, width))
+        out_BTGw: Tensor = self._apply_role(role, x_BTD, source).unflatten(-1, (-1, width))
         if f"{role}_norm" in self._names:
             out_BTGw = self._apply_role(f"{role}_norm", out_BTGw)
         return out_BTGw.transpose(1, 2)
 
     def _stored(self, role: str, x_BTD: Tensor, memo: Memo) -> Tensor:
-        """What the cache gets of k or v, but for the rotation: (B, heads, T, width), or latents (B, 1, T, r)."""
-        given = self._given(role, x_BTD, memo)
-        return cast(Tensor, given).unsqueeze(1) if role in self._latent else self._heads(role, x_BTD, given)
+        """Return the cache's part of k or v, before rotation: (B, heads, T, width), or latents (B, 1, T, r)."""
+        source = self._source_output(role, x_BTD, memo)
+        return cast(Tensor, source).unsqueeze(1) if role in self._latent else self._heads(role, x_BTD, source)
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, missing: int) -> tuple[Tensor, Tensor, Tensor]:
-    """With so many zeros more in each value head, or, negative, in each query and key head."""
+    """Append `missing` zeros to each value head or, if negative, to each query and key head."""
     if missing > 0:
         value = nn.functional.pad(value, (0, missing))
     elif missing < 0:
@@ -245,11 +246,11 @@ class DecoderLayer(_Roles, nn.Module):
     """One decoder layer; state dict keys are those of the source's layer.
 
     Each role's module is called once per forward: q, k and v on one input, o on (B, T, H·r) with the heads in order,
-    down on the MLP's hidden values, so that forward hooks on `role(...)` see what statistics are taken of. Some forms'
-    modules get a second argument, and latent keys and values are those of all cached tokens.
+    down on the MLP's hidden values. Forward hooks on `role(...)` see the inputs of statistics. Modules of some forms
+    get a second argument, and latent keys and values are those of all cached tokens.
     """
 
-    attention_class: type[SelfAttention] = SelfAttention  # transformers' model has its own, and each engine's
+    attention_class: type[SelfAttention] = SelfAttention  # replaced in transformers' model and in engines
 
     def __init__(self, config: LayersConfig, layer_idx: int) -> None:
         super().__init__()
@@ -260,25 +261,25 @@ class DecoderLayer(_Roles, nn.Module):
         self.parallel = config.block["parallel"]
         self._names = {role: tuple(path.split(".")) for role, path in modules.items()}
         self._sources = {}
-        made: dict[str, nn.Module] = {path: _make_role(config, layer_idx, role) for role, path in modules.items()}
+        built: dict[str, nn.Module] = {path: _make_role(config, layer_idx, role) for role, path in modules.items()}
         for role in LINEAR_ROLES:
             form, spec = config.form_of(layer_idx, role)
             if role in modules and (source := form.source(shape, role, spec)):
                 self._sources[role] = (tuple(source.path.split(".")), source.args)
-                if source.path not in made and (shared := form.shared_module(shape, role, spec)) is not None:
-                    made[source.path] = shared
+                if source.path not in built and (shared := form.shared_module(shape, role, spec)) is not None:
+                    built[source.path] = shared
         attention = attention_path(modules)
         self._attention = tuple(attention.split("."))
         depth = len(self._attention)
         inside = {r: names[depth:] for r, names in self._names.items() if r in ATTENTION_ROLES}
         sources = {r: (names[depth:], args) for r, (names, args) in self._sources.items() if r in ATTENTION_ROLES}
         attach(self, attention, self.attention_class(config, layer_idx, inside, sources))
-        for path, module in made.items():
+        for path, module in built.items():
             attach(self, path, module)
         self.act_fn = activation(config.hidden_act)
 
     def role(self, role: str) -> nn.Module:
-        """The module of a role ("q", "down", "input_norm", …); raises KeyError for one that the block lacks."""
+        """Return the module of a role ("q", "down", "input_norm", …). Raises KeyError if the block lacks it."""
         return find(self, self._names[role])
 
     def forward(
@@ -292,7 +293,7 @@ class DecoderLayer(_Roles, nn.Module):
         slot_embeddings: Angles | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Hidden states (B, T, D) → (B, T, D); the other arguments are those of `LayerInputs.of`."""
+        """Map hidden states (B, T, D) to the same shape; the other arguments are those of `LayerInputs.of`."""
         normed = self._apply_role("input_norm", hidden_states)
         attention, _ = find(self, self._attention)(
             hidden_states=normed,
@@ -312,13 +313,13 @@ class DecoderLayer(_Roles, nn.Module):
 
     def _mlp(self, x_BTD: Tensor) -> Tensor:
         memo: Memo = {}
-        inner_BTN = self._apply_role("up", x_BTD, self._given("up", x_BTD, memo))
+        inner_BTN = self._apply_role("up", x_BTD, self._source_output("up", x_BTD, memo))
         if "gate" in self._names:
-            gate_BTN = self._apply_role("gate", x_BTD, self._given("gate", x_BTD, memo))
+            gate_BTN = self._apply_role("gate", x_BTD, self._source_output("gate", x_BTD, memo))
             inner_BTN = self.act_fn(gate_BTN) * inner_BTN
         else:
             inner_BTN = self.act_fn(inner_BTN)
-        return self._apply_role("down", inner_BTN, self._given("down", inner_BTN, {}))
+        return self._apply_role("down", inner_BTN, self._source_output("down", inner_BTN, {}))
 
 
 def _make_role(config: LayersConfig, layer_idx: int, role: str) -> nn.Module:

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-calls
 """Projections that are stored as factors, as modules. D hidden, d head_dim, n heads, r rank.
 
-How roles are called. The module of a role gets its projection's input x, and a second argument when something has
-already been made of x: `given`. Roles that share a first factor share its output, `first(x)`; where the cache holds
-latents, `given` are the latents of all cached slots; the roles of a Tucker or pivoted group get what its module
-computed for all of them. The caller computes `given` once per forward and keeps it in a local variable: modules hold
+How roles are called: the module of a role gets its projection's input x, and as a second argument the output of its
+source, if it has one (Form.source). Roles that share a first factor get its output, `first(x)`. Where the cache holds
+latents, they get the latents of all cached slots. Roles of a Tucker or pivoted group get the outputs of the group's
+module, by role. The caller computes a source once per forward and keeps its output in a local variable: modules hold
 no state.
 """
 
@@ -17,9 +17,9 @@ from transformers import initialization
 
 
 class StoredFactor(NamedTuple):
-    """How a checkpoint stores the weight of the linear `module`: as a tensor of `shape`, without `.weight` in its name.
+    """The stored tensor of a linear's weight, of `shape` and without `.weight` in its name. `module`: the linear.
 
-    The tensor's first dimension is what the linear reads (`reads_first`), or its last; the others are what it gives.
+    The linear's inputs are the tensor's first dimension (`reads_first`) or its last; the others are its outputs.
     """
 
     module: str
@@ -27,25 +27,25 @@ class StoredFactor(NamedTuple):
     reads_first: bool
 
     def linear(self) -> nn.Linear:
-        """The linear, uninitialised."""
+        """Build the linear, uninitialised."""
         read = self.shape[0 if self.reads_first else -1]
         return nn.Linear(read, torch.Size(self.shape).numel() // read, bias=False)
 
     def weight(self, stored: Tensor) -> Tensor:
-        """The linear's weight (out, in). Raises ValueError for a tensor of another shape."""
+        """Return the linear's weight (out, in). Raises ValueError for a tensor of another shape."""
         if tuple(stored.shape) != self.shape:
             raise ValueError(f"a tensor of shape {tuple(stored.shape)}, not {self.shape}")
         return stored.flatten(1).mT.contiguous() if self.reads_first else stored.flatten(0, -2)
 
     def stored(self, weight: Tensor) -> Tensor:
-        """What a checkpoint stores of a weight (out, in)."""
+        """Return the tensor that a checkpoint stores, from a weight (out, in)."""
         return (weight.mT.contiguous() if self.reads_first else weight).reshape(self.shape)
 
 
 def matrix_of(linear: nn.Module, width: int, like: Tensor) -> Tensor:
-    """The matrix (out, in) of a linear of `width` inputs: its weight, or what it does to the unit vectors.
+    """Return the matrix (out, in) of a linear of `width` inputs: its weight, or its outputs for the unit vectors.
 
-    The latter where it is another module's: with an adapter, in few bits, of an engine, offloaded, or cut.
+    The latter for a linear with an adapter, in few bits, of an engine, offloaded, or cut.
     """
     if _is_plain(linear):
         return cast(nn.Linear, linear).weight
@@ -54,14 +54,14 @@ def matrix_of(linear: nn.Module, width: int, like: Tensor) -> Tensor:
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether the linear is torch's, and its weight all that it multiplies by."""
+    """Return True if the linear is torch's own, without hooks: it multiplies by its weight alone."""
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not linear._forward_pre_hooks
 
 
 def _product(linear: nn.Module, x_BTr: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a linear without bias of a model in `dtype` makes of its input; of one in float32, in float32.
+    """Apply a linear without bias of a model in `dtype`; to an input in float32, in float32 if it is torch's own.
 
-    A linear that is another module's computes in its own dtype.
+    Other linears compute in their own dtype.
     """
     if x_BTr.dtype.itemsize <= dtype.itemsize:
         out_BTC: Tensor = linear(x_BTr)
@@ -72,17 +72,17 @@ def _product(linear: nn.Module, x_BTr: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored_factors(module: nn.Module) -> dict[str, tuple[str, StoredFactor]]:
-    """Name in `state_dict` → (name in a checkpoint, how it is stored there), of the weights that differ."""
-    found = {}
+    """Return the weights that a checkpoint stores otherwise: name in `state_dict` → (stored name, factor)."""
+    factors = {}
     for path, part in module.named_modules():
         below = f"{path}." if path else ""
         for name, factor in getattr(part, "factors", {}).items():
-            found[f"{below}{factor.module}.weight"] = below + name, factor
-    return found
+            factors[f"{below}{factor.module}.weight"] = below + name, factor
+    return factors
 
 
 def stored_state(module: nn.Module) -> dict[str, Tensor]:
-    """`state_dict`, under the names and with the shapes that a checkpoint has."""
+    """Return `state_dict` with the names and shapes of a checkpoint."""
     state = module.state_dict()
     for here, (name, factor) in stored_factors(module).items():
         state[name] = factor.stored(state.pop(here))
@@ -90,8 +90,10 @@ def stored_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Factored(nn.Module):
-    """Base of the modules with tensors of our own: for initialisation, and for linears whose weight is stored as a
-    tensor of more dimensions, or turned (`factors`, by the stored name)."""
+    """Base of modules with tensors of their own: initialises them, and loads linears that are stored otherwise.
+
+    `factors`, by stored name, are the linears whose weight is stored transposed or with more dimensions.
+    """
 
     factors: dict[str, StoredFactor]
 
@@ -100,7 +102,7 @@ class Factored(nn.Module):
         self.factors = {}
 
     def add_factor(self, name: str, shape: tuple[int, ...], reads_first: bool, module: str = "") -> None:
-        """Adds a linear, called `module` or as the tensor `name` of `shape` that checkpoints store of it."""
+        """Add a linear for the stored tensor `name` of `shape`; it is called `module`, by default `name`."""
         self.factors[name] = factor = StoredFactor(module or name, shape, reads_first)
         self.add_module(factor.module, factor.linear())
 
@@ -114,33 +116,33 @@ class Factored(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """Loads stored tensors by their names below this module, and gives the names: what vLLM looks for by name.
+        """Load stored tensors by their names below this module, and yield the names; vLLM calls this method.
 
         Raises ValueError for a name that the module does not have, and for a tensor of another shape.
         """
-        mine = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        targets = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         for stored_name, tensor in weights:
             name, value = stored_name, tensor
             if stored_name in self.factors:
                 factor = self.factors[stored_name]
                 name, value = f"{factor.module}.weight", factor.weight(tensor)
-            if name not in mine:
-                raise ValueError(f"the checkpoint has {stored_name}, which is none of {', '.join(mine)}")
-            load = getattr(mine[name], "weight_loader", None)
+            if name not in targets:
+                raise ValueError(f"the checkpoint has {stored_name}, which is none of {', '.join(targets)}")
+            load = getattr(targets[name], "weight_loader", None)
             if load is not None:
-                load(mine[name], value)
-            elif mine[name].shape != value.shape:
-                raise ValueError(f"{name}: a tensor of shape {tuple(value.shape)}, not {tuple(mine[name].shape)}")
+                load(targets[name], value)
+            elif targets[name].shape != value.shape:
+                raise ValueError(f"{name}: a tensor of shape {tuple(value.shape)}, not {tuple(targets[name].shape)}")
             else:
-                mine[name].data.copy_(value)
+                targets[name].data.copy_(value)
             yield name
 
     def initial_std(self, name: str, std: float) -> float:
-        """Standard deviation of the parameter `name` in a model that starts from nothing."""
+        """Return the standard deviation of the parameter `name` in a model with random weights."""
         return std
 
     def initialise_(self, std: float) -> None:
-        """Fills the parameters that are the module's own at random; biases with zeros."""
+        """Fill the module's own parameters at random, and biases with zeros."""
         for name, parameter in self.named_parameters(recurse=False):
             if name == "bias":
                 initialization.zeros_(parameter)
@@ -151,7 +153,7 @@ class Factored(nn.Module):
 class LowRankLinear(Factored):
     """second(first(x)) + bias: `first.weight` (r, in), `second.weight` (out, r), `bias` (out).
 
-    Without `first` the latents are always given; without `second` they are the output.
+    Without `first`, the latents must be passed; without `second`, they are the output.
     """
 
     def __init__(
@@ -162,9 +164,9 @@ class LowRankLinear(Factored):
         self.second = nn.Linear(rank, out_features, bias=False) if second else None
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, x_BTD: Tensor, given_BTr: Tensor | None = None) -> Tensor:
-        """x (B, T, in), or the latents (B, T, r) given → (B, T, out), in the dtype of the latents."""
-        latent_BTr = self.first(x_BTD) if self.first is not None and given_BTr is None else cast(Tensor, given_BTr)
+    def forward(self, x_BTD: Tensor, latent_BTr: Tensor | None = None) -> Tensor:
+        """Map x (B, T, in), or its latents (B, T, r) if passed, to (B, T, out), in the dtype of the latents."""
+        latent_BTr = self.first(x_BTD) if self.first is not None and latent_BTr is None else cast(Tensor, latent_BTr)
         out_BTC = latent_BTr if self.second is None else _product(self.second, latent_BTr, x_BTD.dtype)
         return out_BTC if self.bias is None else out_BTC + self.bias
 
@@ -173,7 +175,7 @@ class HeadLowRankLinear(Factored):
     """A projection to n heads, each with two factors: head i is second[i] @ first[i·r:(i+1)·r] x (+ bias).
 
     `first.weight` is (n·r, D), `second` (n, d, r), `bias` (n·d); the output is (..., n·d), as of a dense projection.
-    Without `first` the latents (..., n·r) are always given. In memory `second` is `head_second.weight` (n·d, r).
+    Without `first`, the latents (..., n·r) must be passed. In memory `second` is `head_second.weight` (n·d, r).
     """
 
     head_second: nn.Module
@@ -187,9 +189,9 @@ class HeadLowRankLinear(Factored):
         self.add_factor("second", (self.num_heads, head_dim, rank), reads_first=False, module="head_second")
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, x_BTD: Tensor, given_BTC: Tensor | None = None) -> Tensor:
-        """x (B, T, D), or the latents (B, T, n·r) given → (B, T, n·d)."""
-        latent_BTC = self.first(x_BTD) if self.first is not None and given_BTC is None else cast(Tensor, given_BTC)
+    def forward(self, x_BTD: Tensor, latent_BTC: Tensor | None = None) -> Tensor:
+        """Map x (B, T, D), or its latents (B, T, n·r) if passed, to (B, T, n·d)."""
+        latent_BTC = self.first(x_BTD) if self.first is not None and latent_BTC is None else cast(Tensor, latent_BTC)
         latent_BTnr = latent_BTC.unflatten(-1, (self.num_heads, self.rank))
         second_ndr = matrix_of(self.head_second, self.rank, latent_BTnr).unflatten(0, (self.num_heads, -1))
         out_BTC = torch.einsum("...nr,ndr->...nd", latent_BTnr, second_ndr).flatten(-2)
@@ -197,48 +199,48 @@ class HeadLowRankLinear(Factored):
 
 
 class Derived(Factored):
-    """Base of modules that keep what they make of their tensors until these change."""
+    """Base of modules that cache tensors derived from their parameters until these change."""
 
-    _made: Any = None
+    _derived: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):  # an adapter comes, or goes with what it has changed
-            self._made = None
+        if isinstance(value, nn.Module):  # an adapter is added or removed
+            self._derived = None
         super().__setattr__(name, value)
 
-    # What torch does to parameters in ways that their versions do not tell.
+    # The methods below change parameters without changing their versions.
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Derived":
-        self._made = None
+        self._derived = None
         return cast("Derived", super()._apply(*args, **kwargs))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._made = None
+        self._derived = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def train(self, mode: bool = True) -> "Derived":
-        """As torch's; what was made is made anew."""
-        self._made = None
+        """Set the mode as torch does, and drop the cached tensors."""
+        self._derived = None
         return super().train(mode)
 
 
 def is_fleeting(module: nn.Module) -> bool:
-    """Whether a part of the module is offloaded, or has an adapter (PEFT), which may be switched off."""
+    """Return True if a part of the module is offloaded, or has an adapter (PEFT), which may be switched off."""
     return any(is_offloaded(part) or hasattr(part, "base_layer") for part in module.modules())
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Accelerate brings the parameters for each call only: what is made of them must not stay, either."""
+    """Return True if Accelerate loads the parameters for each call: derived tensors must not outlive it."""
     hook = getattr(module, "_hf_hook", None)
     return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
 
 
 class PivotedLinears(Derived):
-    """Projections of one input whose stacked matrix W (m, in) has rank r, as r of its rows and coefficients: exact.
+    """Projections of one input whose stacked matrix W (m, in) has rank r, exact as r of its rows and coefficients.
 
-    `rows.weight` (r, in) are the rows W_P, `indices` (r) int32 their positions among the m outputs of all roles one
-    after another, ascending; `coefficients.weight` (m - r, r) give the other outputs, in order, from those of the
-    rows: W x is W_P x at the indices and C (W_P x) elsewhere. At r = m there are no coefficients.
+    `rows.weight` (r, in) are the rows W_P. `indices` (r) int32, ascending, are their positions among the m outputs of
+    all roles one after another. `coefficients.weight` C (m - r, r) compute the other outputs, in order: W x is W_P x at
+    the indices and C (W_P x) elsewhere. At r = m there are no coefficients.
     """
 
     indices: Tensor
@@ -251,12 +253,12 @@ class PivotedLinears(Derived):
         self.register_buffer("indices", torch.arange(rank, dtype=torch.int32))
 
     def initialise_(self, std: float) -> None:
-        """Takes the first r outputs for the rows."""
+        """Fill the parameters at random, and make the rows those of the first r outputs."""
         super().initialise_(std)
         initialization.copy_(self.indices, torch.arange(len(self.indices), device=self.indices.device))
 
     def forward(self, x_BTD: Tensor) -> dict[str, Tensor]:
-        """The outputs (B, T, out) by role, without biases."""
+        """Return the outputs (B, T, out) by role, without biases."""
         out_BTm: Tensor = self.rows(x_BTD)
         if self.coefficients is not None:
             out_BTm = torch.cat((out_BTm, self.coefficients(out_BTm)), dim=-1).index_select(-1, self._order())
@@ -264,7 +266,7 @@ class PivotedLinears(Derived):
 
     @torch.no_grad()
     def plain_factors(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """`first` (r, in), and by role `second` (out, r): W = [I; C] W_P as two plain factors."""
+        """Return `first` (r, in), and `second` (out, r) by role: W = [I; C] W_P as two plain factors."""
         rank = self.rows.weight.shape[0]
         second_mr = torch.eye(rank, dtype=self.rows.weight.dtype, device=self.rows.weight.device)
         if self.coefficients is not None:
@@ -273,15 +275,15 @@ class PivotedLinears(Derived):
         return self.rows.weight.detach(), dict(zip(self.out_features, parts, strict=True))
 
     def _order(self) -> Tensor:
-        """For each of the m outputs, its place (m) in the rows' outputs followed by the others'."""
+        """Return the position (m) of each output among the rows' outputs followed by the others."""
         if torch.compiler.is_compiling() or is_offloaded(self):
             return self._make_order()
         key = (self.indices.data_ptr(), 0 if self.indices.is_inference() else self.indices._version)
-        if self._made is None or self._made[0] != key:
+        if self._derived is None or self._derived[0] != key:
             self.check_stored()
             with torch.inference_mode(False):
-                self._made = key, self._make_order()
-        return cast(Tensor, self._made[1])
+                self._derived = key, self._make_order()
+        return cast(Tensor, self._derived[1])
 
     def _make_order(self) -> Tensor:
         rank, num_outputs = len(self.indices), sum(self.out_features.values())
@@ -292,7 +294,7 @@ class PivotedLinears(Derived):
         return torch.where(is_row_m, rows_so_far_m - 1, rank + outputs_m - rows_so_far_m)
 
     def check_stored(self) -> None:
-        """Raises ValueError unless the indices are ascending positions of outputs."""
+        """Raise ValueError unless the indices are ascending positions of outputs."""
         if self.indices.is_meta:
             return
         num_outputs, indices = sum(self.out_features.values()), self.indices.tolist()
@@ -304,13 +306,13 @@ class PivotedLinears(Derived):
 
 
 class RoleOutput(Factored):
-    """A role of a group that is computed at once: picks its output (B, T, out), and adds `bias` (out) if it has one."""
+    """A role of a group that is computed at once: selects its output (B, T, out), and adds its `bias` (out) if any."""
 
     def __init__(self, role: str, out_features: int, bias: bool) -> None:
         super().__init__()
         self.role = role
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, x_BTD: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """The role's part (B, T, out) of what the group gave; x is there for hooks that look at inputs."""
-        return given[self.role] if self.bias is None else given[self.role] + self.bias
+    def forward(self, x_BTD: Tensor, outputs: dict[str, Tensor]) -> Tensor:
+        """Return the role's output (B, T, out) from those of the group; x is an argument for hooks that read inputs."""
+        return outputs[self.role] if self.bias is None else outputs[self.role] + self.bias

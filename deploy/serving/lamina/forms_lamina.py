@@ -1,4 +1,4 @@
-"""The forms of factored projections: what config.json says of them, and the modules that they become.
+"""The forms of factored projections: their fields in config.json, and the modules that they become.
 
 D hidden, H query heads, G key/value heads, d head_dim, N MLP width, n heads of a projection, r rank.
 """
@@ -21,15 +21,12 @@ class HeadLowRankForm(Form):
     fields = ("rank",)
 
     def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
-        """Its factors have parts of all heads, or lie elsewhere."""
-        return None
+        return None  # the factors hold parts of all heads, or lie elsewhere
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
-        """The rank of a head is at most `head_dim`."""
         return "head_dim", shape.head_dim
 
     def module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module:
-        """Two factors for each head."""
         widths = self.widths(shape, role, spec)
         return HeadLowRankLinear(*widths, shape.head_dim, spec["rank"], self.has_bias(shape, role))
 
@@ -40,17 +37,14 @@ class LowRankForm(Form):
     fields: ClassVar[tuple[str, ...]] = ("rank", *WIDTH_FIELDS)
 
     def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
-        """The factor on the side of the heads or channels; the bias of what is cut would have to be cut beside it."""
-        if role in ROWWISE_ROLES:
+        if role in ROWWISE_ROLES:  # the factor on the side of the heads or channels
             return ".first"
-        return None if has_bias or spec.get("absorbed") else ".second"
+        return None if has_bias or spec.get("absorbed") else ".second"  # a bias would have to be cut with it
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
-        """The smaller side of the matrix, in the basis or on the channels that the spec says."""
         return "min(in, out)", min(self.widths(shape, role, spec))
 
     def module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module:
-        """Two factors and the bias."""
         return LowRankLinear(*self.widths(shape, role, spec), spec["rank"], self.has_bias(shape, role))
 
 
@@ -62,31 +56,26 @@ class JointLowRank(LowRankForm):
     groups: ClassVar[dict[str, tuple[str, str]]] = {"query_key": ("q", "k"), "gate_up": ("gate", "up")}
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
-        """The hidden size, or the rows of both if these are fewer."""
         pair = next(pair for pair in self.groups.values() if role in pair)
         return "min(in, out of both)", min(shape.hidden_size, sum(self.widths(shape, r, spec)[1] for r in pair))
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
-        """As of low_rank, and a group that the role is of."""
         pair = self.groups.get(spec.get("group", ""), ())
         if role not in pair:
             return f"group {spec.get('group')!r}, allowed is {[g for g, pair in self.groups.items() if role in pair]}"
         return super().problem(shape, role, spec)
 
     def partners(self, shape: LayerShape, role: str, spec: FormSpec) -> dict[str, FormSpec]:
-        """The other role of the pair says the same."""
         return dict.fromkeys(self.groups[spec["group"]], spec)
 
     def source(self, shape: LayerShape, role: str, spec: FormSpec) -> Source | None:
-        """The first factor, which lies with the first role of the pair."""
         return Source(f"{shape.modules[self.groups[spec['group']][0]]}.first")
 
     def owns_first(self, role: str, spec: FormSpec) -> bool:
-        """Whether the first factor lies with this role."""
+        """Return True if the first factor belongs to this role's module."""
         return role == self.groups[spec["group"]][0]
 
     def module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module:
-        """The second factor, with the first one on the pair's first role."""
         widths, bias = self.widths(shape, role, spec), self.has_bias(shape, role)
         return LowRankLinear(*widths, spec["rank"], bias, first=self.owns_first(role, spec))
 
@@ -99,28 +88,24 @@ class JointHeadLowRank(JointLowRank):
     groups: ClassVar[dict[str, tuple[str, str]]] = {"query_key": ("q", "k")}
 
     def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
-        """Its factors have parts of all heads, or lie elsewhere."""
-        return None
+        return None  # the factors hold parts of all heads, or lie elsewhere
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
-        """The hidden size, or the rows of a query and a key head if these are fewer."""
         return "min(hidden_size, 2 head_dim)", min(shape.hidden_size, 2 * shape.head_dim)
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
-        """As of joint_low_rank, and as many query as key heads."""
         heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
         if heads != kv_heads:
             return f"needs as many query as key heads, not {heads} and {kv_heads}"
         return super().problem(shape, role, spec)
 
     def module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module:
-        """The second factors of the heads, with the first ones on q."""
         widths, bias = self.widths(shape, role, spec), self.has_bias(shape, role)
         return HeadLowRankLinear(*widths, shape.head_dim, spec["rank"], bias, first=self.owns_first(role, spec))
 
 
 class Pivoted(Form):
-    """A group of roles as r of their rows and the coefficients of the others: see PivotedLinears. P has `P.bias` only.
+    """A group of roles as r of their rows and the coefficients of the others (PivotedLinears). P has `P.bias` only.
 
     The group's tensors lie at `GROUP.pivoted` below the module that holds the attention or the MLP
     (`self_attn.query_key.pivoted`, `mlp.down.pivoted`), or in the layer where an MLP has no such module.
@@ -133,39 +118,32 @@ class Pivoted(Form):
     }  # fmt: skip
 
     def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
-        """Its factors have parts of all heads, or lie elsewhere."""
-        return None
+        return None  # the factors hold parts of all heads, or lie elsewhere
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
-        """The smaller side of the stack of the group's matrices."""
         width, outputs = self._stack(shape, spec)
         return "min(in, out of all)", min(width, sum(outputs.values()))
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
-        """As of every form with a rank, and a group that the role is of."""
         if role not in self.groups.get(spec.get("group", ""), ()):
             return f"group {spec.get('group')!r}, allowed is {[g for g, roles in self.groups.items() if role in roles]}"
         return super().problem(shape, role, spec)
 
     def partners(self, shape: LayerShape, role: str, spec: FormSpec) -> dict[str, FormSpec]:
-        """All roles of the group that the block has say the same."""
         return {other: spec for other in self.groups[spec["group"]] if other in shape.modules}
 
     def source(self, shape: LayerShape, role: str, spec: FormSpec) -> Source | None:
-        """The group's rows and coefficients, which give the outputs of all its roles."""
         parent = attention_path(shape.modules) if role in QKVO_ROLES else mlp_parent(shape.modules)
         return Source(".".join([*([parent] if parent else []), spec["group"], "pivoted"]))
 
     def shared_module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module | None:
-        """Rows, coefficients and indices of the stack."""
         return PivotedLinears(*self._stack(shape, spec), spec["rank"])
 
     def module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module:
-        """The role's part of the stack's output, and its bias."""
         return RoleOutput(role, self.widths(shape, role, spec)[1], self.has_bias(shape, role))
 
     def _stack(self, shape: LayerShape, spec: FormSpec) -> tuple[int, dict[str, int]]:
-        """Numbers in, and numbers out by role."""
+        """Return the inputs of the stack, and its outputs by role."""
         widths = {r: self.widths(shape, r, spec) for r in self.groups[spec["group"]] if r in shape.modules}
         return next(iter(widths.values()))[0], {role: out for role, (_, out) in widths.items()}
 
@@ -173,8 +151,8 @@ class Pivoted(Form):
 class Latent(LowRankForm):
     """`P.first.weight` (r, D), `P.second.weight` (G·d, r), `P.bias` (G·d): the cache holds first(x), r numbers.
 
-    Keys are made, normed and rotated when they are read. Values with `absorbed` have `P.first.weight` only: all heads
-    attend over the same r numbers, and o has the form `absorbed`.
+    Keys are computed, normed and rotated when they are read. Values with `absorbed` have `P.first.weight` only: all
+    heads attend over the same r numbers, and o has the form `absorbed`.
     """
 
     roles = ("k", "v")
@@ -182,35 +160,28 @@ class Latent(LowRankForm):
     latent = True
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
-        """As of low_rank, and `absorbed` for v alone."""
         if type(spec.get("absorbed", False)) is not bool or (role == "k" and "absorbed" in spec):
             return f"absorbed {spec['absorbed']}, which is true or false for v and nothing for k"
         return super().problem(shape, role, spec)
 
     def partners(self, shape: LayerShape, role: str, spec: FormSpec) -> dict[str, FormSpec]:
-        """o has the form `absorbed` where v is."""
         return {"o": {"form": "absorbed", "rank": spec["rank"]}} if spec.get("absorbed") else {}
 
     def source(self, shape: LayerShape, role: str, spec: FormSpec) -> Source | None:
-        """The first factor: what it gives is cached."""
-        return Source(f"{shape.modules[role]}.first")
+        return Source(f"{shape.modules[role]}.first")  # its output is cached
 
     def head_width(self, shape: LayerShape, spec: FormSpec) -> int:
-        """All heads attend over the r latents if they are absorbed."""
         return int(spec["rank"]) if spec.get("absorbed") else shape.head_dim
 
     def cache_numbers(self, shape: LayerShape, role: str, spec: FormSpec) -> int:
-        """The rank: latents are of all heads together."""
-        return int(spec["rank"])
+        return int(spec["rank"])  # latents are common to all heads
 
     def module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module:
-        """Both factors and the bias; the first alone where the second is absorbed into o."""
         absorbed, widths = spec.get("absorbed", False), self.widths(shape, role, {})
         return LowRankLinear(*widths, spec["rank"], self.has_bias(shape, role) and not absorbed, second=not absorbed)
 
     def widths(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[int, int]:
-        """Those of the source: the rank's limit does not depend on what is absorbed."""
-        return Form().widths(shape, role, {})
+        return Form().widths(shape, role, {})  # the source's: absorbing does not change the largest rank
 
 
 class Absorbed(Form):
@@ -220,24 +191,20 @@ class Absorbed(Form):
     fields = ("rank",)
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
-        """As of the latent values that it reads."""
         return FORMS["latent"].limit(shape, "v", spec)
 
     def partners(self, shape: LayerShape, role: str, spec: FormSpec) -> dict[str, FormSpec]:
-        """v is latent, absorbed, of the same rank."""
         return {"v": {"form": "latent", "rank": spec["rank"], "absorbed": True}}
 
     def head_width(self, shape: LayerShape, spec: FormSpec) -> int:
-        """The rank: every head reads the latents."""
         return int(spec["rank"])
 
     def has_bias(self, shape: LayerShape, role: str) -> bool:
-        """If o or v of the source has one: v's, seen through o, is a constant."""
-        return not {"o", "v"}.isdisjoint(shape.biases)  # v's bias, seen through o, is a constant
+        return not {"o", "v"}.isdisjoint(shape.biases)  # o maps v's bias to a constant
 
 
 class TuckerForm(Form):
-    """All roles of the attention, or of the MLP, at once; P has `P.bias` only. See TuckerLinears for the rest.
+    """All roles of the attention, or of the MLP, as one TuckerLinears; P has `P.bias` only.
 
     Fields, the same on all roles: `ranks` [R1, R2, R3]; `sparse` (default false) with `nnz<suffix>` for each core;
     attention only: `own_output` (default false) with `ranks_o` [R1, R2]. The tensors lie at `tucker` below the module
@@ -249,11 +216,9 @@ class TuckerForm(Form):
     fields = ("ranks", "sparse", "own_output", "ranks_o", "nnz", "nnz_qo", "nnz_q", "nnz_kv", "nnz_o")
 
     def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
-        """Its factors have parts of all heads, or lie elsewhere."""
-        return None
+        return None  # the factors hold parts of all heads, or lie elsewhere
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
-        """Ranks, flags and counts of non-zeros that do not fit the group or each other."""
         if bad := [f for f in ("sparse", "own_output") if type(spec.get(f, False)) is not bool]:
             return f"{bad[0]} {spec[bad[0]]!r}, allowed are true and false"
         own, attention = spec.get("own_output", False), role in QKVO_ROLES
@@ -280,22 +245,18 @@ class TuckerForm(Form):
         return None
 
     def partners(self, shape: LayerShape, role: str, spec: FormSpec) -> dict[str, FormSpec]:
-        """All roles of the attention, or of the MLP, say the same."""
         return dict.fromkeys(self._group(shape, role), spec)
 
     def source(self, shape: LayerShape, role: str, spec: FormSpec) -> Source | None:
-        """The group's factors, asked for what reads the hidden states or for what writes to them."""
         modules = shape.modules
         parent = attention_path(modules) if role in QKVO_ROLES else mlp_path(modules)
         return Source(f"{parent}.tucker", ("out" if role in ROWWISE_ROLES else "in",))
 
     def shared_module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module | None:
-        """The factors and cores of the attention, or of the MLP."""
         inner = shape.head_dim if role in QKVO_ROLES else shape.intermediate_size
         return TuckerLinears(shape.hidden_size, inner, self._cores(shape, role, spec), shape.core_format == "csr")
 
     def module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module:
-        """The role's part of what the factors give, and its bias."""
         return RoleOutput(role, self.widths(shape, role, spec)[1], self.has_bias(shape, role))
 
     def _group(self, shape: LayerShape, role: str) -> tuple[str, ...]:

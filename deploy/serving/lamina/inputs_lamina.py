@@ -1,6 +1,6 @@
 # mypy: allow-untyped-calls
 # (transformers ships types, but its base classes' hooks carry no annotations)
-"""What the decoder layers of a model get besides hidden states: positions, rotary angles, masks.
+"""Inputs of decoder layers besides hidden states: positions, rotary angles, masks.
 
 B batch, T tokens of this call, S cached tokens, D hidden.
 """
@@ -20,54 +20,54 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 
 
 class LayerInputs(NamedTuple):
-    """What every layer gets besides the hidden states: positions, their angles, one mask per layer type.
+    """Inputs of every layer besides the hidden states: positions, their angles, one mask per layer type.
 
-    `slot_embeddings`, by layer type, is there where a layer of that type caches latents instead of keys: the angles of
-    the queries' and of all cached slots. Such a layer rotates keys when it reads them, and what it knows of a cached
-    token is its slot; rotating the query by its slot, too, keeps every difference right, whatever the padding.
+    `slot_embeddings` holds, for each layer type with latent keys, the angles of the queries' slots and of all cached
+    slots. A layer with latent keys rotates keys when it reads them, by the only position that it knows: the slot.
+    Queries are rotated by their slots as well, so that all differences are right, whatever the padding.
     """
 
     position_ids: Tensor
     position_embeddings: Angles | None
-    masks: dict[str, Any]  # by layer type: a tensor, None (plainly causal), or flex attention's BlockMask
-    slot_embeddings: dict[str, tuple[Angles, Angles]] = {}  # noqa: RUF012 - a default that nobody changes
+    masks: dict[str, Any]  # by layer type: a tensor, None (causal), or flex attention's BlockMask
+    slot_embeddings: dict[str, tuple[Angles, Angles]] = {}  # noqa: RUF012 - never changed
 
     def of(self, layer: LaminaDecoderLayer) -> dict[str, Any]:
-        """The keyword arguments of `layer.forward`."""
-        mine = {"attention_mask": self.masks[layer.layer_type], "position_ids": self.position_ids}
+        """Return the keyword arguments of `layer.forward`."""
+        common = {"attention_mask": self.masks[layer.layer_type], "position_ids": self.position_ids}
         if layer.latent_keys and layer.layer_type in self.slot_embeddings:
             query, slots = self.slot_embeddings[layer.layer_type]
-            return {**mine, "position_embeddings": query, "slot_embeddings": slots}
-        return {**mine, "position_embeddings": self.position_embeddings}
+            return {**common, "position_embeddings": query, "slot_embeddings": slots}
+        return {**common, "position_embeddings": self.position_embeddings}
 
 
 def default_position_ids(
     config: LaminaConfig, hidden_BTD: Tensor, attention_mask: Tensor | None = None, past_key_values: Cache | None = None
 ) -> Tensor:
-    """Positions (B or 1, T) of the tokens of this call.
+    """Return the positions (B or 1, T) of the tokens of this call.
 
-    Rotary: the cache slot, whatever the padding. Learned: counted over the unpadded tokens of `attention_mask` (B, S),
-    -1 on padding, as models with an offset table do.
+    Rotary models use the cache slot, whatever the padding. Models with learned positions count the unpadded tokens of
+    `attention_mask` (B, S), with -1 on padding.
     """
     num_tokens = hidden_BTD.shape[1]
     if config.block["positions"] and isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         mask_BS = attention_mask.long()
         return (mask_BS.cumsum(1) * mask_BS - 1)[:, -num_tokens:]
-    seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-    return (torch.arange(num_tokens, device=hidden_BTD.device) + seen).unsqueeze(0)
+    num_cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+    return (torch.arange(num_tokens, device=hidden_BTD.device) + num_cached).unsqueeze(0)
 
 
 def _slot_embeddings(
     config: LaminaConfig, rotary: LaminaRotaryEmbedding, hidden_BTD: Tensor, past_key_values: Cache
 ) -> dict[str, tuple[Angles, Angles]]:
-    """LayerInputs.slot_embeddings; slots are counted from the first that attention gets, as the masks count them."""
+    """Return LayerInputs.slot_embeddings. Slots count from the first one that attention reads, as in the masks."""
     num_tokens, device = hidden_BTD.shape[1], hidden_BTD.device
     angles = {}
     for layer_type, layer_idx in config.latent_key_layers().items():
         num_slots, first_slot = past_key_values.get_mask_sizes(num_tokens, layer_idx)
-        seen = past_key_values.get_seq_length(layer_idx)  # a tensor in a static cache
-        seen = seen.to(device) if isinstance(seen, Tensor) else seen
-        query_slots_T = torch.arange(num_tokens, device=device) + (seen - first_slot)
+        num_cached = past_key_values.get_seq_length(layer_idx)  # a tensor in a static cache
+        num_cached = num_cached.to(device) if isinstance(num_cached, Tensor) else num_cached
+        query_slots_T = torch.arange(num_tokens, device=device) + (num_cached - first_slot)
         slots_S = torch.arange(num_slots, device=device)
         query, keys = (rotary.angles(hidden_BTD, slots.unsqueeze(0)) for slots in (query_slots_T, slots_S))
         angles[layer_type] = query, keys
@@ -82,10 +82,10 @@ def prepare_layer_inputs(
     past_key_values: Cache | None = None,
     position_ids: Tensor | None = None,
 ) -> LayerInputs:
-    """Positions, rotary angles and masks for the layers of `config`, from the hidden states before any of them.
+    """Compute positions, rotary angles and masks for the layers of `config`, from the hidden states before the first.
 
-    `attention_mask` (B, S) is 1 on real tokens; None means no padding. A dict of ready masks passes through.
-    Raises ValueError when `config._attn_implementation` is not set (a model sets it; for a lone layer say "sdpa").
+    `attention_mask` (B, S) is 1 on real tokens; None means no padding. A dict of ready masks is used as it is.
+    Raises ValueError if `config._attn_implementation` is not set (a model sets it; for a single layer choose "sdpa").
     """
     if config._attn_implementation is None:
         raise ValueError('no attention implementation: set config._attn_implementation, e.g. to "sdpa", before this')
@@ -93,7 +93,7 @@ def prepare_layer_inputs(
         padding = attention_mask if isinstance(attention_mask, Tensor) else None
         position_ids = default_position_ids(config, hidden_BTD, padding, past_key_values)
     if isinstance(attention_mask, dict):
-        masks: dict[str, Any] = attention_mask  # generate() makes them ahead of a compiled forward
+        masks: dict[str, Any] = attention_mask  # generate() builds them before a compiled forward
     else:
         masks = {
             layer_type: make_mask(

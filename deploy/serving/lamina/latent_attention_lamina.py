@@ -1,4 +1,4 @@
-"""Attention over a cache whose keys are made when they are read, so many tokens at a time; caches that cannot be.
+"""Attention over cached latents, whose keys are computed a block of tokens at a time; checks of caches.
 
 B batch, T tokens of this call, S cached tokens, H query heads, G key/value heads, d head_dim, w width of a value head.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
-SMALLEST = torch.finfo(torch.float32).min  # not -inf: a block with every token masked stays a number
+SMALLEST = torch.finfo(torch.float32).min  # not -inf: a block whose tokens are all masked gives a number
 
 
 def attend_in_blocks(
@@ -21,11 +21,14 @@ def attend_in_blocks(
     scaling: float,
     block: int,
 ) -> Tensor:
-    """softmax(query keyᵀ · scaling) value over all slots → (B, T, H, w), the softmax carried from block to block.
+    """Compute softmax(query keyᵀ · scaling) value over all slots → (B, T, H, w), with an online softmax over blocks.
 
-    `read` gives keys (B, G, s, d) and values (B, G or 1, s, w) of a slice of s <= `block` slots; no more of them exist
-    at a time. One value head is of all query heads: latents are mixed as they are. `mask` (B or 1, 1, T, S): True, or 0
-    to be added, where a token attends. Sums are float32.
+    Sums are float32.
+
+    Args:
+        read: returns keys (B, G, s, d) and values (B, G or 1, s, w) of a slice of s <= `block` slots. A single value
+            head serves all query heads: latents are mixed as they are.
+        mask: (B or 1, 1, T, S), True where a token attends, or numbers to add to the scores.
     """
     num_tokens, best, total, out = query_BHTd.shape[2], None, None, None
     for start in range(0, num_slots, block):
@@ -53,7 +56,7 @@ def attend_in_blocks(
 
 
 def _mixed(weights_BGqs: Tensor, value_BGsw: Tensor) -> Tensor:
-    """weights value → (B, G, q, w); one value head is read once for all, not copied G times."""
+    """Return weights · value (B, G, q, w). A single value head is read once, not copied G times."""
     if value_BGsw.shape[1] == weights_BGqs.shape[1]:
         return weights_BGqs @ value_BGsw
     mixed_BHw = weights_BGqs.flatten(1, 2) @ value_BGsw.squeeze(1)
@@ -67,7 +70,7 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_groups(cache: Cache, layer_idx: int, key_BGTd: Tensor, value_BGTw: Tensor) -> None:
-    """Raises ValueError for a quantised cache whose groups do not divide a token's numbers: it would fail later."""
+    """Raise ValueError for a quantised cache whose groups do not divide a token's numbers: it would fail later."""
     layers = getattr(cache, "layers", ())
     group = getattr(layers[layer_idx], "q_group_size", None) if layer_idx < len(layers) else None
     for name, x_BGTw in (("keys", key_BGTd), ("values", value_BGTw)):
@@ -80,16 +83,16 @@ def check_groups(cache: Cache, layer_idx: int, key_BGTd: Tensor, value_BGTw: Ten
 
 
 def check_room(cache: Cache, layer_idx: int, key_BGTd: Tensor, value_BGTw: Tensor) -> None:
-    """Raises ValueError for a static cache allocated for heads of the source, as by `early_initialization`."""
+    """Raise ValueError for a static cache allocated for heads of the source, as by `early_initialization`."""
     layers = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None
     if not isinstance(layer, StaticLayer) or layer.keys is None or layer.values is None:
         return
-    for name, held, x_BGTw in (("keys", layer.keys, key_BGTd), ("values", layer.values, value_BGTw)):
-        room, given = ((x.shape[1], x.shape[3]) for x in (held, x_BGTw))
-        if room != given:
+    for name, cached, x_BGTw in (("keys", layer.keys, key_BGTd), ("values", layer.values, value_BGTw)):
+        room, needed = ((x.shape[1], x.shape[3]) for x in (cached, x_BGTw))
+        if room != needed:
             raise ValueError(
                 f"layer {layer_idx}: a static cache with room for {room[0]} heads of {room[1]} {name} cannot hold "
-                f"{given[0]} of {given[1]}; leave out early_initialization, and the first update allocates what the "
+                f"{needed[0]} of {needed[1]}; leave out early_initialization, and the first update allocates what the "
                 "layer's forms need"
             )

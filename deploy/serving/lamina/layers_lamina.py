@@ -1,6 +1,6 @@
 # mypy: allow-untyped-calls
 # (transformers ships types, but its base classes' hooks carry no annotations)
-"""The decoder layer of a model in transformers: its attention functions, caches, gradient checkpointing.
+"""The decoder layer of a model in transformers: attention functions, caches, gradient checkpointing.
 
 B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/value heads, d head_dim, r a rank or the
 width of a value head.
@@ -26,7 +26,7 @@ def eager_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Softmax attention written out; key (B, G, S, d), value (B, G, S, r) → ((B, T, H, r), weights (B, H, T, S))."""
+    """Compute softmax attention; key (B, G, S, d), value (B, G, S, r) → ((B, T, H, r), weights (B, H, T, S))."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -40,10 +40,11 @@ def eager_attention_forward(
 class LaminaAttention(SelfAttention):
     """Self-attention by the function that the config names, over a cache if there is one.
 
-    A layer with latent keys or values caches one head for each of both: latents, or all dense heads side by side.
+    A layer with latent keys or values caches keys as one head, and values as another: latents, or all dense heads side
+    by side.
     """
 
-    block = 512  # cached tokens whose keys are made of latents at a time
+    block = 512  # cached tokens whose keys are computed from latents at a time
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -59,10 +60,12 @@ class LaminaAttention(SelfAttention):
         slot_embeddings: Angles | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden states (B, T, D) → (what is added to the residual (B, T, D), weights (B, H, T, S) or None).
+        """Map normed hidden states (B, T, D) to (the residual's summand (B, T, D), weights (B, H, T, S) or None).
 
-        `attention_mask` is the mask of the layer's type; the angles are cos and sin (B, T, c) of this call's tokens,
-        `slot_embeddings` those (1, S, c) of all cached slots, for latent keys.
+        Args:
+            position_embeddings: cos and sin (B, T, c) of this call's tokens.
+            attention_mask: the mask of the layer's type.
+            slot_embeddings: for latent keys, cos and sin (1, S, c) of all cached slots.
         """
         query, key, value = self._projected(hidden_states, position_embeddings)
         if self.value_dim < self.head_dim:
@@ -73,7 +76,7 @@ class LaminaAttention(SelfAttention):
             if self._in_blocks(query, attention_mask):
                 read = partial(self._read_block, hidden_states, key, value, slot_embeddings, wide)
                 mixed = attend_in_blocks(query.to(wide), read, key.shape[2], attention_mask, self.scaling, self.block)
-                heads = self._of_heads(hidden_states, mixed).to(hidden_states.dtype)
+                heads = self._head_outputs(hidden_states, mixed).to(hidden_states.dtype)
                 return self._output(heads, hidden_states), None
         if wide != query.dtype:
             query, key, value = (x.to(wide) for x in (query, key, value))
@@ -83,7 +86,7 @@ class LaminaAttention(SelfAttention):
         padding = self._padding(query.shape[2])
         query, key, value = padded(query, key, value, padding)
 
-        # This assignment and the one call below are what vLLM looks for in the source.
+        # vLLM searches the source for this assignment and the call below.
         attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -98,16 +101,16 @@ class LaminaAttention(SelfAttention):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        if padding > 0:  # elsewhere the heads may come side by side, as vLLM gives them
+        if padding > 0:  # otherwise the heads may come side by side, as from vLLM
             attn_output = attn_output[..., : self.value_dim]
         if wide != hidden_states.dtype:
             attn_output = attn_output.to(hidden_states.dtype)
         return self._output(attn_output, hidden_states), attn_weights
 
     def _dtype_of_latents(self, query: Tensor) -> torch.dtype:
-        """In which a layer with latents attends: float32 where a CPU multiplies half precision slower.
+        """Return the dtype in which a layer with latents attends: float32 where a CPU multiplies half precision slower.
 
-        Latents are multiplied for all cached tokens in each step. The rule is the same for a prefill and for decoding.
+        Each step multiplies the latents of all cached tokens. Prefill and decoding follow the same rule.
         """
         plain = self.config._attn_implementation in ("sdpa", "eager")
         is_slow = plain and query.device.type == "cpu" and query.dtype in self._slow_dtypes
@@ -116,41 +119,41 @@ class LaminaAttention(SelfAttention):
     def _read_block(
         self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None, dtype: torch.dtype, slots: slice
     ) -> tuple[Tensor, Tensor]:
-        """Keys (B, G, s, d) of some slots, made of their latents; values (B, G, s, w), or latents (B, 1, s, r)."""
+        """Return keys (B, G, s, d) of some slots, and values (B, G, s, w) or latents of these (B, 1, s, r)."""
         key, value = key[:, :, slots].to(dtype), value[:, :, slots].to(dtype)
         if "k" in self._latent:
             key = self._heads("k", x_BTD, key.squeeze(1))
             if angles is not None:
-                mine = angles[0][:, slots].to(dtype), angles[1][:, slots].to(dtype)
-                key = rotate(key, *mine, True) if self.interleaved else rotate_once(key, *mine)
+                cos, sin = (x[:, slots].to(dtype) for x in angles)
+                key = rotate(key, cos, sin, True) if self.interleaved else rotate_once(key, cos, sin)
         return key, value
 
-    def _of_heads(self, x_BTD: Tensor, mixed_BTHw: Tensor) -> Tensor:
-        """What the heads give (B, T, H, w), of mixed values or of mixed latents (B, T, H, r).
+    def _head_outputs(self, x_BTD: Tensor, mixed_BTHw: Tensor) -> Tensor:
+        """Return the heads' outputs (B, T, H, w) from mixed values, or from mixed latents (B, T, H, r).
 
-        Values are linear in their latents, and the weights add up to 1: v turns one mixture for each query head where
-        it would turn every cached token.
+        Values are linear in their latents, and weights add up to 1: v maps one mixture for each query head instead of
+        every cached token.
         """
         if "v" not in self._latent:
             return mixed_BTHw
         num_tokens, num_heads = mixed_BTHw.shape[1:3]
-        of_all = self._heads("v", x_BTD, mixed_BTHw.flatten(1, 2))  # (B, G or 1, T·H, w): by every KV head
-        groups = of_all.shape[1]
-        of_all = of_all.unflatten(2, (num_tokens, groups, num_heads // groups))
-        return cast(Tensor, of_all.diagonal(dim1=1, dim2=3).permute(0, 1, 4, 2, 3).flatten(2, 3))
+        values = self._heads("v", x_BTD, mixed_BTHw.flatten(1, 2))  # (B, G or 1, T·H, w), by every KV head
+        groups = values.shape[1]
+        values = values.unflatten(2, (num_tokens, groups, num_heads // groups))
+        return cast(Tensor, values.diagonal(dim1=1, dim2=3).permute(0, 1, 4, 2, 3).flatten(2, 3))
 
     def _in_blocks(self, query: Tensor, mask: Any) -> bool:
-        """Whether to read latents block by block: in decoding, where making all keys at once costs time and memory.
+        """Return True to read latents block by block: in decoding, where all keys at once cost time and memory.
 
-        A prefill reads them once for many queries, a compiled graph would hold every block, and other implementations
-        of attention have a reason to be chosen.
+        A prefill reads the latents once for many queries, a compiled graph would hold every block, and other
+        implementations of attention were chosen for a reason.
         """
         decoding = query.shape[2] == 1 and not torch.is_grad_enabled()
         plain = self.config._attn_implementation == "sdpa" and (mask is None or isinstance(mask, Tensor))
         return bool(self._latent) and decoding and plain and not torch.compiler.is_compiling()
 
     def _update(self, cache: Cache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All cached keys and values. Static caches take the number of heads from the keys, so it must be common."""
+        """Return all cached keys and values. Both have as many heads: static caches take the number from the keys."""
         check_groups(cache, self.layer_idx, key, value)
         if not self._latent:
             check_room(cache, self.layer_idx, key, value)
@@ -165,10 +168,10 @@ class LaminaAttention(SelfAttention):
         return key, value
 
     def _padding(self, num_queries: int) -> int:
-        """Zeros to add to each value head (or, negative, to query and key heads) for the kernel, never for the cache.
+        """Return how many zeros to append to each value head (if negative, to query and key heads) for the kernel.
 
-        Fused kernels want r = d; without them a prefill builds the T × S scores (4 times slower, and the memory).
-        One query has no such scores, and there reading r instead of d numbers per token wins.
+        The cache gets none. Fused kernels need r = d; without them a prefill builds the T × S scores, which takes 4
+        times as long, and memory. A single query has no such scores, and reading r instead of d numbers is faster.
         """
         kernel = self.config._attn_implementation or ""
         fused = "flash" in kernel or ("sdpa" in kernel and num_queries > 1)

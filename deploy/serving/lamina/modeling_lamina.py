@@ -2,20 +2,20 @@
 # (transformers ships types, but its base classes' hooks carry no annotations)
 """A decoder-only language model, dense or compressed, that is described by data.
 
-`config.block` says what a decoder layer of the source family is (module paths, biases, norms), `config.forms`
-how each projection of each layer is stored. Nothing here knows a family by name, and with `forms` all empty the model
-computes what the source does. Self-contained (torch and transformers only): it is copied next to a checkpoint and
-loaded with `trust_remote_code`.
+`config.block` describes a decoder layer of the source family (module paths, biases, norms). `config.forms` says how
+each projection of each layer is stored; if it is empty, the model computes the source's logits. No family is named
+here. The files need torch and transformers only: they are copied next to a checkpoint and loaded with
+`trust_remote_code`.
 
 B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/value heads, d head_dim, r a rank or the
 width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
-The files that travel together: modeling_lamina (the model), configuration_lamina, block_lamina (what a layer is),
-activation_lamina, forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that
-they become), conversion_lamina (factors as stored and as linears), decoder_layer_lamina (norm, attention, MLP over
+The files beside this one: configuration_lamina, block_lamina (the block and the sizes of a layer), activation_lamina,
+form_lamina and forms_lamina (how projections are stored), factored_lamina and tucker_lamina (the modules of factored
+projections), conversion_lamina (names and shapes of stored factors), decoder_layer_lamina (norm, attention and MLP over
 whole sequences), layers_lamina (the same in transformers: caches, attention functions), rotary_lamina,
-latent_attention_lamina (cached latents, in blocks), processor_lamina (in which dtype a CPU multiplies),
-inputs_lamina (positions and masks), checking_lamina (whether a checkpoint is whole).
+latent_attention_lamina (cached latents, in blocks), processor_lamina (the dtype of products on a CPU), inputs_lamina
+(positions and masks), checking_lamina (checks of a checkpoint's files).
 """
 
 import re
@@ -45,7 +45,7 @@ register_conversions(LaminaConfig.model_type)
 
 
 class LaminaPreTrainedModel(PreTrainedModel):
-    """What transformers asks of a model's class, and loading that accepts whole checkpoints only."""
+    """The attributes that transformers requires of a model's class, and loading that accepts only whole checkpoints."""
 
     config: LaminaConfig
     base_model_prefix = "model"
@@ -66,12 +66,12 @@ class LaminaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, but a checkpoint that is not whole, or not of this model, is an error.
+        """Load as transformers does, but refuse a checkpoint that is not whole, or not of this model.
 
-        Raises ValueError where tensors are missing or of other shapes, which would be random numbers (the latter may be
-        asked for: `ignore_mismatched_sizes`), where there are others than the model has, and where the files of a
-        folder are damaged or not those of its `compression.json`. Raises ImportError where compressed-tensors is too
-        old for the weights' bits.
+        Raises ValueError if tensors are missing or of other shapes, which transformers would fill at random (other
+        shapes are allowed by `ignore_mismatched_sizes`), if there are unknown tensors, and if the files of a folder are
+        damaged or not those of its `compression.json`. Raises ImportError if compressed-tensors is too old for the
+        weights' bits.
         """
         path, with_report = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
         if path is not None and Path(path).is_dir():
@@ -96,45 +96,47 @@ class LaminaPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # By its method, not its class: transformers may load the files that config and model share once for each.
+        # By method, not by class: transformers may load a file twice, for the config and for the model.
         if (initialise_ := getattr(module, "initialise_", None)) is not None:
             initialise_(self.config.initializer_range)
 
 
 def _faults(report: dict[str, Any], model: Any) -> list[str]:
-    """What transformers found to be wrong when it loaded, under the names that the checkpoint has."""
+    """List the faults in transformers' loading report, by the names of the checkpoint."""
     stored, faults = stored_factors(model), []
     if missing := sorted(stored[name][0] if name in stored else name for name in report["missing_keys"]):
         faults.append(f"it lacks {len(missing)} tensors: {shown(missing)}")
-    head = f"{model.config.block['head']}."  # which the base model leaves over
+    head = f"{model.config.block['head']}."  # not of the base model
     if unknown := sorted(name for name in report["unexpected_keys"] if not name.startswith(head) or model.has_head):
         faults.append(f"it has {len(unknown)} tensors too many: {shown(unknown)}")
     others = []
-    for name, found, meant in report["mismatched_keys"]:
-        if name in stored:  # conversion_lamina leaves what does not fit with one more dimension
-            others.append(f"{stored[name][0]} {tuple(found[1:])}, not {stored[name][1].shape}")
+    for name, shape, expected in report["mismatched_keys"]:
+        if name in stored:  # conversion_lamina gives tensors of another shape one more dimension
+            others.append(f"{stored[name][0]} {tuple(shape[1:])}, not {stored[name][1].shape}")
         else:
-            others.append(f"{name} {tuple(found)}, not {tuple(meant)}")
+            others.append(f"{name} {tuple(shape)}, not {tuple(expected)}")
     return faults + ([f"{len(others)} tensors are of another shape: {shown(sorted(others))}"] if others else [])
 
 
 def _check_equal_heads(config: LaminaConfig) -> None:
-    """Raises ValueError for heads that vLLM's Transformers backend cannot hold: it makes one kind for all layers."""
+    """Raise ValueError for heads that vLLM's Transformers backend cannot hold: it has one kind for all layers."""
     for layer in range(config.num_hidden_layers):
         shape, (form, spec) = config.layer_shape(layer), config.form_of(layer, "v")
-        said = [f"{name} {n}" for name in LAYER_FIELDS[1:] if (n := getattr(shape, name)) != getattr(config, name)]
+        odd = [f"{name} {n}" for name in LAYER_FIELDS[1:] if (n := getattr(shape, name)) != getattr(config, name)]
         if (width := form.head_width(shape, spec)) > config.head_dim:
-            said.append(f"values of {width} numbers beside keys of {config.head_dim}")
-        if said:
+            odd.append(f"values of {width} numbers beside keys of {config.head_dim}")
+        if odd:
             raise ValueError(
-                f"layer {layer}: {', '.join(said)}: vLLM's Transformers backend has no place for such heads; with "
+                f"layer {layer}: {', '.join(odd)}: vLLM's Transformers backend has no place for such heads; with "
                 "Lamina's serving package (pip install CHECKOUT/deploy/serving), vLLM has a class that does"
             )
 
 
 def unused(config: LaminaConfig) -> list[str]:
-    """Patterns of stored tensors that no model loads: buffers that old checkpoints had with each layer (causal masks
-    and rotary frequencies), and `unused_tensors`, with or without the name of the base model.
+    """Return patterns of stored tensors that no model loads.
+
+    These are `unused_tensors`, with or without the name of the base model, and buffers that old checkpoints hold for
+    each layer: causal masks and rotary frequencies.
     """
     attention, base = re.escape(attention_path(config.block["modules"])), config.block["embed"].partition(".")[0]
     others = [rf"^({base}\.)?{re.escape(name.removeprefix(f'{base}.'))}$" for name in config.unused_tensors or ()]
@@ -161,20 +163,20 @@ class LaminaModel(LaminaPreTrainedModel):
         attach(self, in_base(block["final_norm"]), make_norm(config))
         self.rotary_emb = LaminaRotaryEmbedding(config) if block["rotary"] else None
         self.gradient_checkpointing = False
-        # Nothing that a causal model loads: vLLM builds its models around this one and skips what matches.
+        # Must match no tensor of a causal model: vLLM builds its models around this one and skips matches.
         self._keys_to_ignore_on_load_unexpected = set(unused(config))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table (V, D) of token embeddings."""
+        """Return the table (V, D) of token embeddings."""
         return find(self, self._names["embed"])
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Puts another table in its place."""
+        """Replace the table of token embeddings."""
         attach(self, ".".join(self._names["embed"]), value)
 
     def get_decoder(self) -> "LaminaModel":
-        """This model: there is no encoder."""
+        """Return this model: there is no encoder."""
         return self
 
     def _add_positions(self, hidden_BTD: Tensor, position_ids: Tensor) -> Tensor:
@@ -195,10 +197,10 @@ class LaminaModel(LaminaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Token ids (B, T), or embeddings (B, T, D) → hidden states (B, T, D) after the final norm, the cache.
+        """Map token ids (B, T), or embeddings (B, T, D), to hidden states (B, T, D) after the final norm and the cache.
 
         `attention_mask` (B, S) is 1 on tokens and 0 on padding; a dict holds ready masks by layer type. Raises
-        ValueError unless exactly one of ids and embeddings is given.
+        ValueError unless exactly one of ids and embeddings is passed.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -210,14 +212,14 @@ class LaminaModel(LaminaPreTrainedModel):
         )
         hidden_BTD = self._add_positions(hidden_BTD, inputs.position_ids)
         for layer in find(self, self._names["layers"]).children():
-            mine = inputs.of(layer)  # type: ignore[arg-type]
-            hidden_BTD = layer(hidden_BTD, past_key_values=past_key_values, use_cache=use_cache, **mine, **kwargs)
+            options = {**inputs.of(layer), **kwargs}  # type: ignore[arg-type]
+            hidden_BTD = layer(hidden_BTD, past_key_values=past_key_values, use_cache=use_cache, **options)
         hidden_BTD = find(self, self._names["final_norm"])(hidden_BTD)
         return BaseModelOutputWithPast(last_hidden_state=hidden_BTD, past_key_values=past_key_values)
 
 
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
-    """The base model under its source's name (`model`, `transformer`) and the language-model head."""
+    """The base model, under its name in the source (`model`, `transformer`), and the language-model head."""
 
     _auto_class = "AutoModelForCausalLM"
     has_head = True
@@ -232,27 +234,27 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table (V, D) of token embeddings."""
+        """Return the table (V, D) of token embeddings."""
         return self.get_decoder().get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Puts another table in its place."""
+        """Replace the table of token embeddings."""
         self.get_decoder().set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head: a linear from D to V."""
+        """Return the head, a linear from D to V."""
         return find(self, self._head)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Puts another head in its place."""
+        """Replace the head."""
         attach(self, ".".join(self._head), new_embeddings)
 
     def get_decoder(self) -> LaminaModel:
-        """The model below the head."""
+        """Return the model below the head."""
         return cast(LaminaModel, getattr(self, self.base_model_prefix))
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
-        """None: generate() then leaves a static cache to its first update, where widths other than d show."""
+        """Return None for widths other than d: generate() then allocates a static cache at its first update."""
         config = self.config
         if any(config.layer_sizes):
             return None
@@ -275,9 +277,9 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As of the base model, then logits (B, T or fewer, V), and the loss if there are labels (B, T).
+        """Compute the base model's outputs, logits (B, T or fewer, V), and the loss if there are labels (B, T).
 
-        `logits_to_keep`: logits of the last so many tokens, or of the tokens at these indices; 0 means all.
+        `logits_to_keep`: the number of last tokens, or indices of the tokens, that get logits; 0 means all.
         """
         outputs = self.get_decoder()(
             input_ids=input_ids,
@@ -288,8 +290,8 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
+        tokens = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.get_output_embeddings()(outputs.last_hidden_state[:, tokens])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -1,6 +1,6 @@
-"""In which dtype a CPU multiplies numbers of half precision fastest: a fixed rule of its instructions, never a timing.
+"""The dtype in which a CPU multiplies half precision fastest: a fixed rule of its instructions, never a timing.
 
-The products are exact in float32, the sums are float32's in both, and so is what is rounded to half precision.
+Products are exact in float32, and sums are float32 in both cases, before they are rounded to half precision.
 """
 
 import os
@@ -15,18 +15,18 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which products of numbers of `dtype` are computed: in their own, or in float32."""
+    """Return the dtype in which numbers of `dtype` are multiplied: their own, or float32."""
     if device.type != "cpu" or dtype not in HALF or multiplies_fast(str(dtype).removeprefix("torch.")):
         return dtype
     return torch.float32
 
 
 def multiplies_fast(dtype: str) -> bool:
-    """Whether products of `bfloat16` or `float16` are no slower than those of float32, as their instructions tell.
+    """Return True if the processor has instructions that make products of `bfloat16` or `float16` as fast as float32's.
 
-    Without any, oneDNN takes 4 to 10 times as long (measured, limited to AVX2 and AVX-512). Beside tiles that it may
-    not use, bfloat16's dot products take 1.7 times, float16's as long. Where a processor has these alone they take
-    half (measured on AMD Zen 4). An Arm with `bf16` is assumed to be fast: none was measured.
+    Without them, oneDNN takes 4 to 10 times as long (measured, limited to AVX2 and AVX-512). On a processor with tiles
+    that oneDNN may not use, dot products in bfloat16 take 1.7 times as long, in float16 as long. On a processor without
+    tiles they take half the time (measured on AMD Zen 4). An Arm with `bf16` is assumed to be fast, without a measure.
     """
     flags, limit = processor_flags(), os.environ.get(LIMIT, "ALL").upper()
     tiles = limit in UNLIMITED or "AMX" in limit
@@ -38,7 +38,7 @@ def multiplies_fast(dtype: str) -> bool:
 
 
 def processor_flags() -> frozenset[str]:
-    """What the first processor promises, as Linux names it; nothing elsewhere."""
+    """Return the flags of the first processor, by Linux' names; none on other systems."""
     if not CPU_INFO.exists():
         return frozenset()
     with CPU_INFO.open(errors="replace") as lines:

@@ -15,7 +15,7 @@ Angles = tuple[Tensor, Tensor]  # cos and sin
 class LaminaRotaryEmbedding(nn.Module):
     """cos and sin of the position angles, each (B, T, c), for every rope type of transformers.
 
-    Build it off the meta device: `inv_freq` is computed, not loaded.
+    Do not build it on the meta device: `inv_freq` is computed, not loaded.
     """
 
     inv_freq: Tensor
@@ -36,7 +36,7 @@ class LaminaRotaryEmbedding(nn.Module):
     def compute_default_rope_parameters(
         config: LayersConfig, device: torch.device | None = None, **kwargs: Any
     ) -> tuple[Tensor, float]:
-        """theta^(-2i/c) for i < c/2; the name is what transformers looks for when it fills in buffers."""
+        """Return theta^(-2i/c) for i < c/2. transformers calls a method of this name when it fills in buffers."""
         rope = config.rope_parameters or {}
         width = round(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, width, 2, dtype=torch.float, device=device) / width
@@ -45,12 +45,12 @@ class LaminaRotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update  # type: ignore[untyped-decorator]
     def forward(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
-        """cos and sin (B, T, c) for positions (B, T), in the dtype and on the device of x."""
+        """Return cos and sin (B, T, c) for positions (B, T), in the dtype and on the device of x."""
         return self.angles(x_BTD, position_ids_BT)
 
     @torch.no_grad()
     def angles(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
-        """As `forward`, with the frequencies that its last call chose (some rope types go by the longest position)."""
+        """Return the same by the frequencies of the last `forward`: some rope types follow the longest position."""
         freqs = position_ids_BT[..., None].float() * self.inv_freq.to(device=x_BTD.device, dtype=torch.float)
         angles_BTc = freqs.repeat_interleave(2, -1) if self.interleaved else torch.cat((freqs, freqs), dim=-1)
         cos_BTc, sin_BTc = angles_BTc.cos() * self.attention_scaling, angles_BTc.sin() * self.attention_scaling
@@ -58,7 +58,7 @@ class LaminaRotaryEmbedding(nn.Module):
 
 
 def rotate_once(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor) -> Tensor:
-    """As `rotate` by halves, without gradient, in a third of the passes over memory: for keys made for one reading."""
+    """Rotate by halves like `rotate`, without gradient and in a third of the passes over memory: for keys read once."""
     half, out_BHTd = cos_BTc.shape[-1] // 2, torch.empty_like(x_BHTd)
     first, second, rest = x_BHTd.tensor_split((half, 2 * half), dim=-1)
     cos, sin = cos_BTc[..., :half].unsqueeze(1), sin_BTc[..., :half].unsqueeze(1)
@@ -69,7 +69,7 @@ def rotate_once(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor) -> Tensor:
 
 
 def rotate(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor, interleaved: bool) -> Tensor:
-    """RoPE on the first c of d numbers; pairs are (i, i + c/2), or (2i, 2i + 1) when interleaved."""
+    """Apply RoPE to the first c of d numbers, in pairs (i, i + c/2), or (2i, 2i + 1) if interleaved."""
     width = cos_BTc.shape[-1]
     turned, rest = x_BHTd[..., :width], x_BHTd[..., width:]
     if interleaved:

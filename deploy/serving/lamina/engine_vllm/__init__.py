@@ -1,4 +1,4 @@
-"""Lamina checkpoints in vLLM: what its entry point registers, and the model built of its parallel layers.
+"""Lamina checkpoints in vLLM: the plugin, and a model built from vLLM's parallel layers.
 
-Nothing here is imported but by vLLM (entry point `vllm.general_plugins`); `lamina` itself does without it.
+Only vLLM imports this package (entry point `vllm.general_plugins`).
 """

@@ -1,4 +1,4 @@
-"""Attention of a layer through vLLM's, and how wide its heads are in vLLM's cache."""
+"""Attention of a layer by vLLM's kernels, and the widths of its heads in vLLM's cache."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ from lamina.layers_lamina import LaminaAttention
 
 
 class CachedHeads:
-    """The widths of key and value heads in vLLM's cache, and the backend that takes them (None: vLLM's choice).
+    """The widths of key and value heads in vLLM's cache, and the backend that supports them (None: vLLM's choice).
 
-    Equal, unless the values of all layers are narrower than keys, and the platform is CUDA, whose backends
-    `FLASH_ATTN_DIFFKV` and `TRITON_ATTN_DIFFKV` hold both. Heads of which the backend knows no kernel are widened.
+    They are equal, unless the values of all layers are narrower than keys and the platform is CUDA, whose backends
+    `FLASH_ATTN_DIFFKV` and `TRITON_ATTN_DIFFKV` hold both. Heads for which the backend has no kernel are widened.
     """
 
-    def __init__(self, config: LaminaConfig, requested: Any = None, known_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(self, config: LaminaConfig, requested: Any = None, kernel_sizes: tuple[int, ...] = ()) -> None:
         self.backend: Any = None
         width = config.served_value_width()
         self.key = self.value = config.head_dim
         if width > config.head_dim:  # absorbed latents
-            self.key = self.value = _widened(width, known_sizes)
+            self.key = self.value = _widened(width, kernel_sizes)
         if width < config.head_dim and current_platform.is_cuda():
             self.backend = _unequal_backend(requested, config.head_dim, width)
         if self.backend is not None:
@@ -34,19 +34,19 @@ class CachedHeads:
             self.backend.set_head_size_v(width)
 
     def saved(self) -> float:
-        """The share of a dense cache, keys and values of the key's width, that is not held."""
+        """Return the saved share of a dense cache, whose values are as wide as its keys."""
         return 1 - (self.key + self.value) / (2 * self.key)
 
 
-def _widened(width: int, known_sizes: tuple[int, ...]) -> int:
-    """The next width that the backend knows, if it says which."""
-    return next((size for size in sorted(known_sizes) if size >= width), width)
+def _widened(width: int, kernel_sizes: tuple[int, ...]) -> int:
+    """Return the next width for which the backend has a kernel; `width` if the backend lists none."""
+    return next((size for size in sorted(kernel_sizes) if size >= width), width)
 
 
 def _unequal_backend(requested: Any, key: int, value: int) -> Any:
-    """The backend asked for if it takes unequal heads; else FlashAttention's where the device can, else Triton's.
+    """Return a backend for unequal heads: the requested one, else FlashAttention's if the device has it, else Triton's.
 
-    None where another one was asked for: it holds values as wide as keys.
+    None if another one was requested: it holds values as wide as keys.
     """
     if requested is not None:
         return requested.get_class() if requested.name.endswith("_DIFFKV") else None
@@ -57,13 +57,13 @@ def _unequal_backend(requested: Any, key: int, value: int) -> Any:
 
 
 class VllmAttention(LaminaAttention):
-    """The projections of LaminaAttention around vLLM's cache and kernels; latents are made into heads before them."""
+    """The projections of LaminaAttention around vLLM's cache and kernels, which get heads computed from latents."""
 
     attn: Attention
     rotary: nn.Module | None
 
     def connect(self, heads: CachedHeads, parts: int, cache: CacheConfig | None, quant: Any, prefix: str) -> None:
-        """Makes vLLM's attention for this device's heads."""
+        """Create vLLM's attention for this device's heads."""
         shape, self.cached = self.config.layer_shape(self.layer_idx), heads
         options = {} if heads.backend is None else {"attn_backend": heads.backend, "head_size_v": heads.value}
         self.attn = Attention(
@@ -79,10 +79,10 @@ class VllmAttention(LaminaAttention):
         )
 
     def forward(self, positions_T: Tensor, hidden_TD: Tensor) -> Tensor:  # type: ignore[override]
-        """Normed hidden states (T, D) of tokens at these positions → what is added to the residual (T, D)."""
+        """Map normed hidden states (T, D) of tokens at these positions to the residual's summand (T, D)."""
         x_1TD = hidden_TD.unsqueeze(0)
         memo: Memo = {}
-        query = self._heads("q", x_1TD, self._given("q", x_1TD, memo))
+        query = self._heads("q", x_1TD, self._source_output("q", x_1TD, memo))
         key, value = (self._stored(role, x_1TD, memo) for role in ("k", "v"))
         key, value = self._read(x_1TD, key, value, None)
         query_Tn, key_Tn = _rows(query), _rows(key)
@@ -95,12 +95,12 @@ class VllmAttention(LaminaAttention):
 
 
 def _rows(heads_1nTw: Tensor) -> Tensor:
-    """(1, n, T, w) → (T, n·w)."""
+    """Reshape (1, n, T, w) to (T, n·w)."""
     return heads_1nTw.squeeze(0).transpose(0, 1).flatten(1)
 
 
 def _widen(x_Tn: Tensor, width: int, wider: int) -> Tensor:
-    """Heads with zeros up to another width."""
+    """Append zeros to heads up to another width."""
     if width == wider:
         return x_Tn.contiguous()
     return torch.nn.functional.pad(x_Tn.unflatten(-1, (-1, width)), (0, wider - width)).flatten(-2)

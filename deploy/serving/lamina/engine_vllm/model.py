@@ -39,7 +39,7 @@ class VllmDecoderLayer(LaminaDecoderLayer):
     attention_class = VllmAttention
 
     def forward(self, positions_T: Tensor, hidden_TD: Tensor) -> Tensor:  # type: ignore[override]
-        """Hidden states (T, D) → (T, D)."""
+        """Map hidden states (T, D) to the same shape."""
         normed_TD = self._apply_role("input_norm", hidden_TD)
         attended_TD: Tensor = find(self, self._attention)(positions_T, normed_TD)
         if self.parallel:
@@ -92,7 +92,7 @@ class LaminaBase(nn.Module):
         return layer
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Token ids (T) → embeddings (T, D)."""
+        """Map token ids (T) to embeddings (T, D)."""
         hidden_TD: Tensor = find(self, self._names["embed"])(input_ids)
         return hidden_TD if self.embed_scale is None else hidden_TD * hidden_TD.new_full((), self.embed_scale)
 
@@ -103,7 +103,7 @@ class LaminaBase(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Token ids (T), or embeddings (T, D), and their positions (T) → hidden states (T, D) after the final norm."""
+        """Map token ids (T), or embeddings (T, D), and positions (T) to hidden states (T, D) after the final norm."""
         hidden_TD = self.embed_input_ids(cast(Tensor, input_ids)) if inputs_embeds is None else inputs_embeds
         if table := self._names.get("positions"):
             hidden_TD = hidden_TD + find(self, table)(positions + self.config.block["positions"]["offset"])
@@ -114,7 +114,7 @@ class LaminaBase(nn.Module):
 
 
 class LaminaForVllm(nn.Module):
-    """What vLLM runs for the architecture `LaminaForCausalLM`: tensors have the names of the checkpoint."""
+    """vLLM's model of the architecture `LaminaForCausalLM`. Its tensors have the names of the checkpoint."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class LaminaForVllm(nn.Module):
             table = find(self, tuple(config.block["embed"].split(".")))
             head = head.tie_weights(cast(VocabParallelEmbedding, table))
         attach(self, config.block["head"], head)
-        self._rounded_ends: dict[str, Scheme] = {}  # multiplied out: vLLM has kernels for linears of layers
+        self._rounded_ends: dict[str, Scheme] = {}  # unpacked at loading: vLLM has kernels only for linears of layers
         for path, linear in ((config.block["embed"], False), (config.block["head"], True)):
             if (scheme := scheme_of(config, path, linear)) is not None:
                 self._rounded_ends[path] = scheme
@@ -146,7 +146,7 @@ class LaminaForVllm(nn.Module):
         return cast(LaminaBase, getattr(self, self._base))
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Token ids (T) → embeddings (T, D)."""
+        """Map token ids (T) to embeddings (T, D)."""
         return self.base.embed_input_ids(input_ids)
 
     def forward(
@@ -156,27 +156,26 @@ class LaminaForVllm(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """As of the base."""
+        """Return the hidden states of the base model."""
         hidden_TD: Tensor = self.base(input_ids, positions, intermediate_tensors, inputs_embeds)
         return hidden_TD
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Hidden states (T, D) → logits (T, V), on the device that samples."""
+        """Map hidden states (T, D) to logits (T, V), on the device that samples."""
         head: Any = find(self, self._head)
         logits: Tensor | None = self.logits_processor(head, hidden_states, head.bias)
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads the stored tensors, and gives the names of what is loaded.
+        """Load the stored tensors. Return the names of the tensors that are loaded.
 
-        Raises ValueError for tensors of another shape than the forms of config.json ask for, for unknown ones and for
-        missing ones: no model is served with numbers that nobody stored.
+        Raises ValueError for tensors that are missing, unknown, or not of the shape that the forms of config.json need.
         """
-        expected, mine = self._expected(), {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        expected, targets = self._expected(), {**dict(self.named_parameters()), **dict(self.named_buffers())}
         places, head = self.base.places, f"{self.config.block['head']}.weight"
         ignored = [re.compile(pattern) for pattern in unused(self.config)]
-        ends: dict[str, Tensor] = {}  # of a model that ties them, where they are stored twice
-        seen: set[str] = set()
+        ends: dict[str, Tensor] = {}  # embedding and head of a model that ties them, if both are stored
+        loaded: set[str] = set()
         for name, tensor in weights:
             if self.config.tie_word_embeddings and name in (head, f"{self.config.block['embed']}.weight"):
                 ends[name] = tensor
@@ -188,12 +187,12 @@ class LaminaForVllm(nn.Module):
                 raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, config.json's forms ask for {shape}")
             if name in places:
                 places[name](tensor)
-            elif (load := getattr(mine[name], "weight_loader", None)) is not None:
-                load(mine[name], tensor)
+            elif (load := getattr(targets[name], "weight_loader", None)) is not None:
+                load(targets[name], tensor)
             else:
-                mine[name].data.copy_(tensor)
-            seen.add(name)
-        if missing := sorted({*expected} - seen):
+                targets[name].data.copy_(tensor)
+            loaded.add(name)
+        if missing := sorted({*expected} - loaded):
             raise ValueError(
                 f"the checkpoint lacks {len(missing)} tensors that its config.json describes: {shown(missing)}. "
                 "A shard may be missing, or the files are of different checkpoints; copy it again."
@@ -203,10 +202,10 @@ class LaminaForVllm(nn.Module):
         for module in self.modules():
             if isinstance(module, PivotedLinears):
                 module.check_stored()
-        return {*mine}
+        return {*targets}
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
-        """Name → shape of what the checkpoint stores; None for what only vLLM's quantisation knows."""
+        """Return the shapes of the checkpoint's tensors by name; None for those that only vLLM's quantisation knows."""
         with torch.device("meta"):
             model = LaminaForCausalLM(self.config)
         expected: dict[str, tuple[int, ...] | None] = {n: tuple(t.shape) for n, t in stored_state(model).items()}
@@ -228,25 +227,25 @@ class LaminaForVllm(nn.Module):
 
 
 def _own_config(config: Any) -> LaminaConfig:
-    """With `trust_remote_code` the class is that of the files beside the weights."""
+    """Return the config as this package's class: with `trust_remote_code` it is of the files beside the weights."""
     return config if isinstance(config, LaminaConfig) else LaminaConfig(**config.to_dict())
 
 
 def _cached_heads(config: LaminaConfig, vllm_config: VllmConfig) -> CachedHeads:
     from vllm.platforms import current_platform
 
-    known: tuple[int, ...] = ()
+    kernel_sizes: tuple[int, ...] = ()
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        known = tuple(CPUAttentionBackend.get_supported_head_sizes())
-    return CachedHeads(config, vllm_config.attention_config.backend, known)
+        kernel_sizes = tuple(CPUAttentionBackend.get_supported_head_sizes())
+    return CachedHeads(config, vllm_config.attention_config.backend, kernel_sizes)
 
 
 def make_rotary(config: LaminaConfig) -> nn.Module | None:
-    """vLLM's rotation of queries and keys; None where nothing rotates.
+    """Return vLLM's rotation of queries and keys; None if the model rotates nothing.
 
-    Raises ValueError where it would not be that of transformers.
+    Raises ValueError if vLLM's rotation would differ from transformers'.
     """
     if config.block["rotary"] is None:
         return None
@@ -254,10 +253,10 @@ def make_rotary(config: LaminaConfig) -> nn.Module | None:
         raise ValueError(f"{fault}, unlike transformers; serve it with transformers, or with another rope_parameters")
     rope: dict[str, Any] = config.rope_parameters or {}
     width = round(config.head_dim * rope.get("partial_rotary_factor", 1.0))  # vLLM would round down
-    made: nn.Module = get_rope(
+    rotary: nn.Module = get_rope(
         config.head_dim,
         max_position=config.max_position_embeddings,
         is_neox_style=config.block["rotary"] == "half",
         rope_parameters={**rope, "rope_dim": width},
     )
-    return made
+    return rotary

@@ -1,9 +1,10 @@
-"""A decoder layer's modules as vLLM's parallel layers, cut over the tensor-parallel devices by heads and channels.
+"""Replace a decoder layer's modules by vLLM's parallel layers, cut over the tensor-parallel devices.
 
-What reads the hidden states gives the heads or channels of its device; what writes to them reads these, and the sums of
-all devices are added. Factors: of a reading role the first is on every device and the second is cut by its outputs; of
-a writing role the first is cut by its inputs, and the r sums are added before the second. Pivoted stacks that read are
-whole on every device, as their rows are of all heads. Tucker cores are cut by heads; those of an MLP, its `second`.
+Roles that read the hidden states compute the heads or channels of their device. Roles that write to them read these,
+and the sums of all devices are added. Of factors of a reading role, the first is on every device and the second is cut
+by its outputs; of a writing role, the first is cut by its inputs, and the r sums are added before the second. Pivoted
+stacks that read are whole on every device, as their rows belong to all heads. Tucker cores are cut by heads; in an MLP,
+`second` is cut instead.
 
 D hidden, H query heads, G key/value heads, d head_dim, N MLP width, n heads of a projection, r rank.
 """
@@ -31,7 +32,7 @@ from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, P
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.tucker_lamina import SparseCore, TuckerLinears
 
-Place = Callable[[Tensor], None]  # puts a stored tensor, or this device's part of it, where it belongs
+Place = Callable[[Tensor], None]  # copies a stored tensor, or this device's part of it, into a parameter
 COLUMN, ROW, WHOLE = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
 
 
@@ -43,18 +44,18 @@ class Cut(NamedTuple):
 
     @classmethod
     def mine(cls) -> "Cut":
-        """Of the running tensor-parallel group."""
+        """Return this device's part in the running tensor-parallel group."""
         return cls(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """This device's slice along a dimension."""
+        """Return this device's slice along a dimension."""
         return tensor.chunk(self.parts, dim)[self.rank]
 
 
 def check_cut(config: LaminaConfig, parts: int) -> None:
-    """Raises ValueError, naming layer and number, for heads or channels that the devices do not divide.
+    """Raise ValueError, naming layer and number, for heads or channels that the devices do not divide.
 
-    And for heads of another width than the model's, as vLLM's cache has one.
+    Heads of another width than the model's are refused as well: vLLM's cache has one width.
     """
     for layer in range(config.num_hidden_layers):
         shape = config.layer_shape(layer)
@@ -78,35 +79,36 @@ def check_cut(config: LaminaConfig, parts: int) -> None:
 
 
 class CutRole(RoleOutput):
-    """A role of a pivoted stack that every device has whole: picks this device's part of the outputs."""
+    """A role of a pivoted stack that every device has whole: selects this device's part of the outputs."""
 
     cut: Cut
 
-    def forward(self, x_BTD: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """As of RoleOutput, with this device's outputs (B, T, out / parts)."""
-        part = self.cut.of(given[self.role], -1)
+    def forward(self, x_BTD: Tensor, outputs: dict[str, Tensor]) -> Tensor:
+        """Return this device's outputs (B, T, out / parts)."""
+        part = self.cut.of(outputs[self.role], -1)
         return part if self.bias is None else part + self.bias
 
 
 class SummedRole(RoleOutput):
     """The role of a Tucker group that writes: each device has the sum over its heads or channels."""
 
-    def forward(self, x_BTD: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """As of RoleOutput, of all heads or channels."""
-        total: Tensor = tensor_model_parallel_all_reduce(given[self.role])
+    def forward(self, x_BTD: Tensor, outputs: dict[str, Tensor]) -> Tensor:
+        """Return the sum of the outputs over all devices."""
+        total: Tensor = tensor_model_parallel_all_reduce(outputs[self.role])
         return total if self.bias is None else total + self.bias
 
 
 def unpacked_places(module: Any, path: str, scheme: Scheme) -> dict[str, Place]:
-    """Where the tensors go that stand for the weight of a linear or a table which is multiplied out."""
+    """Return places for the packed tensors of a linear or a table that is unpacked at loading."""
     unpacking = Unpacking(scheme, lambda stored: module.weight.weight_loader(module.weight, stored))
     return {f"{path}.{part}": partial(unpacking.take, part) for part in PARTS}
 
 
 class Parallel:
-    """Puts vLLM's layers in the place of a layer's linears; `places` is where stored tensors go, by name below it.
+    """Replaces a layer's linears by vLLM's layers.
 
-    Other tensors go where `named_parameters` and `named_buffers` say.
+    `places` are the targets of stored tensors, by name below the layer. Other tensors go to the parameter or buffer of
+    their name.
     """
 
     def __init__(self, config: LaminaConfig, layer: int, quant_config: Any, prefix: str) -> None:
@@ -117,7 +119,7 @@ class Parallel:
         self.unpacked: dict[str, str] = {}  # path of a rounded linear -> why vLLM has no kernel for it
 
     def convert(self, layer: LaminaDecoderLayer) -> None:
-        """Replaces the linears of a layer that lies on the meta device, and gives memory to the rest."""
+        """Replace the linears of a layer on the meta device, and allocate the other tensors."""
         paths = self.config.block["modules"]
         for role in (role for role in LINEAR_ROLES if role in paths):
             form, spec = self.config.form_of(self.layer, role)
@@ -162,15 +164,15 @@ class Parallel:
         try:
             if scheme is not None:
                 check_dtype()
-            made: nn.Module = style(*sizes, quant_config=self.quant_config, **options)
-            check_operator(made)
+            parallel: nn.Module = style(*sizes, quant_config=self.quant_config, **options)
+            check_operator(parallel)
         except ValueError as error:  # no kernel of the platform takes these bits and widths
             if scheme is None:
                 raise
-            made = style(*sizes, **options)
-            self.places |= unpacked_places(made, path, scheme)
+            parallel = style(*sizes, **options)
+            self.places |= unpacked_places(parallel, path, scheme)
             self.unpacked[path] = str(error)
-        return made
+        return parallel
 
     def _cut_bias(self, module: Any, path: str) -> None:
         module.bias = nn.Parameter(self.cut.of(module.bias, 0).contiguous())
@@ -187,7 +189,7 @@ class Parallel:
 
     def _pivoted(self, layer: nn.Module, path: str, module: PivotedLinears, role: str) -> None:
         if type(module.rows) is not nn.Linear:
-            return  # for another role of the stack
+            return  # replaced for another role of the stack
         style = ROW if role in ROWWISE_ROLES else WHOLE
         attach(layer, f"{path}.rows", self._linear(style, module.rows, f"{path}.rows"))
         if module.coefficients is not None:
@@ -197,7 +199,7 @@ class Parallel:
         return {path for path, module in layer.named_modules() if getattr(module, "is_cut", False)}
 
     def _tucker(self, layer: nn.Module, path: str, whole: TuckerLinears, role: str) -> None:
-        """The group's factors, with this device's heads or channels; cores that are stored sparse become dense."""
+        """Replace the group by one with this device's heads or channels; cores that are stored sparse become dense."""
         parts, attention = self.cut.parts, role in QKVO_ROLES
         heads = {core: core.num_heads // parts if attention else 1 for core in whole.cores}
         cores = tuple(replace(core, num_heads=n, nnz=None) for core, n in heads.items())
@@ -242,7 +244,7 @@ def _fill(parameter: Tensor, value: Tensor) -> None:
 
 
 def _materialise(layer: nn.Module) -> None:
-    """Memory, on the current device, for what vLLM's layers have not replaced."""
+    """Allocate, on the current device, the tensors that vLLM's layers have not replaced."""
     device = torch.empty(0).device
     for module in layer.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:

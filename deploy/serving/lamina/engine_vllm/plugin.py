@@ -1,4 +1,4 @@
-"""What vLLM calls once in each of its processes."""
+"""The plugin that vLLM calls once in each of its processes."""
 
 import lamina
 
@@ -6,7 +6,7 @@ ARCHITECTURE, MODEL = "LaminaForCausalLM", "lamina.engine_vllm.model:LaminaForVl
 
 
 def register() -> None:
-    """Registers configuration and model; safe to call again. The model's file is imported when it is needed."""
+    """Register configuration and model. Safe to call again; vLLM imports the model's file when it needs it."""
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
 

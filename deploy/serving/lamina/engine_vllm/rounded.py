@@ -1,7 +1,7 @@
 """Weights of a few bits in the pack-quantized layout of compressed-tensors (docs/formats.md#rounded-tensors).
 
-vLLM's kernels take them where the platform has one for the bits, the group and the widths; elsewhere a matrix is
-multiplied out at loading: right, but as large as one that was never rounded. O outputs, I inputs, W words of a row.
+vLLM multiplies them packed if the platform has a kernel for the bits, the group and the widths. Otherwise a matrix is
+unpacked at loading: the outputs are right, but it is as large as an unrounded one. O outputs, I inputs, W words a row.
 """
 
 import math
@@ -26,15 +26,15 @@ class Scheme(NamedTuple):
     group: int | None
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that stand for a weight (O, I)."""
+        """Return the shapes of the packed tensors of a weight (O, I)."""
         scales = 1 if self.group is None else inputs // self.group
         return {PACKED: (outputs, math.ceil(inputs * self.bits / WORD_BITS)), SCALE: (outputs, scales), SHAPE: (2,)}
 
 
 def scheme_of(config: Any, path: str, linear: bool = True) -> Scheme | None:
-    """What `quantization_config` says of a module; None where it is not rounded, or in another layout.
+    """Return the scheme of a module in `quantization_config`; None if it is not rounded, or in another layout.
 
-    `linear`: what is said of every linear is said of it; a table is named.
+    `linear`: entries for every linear apply to the module. A table must be named.
     """
     field = getattr(config, "quantization_config", None) or {}
     if field.get("format") != LAYOUT or path in field.get("ignore", ()):
@@ -46,25 +46,25 @@ def scheme_of(config: Any, path: str, linear: bool = True) -> Scheme | None:
 
 
 def check_dtype() -> None:
-    """Raises ValueError for the model's dtype where vLLM would take it and fail in the first forward pass."""
+    """Raise ValueError for a dtype that vLLM would accept, and fail with in the first forward pass."""
     if current_platform.is_cpu() and torch.get_default_dtype() == torch.float32:
         raise ValueError("CPU kernels for packed weights compute in bfloat16 or float16, not in float32")
 
 
 def check_operator(linear: Any) -> None:
-    """Raises ValueError where vLLM chose a kernel for a linear whose operator its build for this CPU lacks.
+    """Raise ValueError if vLLM chose a kernel whose operator is missing in its build for this CPU.
 
-    vLLM looks at bits and widths, and would fail in the first forward pass.
+    vLLM chooses by bits and widths alone, and would fail in the first forward pass.
     """
     kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
     if isinstance(kernel, CPUWNA16LinearKernel) and not hasattr(torch.ops._C, OPERATOR):
         raise ValueError(f"vLLM's build for this CPU has no operator {OPERATOR}, which needs AVX-512 on x86")
 
 
-def multiplied_out(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: int) -> Tensor:
-    """The weight (O, I): code · scale, in the scales' dtype.
+def unpack(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: int) -> Tensor:
+    """Return the weight (O, I): code · scale, in the scales' dtype.
 
-    A code is in two's excess of 2^(bits-1), lowest bits first, and may go on in the next word.
+    A code is stored plus 2^(bits-1), lowest bits first, and may continue in the next word.
     """
     columns = int(shape[1])
     begins_I = torch.arange(columns, device=packed_OW.device) * bits
@@ -80,16 +80,16 @@ def multiplied_out(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: in
 
 
 class Unpacking:
-    """Puts a weight where it belongs as soon as all that stands for it has come, in any order."""
+    """Unpacks a weight as soon as all of its tensors have come, in any order."""
 
     def __init__(self, scheme: Scheme, place: Callable[[Tensor], None]) -> None:
         self.scheme, self.place = scheme, place
-        self.found: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
 
     def take(self, part: str, tensor: Tensor) -> None:
-        """One of the stored tensors."""
-        self.found[part] = tensor
-        if len(self.found) == len(PARTS):
-            packed, scale, shape = (self.found[part] for part in PARTS)
-            self.place(multiplied_out(packed, scale, shape, self.scheme.bits))
-            self.found.clear()
+        """Take one of the stored tensors."""
+        self.parts[part] = tensor
+        if len(self.parts) == len(PARTS):
+            packed, scale, shape = (self.parts[part] for part in PARTS)
+            self.place(unpack(packed, scale, shape, self.scheme.bits))
+            self.parts.clear()

@@ -1,4 +1,4 @@
-"""Tensor parallelism on a CPU: which cores the workers use."""
+"""Cores of the workers in tensor parallelism on a CPU."""
 
 import os
 
@@ -16,9 +16,9 @@ class LaminaVllmConfig(VerifyAndUpdateConfig):  # type: ignore[misc]  # types ar
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Leaves threads unbound where vLLM would bind each worker to a memory node and has fewer nodes than workers.
+        """Leave threads unbound where vLLM would bind each worker to a memory node and there are fewer nodes.
 
-        vLLM ends with an assertion there. Variables that are set stay as they are.
+        vLLM would fail an assertion there. Variables that are set stay as they are.
         """
         from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
