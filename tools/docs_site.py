@@ -56,8 +56,8 @@ def _on_the_site(target: str, source: str, own: str) -> str:
     path, mark, anchor = target.partition("#")
     if not path:
         return target
-    there = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-    page = OUTSIDE.get(there, there.removeprefix("docs/"))
+    absolute = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    page = OUTSIDE.get(absolute, absolute.removeprefix("docs/"))
     return posixpath.relpath(page, posixpath.dirname(own) or ".") + mark + anchor
 
 

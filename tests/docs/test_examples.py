@@ -22,11 +22,11 @@ ENTRIES = sorted({entry for page in PAGES for entry in ENTRY.findall(page.read_t
 
 
 def _documents() -> list[Any]:
-    found = []
+    documents = []
     for page in PAGES:
         for text in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-            found.append(pytest.param(yaml.safe_load(text), id=f"{page.stem}-{len(found)}"))
-    return found
+            documents.append(pytest.param(yaml.safe_load(text), id=f"{page.stem}-{len(documents)}"))
+    return documents
 
 
 @pytest.mark.parametrize("document", _documents())

@@ -28,15 +28,15 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def _anchors(page: Path) -> set[str]:
-    """As they are made of headings: lower case, no punctuation but - and _, spaces to hyphens."""
+    """Returns anchors of headings as GitHub has them: lower case, no punctuation but - and _, hyphens for spaces."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in HEADING.findall(text)}
 
 
 def _broken(target: str, base: Path) -> bool:
     path, _, anchor = target.partition("#")
-    found = (base.parent / path).resolve() if path else base
-    return not found.exists() or bool(anchor and anchor not in _anchors(found))
+    page = (base.parent / path).resolve() if path else base
+    return not page.exists() or bool(anchor and anchor not in _anchors(page))
 
 
 def test_there_are_pages_and_links() -> None:
@@ -74,8 +74,8 @@ def test_paths_that_the_pages_name_exist() -> None:
 
 def test_the_import_table_is_the_one_that_is_enforced() -> None:
     rows = re.findall(r"^\| `([\w.]+)`[^|]* \| ([^|]+) \| [^|]+ \|$", _section("Who imports whom"), re.MULTILINE)
-    said = {name: set(re.findall(r"`([\w.]+)`", own)) for name, own in rows}
-    assert said == {name: set(layer.own) for name, layer in LAYERS.items()}
+    table = {name: set(re.findall(r"`([\w.]+)`", own)) for name, own in rows}
+    assert table == {name: set(layer.own) for name, layer in LAYERS.items()}
 
 
 def _section(heading: str) -> str:
@@ -85,14 +85,14 @@ def _section(heading: str) -> str:
 
 def test_the_kinds_of_entries_are_those_that_are_checked() -> None:
     text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8").partition("| key | record |")[2]
-    said = {key.partition("/")[0] for key in re.findall(r"^\| `([\w/…]+)` \|", text.partition("\n\n")[0], re.MULTILINE)}
-    assert said == {*KINDS, "source", "hardware"}
+    keys = {key.partition("/")[0] for key in re.findall(r"^\| `([\w/…]+)` \|", text.partition("\n\n")[0], re.MULTILINE)}
+    assert keys == {*KINDS, "source", "hardware"}
 
 
 def test_the_code_cites_nothing_else() -> None:
     outside = re.compile(r"\b[A-Z]{4,} (?:§|section )\d")
-    found = {path for path in CODE for _ in outside.finditer(path.read_text(encoding="utf-8"))}
-    assert sorted(path.relative_to(ROOT).as_posix() for path in found) == []
+    citing = {path for path in CODE for _ in outside.finditer(path.read_text(encoding="utf-8"))}
+    assert sorted(path.relative_to(ROOT).as_posix() for path in citing) == []
 
 
 def test_each_term_stands_once_in_order() -> None:

@@ -19,7 +19,7 @@ def test_the_blocks_run(tmp_path: Path) -> None:
     assert len(code) >= 6
     factories.make_model(tmp_path / "model")
     factories.write_text(tmp_path / "text.txt", 20_000)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "\n".join(code)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "deploy" / "serving")])},
@@ -27,8 +27,8 @@ def test_the_blocks_run(tmp_path: Path) -> None:
         text=True,
         timeout=WAIT_S,
     )
-    assert done.returncode == 0, done.stderr
-    assert "of the bytes, perplexity" in done.stdout
-    assert "finished" in done.stdout
-    assert "svd_llm-0.7" in done.stdout
-    assert "give 0.8" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "of the bytes, perplexity" in result.stdout
+    assert "finished" in result.stdout
+    assert "svd_llm-0.7" in result.stdout
+    assert "give 0.8" in result.stdout

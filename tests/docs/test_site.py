@@ -32,7 +32,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_the_reference_names_what_there_is() -> None:
-    """Without the extra: each object of the reference can be found in the sources."""
+    """Without the extra: each object of the reference is in the sources."""
     names = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(names) > 8
     for name in names:
@@ -48,7 +48,7 @@ def test_the_reference_names_what_there_is() -> None:
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     for module in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(module, reason="the extra docs is not installed")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
@@ -56,7 +56,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     reference = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert 'id="pipeline.run.run_job"' in reference
     assert 'id="stores.backend.Storage.put_if_absent"' in reference

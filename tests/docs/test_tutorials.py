@@ -21,13 +21,13 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 
 
 def _follow(name: str, folder: Path) -> tuple[Path, list[Block]]:
-    """The tree after everything is added, and the commands that are left to run."""
+    """Applies the files of a tutorial to a copy of the repository. Returns the copy, and the commands to run there."""
     tree = copy_of_the_repository(folder)
-    found = blocks(TUTORIALS / f"{name}.md")
-    for block in found:
+    page = blocks(TUTORIALS / f"{name}.md")
+    for block in page:
         if block.path:
             apply(block, tree)
-    commands = [block for block in found if block.language == "bash"]
+    commands = [block for block in page if block.language == "bash"]
     assert commands
     return tree, commands
 
@@ -37,8 +37,8 @@ def _lint(tree: Path) -> None:
     paths = sorted({block.path for block in new if (tree / block.path).exists()})
     ruff = [Path(sys.executable).parent / "ruff"]
     for command in (["check"], ["format", "--check"]):
-        done = subprocess.run([*ruff, *command, *paths], cwd=tree, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stdout + done.stderr
+        result = subprocess.run([*ruff, *command, *paths], cwd=tree, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.slow
@@ -47,11 +47,11 @@ def test_what_they_add_passes_its_tests(tmp_path: Path) -> None:
     tree = copy_of_the_repository(tmp_path)
     files: list[str] = []
     for page in sorted(TUTORIALS.glob("*.md")):
-        found = blocks(page)
-        for block in found:
+        page_blocks = blocks(page)
+        for block in page_blocks:
             if block.path and block.language != "yaml":
                 apply(block, tree)
-        (tests,) = [block for block in found if block.language == "bash" and "pytest" in block.text]
+        (tests,) = [block for block in page_blocks if block.language == "bash" and "pytest" in block.text]
         python, *options = shlex.split(tests.text)
         assert [python, *options[:3]] == ["python", "-m", "pytest", "-q"]
         files += options[3:]

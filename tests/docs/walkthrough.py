@@ -1,7 +1,7 @@
-"""A tutorial as a program: its code blocks, applied to a copy of the repository in their order, its commands run there.
+"""Runs a tutorial as a program: applies its code blocks, in order, to a copy of the repository, and runs its commands.
 
-A block says behind its language what it is: a language and a path is a new file, `diff` and a path an edit of a file
-that is there, `bash` commands. Hunks of a diff begin with `@@`; `…` in a line stands for whatever is there.
+The words behind a fence say what a block is: a language and a path a new file, `diff` and a path an edit of an existing
+file, `bash` commands. Hunks of a diff begin with `@@`; `…` in a line matches any text.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The code blocks of a page, in order."""
+    """Returns the code blocks of a page, in order."""
     return [Block(language, path, text) for language, path, text in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def copy_of_the_repository(folder: Path) -> Path:
-    """What a tutorial is played in."""
+    """Copies the parts of the repository that a tutorial needs into `folder`."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -70,7 +70,7 @@ def copy_of_the_repository(folder: Path) -> Path:
 
 
 def apply(block: Block, tree: Path) -> None:
-    """A new file, or an edit. Raises AssertionError where the page does not fit the tree."""
+    """Creates a file, or edits one. Raises AssertionError where the page does not fit the tree."""
     path = tree / block.path
     if block.language == "diff":
         text = path.read_text(encoding="utf-8")
@@ -84,23 +84,23 @@ def apply(block: Block, tree: Path) -> None:
 
 
 def edited(text: str, hunk: list[str]) -> str:
-    """`text` with one hunk applied at the only place where its context fits."""
+    """Returns `text` with one hunk applied at the only place where its context fits."""
     assert hunk
     assert all(line[:1] in " +-" for line in hunk), hunk
     before = "\n".join(_pattern(line[1:]) for line in hunk if not line.startswith("+"))
-    found = list(re.finditer(f"^{before}$", text, re.MULTILINE))
-    assert len(found) == 1, f"{len(found)} places fit {hunk}"
-    captured = iter(found[0].groups())
+    places = list(re.finditer(f"^{before}$", text, re.MULTILINE))
+    assert len(places) == 1, f"{len(places)} places fit {hunk}"
+    captured = iter(places[0].groups())
     lines, removed = [], []
     for line in hunk:
-        kept = [next(captured) for _ in range(line.count("…"))] if not line.startswith("+") else []
+        fillings = [next(captured) for _ in range(line.count("…"))] if not line.startswith("+") else []
         if line.startswith("-"):
-            removed += kept
+            removed += fillings
         elif line.startswith("+"):
             lines.append(_filled(line[1:], removed))
         else:
-            lines.append(_filled(line[1:], kept))
-    return text[: found[0].start()] + "\n".join(lines) + text[found[0].end() :]
+            lines.append(_filled(line[1:], fillings))
+    return text[: places[0].start()] + "\n".join(lines) + text[places[0].end() :]
 
 
 def _pattern(line: str) -> str:
@@ -108,22 +108,22 @@ def _pattern(line: str) -> str:
 
 
 def _filled(line: str, captured: list[str]) -> str:
-    for found in captured[: line.count("…")]:
-        line = line.replace("…", found, 1)
+    for filling in captured[: line.count("…")]:
+        line = line.replace("…", filling, 1)
     assert "…" not in line, line
     return line
 
 
 def run(block: Block, tree: Path) -> str:
-    """The commands of a block, one after another, in the tree. Returns what they print; raises when one fails."""
+    """Runs the commands of a block, one after another, in the tree. Returns their output; raises when one fails."""
     lines = [shlex.split(line) for line in block.text.splitlines()]
     assert all(line[:2] == ["python", "-m"] for line in lines), block.text
     return run_modules([line[2:] for line in lines], tree)
 
 
 def run_modules(modules: list[list[str]], tree: Path) -> str:
-    """Modules with their arguments, as `python -m` does. Returns what they print; raises when one fails."""
-    done = subprocess.run(
+    """Runs modules with their arguments, as `python -m` does. Returns their output; raises when one fails."""
+    result = subprocess.run(
         [sys.executable, "-c", IN_TURN, json.dumps(modules)],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "deploy" / "serving")])},
@@ -131,5 +131,5 @@ def run_modules(modules: list[list[str]], tree: Path) -> str:
         text=True,
         timeout=WAIT_S,
     )
-    assert done.returncode == 0, f"{modules}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    assert result.returncode == 0, f"{modules}:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
