@@ -19,7 +19,7 @@ from pipeline.console.amounts import duration
 from pipeline.console.arguments import add_address, add_manifest, parser, read_manifest, read_sweep, run_command
 
 if TYPE_CHECKING:
-    from pipeline.job.plan_report import Asked
+    from pipeline.job.plan_report import RateSource
 
 NOT_IN_TABLE = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds")
 LONGEST_PHASES = 3
@@ -49,7 +49,7 @@ def _body(arguments: Any) -> int:
         manifest = read_manifest(arguments)
         from pipeline.job.plan_report import plan_report  # slow import, only after the manifest is checked
 
-        plan = plan_report(manifest, arguments.config, _asked(arguments))
+        plan = plan_report(manifest, arguments.config, _rate_source(arguments))
     if arguments.json:
         print(json.dumps(plan))
     else:
@@ -63,13 +63,13 @@ def _sweep_plan(arguments: Any) -> dict[str, Any]:
     sweep, points = read_sweep(arguments)
     from pipeline.sweeping.sweep_plan import sweep_report
 
-    return sweep_report(sweep, points, _asked(arguments))
+    return sweep_report(sweep, points, _rate_source(arguments))
 
 
-def _asked(arguments: Any) -> Asked:
-    from pipeline.job.plan_report import Asked
+def _rate_source(arguments: Any) -> RateSource:
+    from pipeline.job.plan_report import RateSource
 
-    return Asked(arguments.gpu, arguments.tflops, arguments.probe, arguments.address, arguments.connect_timeout)
+    return RateSource(arguments.gpu, arguments.tflops, arguments.probe, arguments.address, arguments.connect_timeout)
 
 
 def _print(plan: Mapping[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What a person sees and sends: arguments, signals, progress, the summary."""
+"""The interface to a person at a terminal: arguments, signals, progress."""

@@ -6,7 +6,7 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
 
 def duration(seconds: float) -> str:
-    """In the unit in which it is a small number: seconds, minutes, hours or days."""
+    """Returns a duration in the unit in which it is a small number: seconds, minutes, hours or days."""
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     if seconds < 100 * MINUTE:

@@ -1,4 +1,4 @@
-"""How every command begins and ends: its options, an error message without a traceback, a documented exit code."""
+"""The options, error messages and exit codes that all commands share."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A command's parser with the options that all have."""
-    made = argparse.ArgumentParser(prog=f"python -m pipeline.{command}", description=description, epilog=EXIT_CODES)
-    made.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    made.add_argument("--version", action="version", version=f"Lamina {VERSION}", help="print the version")
-    return made
+    """Returns a command's parser with the options that all commands have."""
+    options = argparse.ArgumentParser(prog=f"python -m pipeline.{command}", description=description, epilog=EXIT_CODES)
+    options.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    options.add_argument("--version", action="version", version=f"Lamina {VERSION}", help="print the version")
+    return options
 
 
 def add_address(options: argparse.ArgumentParser) -> None:
-    """The arguments of a command that needs Ray."""
+    """Adds the arguments of a command that needs Ray."""
     options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
     options.add_argument(
         "--connect-timeout",
@@ -44,14 +44,14 @@ def add_address(options: argparse.ArgumentParser) -> None:
 
 
 def add_in_process(options: argparse.ArgumentParser) -> None:
-    """The argument of a command that can compute without Ray."""
+    """Adds the argument of a command that can compute without Ray."""
     options.add_argument(
         "--in-process", action="store_true", help="one worker in this process, without Ray: for debuggers, tiny models"
     )
 
 
 def check_in_process(address: str | None, workers: int, field: str = "workers.max") -> None:
-    """Raises InputError where `--in-process` comes with what needs Ray; `field` asks for so many workers."""
+    """Raises InputError where `--in-process` comes with a cluster, or with several workers in `field`."""
     if address is not None:
         raise InputError(f"--address {address}: --in-process computes without Ray; give one of the two")
     if workers > 1:
@@ -61,7 +61,7 @@ def check_in_process(address: str | None, workers: int, field: str = "workers.ma
 
 
 def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> None:
-    """The arguments of a command that reads a manifest: see `read_manifest`."""
+    """Adds the arguments of a command that reads a manifest, for `read_manifest`."""
     options.add_argument("manifest", help=f"{what}, in YAML")
     options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
     options.add_argument(
@@ -70,20 +70,20 @@ def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> Non
 
 
 def read_manifest(arguments: argparse.Namespace) -> Manifest:
-    """The manifest that `add_manifest` asks for, its places settled. Raises InputError."""
+    """Reads the manifest of these arguments, and resolves its paths. Raises InputError."""
     return settle_places(load_manifest(arguments.manifest, arguments.set), arguments.base)
 
 
 def read_sweep(arguments: argparse.Namespace) -> tuple[Sweep, tuple[Point, ...]]:
-    """The same of a sweep, with its points."""
+    """Reads the sweep of these arguments, and resolves the paths of its points. Raises InputError."""
     sweep, points = load_sweep(arguments.manifest, arguments.set)
     return sweep, tuple(replace(point, manifest=settle_places(point.manifest, arguments.base)) for point in points)
 
 
 def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Runs a command's body; prints what went wrong and returns the exit code."""
+    """Runs a command's body, prints its error, and returns the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: paths may have letters that a locale lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does, for letters that the locale lacks
     try:
         return body(arguments)
     except BrokenPipeError:

@@ -16,7 +16,7 @@ INDENT = 4
 
 
 def commands() -> dict[str, str]:
-    """Name -> what the command does: of the modules of `pipeline` that run, with the descriptions of their parsers."""
+    """Returns the commands: the modules of `pipeline` that run -> the descriptions of their parsers."""
     paths = sorted(Path(__file__).resolve().parents[1].glob("*.py"))
     sources = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     return {name: _description(source) for name, source in sources.items() if "__main__" in source}
@@ -24,35 +24,35 @@ def commands() -> dict[str, str]:
 
 def main() -> None:
     """Runs the command that the first argument names, as `python -m` does."""
-    known = commands()
+    descriptions = commands()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name in known:
+    if name in descriptions:
         sys.argv = [f"python -m pipeline.{name}", *sys.argv[2:]]
         runpy.run_module(f"pipeline.{name}", run_name="__main__", alter_sys=False)
         return
     if name in ("-h", "--help"):
-        print("\n".join(_help(known)))
+        print("\n".join(_help(descriptions)))
     elif name == "--version":
         print(f"Lamina {VERSION}")
     else:
-        print("\n".join(_help(known)), file=sys.stderr)
+        print("\n".join(_help(descriptions)), file=sys.stderr)
         if name:
-            print(f"wrong input: {name!r} is no command; commands are {', '.join(known)}", file=sys.stderr)
+            print(f"wrong input: {name!r} is no command; commands are {', '.join(descriptions)}", file=sys.stderr)
         sys.exit(2)
 
 
 def _description(source: str) -> str:
-    """Of a command's module: the second argument of its call of `pipeline.console.arguments.parser`."""
+    """Returns the second argument of a module's call of `pipeline.console.arguments.parser`, without importing it."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    made = (call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "parser")
-    return next((str(argument.value) for argument in made if isinstance(argument, ast.Constant)), "")
+    seconds = (call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "parser")
+    return next((str(argument.value) for argument in seconds if isinstance(argument, ast.Constant)), "")
 
 
-def _help(known: dict[str, str]) -> Iterator[str]:
+def _help(descriptions: dict[str, str]) -> Iterator[str]:
     yield "usage: python -m pipeline.COMMAND …, or lamina COMMAND …, which is the same"
     yield ""
-    width = max(map(len, known)) + INDENT
-    for name, description in known.items():
+    width = max(map(len, descriptions)) + INDENT
+    for name, description in descriptions.items():
         columns = max(2 * width, shutil.get_terminal_size().columns)
         first, rest = f"  {name:{width - 2}}", " " * width
         yield textwrap.fill(description, columns, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)

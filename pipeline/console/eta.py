@@ -1,4 +1,4 @@
-"""How long a whole job still takes."""
+"""The estimate of a job's remaining time."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-KINDS = {  # of work, by the first word of a phase's name; others are of their own
+KINDS = {  # kind of work, by the first word of a phase's name; any other phase is a kind of its own
     "importance": "products", "statistics": "products", "gradient": "products",
     "score": "products", "evaluate": "products",
 }  # fmt: skip
-START = "start"  # waits rather than computes: its pace tells nothing of other work, and theirs nothing of it
+START = "start"  # a phase of waiting: its pace does not predict that of computations
 
 
 class Ahead(NamedTuple):
-    """A phase that is to come, with its planned seconds over all layers.
+    """A phase ahead, with its planned seconds over all layers.
 
     Attributes:
-        of: whose work it is, where phases of one kind are not alike: the methods of a sweep's point.
-        layers: how many layers `seconds` is of; None: all of the model's.
+        of: the methods of a sweep's point, as phases of one kind differ between points.
+        layers: the number of layers in `seconds`; None: all of the model's.
     """
 
     phase: str
@@ -29,16 +29,16 @@ class Ahead(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Phases of one kind go at one pace."""
+        """The kind of work. Phases of one kind have one pace."""
         word = self.phase.partition(" ")[0]
         return f"{KINDS.get(word, word)} {self.of}".rstrip()
 
 
-Paces = Mapping[str, tuple[float, float]]  # kind of work -> seconds taken, and foreseen
+Paces = Mapping[str, tuple[float, float]]  # kind of work -> measured seconds, and planned ones
 
 
 def read_paces(value: object) -> Paces:
-    """Returns what an earlier run stored as JSON, without entries that are no paces."""
+    """Reads the paces that an earlier run stored as JSON. Drops entries that are no paces."""
     entries = value.items() if isinstance(value, dict) else ()
     return {str(kind): (float(pair[0]), float(pair[1])) for kind, pair in entries if _is_pace(pair)}
 
@@ -50,28 +50,27 @@ def _is_pace(pair: object) -> bool:
 
 
 class Outlook:
-    """The phases that a job will go through, with planned seconds, held against what the phases before took.
+    """The phases of a job with planned seconds, corrected by the measured seconds of finished phases.
 
-    What counts is how the planned seconds compare: a machine that takes ten times as long as planned for the passes
-    makes those to come ten times longer, and with them all of another kind, until one of these has been seen: in this
-    run, or in an earlier one of the same job.
+    A machine that takes ten times as long as planned for a pass is expected to take ten times as long for later passes,
+    and also for other kinds of work until one of these is measured, in this run or in an earlier run of the job.
     """
 
     def __init__(self, planned: Sequence[Ahead] = (), layers: int = 1, earlier: Paces = MappingProxyType({})) -> None:
-        """`planned`: what is left, in order; none: nothing can be told. `layers`: the model's. `earlier`: the paces
-        that an earlier run stored."""
+        """`planned`: the phases ahead, in order; without any there is no estimate. `layers`: the model's. `earlier`:
+        the paces that an earlier run stored."""
         self.planned = tuple(planned)
         self.layers = layers
-        self.at: int | None = None  # the phase that runs
-        self.begun = 0  # phases up to here have begun
-        self.part = 1.0
-        self.seen: dict[str, tuple[float, float]] = {}  # in this run
+        self.at: int | None = None  # the running phase
+        self.begun = 0  # the number of phases that have begun
+        self.part = 1.0  # of the running phase's layers, the share that this run goes through
+        self.measured: dict[str, tuple[float, float]] = {}  # paces of this run
         self.earlier = earlier
 
     def begin(self, phase: str, layers: int | None = None) -> None:
-        """A phase begins: so many layers of it, where it has layers and some are done already.
+        """Notes that a phase begins. `layers`: the remaining ones, of a phase with layers.
 
-        One that is not ahead but has been comes again, with what came behind it.
+        A phase that is not ahead but has begun before is repeated, with the phases after it.
         """
         names = [ahead.phase for ahead in self.planned]
         if layers != 0 and phase in names[: self.begun] and phase not in names[self.begun :]:
@@ -85,52 +84,52 @@ class Outlook:
         self.part = 1.0 if layers is None else layers / of
 
     def end(self, seconds: float) -> None:
-        """It took so long."""
+        """Notes that the running phase ends after so many seconds."""
         if self.at is not None:
-            self.seen = self._with(seconds, 1.0)
+            self.measured = self._with(seconds, 1.0)
             self.at = None
 
     def left(self, spent: float, share: float) -> float | None:
-        """Seconds to the end of the job, when the running phase is done to a `share` after `spent` seconds.
+        """Returns the seconds to the end of the job, when a `share` of the running phase is done after `spent` seconds.
 
-        None where nothing can be told: a phase that was not planned, or none of it done.
+        None if it cannot be estimated: the phase was not planned, or none of it is done.
         """
         if self.at is None or share <= 0:
             return None
-        running, before = self.planned[self.at], self.seen
-        rest, seen = spent / share * (1 - share), self._with(spent, share)
-        if (pace := self._pace(before, running)) is not None:
-            # Its first units may not be like the others: what they tell weighs as much as is done.
-            foreseen = running.seconds * self.part * (1 - share)
-            rest = share * rest + (1 - share) * foreseen * pace
-            if running.kind not in before and running.seconds:
-                seen[running.kind] = (spent + rest, running.seconds * self.part)
+        running = self.planned[self.at]
+        rest, measured = spent / share * (1 - share), self._with(spent, share)
+        if (pace := self._pace(self.measured, running)) is not None:
+            # The first units may differ from the others: they weigh as much as the share that is done.
+            planned = running.seconds * self.part * (1 - share)
+            rest = share * rest + (1 - share) * planned * pace
+            if running.kind not in self.measured and running.seconds:
+                measured[running.kind] = (spent + rest, running.seconds * self.part)
         later = 0.0
         for ahead in self.planned[self.begun :]:
-            if (pace := self._pace(seen, ahead)) is None:
+            if (pace := self._pace(measured, ahead)) is None:
                 return None
             later += ahead.seconds * pace
         return rest + later
 
     def paces(self) -> dict[str, tuple[float, float]]:
-        """Returns those of this run, and of other kinds those of an earlier one, for a run that resumes."""
-        return {**self.earlier, **self.seen}
+        """Returns the paces of this run, and for other kinds those of an earlier run, for a run that resumes."""
+        return {**self.earlier, **self.measured}
 
-    def _pace(self, seen: Paces, ahead: Ahead) -> float | None:
-        """Returns seconds taken for each foreseen: of the phase's kind, else of all that computes, in this run or else
-        in an earlier one. None where nothing was seen."""
-        amounts = [paces[ahead.kind] for paces in (seen, self.earlier) if ahead.kind in paces]
-        amounts += [_all_that_computes(paces) for paces in (seen, self.earlier)]
-        return next((taken / foreseen for taken, foreseen in amounts if foreseen), None)
+    def _pace(self, measured: Paces, ahead: Ahead) -> float | None:
+        """Returns the ratio of measured to planned seconds: of the phase's kind, otherwise of all computations, in this
+        run or otherwise in an earlier one. None if nothing was measured."""
+        amounts = [paces[ahead.kind] for paces in (measured, self.earlier) if ahead.kind in paces]
+        amounts += [_computations(paces) for paces in (measured, self.earlier)]
+        return next((seconds / planned for seconds, planned in amounts if planned), None)
 
     def _with(self, seconds: float, share: float) -> dict[str, tuple[float, float]]:
-        """What was seen, and a share of the running phase besides."""
+        """Returns the measured paces, with a share of the running phase added."""
         assert self.at is not None
         ahead = self.planned[self.at]
-        taken, foreseen = self.seen.get(ahead.kind, (0.0, 0.0))
-        return {**self.seen, ahead.kind: (taken + seconds, foreseen + ahead.seconds * self.part * share)}
+        measured, planned = self.measured.get(ahead.kind, (0.0, 0.0))
+        return {**self.measured, ahead.kind: (measured + seconds, planned + ahead.seconds * self.part * share)}
 
 
-def _all_that_computes(paces: Paces) -> tuple[float, float]:
-    working = [amounts for kind, amounts in paces.items() if kind != START]
-    return sum(taken for taken, _ in working), sum(foreseen for _, foreseen in working)
+def _computations(paces: Paces) -> tuple[float, float]:
+    amounts = [pair for kind, pair in paces.items() if kind != START]
+    return sum(measured for measured, _ in amounts), sum(planned for _, planned in amounts)

@@ -1,4 +1,4 @@
-"""How a command ends by an error: its exit code, and the line that a person reads."""
+"""The exit code and the message of a command that ends by an error."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pipeline.console.signals import GO_ON
 from stores.durable import storage_error
 
 Outcome = Literal["done", "interrupted", "failed"]
-NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # what was given can be no path
+NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # the argument cannot be a path
 HEADLINES = {2: "wrong input", Interrupted.exit_code: "interrupted"}
 
 
 @dataclass(frozen=True)
 class Ending:
-    """An exit code, the message without its headline, and the file and line of an error that nobody foresaw."""
+    """An exit code, the message without its headline, and the file and line of an unexpected error."""
 
     exit_code: int
     message: str
@@ -26,19 +26,19 @@ class Ending:
 
     @property
     def outcome(self) -> Outcome:
-        """As the record of a run says it."""
+        """The outcome as the record of a run names it."""
         return {0: "done", Interrupted.exit_code: "interrupted"}.get(self.exit_code, "failed")  # type: ignore[return-value]
 
     @property
     def line(self) -> str:
-        """For the terminal."""
+        """The line for the terminal."""
         if self.where:
             return f"internal error: {self.message} ({self.where}); --debug shows more"
         return f"{HEADLINES.get(self.exit_code, 'failed')}: {self.message}"
 
 
 def ending_of(error: BaseException) -> Ending:
-    """What an error says to a user, and the exit code it stands for."""
+    """Returns the message and the exit code of an error."""
     if isinstance(error, LaminaError):
         return Ending(error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):
@@ -48,9 +48,8 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, OSError) and error.filename is None:
         reason = error.strerror or str(error) or type(error).__name__
         return Ending(1, f"standard output, or a connection or file without a name: {reason}; see to it, then {GO_ON}")
-    if isinstance(error, OSError):  # of no file that a store or a reader answers for
-        said = str(storage_error("using", error.filename, error))
-        return Ending(2 if error.errno in NO_PATHS else 1, said)
+    if isinstance(error, OSError):  # of a file outside the stores
+        return Ending(2 if error.errno in NO_PATHS else 1, str(storage_error("using", error.filename, error)))
     trace = traceback.extract_tb(error.__traceback__)
     where = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else "nowhere"
     return Ending(1, f"{type(error).__name__}: {error}", where)

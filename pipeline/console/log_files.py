@@ -16,12 +16,12 @@ from stores.storage import Appender, Place, Storage, open_storage
 
 LOG = logging.getLogger("lamina")
 STORES = logging.getLogger("stores")
-RAY = logging.getLogger("lamina.ray")  # what `workers.ray_messages` passes on
+RAY = logging.getLogger("lamina.ray")  # messages that `workers.ray_messages` passes on
 WHERE = ("phase", "layer", "shard", "unit")
 
 
 class _Json(logging.Formatter):
-    """`time` (Unix), `level`, `run`, what the job is at (None where that says nothing), `message`."""
+    """Formats a record as JSON: `time` (Unix), `level`, `run`, the job's state (None if unknown), `message`."""
 
     def __init__(self, run: str, state: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__()
@@ -29,37 +29,40 @@ class _Json(logging.Formatter):
         self.state = state
 
     def format(self, record: logging.LogRecord) -> str:
+        """Returns the line."""
         state = self.state()
-        told = {"time": record.created, "level": record.levelname, "run": self.run}
-        return json.dumps(told | {name: state.get(name) for name in WHERE} | {"message": record.getMessage()})
+        fields = {"time": record.created, "level": record.levelname, "run": self.run}
+        return json.dumps(fields | {name: state.get(name) for name in WHERE} | {"message": record.getMessage()})
 
 
-class _LogFile(logging.StreamHandler["Appender | _FirstWritten"]):
-    """Says once when nothing more can be written; logging itself would print a traceback for every line."""
+class _LogFile(logging.StreamHandler["Appender | _LazyFile"]):
+    """A handler that reports once when nothing more can be written; logging would print a traceback for every line."""
 
     failed = False
 
-    def __init__(self, path: str, file: Appender | _FirstWritten) -> None:
+    def __init__(self, path: str, file: Appender | _LazyFile) -> None:
         super().__init__(file)
         self.path = path
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Reports the first error on stderr."""
         error = sys.exc_info()[1]
         if not self.failed:
             print(f"log {self.path}: {error}; the job goes on without", file=sys.stderr)
         self.failed = True
 
     def close(self) -> None:
+        """Closes the file, and reports the error if its buffer cannot be written."""
         super().close()
         try:
             self.stream.close()
-        except (OSError, StorageError) as error:  # what was buffered is written here
+        except (OSError, StorageError) as error:
             if not self.failed:
                 print(f"log {self.path}: {reason(error)}", file=sys.stderr)
 
 
-class _FirstWritten:
-    """A file that appears with its first line."""
+class _LazyFile:
+    """A file that is created when its first line is written."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.storage = storage
@@ -67,26 +70,29 @@ class _FirstWritten:
         self.file: Appender | None = None
 
     def write(self, text: str) -> None:
+        """Writes a text."""
         if self.file is None:
             self.file = self.storage.appender(self.name)
             LOG.info("Ray's own messages: %s", self.storage.at(self.name))
         self.file.write(text)
 
     def flush(self) -> None:
+        """Writes the buffer."""
         if self.file is not None:
             self.file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         if self.file is not None:
             self.file.close()
 
 
 def open_log(directory: Place, run: str, state: Callable[[], Mapping[str, Any]]) -> str:
-    """Starts the log files of this run: everything `JobObserver.say` says and all warnings go there, as lines for
-    people and, in a file beside (`.jsonl`), as JSON. Returns the path of the first. Ray's own messages get a third
-    file (`.ray.txt`), if there are any.
+    """Starts the log files of this run, and returns the path of the first: lines for people. The second (`.jsonl`) has
+    the same lines as JSON, the third (`.ray.txt`) Ray's own messages, if there are any. Messages of `JobObserver.say`
+    and all warnings are logged.
 
-    `run`: what the job is called; `state`: what it is at. Raises StorageError.
+    `run`: the name of the job; `state`: returns its phase, layer, shard and unit. Raises StorageError.
     """
     close_log()
     storage, name = open_storage(directory), f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -103,14 +109,14 @@ def open_log(directory: Place, run: str, state: Callable[[], Mapping[str, Any]])
     LOG.propagate = False
     LOG.handlers = handlers
     RAY.propagate = False
-    RAY.handlers = [_LogFile(storage.at(f"{name}.ray.txt"), _FirstWritten(storage, f"{name}.ray.txt"))]
+    RAY.handlers = [_LogFile(storage.at(f"{name}.ray.txt"), _LazyFile(storage, f"{name}.ray.txt"))]
     RAY.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     STORES.handlers = [*handlers, logging.StreamHandler()]  # damaged entries, a lock taken over
     return storage.at(f"{name}.log")
 
 
 def close_log() -> None:
-    """Ends the log file of this run, if there is one."""
+    """Closes the log files of this run."""
     for handler in (*LOG.handlers, *RAY.handlers):
         handler.close()
     LOG.handlers = STORES.handlers = RAY.handlers = []

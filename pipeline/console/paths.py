@@ -1,4 +1,4 @@
-"""Where a job's files are: paths and addresses that mean the same, whoever starts the job and wherever it runs."""
+"""Resolves and checks the paths and addresses of a job's files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FIELDS = ("output", "run_dir", "model.source")
 
 
 def settle_places(manifest: Manifest, base: Path | None) -> Manifest:
-    """The manifest with relative paths resolved against `base`, if there is one.
+    """Returns the manifest with relative paths resolved against `base`, if it is given.
 
     Raises:
-        InputError: an address of no known kind of place; or a relative path in a folder that Ray made of
-            `--working-dir`, where what is written is lost.
+        InputError: an address of an unknown kind; or a relative path in Ray's copy of `--working-dir`, where written
+            files are lost.
     """
     faults = [fault for field in FIELDS if (fault := _fault(field, _value(manifest, field), base))]
     if faults:
@@ -29,7 +29,7 @@ def settle_places(manifest: Manifest, base: Path | None) -> Manifest:
 
 
 def prepare_folder(option: str, folder: str) -> Storage:
-    """Creates the folder that an option names, and tries a write there: before anything is computed for it.
+    """Creates the folder that an option names, and tries a write there, before anything is computed.
 
     Raises:
         InputError: nothing can be written there.
@@ -43,10 +43,11 @@ def prepare_folder(option: str, folder: str) -> Storage:
 
 
 def prepare_file(option: str, file: str) -> tuple[Storage, str]:
-    """The place of the file that an option names, and its name there; checked like `prepare_folder`, and not created.
+    """Returns the storage of the file that an option names, and its name there. Checks it like `prepare_folder`, but
+    does not create it.
 
     Raises:
-        InputError: its folder is not there, nothing can be written there, or a folder has its name.
+        InputError: its folder does not exist or cannot be written to, or a folder has its name.
     """
     storage, name = open_file(file)
     if storage.folder is not None and not storage.exists():
@@ -98,21 +99,21 @@ def _value(manifest: Manifest, field: str) -> str:
 def _resolved(document: Mapping[str, Any], base: Path) -> dict[str, Any]:
     if not base.is_dir():
         raise InputError(f"--base {base}: no directory that this machine sees")
-    settled = {**document, "output": _below(base, document["output"]), "run_dir": _below(base, document["run_dir"])}
+    resolved = {**document, "output": _below(base, document["output"]), "run_dir": _below(base, document["run_dir"])}
     source = base / document["model"]["source"]
     if source.is_dir():
-        settled["model"] = {**document["model"], "source": str(source)}
+        resolved["model"] = {**document["model"], "source": str(source)}
     for block in ("calibration", "evaluation"):
-        settled[block] = _with_files(document[block], base)
-    return settled
+        resolved[block] = _with_files(document[block], base)
+    return resolved
 
 
 def _with_files(block: Any, base: Path) -> Any:
-    """The `files` of all texts in a block."""
+    """Returns a block of the manifest with the `files` of all its texts resolved."""
     if not isinstance(block, Mapping):
         return block
-    settled = {name: _with_files(value, base) for name, value in block.items()}
-    return {**settled, "files": tuple(_below(base, file) for file in block["files"])} if block.get("files") else settled
+    resolved = {name: _with_files(value, base) for name, value in block.items()}
+    return resolved | ({"files": tuple(_below(base, file) for file in block["files"])} if block.get("files") else {})
 
 
 def _below(base: Path, path: str) -> str:

@@ -1,4 +1,4 @@
-"""What one sees while a job runs: a live display in a terminal, plain lines elsewhere, a log file."""
+"""Shows the progress of a job: a live display in a terminal, plain lines elsewhere, a log file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COUNTED: dict[str, Any] = {  # in phases without forward units
     "curves": Predict,
     "compress": Solve | SolveSizes,
 }
-IMPORTANCE = ("job", "layer", "phase", "speed", "memory", "shard")  # of the figures beside the bar
+IMPORTANCE = ("job", "layer", "phase", "speed", "memory", "shard")  # order of the figures beside the bar
 LEAST_NAME, LEAST_BAR, MOST_BAR, GAPS = 10, 8, 40, 2  # columns of the live line
-SHOWN = {"walk": "compress layer by layer"}  # phases whose name says too little
+SHOWN = {"walk": "compress layer by layer"}  # phases that are shown by another name
 
 
 class JobObserver:
-    """See `pipeline.driver.interfaces.Observer`. Use as a context manager, which starts and ends the display."""
+    """The driver's observer: displays and logs its reports. As a context manager, it starts and ends the display."""
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
         """`quiet` shows nothing."""
@@ -44,7 +44,7 @@ class JobObserver:
         self.seconds: dict[str, float] = {}
         self.tokens = 0
         self.total_units = self.done_units = 0
-        self.done_layers: Counter[str] = Counter()  # of the running phase, by what was done
+        self.done_layers: Counter[str] = Counter()  # of the running phase, by the name that they are reported with
         self.started = time.monotonic()
         self.earlier: Paces = {}  # of an earlier run of the job
         self.outlook = Outlook()
@@ -65,7 +65,7 @@ class JobObserver:
             self.progress.stop()
 
     def stage(self, name: str | None, layers: int | None = None) -> None:
-        """Something begins (None: nothing more), of so many layers if it has any, and what was before ends."""
+        """Ends the running phase and begins another; None: none. `layers`: of a phase with layers."""
         self._close_phase()
         self.started, self.tokens = time.monotonic(), 0
         self.done_units = self.total_units = 0
@@ -74,11 +74,11 @@ class JobObserver:
         self.outlook.begin(name or "", layers)
 
     def show_memory_of(self, peak_bytes: Mapping[str, int]) -> None:
-        """Worker -> peak bytes, which may change meanwhile: the largest is shown."""
+        """Shows the largest of these from now on: worker -> peak bytes, which may change."""
         self.peak_bytes = peak_bytes
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
-        """A phase begins: `layers` layers of `units_per_layer` forward units, or of those of `COUNTED`."""
+        """Begins a phase of `layers` layers with `units_per_layer` forward units each, or units of `COUNTED`."""
         self.stage(name, layers)
         self.total_units = max(1, layers * units_per_layer)
         self.state |= {"layers": layers, "layer": None}
@@ -88,7 +88,7 @@ class JobObserver:
             self._update()
 
     def unit_done(self, unit: Unit, result: Any) -> None:
-        """A unit is finished."""
+        """Counts a finished unit."""
         self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
         if isinstance(unit, Forward | Pair | Backward | WindowForward) and isinstance(result, ShardDone):
             self.tokens += result.tokens
@@ -101,7 +101,7 @@ class JobObserver:
             self._update()
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
-        """A layer is committed, or, where nothing is kept of it, done."""
+        """Reports a committed layer, or one that is done, if nothing of it is kept."""
         figures = "; ".join(f"{group}: {_group_figures(report)}" for group, report in summary.items())
         state = "done" if phase == "evaluate" else "committed"
         self.done_layers[phase] += 1
@@ -109,25 +109,25 @@ class JobObserver:
         self.say(f"{phase} layer {layer} {state}{f' ({figures})' if figures else ''}{of}{self._rate()}")
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
-        """Stored data was corrupt or lost."""
+        """Reports that stored data was corrupt or lost, and which entries are computed again."""
         self.say(f"repairing: {reason}; done again: {', '.join(keys) or 'the layer in hand'}", logging.WARNING)
 
     def say(self, line: str, level: int = logging.INFO) -> None:
-        """One line to the log file and, unless a live display shows it, to the terminal."""
+        """Writes a line to the log file and to the terminal."""
         LOG.log(level, line)
         if self.progress is not None:
             line = wrapped(line, self.console.width)
-            self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)  # a path stays whole
+            self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)  # without breaks in paths
         elif not self.quiet:
             print(line, file=self.stream, flush=True)
 
     @property
     def noted(self) -> dict[str, Any]:
-        """The state and the paces of the job, for the note beside its lock, where a run that resumes finds them."""
+        """The state and the paces of the job, stored beside its lock for a run that resumes."""
         return {**self.state, "paces": {**self.earlier, **self.outlook.paces()}}
 
     def expect(self, outlook: Outlook) -> None:
-        """Takes what is ahead of the job, the running phase included."""
+        """Sets the phases ahead of the job, the running phase included."""
         self.outlook = outlook
         self.outlook.earlier = self.earlier
         self.outlook.begin(self.state.get("phase", ""))
@@ -138,11 +138,11 @@ class JobObserver:
             name = shorten(SHOWN.get(phase, phase), max(LEAST_NAME, width // 3 - GAPS))
             detail = self._detail(width - len(name) - LEAST_BAR - GAPS)
             self.column.bar_width = max(LEAST_BAR, min(MOST_BAR, width - len(name) - len(detail) - GAPS))
-            done = min(self.done_units, self.total_units)
-            self.progress.update(self.bar, completed=done, description=name, detail=detail)
+            completed = min(self.done_units, self.total_units)
+            self.progress.update(self.bar, completed=completed, description=name, detail=detail)
 
     def _detail(self, room: int) -> str:
-        """Returns the figures beside the bar that fit into `room` columns, the more important ones first."""
+        """Returns the figures that fit into `room` columns beside the bar, chosen by importance."""
         where = [name for name in ("layer", "shard") if self.state.get(name) is not None]
         figures = {name: f"{name} {self.state[name]}" for name in where} | self._figures()
         chosen: list[str] = []
@@ -155,7 +155,7 @@ class JobObserver:
         return "".join(f", {figure}" for figure in self._figures().values())
 
     def _figures(self) -> dict[str, str]:
-        """Returns speed, the time left and memory as shown, where they are known."""
+        """Returns speed, the time left and memory as they are shown, unless unknown."""
         spent = time.monotonic() - self.started
         share = self.done_units / max(1, self.total_units)
         figures: dict[str, str] = {}
@@ -163,9 +163,9 @@ class JobObserver:
             figures["speed"] = f"{self.tokens / spent:,.0f} tokens/s"
         if 0 < self.done_units < self.total_units:
             figures["phase"] = f"{spent / share * (1 - share):,.0f} s left"
-        if (left := self.outlook.left(spent, min(1.0, share))) is not None:
-            self.state["seconds_left"] = round(left, 1)
-            figures["job"] = f"job {left:,.0f} s left"
+        if (remaining := self.outlook.left(spent, min(1.0, share))) is not None:
+            self.state["seconds_left"] = round(remaining, 1)
+            figures["job"] = f"job {remaining:,.0f} s left"
         if self.peak_bytes:
             figures["memory"] = f"worker {max(self.peak_bytes.values()) / 2**30:.2f} GiB"
         return figures
@@ -182,7 +182,7 @@ class JobObserver:
 
 
 def shorten(name: str, width: int) -> str:
-    """Returns the name, its end replaced by an ellipsis where it is wider than `width`."""
+    """Returns the name; if it is wider than `width`, its end is replaced by an ellipsis."""
     return name if len(name) <= width else f"{name[: width - 1]}…"
 
 

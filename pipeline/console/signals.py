@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a command with exit code 75, whatever it is doing. Imports nothing that takes time."""
+"""SIGTERM and SIGINT end a command with exit code 75, whatever it does. This module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ GO_ON = "run the same command again to go on"
 
 
 def exit_on_signals() -> None:
-    """Exits at once: for the seconds in which torch and Ray are imported.
+    """Makes signals exit at once, for the seconds in which torch and Ray are imported.
 
-    Once everything is done, signals are ignored: Python's own end takes a moment, and has no exit code of its own.
+    While Python shuts down, signals are ignored, so that the exit code of the finished command stays.
     """
-    atexit.register(_ignore_signals)  # the first one registered is the last one called
+    atexit.register(_ignore_signals)  # registered first, it is called last
 
-    def leave(*_: object) -> None:
+    def _leave(*_: object) -> None:
         print(f"interrupted; {GO_ON}", file=sys.stderr, flush=True)
         os._exit(Interrupted.exit_code)
 
     for name in STOP_SIGNALS:
-        signal.signal(name, leave)
+        signal.signal(name, _leave)
 
 
 def interrupt_on_signals(stop: threading.Event) -> None:
-    """Raises KeyboardInterrupt where the main thread is: every write survives being cut off anywhere.
+    """Makes signals raise KeyboardInterrupt in the main thread: every write survives an interruption anywhere.
 
-    Nothing catches that by accident, as `except Exception` would. `stop` is set, too, as Python drops what is raised in
-    a callback. The second signal exits at once. Raises Interrupted when one came before, and was only caught.
+    `except Exception` does not catch it. `stop` is set, too, as Python drops exceptions of callbacks. The second signal
+    exits at once. Raises Interrupted if a signal was caught before.
     """
 
-    def interrupt(number: int, _: object) -> None:
+    def _interrupt(number: int, _: object) -> None:
         _exit_if_set(stop)
         raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
     for name in STOP_SIGNALS:
-        signal.signal(name, interrupt)
+        signal.signal(name, _interrupt)
     if stop.is_set():
         raise Interrupted(f"stopped by a signal; {GO_ON}")
 
 
 @contextmanager
 def deferred_signals(stop: threading.Event) -> Iterator[None]:
-    """Within it, a signal waits for the end, also if that is an error: to cut Ray's start off crashes the process.
+    """Within it, a signal waits for the end of the block, also if that is an error: an interrupted start of Ray would
+    crash the process.
 
     Signals stay caught (`catch_signals`) afterwards. Raises Interrupted at the end if one came.
     """
@@ -60,24 +61,24 @@ def deferred_signals(stop: threading.Event) -> Iterator[None]:
     except LaminaError:
         if not stop.is_set():
             raise
-    catch_signals(stop)  # again: Ray's core has put its own in their place,
-    signal.alarm(0)  # which would abort the process three seconds after SIGTERM
+    catch_signals(stop)  # again, as Ray's core has replaced the handlers,
+    signal.alarm(0)  # and would abort the process three seconds after SIGTERM
     if stop.is_set():
         raise Interrupted(f"stopped by a signal; {GO_ON}")
 
 
 def catch_signals(stop: threading.Event) -> None:
-    """Sets `stop`, for the pool to notice between units; the second signal exits at once."""
+    """Makes signals set `stop`, which the pool notices between units; the second signal exits at once."""
 
-    def request_stop(number: int, _: object) -> None:
+    def _request_stop(number: int, _: object) -> None:
         _exit_if_set(stop)
         name = signal.Signals(number).name
-        said = f"{name}: stopping; what is in hand is given up, what is committed stays; once more to end at once\n"
+        line = f"{name}: stopping; what is in hand is given up, what is committed stays; once more to end at once\n"
         with suppress(OSError):
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())  # print might be interrupted
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())  # print might be interrupted
 
     for name in STOP_SIGNALS:
-        signal.signal(name, request_stop)
+        signal.signal(name, _request_stop)
 
 
 @contextmanager

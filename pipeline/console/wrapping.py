@@ -1,4 +1,4 @@
-"""Lines broken between words where a terminal shows them: by itself, it breaks them anywhere. A path stays whole."""
+"""Wraps lines between words for terminals, which would break them anywhere. A path stays whole."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TextIO
 
 
 def wrapped(text: str, width: int) -> str:
-    """Returns each line of `text` in lines of `width` at most, the later ones two columns further in."""
+    """Wraps each line of `text` to `width` columns; continued lines are indented by two."""
     return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints it on standard output, or another stream; wrapped in a terminal, as it is elsewhere."""
+    """Prints a text on standard output, or another stream; wraps it if that is a terminal."""
     stream = stream or sys.stdout
     width = shutil.get_terminal_size().columns if stream.isatty() else 0
     print(wrapped(text, width) if width else text, file=stream, flush=True)

@@ -51,7 +51,7 @@ class GradientPass:
         """Enters a layer of the pass that ends at the `first`. Returns the stored hidden states that the rest of the
         pass needs, if these are fewer now."""
         statistics = yield from self.reductions.stored(result)
-        activations = tuple(done.activation for done in result.done if done.activation)
+        activations = tuple(shard.activation for shard in result.done if shard.activation)
         entry = GradientEntry(
             statistics=cast("dict[str, GradientRecord]", statistics),
             activations=activations or None,

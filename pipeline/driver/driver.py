@@ -228,6 +228,7 @@ class Driver:
         self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
 
         def solves_of(layer: int) -> LayerSolves:
+            """Returns the work on a layer."""
             units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks, self.hint_of)
             return LayerSolves(units, partial(write_units, layer, units), partial(self._enter_solved, layer, units))
 

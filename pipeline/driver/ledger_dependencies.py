@@ -1,4 +1,4 @@
-"""Which ledger entries become invalid together with others: one table for changed settings and for damaged data."""
+"""The dependencies between ledger entries: one table says which become invalid together with others."""
 
 from __future__ import annotations
 

@@ -90,6 +90,7 @@ class Session:
         """Stores the samples of values in the results of the units of all shards, in shard order: key -> record."""
 
         def reduce_units(results: Sequence[ShardDone]) -> list[Unit]:
+            """Returns the units that store the samples."""
             return [
                 Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in results))
                 for moment in samples

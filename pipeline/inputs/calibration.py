@@ -1,4 +1,4 @@
-"""Calibration tokens: read, packed, stored once for the workers, and known by their digest."""
+"""Tokens of calibration and evaluation texts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read
 from stores.storage import Place
 
 SAMPLE_SHAPE = (2, 64)
-PASSAGE = 32  # ids: longer than what different texts share by chance
+PASSAGE = 32  # ids: different texts share no passage of this length by chance
 HASH_BASE = 0x5851F42D4C957F2D
 
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Token ids int64, (samples, sequence) and (windows, sequence): what statistics are taken on, and windows of the
-    same texts beyond it, a tenth as many or 32,768 tokens where the texts have them."""
+    """Token ids int64: the samples (samples, sequence), and windows (windows, sequence) of the same texts beyond them:
+    a tenth as many or 32,768 tokens, if the texts have so many."""
 
     samples: torch.Tensor
     held_out: torch.Tensor
 
 
 def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
-    """None for a data-free job. Raises InputError about the text."""
+    """Reads the calibration texts; None for a data-free job. Raises InputError about the text."""
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
@@ -47,31 +47,31 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
 
 
 def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
-    """Token ids (windows, window) of the text that OUTPUT is scored on; None: nothing is. Raises InputError."""
-    wanted, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
-    if wanted is None:
+    """Returns the token ids (windows, window) that OUTPUT is scored on; None without such a text. Raises InputError."""
+    perplexity, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
+    if perplexity is None:
         return None
     storage, vocab = inputs.source.storage, inputs.geometry.vocab
-    return window_tokens(storage, wanted.text, wanted.window, vocab, model.trust_remote_code)
+    return window_tokens(storage, perplexity.text, perplexity.window, vocab, model.trust_remote_code)
 
 
 def window_tokens(place: Place, text: Any, window: int, vocab: int, trust_remote_code: bool = False) -> torch.Tensor:
-    """Token ids (windows, window) of an evaluation text. Raises InputError about the text."""
+    """Returns the token ids (windows, window) of an evaluation text. Raises InputError about the text."""
     tokens = evaluation_windows(read_documents(text), load_tokenizer(place, trust_remote_code), window)
     check_ids(tokens, vocab)
     return tokens
 
 
 def tokens_digest(tokens: torch.Tensor | None) -> str | None:
-    """sha256 of shape and ids."""
+    """Returns the sha256 of shape and ids."""
     if tokens is None:
         return None
     return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
 
 
 def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -> tuple[Origin, torch.Tensor]:
-    """Token ids (batch, length) that `verify` compares models on, and where they are from: the beginnings of the first
-    calibration samples; of a data-free job, random ones."""
+    """Returns the token ids (batch, length) that `verify` compares models on, and their origin: the beginnings of the
+    first calibration samples, or random ids in a data-free job."""
     batch, length = SAMPLE_SHAPE
     if calibration is not None:
         return "calibration", calibration[:batch, :length]
@@ -81,14 +81,14 @@ def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -
 
 
 def seen_share(calibration: torch.Tensor, evaluation: torch.Tensor, length: int = PASSAGE) -> float:
-    """Share of the passages of `length` ids in the windows (n, window) that occur in the samples (m, sequence) too."""
+    """Returns the share of the windows' (n, window) passages of `length` ids that the samples (m, sequence) contain."""
     length = max(1, min(length, calibration.shape[1] // 2, evaluation.shape[1] // 2))
     passages = _passage_hashes(evaluation, length)
     return torch.isin(passages, _passage_hashes(calibration, length).unique()).double().mean().item()
 
 
 def _passage_hashes(tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """A hash of each run of `length` ids inside a row, by Horner's rule modulo 2^64."""
+    """Returns a hash of each run of `length` ids inside a row, by Horner's rule modulo 2^64."""
     count = tokens.shape[1] - length + 1
     hashes = torch.zeros(len(tokens), count, dtype=torch.int64)
     for offset in range(length):

@@ -1,4 +1,4 @@
-"""A dense or compressed checkpoint, read back under standard names."""
+"""Reads dense and compressed checkpoints back under standard names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stores.source import SourceCheckpoint, open_source
 
 
 def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """A dense or compressed checkpoint and its config under standard names. Raises InputError.
+    """Opens a dense or compressed checkpoint. Returns it, and its config under standard names. Raises InputError.
 
     `code`: see `open_source`.
     """
@@ -31,13 +31,13 @@ def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, M
     if missing:
         raise InputError(f"{model}/config.json: lacks {', '.join(missing)}; it is no Lamina checkpoint")
     check_fields(config)
-    known = ", ".join(STORED_NAMES.values())
+    names = ", ".join(STORED_NAMES.values())
     if config["dtype"] not in STORED_NAMES.values():
-        raise InputError(f"{model}/config.json: dtype: {config['dtype']!r:.80}; known are {known}")
+        raise InputError(f"{model}/config.json: dtype: {config['dtype']!r:.80}; known are {names}")
     check_buildable(config, f"{model}/config.json")
     dtypes = (config.get(SOURCE_DTYPES) or {}).values()
     if unknown := [dtype for dtype in dtypes if dtype not in [*STORED_NAMES.values()]]:
-        raise InputError(f"{model}/config.json: {SOURCE_DTYPES}: {unknown[0]!r:.80}; known are {known}")
+        raise InputError(f"{model}/config.json: {SOURCE_DTYPES}: {unknown[0]!r:.80}; known are {names}")
     try:
         geometry_of(config)
         expected_tensors(config)
@@ -47,7 +47,7 @@ def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, M
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor -> shape of the checkpoint that the config of a Lamina checkpoint describes."""
+    """Returns tensor -> shape, as the config of a Lamina checkpoint describes them."""
     model = build_on_meta(config)
     expected = {name: tuple(tensor.shape) for name, tensor in stored_state(model).items()}
     if config["tie_word_embeddings"]:
@@ -57,12 +57,12 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def build_on_meta(config: Mapping[str, Any]) -> lamina.LaminaForCausalLM:
-    """The model that a config describes, without its numbers; nothing of it is rounded."""
+    """Builds the model that a config describes, without its numbers and without rounding."""
     described = lamina.LaminaConfig(**{name: value for name, value in config.items() if name != FIELD})
     with torch.device("meta"):
         return lamina.LaminaForCausalLM(described)
 
 
 def linear_modules(config: Mapping[str, Any]) -> list[str]:
-    """The paths of all `torch.nn.Linear` of the model that a config describes."""
+    """Returns the paths of all `torch.nn.Linear` in the model that a config describes."""
     return [path for path, module in build_on_meta(config).named_modules() if isinstance(module, torch.nn.Linear)]

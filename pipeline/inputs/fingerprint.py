@@ -1,4 +1,4 @@
-"""What decides the output's bytes: a run directory with another fingerprint belongs to another job.
+"""The fingerprint of a job: all inputs that decide the output's bytes. A run directory with another one is refused.
 
 docs/formats.md#run_dir.
 """
@@ -19,9 +19,9 @@ from pipeline.inputs.job_inputs import Inputs
 def job_fingerprint(
     inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapping[str, SourceFile]
 ) -> dict[str, Any]:
-    """Field -> value; fields are compared one by one, so that what differs can be named."""
+    """Returns field -> value. Fields are compared one by one, so that an error can name those that differ."""
     return {
-        "source": {file: {"size": found.size, "sha256": found.sha256} for file, found in source_files.items()},
+        "source": {file: {"size": record.size, "sha256": record.sha256} for file, record in source_files.items()},
         "config": inputs.source.config,
         "calibration_tokens": tokens_digest(tokens),
         "manifest": semantic_fields(inputs),
@@ -32,7 +32,7 @@ def job_fingerprint(
 
 
 def semantic_fields(inputs: Inputs) -> dict[str, Any]:
-    """The manifest's fields that decide bytes; what ranks are multiples of, as it comes out for this model."""
+    """Returns the manifest's fields that decide bytes, with the multiple of ranks for this model."""
     manifest, fields = inputs.manifest, inputs.manifest.semantic()
     for entry, field in zip(manifest.methods, fields["methods"], strict=True):
         field["rank_multiple"] = entry.in_steps_of(manifest.rank_multiple).multiple(inputs.geometry.hidden)

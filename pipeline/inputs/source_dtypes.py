@@ -1,7 +1,7 @@
-"""The dtypes that the tensors of a source have, as far as a compressed checkpoint's config.json has to say them.
+"""The dtypes of a source's tensors, as a compressed checkpoint records them, so that an export can restore them.
 
-A tensor that is stored under its own name, or rounded, has its dtype there; `source_dtypes` names the others that
-differ from the config's `dtype`. An export gives each tensor the source's dtype.
+A tensor that is stored under its own name, or rounded, has its dtype in the checkpoint. `source_dtypes` in config.json
+names the dtypes of the others, where they differ from the config's `dtype`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ FIELD = "source_dtypes"  # of config.json
 def unstored_dtypes(
     claimed: Iterable[str], source: Mapping[str, TensorRecord], stored: Collection[str], dtype: str
 ) -> dict[str, str]:
-    """Claimed tensor -> its dtype in the source, where no stored tensor has it and it is not `dtype`."""
+    """Returns claimed tensor -> its dtype in the source, if no stored tensor has that and it is not `dtype`."""
     unstored = (name for name in sorted(source.keys() & {*claimed}) if not _holder(name, stored))
     dtypes = {name: str(source[name].torch_dtype).removeprefix("torch.") for name in unstored}
     return {name: own for name, own in dtypes.items() if own != dtype}
 
 
 def source_dtype(name: str, tensors: Mapping[str, TensorRecord], config: Mapping[str, Any]) -> torch.dtype:
-    """Of the source's tensor `name`, by the tensors and the config of the compressed checkpoint."""
+    """Returns the dtype of the source's tensor `name`, from the tensors and the config of the compressed checkpoint."""
     if holder := _holder(name, tensors):
         return tensors[holder].torch_dtype
-    found = getattr(torch, (config.get(FIELD) or {}).get(name, config["dtype"]))
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, (config.get(FIELD) or {}).get(name, config["dtype"]))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _holder(name: str, stored: Collection[str]) -> str | None:
-    """The stored tensor that has the dtype of the source's tensor `name`."""
+    """Returns the stored tensor that has the dtype of the source's tensor `name`."""
     scale = name.removesuffix(WEIGHT) + SCALE
     return next((each for each in (name, scale) if each in stored), None)

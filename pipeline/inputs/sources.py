@@ -1,4 +1,4 @@
-"""The dense model of a job: opened, refused where it is none, and described as a user's loader would load it."""
+"""Opens the dense model of a job, refuses other models, and describes it as transformers would load it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CAUSAL_SUFFIX = "ForCausalLM"
 def open_dense(
     source: str, revision: str | None = None, *, weights: bool = True, code: bool = False
 ) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """A dense checkpoint and its config under standard names, every tensor there with its shape.
+    """Opens a dense checkpoint. Returns it, and its config under standard names.
 
-    `weights`: whether any may be read; `code`: see `open_source`.
+    `weights`: they may be read; `code`: see `open_source`.
 
     Raises:
         InputError: no such model, one of another kind, or config and weights do not fit together.
@@ -33,7 +33,7 @@ def open_dense(
 
 
 def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """The same of one that is open. Raises as `open_dense` does."""
+    """Checks an open checkpoint, and returns it with its config, as `open_dense` does."""
     where = opened.storage.at(CONFIG_FILE)
     refuse_other_models(opened.config, where)
     config = standard_config(opened.config)
@@ -44,7 +44,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
 
 
 def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
-    """Raises InputError for what has a config that fits, but is no dense model with a language-modelling head."""
+    """Raises InputError for a model with a fitting config that is no dense model with a language-modelling head."""
     if config.get("model_type") == "lamina":
         raise InputError(
             f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; "
@@ -70,11 +70,11 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
 def as_loaded(
     source: SourceCheckpoint, config: Mapping[str, Any], weights: bool = True
 ) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """Source and config with embedding and head tied or not as transformers loads them.
+    """Returns source and config with embedding and head tied or not, as transformers loads them.
 
-    Where the config ties them and the shards hold a head as well, transformers (from 5) keeps both apart if they
-    differ. If they are equal, the head is left out of the tensors: it is the embedding once more. Without weights at
-    hand they are taken to be equal, as they are in what transformers wrote.
+    If the config ties them and the shards hold a head as well, transformers (from 5) keeps both apart if they differ.
+    If they are equal, the head is removed from the tensors, as it is the embedding once more. Without weights they are
+    assumed to be equal, as they are in the files that transformers writes.
     """
     block = config["block"]
     embed, head = f"{block['embed']}.weight", f"{block['head']}.weight"
@@ -87,7 +87,7 @@ def as_loaded(
 
 
 def check_buildable(config: Mapping[str, Any], where: str) -> None:
-    """Builds a layer of a standard config, without its numbers. Raises InputError when that cannot be done."""
+    """Builds a layer of a standard config, without its numbers. Raises InputError when that fails."""
     try:
         described = LayersConfig(**config)
         with torch.device("meta"):

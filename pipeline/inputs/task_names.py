@@ -16,15 +16,17 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) -> None:
-    """Raises InputError, naming the field, without lm-eval, for tasks that it does not know and models in a bucket."""
-    if tasks and (remote := [model for model in models if "://" in model]):
+    """Raises InputError, naming the field, if lm-eval is not installed, does not know the tasks, or could not load one
+    of the models. Checks nothing if there are no tasks."""
+    if not tasks:
+        return
+    if remote := [model for model in models if "://" in model]:
         raise InputError(f"{field}: lm-eval loads whole models from a directory or the hub, not from {remote[0]}")
-    if tasks:
-        find_tasks(tasks, field)
+    find_tasks(tasks, field)
 
 
 def check_reader_of_rounded(field: str) -> None:
-    """Raises InputError, naming the field, where transformers could not load a checkpoint with rounded weights."""
+    """Raises InputError, naming the field, if transformers could not load a checkpoint with rounded weights."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise InputError(
             f"{field}: transformers loads rounded weights (quantize) with compressed-tensors, which is not installed: "
@@ -33,7 +35,7 @@ def check_reader_of_rounded(field: str) -> None:
 
 
 def find_tasks(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
-    """Returns the names of the tasks, and a manager of lm-eval that knows them all. Raises InputError."""
+    """Returns the names of the tasks, and a manager of lm-eval that knows all of them. Raises InputError."""
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(f"{field}: lm-eval is not installed; {install_advice('tasks')}")
     from lm_eval.tasks import TaskManager
@@ -52,12 +54,12 @@ def find_tasks(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
 
 def _name_in(file: Path, field: str) -> str:
     try:
-        found = TASK_NAME.search(file.read_text(encoding="utf-8"))
+        match = TASK_NAME.search(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{field}: {file}: cannot be read ({reason(error)}); give the name of a task of lm-eval, or the path of a "
             "YAML file"
         ) from error
-    if found is None:
+    if match is None:
         raise InputError(f"{field}: {file}: has no line `task: NAME`")
-    return found[1]
+    return match[1]

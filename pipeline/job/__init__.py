@@ -1,1 +1,1 @@
-"""What the commands share: the parts of a job put together. Only the commands import it."""
+"""The stages of a job, from the manifest to the summary."""

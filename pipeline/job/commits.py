@@ -1,4 +1,4 @@
-"""How often a job commits its hidden states. docs/plan.md#commits."""
+"""The number of layers between two commits of hidden states. docs/plan.md#commits."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from pipeline.job.context import JobContext
 
 
 def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
-    """Layers between two commits: `resume.every`, or for `auto` what the plan chose when the run directory was new.
+    """Returns `resume.every`, or for `auto` the number that the plan chose when the run directory was new.
 
-    `hardware`: of the workers (`workers.hardware`), at whose rates it is planned.
+    `hardware`: of the workers (`workers.hardware`); the plan is made at their rates.
     """
-    asked = job.manifest.resume.every
-    if asked != "auto" or job.manifest.calibration is None:
-        return 1 if asked == "auto" else asked  # without text there are no hidden states
+    every = job.manifest.resume.every
+    if every != "auto":
+        return every
+    if job.manifest.calibration is None:  # without text there are no hidden states
+        return 1
     entered = job.ledger.get(SCHEDULE)
     if entered is None:
         inputs, geometry = job.inputs, job.inputs.geometry
         work = layer_work(inputs.manifest, geometry, inputs.tasks, inputs.dtype.itemsize)
         way = pass_of(inputs.manifest, geometry, inputs.tasks)
-        every = layers_per_commit(work, _rates(job, hardware["device"]), way)
-        entered = ScheduleEntry(every=every)
+        entered = ScheduleEntry(every=layers_per_commit(work, _rates(job, hardware["device"]), way))
         job.ledger.commit(SCHEDULE, entered)
     job.observer.say(f"resume.every: auto: hidden states are committed every {entered.every} layers")
     return entered.every
 
 
 def _rates(job: JobContext, device: str) -> Rates:
-    """Of the workers' GPU by its name, or of this machine's CPU, measured."""
+    """Returns the known rates of the workers' GPU, or the measured rates of this machine's CPU."""
     workers = job.manifest.workers
     if not workers.gpus:
         shape = ProbedShape.of(job.inputs.geometry, job.manifest)

@@ -1,4 +1,4 @@
-"""Says that a job lives, hears when it has lost its place, and passes on how many workers are asked for."""
+"""Renews the locks of a running job, notices when one is lost, and resizes the pool on request."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from stores.run_directory import RunDirectory
 
 LOG = logging.getLogger("lamina")
 BEAT_SECONDS = 3.0
-LAST_BEAT_SECONDS = 10.0  # for which the end of a job waits for a beat that hangs
+LAST_BEAT_SECONDS = 10.0  # the longest wait of a job's end for a beat that hangs
 
 
 class Resizable(Protocol):
-    """A pool as far as an operator sees it."""
-
-    @property
-    def size(self) -> int:
-        """How many workers are ready."""
-        ...
+    """A pool whose number of workers can be changed while it runs."""
 
     wanted: int
 
+    @property
+    def size(self) -> int:
+        """The number of workers that are ready."""
+        ...
+
     def busy(self) -> dict[str, str]:
-        """Worker -> the unit it is at."""
+        """Worker -> its running unit."""
         ...
 
     def resize(self, workers: int) -> None:
-        """Asks for another number of workers."""
+        """Requests another number of workers."""
         ...
 
     def show(self, phase: str, done: int, units: int) -> None:
-        """Tells those who watch how far a phase is."""
+        """Exports the progress of a phase as metrics."""
         ...
 
 
 class Heartbeat:
-    """Renews locks every few seconds, from a thread of its own, within a `with` block.
+    """Renews locks every few seconds, in a thread of its own, within a `with` block.
 
-    A lock that has gone to another ends the job: `stop` is set, and leaving the block raises InUseError.
+    If another process has taken a lock, the job ends: `stop` is set, and leaving the block raises InUseError.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Heartbeat:
         stop: threading.Event,
         progress: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """`progress`: what `status` is to show; called from the thread."""
+        """`progress`: returns the state that `status` shows; called in the thread."""
         self.locks = locks
         self.run_dir = run_dir
         self.stop = stop
@@ -72,14 +72,14 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended.set()
-        self.thread.join(LAST_BEAT_SECONDS)  # or it would write its note beside locks that were released
+        self.thread.join(LAST_BEAT_SECONDS)  # otherwise it might write its note after the locks are released
         if self.lost is not None:
             raise self.lost from error
 
     @contextmanager
     def attending(self, pool: Resizable) -> Iterator[None]:
-        """Within it, the beats tell of this pool, and resize it when somebody asks. Its metrics are told of the end,
-        too: all of it may lie between two beats."""
+        """Within it, beats report this pool, and resize it on request. The metrics are updated once more at the end, as
+        all the work may lie between two beats."""
         self.pool = pool
         try:
             yield
@@ -88,16 +88,17 @@ class Heartbeat:
             _show(pool, self.progress())
 
     def beat(self) -> None:
-        """One of them. Raises InUseError when a lock is another's now, StorageError when nothing can be written."""
+        """Renews the locks once. Raises InUseError when another process has taken one, StorageError when nothing can be
+        written."""
         state, pool = dict(self.progress()), self.pool
         if pool is not None:
             state |= {"workers": pool.busy(), "pool": {"ready": pool.size, "wanted": pool.wanted}}
             _show(pool, state)
         for lock in self.locks:
             lock.beat(state)
-        asked = self.run_dir.requested_workers(self.locks[0].token)
-        if asked is not None and pool is not None:
-            pool.resize(asked)
+        workers = self.run_dir.requested_workers(self.locks[0].token)
+        if workers is not None and pool is not None:
+            pool.resize(workers)
 
     def _keep_beating(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):

@@ -1,7 +1,7 @@
-"""Checks what the ledger's entries say against the job and each other, before anything builds on them.
+"""Checks ledger entries against the job and each other, before anything builds on them.
 
-A digest and a class say that an entry is whole, not that it makes sense here. One that does not is invalidated: its
-work is recomputed, as if it had never been committed. What the entries name is checked where it is read.
+A digest and a class show that an entry is whole, not that it fits the job. An entry that does not fit is invalidated:
+its work is done again, as if it had never been committed. The data that entries name is checked where it is read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lamina.factored_lamina import stored_state
 from manifests.entries import DenseEntry, LayerEntry
 from manifests.records import ArrayRecord, Key
 from pipeline.driver.job_spec import Job, entered_scores
+from pipeline.driver.ledger_dependencies import kind_of
 from pipeline.driver.ledger_keys import RANKS, curves_key, measured_key
 from pipeline.methods.registry import layers_of
 from pipeline.reporting.summary import print_summary
@@ -29,7 +30,8 @@ logger = logging.getLogger("lamina")
 
 
 def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
-    """Invalidates every entry that makes no sense, with a warning. `config`: the source's, under standard names."""
+    """Invalidates every entry that does not fit the job, with a warning. `config`: the source's, under standard
+    names."""
     for key in ledger.keys():  # noqa: SIM118 - no mapping
         if fault := _fault(key, ledger.get(key), job, config):
             _invalidate(ledger, key, fault)
@@ -37,7 +39,7 @@ def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
 
 
 def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | None:
-    kind = key.partition("/")[0]
+    kind = kind_of(key)
     if kind == "complete":
         return _summary_fault(entry.summary)
     if kind == "layer":
@@ -51,7 +53,7 @@ def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | N
 
 
 def _activations_fault(stored: Sequence[ArrayRecord] | None, shards: int) -> str | None:
-    """Whether there is something of each shard."""
+    """Returns a fault unless there is a record of each shard, or none at all."""
     whole = stored is None or len(stored) == shards
     return None if whole else f"activations: {len(stored or ())} of {shards} shards"
 
@@ -60,9 +62,9 @@ def _dense_fault(entry: DenseEntry, job: Job) -> str | None:
     if len(entry.cosine) != len(job.importance_shards) or not all(count > 0 for _, count in entry.cosine):
         return "cosine: not one sum and count for each shard that importance is measured on"
     if entry.inputs is not None:
-        kept = tuple(shard for shard, record in enumerate(entry.inputs) if record is not None)
-        if len(entry.inputs) != job.shards or kept != job.gradient_shards:
-            return f"inputs: of shards {kept}, not {job.gradient_shards}"
+        stored = tuple(shard for shard, record in enumerate(entry.inputs) if record is not None)
+        if len(entry.inputs) != job.shards or stored != job.gradient_shards:
+            return f"inputs: of shards {stored}, not {job.gradient_shards}"
     return None
 
 
@@ -74,24 +76,24 @@ def _summary_fault(summary: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _layer_fault(layer: int, found: LayerEntry, config: Mapping[str, Any]) -> str | None:
-    """Whether the layer that the forms describe has the tensors that were staged."""
+def _layer_fault(layer: int, entry: LayerEntry, config: Mapping[str, Any]) -> str | None:
+    """Returns a fault unless the staged tensors are those of the layer that the forms describe."""
     try:
-        said = found.as_json()["forms"]
-        forms = [said if index == layer else {} for index in range(config["num_hidden_layers"])]
+        entered = entry.as_json()["forms"]
+        forms = [entered if index == layer else {} for index in range(config["num_hidden_layers"])]
         described = LayersConfig(**{**config, "forms": forms})
         with torch.device("meta"):
             expected = stored_state(DecoderLayer(described, layer))
-    except Exception as error:  # whatever the serving code makes of forms that nobody wrote
+    except Exception as error:  # any error of the serving code, for forms that Lamina did not write
         return f"forms: {error}"
     prefix = f"{config['block']['layers']}.{layer}."
-    staged = {name.removeprefix(prefix): tensor.shape for name, tensor in found.staged.tensors.items()}
+    staged = {name.removeprefix(prefix): tensor.shape for name, tensor in entry.staged.tensors.items()}
     wrong = [name for name, tensor in expected.items() if staged.get(name) != tuple(tensor.shape)]
     return f"forms: staged is another {', '.join(wrong)}" if wrong else None
 
 
 def _check_ranks(ledger: Ledger, job: Job) -> None:
-    """Ranks follow from the scores beside them: they are what this manifest gives for these scores."""
+    """Invalidates ranks that this manifest does not give for the scores in the ledger."""
     entry = ledger.get(RANKS)
     if entry is None:
         return

@@ -1,4 +1,4 @@
-"""What `python -m pipeline.plan` says: bytes and operations, seconds by phase, and what does not fit."""
+"""The report of `python -m pipeline.plan`: bytes and operations, seconds by phase, and the limits that are exceeded."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from workers.memory import map_large_tensors
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Where rates come from: a GPU by name, one figure for all products, a worker that is measured, or this machine."""
+class RateSource:
+    """The source of rates: a GPU by name, one figure for all products, a worker that is measured, or this machine."""
 
     gpu: str | None = None
     tflops: float | None = None
@@ -49,40 +49,42 @@ class Asked:
     address: str | None = None
     connect_timeout_s: float = 30.0
 
+    @property
+    def is_here(self) -> bool:
+        """True if the workers would run on this machine."""
+        return self.gpu is None and not self.address and not os.environ.get("RAY_ADDRESS")
 
-def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[str, Any]:
-    """As JSON. With `config`, from that file alone: no source is looked at. Raises InputError."""
+
+def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> dict[str, Any]:
+    """Returns the report as JSON. With `config`, from that file alone: no source is read. Raises InputError."""
     inputs = read_inputs(manifest, weights=False) if config is None else None
     if inputs is not None:
         geometry, tasks, dtype, remarks = inputs.geometry, inputs.tasks, inputs.dtype, list(inputs.remarks)
+        plan = plan_of(inputs)
     else:
         assert config is not None
         geometry, dtype = _of_config(config)
         _, tasks = fit_methods(manifest, geometry)
         remarks = list(rank_remarks(manifest, geometry, tasks))
-    plan = (
-        plan_of(inputs)
-        if inputs is not None
-        else make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
-    )
-    rates = asked_rates(manifest, geometry, dtype, asked)
+        plan = make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
+    rates = rates_from(source, manifest, geometry, dtype)
     work, way = planned_work(manifest, geometry, tasks, dtype, plan), pass_of(manifest, geometry, tasks)
     phases = phase_seconds(work, rates, way) | scoring_seconds(inputs, rates, way.workers)
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
     remarks += _not_counted(manifest, inputs)
-    return report | verdict(manifest, report, asked, remarks)
+    return report | verdict(manifest, report, source, remarks)
 
 
 def planned_work(
     manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], dtype: torch.dtype, plan: Plan
 ) -> LayerWork:
-    """A layer's, of a job with this plan."""
-    tokens, kept = gradient_tokens(manifest, geometry, tasks), plan.expected_numbers / plan.dense_numbers
-    return layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept)
+    """Returns the work of a layer, in a job with this plan."""
+    tokens, share = gradient_tokens(manifest, geometry, tasks), plan.expected_numbers / plan.dense_numbers
+    return layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, share)
 
 
 def stored_bytes(work: LayerWork, way: Pass, rates: Rates, manifest: Manifest) -> dict[str, int]:
-    """For the report: bytes between workers, and of commits."""
+    """Returns the bytes between workers and those of commits, for the report."""
     every = manifest.resume.every
     every = layers_per_commit(work, rates, way) if every == "auto" else every
     return {
@@ -93,30 +95,32 @@ def stored_bytes(work: LayerWork, way: Pass, rates: Rates, manifest: Manifest) -
 
 
 def seconds_of(phases: Mapping[str, float], rates: Rates) -> dict[str, Any]:
-    """For the report: rates, seconds by phase and in all."""
+    """Returns the rates, and the seconds by phase and in all, for the report."""
     return {"rates": rates.report(), "phases": dict(phases), "estimated_seconds": sum(phases.values())}
 
 
-def verdict(manifest: Manifest, report: Mapping[str, Any], asked: Asked, remarks: Sequence[str]) -> dict[str, Any]:
-    """For the report: `fits`, as far as can be known from here, `limits` where it does not, and all `remarks`."""
-    limits = what_does_not_fit(manifest, report, asked)
-    spilled = _beyond_the_object_store(report) if _is_here(asked) else []
+def verdict(
+    manifest: Manifest, report: Mapping[str, Any], source: RateSource, remarks: Sequence[str]
+) -> dict[str, Any]:
+    """Returns `fits`, as far as it can be known here, `limits` that are exceeded, and all `remarks`, for the report."""
+    limits = exceeded_limits(manifest, report, source)
+    spilled = _beyond_the_object_store(report) if source.is_here else []
     return {"fits": not limits, "limits": limits, "remarks": [*remarks, *limits, *spilled]}
 
 
 def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
-    """What is measured on OUTPUT, and for how long is not known."""
-    found = []
+    """Returns remarks on evaluations whose seconds are unknown."""
+    remarks = []
     if inputs is None and manifest.evaluation.perplexity is not None:
-        found.append("evaluation.perplexity is not among the seconds: with --config its text is not read")
+        remarks.append("evaluation.perplexity is not among the seconds: with --config its text is not read")
     if manifest.evaluation.tasks:
-        found.append("evaluation.tasks is not among the seconds")
-    return found
+        remarks.append("evaluation.tasks is not among the seconds")
+    return remarks
 
 
 def scoring_seconds(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:
-    """The phase of evaluation, its workers' start included, where the text is here to be counted. Raises InputError
-    about it."""
+    """Returns the phase of evaluation, with the start of its workers; none without inputs or a text. Raises InputError
+    about the text."""
     tokens = evaluation_tokens(inputs) if inputs else None
     if inputs is None or tokens is None:
         return {}
@@ -144,72 +148,33 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
     return geometry_of(standard_config(config), 8 * dtype.itemsize), dtype
 
 
-def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, asked: Asked) -> Rates:
-    """From where they are asked for. Raises InputError."""
+def rates_from(source: RateSource, manifest: Manifest, geometry: Geometry, dtype: torch.dtype) -> Rates:
+    """Returns the rates of this source. Raises InputError."""
     workers, shape = manifest.workers, ProbedShape.of(geometry, manifest)
-    if asked.gpu is not None:
+    if source.gpu is not None:
         try:
-            return rates_of(asked.gpu)
+            return rates_of(source.gpu)
         except ValueError as error:
             raise InputError(f"--gpu: {error}") from error
-    if asked.probe:
+    if source.probe:
         from workers.cluster import connect, probe_workers  # and Ray
 
-        connect(asked.address, workers, asked.connect_timeout_s, threading.Event().is_set)
+        connect(source.address, workers, source.connect_timeout_s, threading.Event().is_set)
         return probe_workers(workers, dtype, shape)
     map_large_tensors()  # as workers do
     threads = min(workers.cpus, machine_cores())
     measured = measured_rates(torch.device("cpu"), dtype, threads, workers.max, shape)
-    if asked.tflops is None:
+    if source.tflops is None:
         return measured
-    return measured.with_operations(asked.tflops * 1e12)
+    return measured.with_operations(source.tflops * 1e12)
 
 
-def _is_here(asked: Asked) -> bool:
-    """Whether the workers would be on this machine."""
-    return asked.gpu is None and not asked.address and not os.environ.get("RAY_ADDRESS")
-
-
-def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[str]:
-    """In its memory and its cores, where all workers are here."""
-    from workers.cluster import machine_bytes  # and Ray
-
-    found, machine = [], machine_bytes()
-    needed = plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"]
-    if needed > machine:
-        found.append(
-            f"does not fit: {plan['workers']} workers of {plan['worker_host_bytes'] / 1e9:,.1f} GB and the driver take "
-            f"{needed / 1e9:,.1f} GB of memory, this machine has {machine / 1e9:,.1f}; lower workers.max, or give "
-            "--address of a cluster"
-        )
-    gpus, workers = torch.cuda.device_count(), manifest.workers
-    if workers.gpus * workers.min > gpus:
-        found.append(
-            f"does not fit: workers.gpus: {workers.gpus:g} for each of {workers.min} workers, this machine has {gpus} "
-            "GPUs; plan for one with --gpu NAME, or for a cluster with --address"
-        )
-    if fault := thread_fault(manifest.workers.cpus, machine_cores(), "this machine"):
-        found.append(f"does not fit: {fault}")
-    return found
-
-
-def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
-    """What is slower for it, and works."""
-    from workers.cluster import object_store_room  # and Ray
-
-    if plan["object_store_bytes"] <= (store := object_store_room()):
-        return []
-    return [
-        f"goes to disk: what workers pass on takes {plan['object_store_bytes'] / 1e9:,.1f} GB, a Ray of this "
-        f"machine holds {store / 1e9:,.1f} of it in memory and writes the rest to disk"
-    ]
-
-
-def what_does_not_fit(manifest: Manifest, plan: Mapping[str, Any], asked: Asked) -> list[str]:
-    """Here, or on the GPU that was named; what another node has is not known."""
-    found = _beyond_this_machine(manifest, plan) if _is_here(asked) else []
-    if asked.gpu is not None and plan["worker_device_bytes"] > plan["rates"]["device_bytes"]:
-        found.append(
+def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSource) -> list[str]:
+    """Returns the limits of this machine, of the named GPU and of the disks that the job exceeds. The limits of other
+    nodes are unknown."""
+    limits = _beyond_this_machine(manifest, plan) if source.is_here else []
+    if source.gpu is not None and plan["worker_device_bytes"] > plan["rates"]["device_bytes"]:
+        limits.append(
             f"does not fit: a worker needs {plan['worker_device_bytes'] / 1e9:.0f} GB of its GPU, which has "
             f"{plan['rates']['device_bytes'] / 1e9:.0f}; lower calibration.micro_batch, or take a larger one"
         )
@@ -220,5 +185,40 @@ def what_does_not_fit(manifest: Manifest, plan: Mapping[str, Any], asked: Asked)
         nearest = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
         free = shutil.disk_usage(nearest).free
         if needed > free:
-            found.append(f"does not fit: {name} takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} are free at {nearest}")
-    return found
+            limits.append(f"does not fit: {name} takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} are free at {nearest}")
+    return limits
+
+
+def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[str]:
+    """Returns the limits of this machine's memory and cores that the workers exceed."""
+    from workers.cluster import machine_bytes  # and Ray
+
+    limits, machine = [], machine_bytes()
+    needed = plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"]
+    if needed > machine:
+        limits.append(
+            f"does not fit: {plan['workers']} workers of {plan['worker_host_bytes'] / 1e9:,.1f} GB and the driver take "
+            f"{needed / 1e9:,.1f} GB of memory, this machine has {machine / 1e9:,.1f}; lower workers.max, or give "
+            "--address of a cluster"
+        )
+    gpus, workers = torch.cuda.device_count(), manifest.workers
+    if workers.gpus * workers.min > gpus:
+        limits.append(
+            f"does not fit: workers.gpus: {workers.gpus:g} for each of {workers.min} workers, this machine has {gpus} "
+            "GPUs; plan for one with --gpu NAME, or for a cluster with --address"
+        )
+    if fault := thread_fault(manifest.workers.cpus, machine_cores(), "this machine"):
+        limits.append(f"does not fit: {fault}")
+    return limits
+
+
+def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
+    """Returns a remark if Ray would spill to disk, which is slower but works."""
+    from workers.cluster import object_store_room  # and Ray
+
+    if plan["object_store_bytes"] <= (store := object_store_room()):
+        return []
+    return [
+        f"goes to disk: what workers pass on takes {plan['object_store_bytes'] / 1e9:,.1f} GB, a Ray of this "
+        f"machine holds {store / 1e9:,.1f} of it in memory and writes the rest to disk"
+    ]

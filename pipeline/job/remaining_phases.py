@@ -1,8 +1,8 @@
-"""The phases of a job as the plan has them, less what is committed already, for the time that is left."""
+"""The planned phases of a job, without the work that is committed, for the estimate of the remaining time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,60 +17,60 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
 
-TRIED = 4  # sizes, about, where the smallest one within a loss is sought
+TRIED = 4  # sizes, about, in the search for the smallest one within a loss
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
 def job_outlook(job: JobContext, rates: Rates) -> Outlook:
-    """Returns the phases ahead of a job that begins or resumes, about `TRIED` times those of a size where one is
-    sought. For a sweep see `pipeline.sweeping.sweep_plan.sweep_outlook`."""
+    """Returns the phases ahead of a job that begins or resumes. Those of a size come about `TRIED` times in a search
+    for a size. For a sweep see `pipeline.sweeping.sweep_plan.sweep_outlook`."""
     if job.points:
         return Outlook()
     inputs, manifest = job.inputs, job.manifest
     tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
     work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
     way = pass_of(manifest, inputs.geometry, inputs.tasks)
-    left = _Left(job, way, phase_seconds(work, rates, way))
-    planned = [Ahead("start", START_SECONDS), *left.passes(), *left.sizes()]
-    planned.append(Ahead("assemble", left.seconds["assemble"]))
+    remaining = _Remaining(job, way, phase_seconds(work, rates, way))
+    planned = [Ahead("start", START_SECONDS), *remaining.passes(), *remaining.sizes()]
+    planned.append(Ahead("assemble", remaining.seconds["assemble"]))
     return Outlook([*planned, *_evaluations(job, rates, way)], inputs.geometry.num_layers)
 
 
 @dataclass(frozen=True)
-class _Left:
-    """A job's phases without their committed layers. `seconds`: the plan's, for all layers."""
+class _Remaining:
+    """The phases of a job without their committed layers. `seconds`: the plan's, for all layers."""
 
     job: JobContext
     way: Pass
     seconds: Mapping[str, float]
 
     def passes(self) -> list[Ahead]:
-        """Returns what comes once: passes over the calibration text, and curves."""
-        seconds, layers = self.seconds, range(self.way.layers)
+        """Returns the phases that come once: passes over the calibration text, and curves."""
+        seconds, claimed = self.seconds, layers_of(self.job.inputs.tasks)
         first = "importance" if self.way.compressed else "statistics"
         planned: list[Ahead] = []
         if first in seconds and self._has_moments:
             amount = seconds[first] + (self._solving[1] - self._last_solves if self.way.in_pass else 0.0)
-            planned += self._phase(first, amount, [dense_key(layer) for layer in layers])
+            planned += self._phase(first, amount, _keys(dense_key, range(self.way.layers)))
         if "gradient" in seconds:
-            planned += self._phase("gradient", seconds["gradient"], self._backward(gradient_key))
+            layers = driver_job(self.job.inputs).gradient_layers()
+            planned += self._phase("gradient", seconds["gradient"], _keys(gradient_key, layers))
         if "curves" in seconds:
-            planned += self._phase("curves", seconds["curves"], self._claimed(curves_key))
+            planned += self._phase("curves", seconds["curves"], _keys(curves_key, claimed))
         return planned
 
     def sizes(self) -> list[Ahead]:
-        """Returns what comes for each size: solving, and scores on held-out text."""
+        """Returns the phases of each size: solving, and scores on held-out text."""
         phase, amount = self._solving
         ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / 2
-        sought = self.job.inputs.max_loss is not None
-        count = max(1, TRIED - len(ledger.keys(TRIES))) if sought else 1
+        count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - len(ledger.keys(TRIES)))
         scored = self.job.held_out is not None and of_model > 0.0
         held_out = ledger.get(HELD_OUT)
         has_dense = held_out is not None and held_out.outputs is not None
         planned: list[Ahead] = []
         for number in range(count):
-            keys = self._claimed(layer_key) if number == 0 else ()
-            if self.way.in_pass and not planned and self._missing([dense_key(n) for n in range(self.way.layers)]):
+            keys = _keys(layer_key, layers_of(self.job.inputs.tasks)) if number == 0 else ()
+            if self.way.in_pass and not planned and self._missing(_keys(dense_key, range(self.way.layers))):
                 planned.append(Ahead(phase, self._last_solves))
             else:
                 planned += self._phase(phase, amount, keys)
@@ -98,30 +98,27 @@ class _Left:
     def _has_moments(self) -> bool:
         return any(task.moments for task in self.job.inputs.tasks)
 
-    def _claimed(self, key: Any) -> list[Key[Any]]:
-        return [key(layer) for layer in layers_of(self.job.inputs.tasks)]
-
-    def _backward(self, key: Any) -> list[Key[Any]]:
-        """The keys of the layers that a backward pass enters."""
-        return [key(layer) for layer in driver_job(self.job.inputs).gradient_layers()]
-
     def _missing(self, keys: Sequence[Key[Any]]) -> int:
         return sum(self.job.ledger.get(key) is None for key in keys)
 
     def _phase(self, phase: str, seconds: float, keys: Sequence[Key[Any]]) -> list[Ahead]:
-        """Returns the part of a phase that is not committed: nothing, where each of `keys` is."""
+        """Returns the part of a phase that is not committed: nothing, if each of `keys` is."""
         if not keys:
             return [Ahead(phase, seconds)]
         missing = self._missing(keys)
         return [Ahead(phase, seconds * missing / len(keys), layers=missing)] if missing else []
 
 
+def _keys(key_of: Callable[[int], Key[Any]], layers: Sequence[int]) -> list[Key[Any]]:
+    return [key_of(layer) for layer in layers]
+
+
 def _evaluations(job: JobContext, rates: Rates, way: Pass) -> list[Ahead]:
-    """Returns the scores of OUTPUT and of the dense model that are not entered."""
+    """Returns the evaluations of OUTPUT and of the dense model that are not entered."""
     if job.evaluation is None or job.manifest.evaluation.perplexity is None:
         return []
     flops = job.evaluation.numel() * scoring_flops(job.inputs.geometry, job.evaluation.shape[-1])
-    asked = job.manifest.evaluation.perplexity.dense
+    with_dense = job.manifest.evaluation.perplexity.dense
     has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
     each = [Ahead("start", WORKERS_SECONDS), Ahead("evaluate", evaluate_seconds(flops, rates, way.workers))]
-    return each * (1 + (asked and not has_dense))
+    return each * (1 + (with_dense and not has_dense))

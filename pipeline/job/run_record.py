@@ -1,4 +1,4 @@
-"""How the last run of a job ended, in RUN_DIR and in its log: SIGKILL alone leaves no record."""
+"""The record of how a run ended, in RUN_DIR and in its log. Only SIGKILL leaves no record."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LOG = logging.getLogger("lamina")
 
 @contextmanager
 def recorded(job: JobContext) -> Iterator[None]:
-    """Opens the log of this run; enters how the block ended, unless RUN_DIR has become another's meanwhile."""
+    """Opens the log of this run. Records how the block ends, unless another process has taken RUN_DIR meanwhile."""
     log = open_log(job.run_dir.logs, job.name, lambda: job.observer.state)
     job.observer.say(f"log: {log}")
     try:
         yield
     except BaseException as error:
         if not isinstance(error, InUseError):
-            _enter(job, log, ending_of(error))
+            _record(job, log, ending_of(error))
         raise
     else:
-        _enter(job, log, Ending(0, "done"))
+        _record(job, log, Ending(0, "done"))
     finally:
         close_log()
 
 
-def _enter(job: JobContext, log: str, ending: Ending) -> None:
+def _record(job: JobContext, log: str, ending: Ending) -> None:
     LOG.log(logging.ERROR if ending.exit_code else logging.INFO, ending.line if ending.exit_code else "done")
     record = {
         "version": RECORD_VERSION,
@@ -56,6 +56,6 @@ def _enter(job: JobContext, log: str, ending: Ending) -> None:
 
 
 def _place(state: Mapping[str, Any]) -> str | None:
-    """The phase, and the unit that was done last."""
+    """Returns the phase, and the last finished unit."""
     phase, unit = state.get("phase"), state.get("unit")
     return f"phase {phase}" + (f", after {unit}" if unit else "") if phase else None

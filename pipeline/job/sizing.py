@@ -90,6 +90,7 @@ def _predictions(job: JobContext) -> Callable[[int], float | None]:
 
     @cache
     def predicted(size: int) -> float | None:
+        """Returns the predicted loss at a size."""
         try:
             ranks = driver_job(job.inputs.at_size(size)).allocate(scores)
         except InputError:

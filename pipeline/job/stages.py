@@ -1,4 +1,4 @@
-"""The stages of a job in the order in which `pipeline.run` tells them."""
+"""The stages of a job, in the order in which `pipeline.run` calls them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ __all__ = [
 
 
 def heartbeat(job: JobContext) -> Heartbeat:
-    """Renews the job's locks while it is entered."""
+    """Returns a context manager that renews the job's locks."""
     return Heartbeat(job.locks, job.run_dir, job.stop, lambda: job.observer.noted)
 
 
 def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None:
-    """Connects to Ray, which a job in this process does without. Raises InputError when no cluster answers."""
+    """Connects to Ray, unless the job runs in this process. Raises InputError when no cluster answers."""
     job.observer.stage("start")
     if job.in_process:
         check_device(job.manifest.workers)
@@ -52,59 +52,58 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
         return
     with quick_imports():
         from workers.cluster import connect
-    with deferred_signals(job.stop):
-        found = connect(address, job.manifest.workers, timeout_s, job.stop.is_set, _about(job))
-    job.observer.say(f"Ray at {found}")
-
-
-def _about(job: JobContext) -> dict[str, str]:
-    """What Ray says of the job."""
     methods = "+".join(dict.fromkeys(entry.method for entry in job.manifest.methods))
-    return {"lamina": job.name, "run_dir": job.run_dir.place, "output": job.output, "methods": methods}
+    labels = {"lamina": job.name, "run_dir": job.run_dir.place, "output": job.output, "methods": methods}
+    with deferred_signals(job.stop):
+        cluster = connect(address, job.manifest.workers, timeout_s, job.stop.is_set, labels)
+    job.observer.say(f"Ray at {cluster}")
 
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
-    """The summary of a job that is done in this OUTPUT, and what is wrong with the files there."""
-    done = job.ledger.get(COMPLETE) if job.standing.reuses_entries else None
-    if done is None or done.output != job.output:
+    """Returns the summary of a job that is finished in this OUTPUT, and the faults of the files there."""
+    complete = job.ledger.get(COMPLETE) if job.standing.reuses_entries else None
+    if complete is None or complete.output != job.output:
         return None, []
-    seal = done.contract_sha256
-    summary = {**done.summary, "evaluation": scores(job, seal), "already_finished": True}
+    seal = complete.contract_sha256
+    summary = {**complete.summary, "evaluation": scores(job, seal), "already_finished": True}
     output, trusted = job.manifest.output, job.manifest.model.trust_remote_code
     faults = quick_faults(output, seal) or companion_faults(output, job.inputs.source.storage, trusted)
     return warned(summary), faults
 
 
 def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a finished job is asked for besides: scores that are missing. Returns the summary with all of them."""
-    done = job.ledger.get(COMPLETE)
-    assert done is not None
+    """Measures the missing scores of a finished job. Returns the summary with all scores."""
+    complete = job.ledger.get(COMPLETE)
+    assert complete is not None
     job.observer.say(f"{job.manifest.output}: finished before; only scores are missing")
-    score_output(job, done.contract_sha256)
+    evaluation = _evaluate(job, complete.contract_sha256)
     job.observer.stage(None)
-    evaluation = scores(job, done.contract_sha256)
-    entered = warned({**done.summary, "evaluation": evaluation})
-    job.ledger.commit(COMPLETE, done.model_copy(update={"summary": entered}))
+    entered = warned({**complete.summary, "evaluation": evaluation})
+    job.ledger.commit(COMPLETE, complete.model_copy(update={"summary": entered}))
     return warned({**summary, "evaluation": evaluation, "scored_now": True})
 
 
 def warned(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary with its `warnings`."""
+    """Returns the summary with its `warnings`."""
     return {**summary, "warnings": damage_warnings(summary)}
 
 
 def evaluate_output(job: JobContext, compression: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores of OUTPUT, loaded as a user loads it: kind of score -> figures."""
-    score_output(job, compression[SEAL])
-    return scores(job, compression[SEAL])
+    """Scores OUTPUT, loaded as a user loads it. Returns kind of score -> figures."""
+    return _evaluate(job, compression[SEAL])
+
+
+def _evaluate(job: JobContext, seal: str) -> dict[str, Any]:
+    score_output(job, seal)
+    return scores(job, seal)
 
 
 def finish(
     job: JobContext, effort: Effort, compression: Mapping[str, Any], evaluation: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Enters that the job is done, with its summary."""
+    """Enters the summary of the finished job, and returns it."""
     job.observer.stage(None)
-    measured = {
+    figures = {
         "output": job.manifest.output,
         "counts": compression["counts"],
         "layers": compression["layers"],
@@ -116,7 +115,7 @@ def finish(
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},
         "plan": job.plan.report(),
     }
-    summary = warned(measured)
-    done = CompleteEntry(output=job.output, contract_sha256=compression[SEAL], summary=summary)
-    job.ledger.commit(COMPLETE, done)
+    summary = warned(figures)
+    complete = CompleteEntry(output=job.output, contract_sha256=compression[SEAL], summary=summary)
+    job.ledger.commit(COMPLETE, complete)
     return summary

@@ -265,6 +265,7 @@ def assemble_output(job: JobContext) -> dict[str, Any]:
     appeared there."""
 
     def guard() -> None:
+        """Raises LaminaError if the lock is lost or the source has changed."""
         job.run_dir.lock.check()
         job.watch.check_all()
 

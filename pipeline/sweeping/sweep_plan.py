@@ -19,17 +19,17 @@ from pipeline.cost_model.work import LayerWork, scoring_flops
 from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext
-from pipeline.job.plan_report import Asked, asked_rates, planned_work, seconds_of, stored_bytes, verdict
+from pipeline.job.plan_report import RateSource, planned_work, rates_from, seconds_of, stored_bytes, verdict
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
 SHARED = ("start", "statistics", "reduce", "gradient")  # phases that all points share
 
 
-def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: Asked) -> dict[str, Any]:
+def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -> dict[str, Any]:
     """Return the plan as JSON: shared amounts, seconds by phase, and `points`. Raises InputError."""
     swept = read_points(points, weights=False)
     shared = shared_inputs(swept, sweep.output)
-    rates = asked_rates(shared.manifest, shared.geometry, shared.dtype, request)
+    rates = rates_from(request, shared.manifest, shared.geometry, shared.dtype)
     tokens = evaluation_tokens(shared)
     whole = _seconds(shared, tokens, rates)
     phases = {name: whole[name] for name in SHARED if name in whole}

@@ -18,7 +18,7 @@ from manifests.schema import Manifest
 from manifests.sweep import parse_sweep
 from pipeline.families.family import Geometry
 from pipeline.inputs.job_inputs import fit_methods
-from pipeline.job.plan_report import Asked, plan_report
+from pipeline.job.plan_report import RateSource, plan_report
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Measuring, Method, Predicting, Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods
@@ -238,4 +238,4 @@ def test_a_plan_of_a_config_refuses_too(tmp_path: Path) -> None:
     config.write_text(json.dumps(factories.make_config("llama").to_dict()))
     job = manifest([{"method": "flat_llm", "keep": 0.9}], {"keep": 0.5})
     with pytest.raises(InputError, match=r"is out of reach: what is stored takes 0\.9"):
-        plan_report(job, config, Asked(gpu="H200"))
+        plan_report(job, config, RateSource(gpu="H200"))

@@ -110,7 +110,7 @@ def test_an_internal_error_says_where(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(ZeroDivisionError("by zero")) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("internal error: ZeroDivisionError: by zero (")
-    assert "test_cli.py:" in shown
+    assert "test_arguments.py:" in shown
     assert "--debug shows more" in shown
     assert "Traceback" not in shown
     with pytest.raises(ZeroDivisionError):
