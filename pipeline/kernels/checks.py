@@ -1,4 +1,4 @@
-"""What every kernel asks of its arguments. Messages name the argument; the boundary adds layer, tensor and method."""
+"""Argument checks of the kernels. Messages name the argument; callers add layer, tensor and method."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def require_finite(name: str, tensor: Tensor) -> float:
-    """The largest magnitude in `tensor` (0.0 if it is empty), read in one pass.
+    """Return the largest magnitude in `tensor` (0.0 if it is empty), in one pass.
 
     Raises ValueError if `tensor` is not of a floating type, or holds NaN or infinity.
     """
@@ -15,9 +15,8 @@ def require_finite(name: str, tensor: Tensor) -> float:
         raise ValueError(f"{name}: a real floating tensor is needed, not {tensor.dtype}")
     if tensor.numel() == 0:
         return 0.0
-    ends = torch.stack(torch.aminmax(tensor.detach()))
-    low, high = map(float, ends.tolist())  # together: a device is waited for once
-    # max() may drop a NaN that stands second, so both ends are looked at.
+    low, high = map(float, extremes(tensor).tolist())  # one synchronisation with a device
+    # Both are checked: max() may drop a NaN in second place.
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int((~torch.isfinite(tensor)).sum())
         raise ValueError(f"{name}: {bad} of {tensor.numel()} numbers are NaN or infinite")
@@ -25,9 +24,9 @@ def require_finite(name: str, tensor: Tensor) -> float:
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """Whether no number of a floating tensor is NaN or infinite: a scalar on its device, which nobody waits for.
+    """Test that a floating tensor holds no NaN or infinity; returns a bool scalar on its device, without waiting.
 
-    By its ends, to which NaN spreads: twenty times as fast on a CPU as `isfinite` of each number, and without a mask.
+    Tests the extremes, to which NaN propagates: on a CPU twenty times as fast as `isfinite` of each number.
     """
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
@@ -35,12 +34,12 @@ def all_finite(tensor: Tensor) -> Tensor:
 
 
 def extremes(tensor: Tensor) -> Tensor:
-    """The least and the largest number (2,) of a tensor that has some, on its device; NaN where it holds one."""
+    """The minimum and maximum (2,) of a non-empty tensor, on its device; NaN if it holds one."""
     return torch.stack(torch.aminmax(tensor.detach()))
 
 
 def require_square(name: str, matrix: Tensor) -> int:
-    """The order of a square matrix or of a batch of them. Raises ValueError if it is not square or empty."""
+    """Return the order of a square matrix or batch of them. Raises ValueError if it is not square, or is empty."""
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
         raise ValueError(f"{name}: a square matrix is needed, not shape {tuple(matrix.shape)}")
     return int(matrix.shape[-1])

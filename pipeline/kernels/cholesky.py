@@ -1,8 +1,7 @@
 """Cholesky factor and inverse in place, by blocks of a size fixed by the order alone.
 
-n the order of a symmetric A, b a block. Only the lower triangle of A is read; what stands above the diagonal is
-undefined afterwards. Matrix products do the work on any device; there is no workspace beyond b x n, and no limit of a
-library's on n.
+n the order of a symmetric A, b a block. Only the lower triangle of A is read; the upper one is undefined afterwards.
+Matrix products do the work on any device, with a workspace of b x n and without a library's limit on n.
 """
 
 import mmap
@@ -12,20 +11,20 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-LARGE = 64 * BLOCK  # from here on blocks are four times as wide: fewer, larger products
+LARGE = 64 * BLOCK  # from this order on, blocks are four times as wide: fewer, larger products
 
 
 def blocks_of(size: int) -> list[slice]:
-    """0..size-1 in blocks."""
+    """Cut 0..size-1 into blocks."""
     width = BLOCK if size < LARGE else 4 * BLOCK
     return [slice(start, min(start + width, size)) for start in range(0, size, width)]
 
 
 def empty_lower(size: int, device: torch.device) -> Tensor:
-    """A float64 n x n matrix of which the lower triangle alone is going to be written and read.
+    """Allocate a float64 n x n matrix whose lower triangle alone will be used.
 
-    On a CPU its pages above the diagonal take no memory: it is mapped by itself, while torch asks for huge pages, of
-    which hardly one lies above the diagonal.
+    On a CPU its pages above the diagonal take no memory, because it is a mapping of its own: torch would ask for huge
+    pages, of which hardly any lies wholly above the diagonal.
     """
     if device.type != "cpu":
         return torch.empty(size, size, dtype=torch.float64, device=device)
@@ -34,10 +33,10 @@ def empty_lower(size: int, device: torch.device) -> Tensor:
 
 
 def factor_(matrix_nn: Tensor, least_pivot: float = 0.0) -> float | None:
-    """L of A = L Lᵀ in place of A, n³/3 multiplications and additions; None.
+    """Factor A = L Lᵀ in place, with n³/3 multiplications and additions. Returns None on success.
 
-    Where a pivot (squared diagonal of L) is not positive or below `least_pivot`, an upper bound of A's least
-    eigenvalue instead: a jitter below its negative cannot help. A is then lost.
+    If a pivot (squared diagonal of L) is not positive or below `least_pivot`, returns an upper bound of A's least
+    eigenvalue instead: a jitter below its negative cannot help. A is then overwritten.
     """
     size = matrix_nn.shape[0]
     for block in blocks_of(size):
@@ -60,9 +59,9 @@ def factor_(matrix_nn: Tensor, least_pivot: float = 0.0) -> float | None:
 def jittered_factor(
     fill_: Callable[[Tensor], None], into_nn: Tensor, least_pivot: float, jitters: tuple[float, ...]
 ) -> float:
-    """The least of `jitters` with which A has a factor, now in `into_nn`; 0.0 if it has one whose pivots suffice.
+    """Factor A into `into_nn` with the least of `jitters` that suffices; returns it, or 0.0 if none is needed.
 
-    `fill_` writes the lower triangle of A. Jitters that cannot be enough are not tried. Raises ValueError if none is.
+    `fill_` writes the lower triangle of A. Jitters that cannot suffice are skipped. Raises ValueError if none does.
     """
     fill_(into_nn)
     bound = factor_(into_nn, least_pivot)
@@ -84,7 +83,7 @@ def jittered_factor(
 
 
 def inverse_(factor_nn: Tensor) -> None:
-    """The lower triangle of (L Lᵀ)⁻¹ in place of L, 2 n³/3 multiplications and additions."""
+    """Replace L by the lower triangle of (L Lᵀ)⁻¹, with 2 n³/3 multiplications and additions."""
     blocks = blocks_of(factor_nn.shape[0])
     for number in reversed(range(len(blocks))):
         block = blocks[number]
@@ -123,7 +122,7 @@ def _triangle_inverse(factor_bb: Tensor) -> Tensor:
 
 
 def _eigenvalue_bound(matrix_nn: Tensor, block: slice) -> float:
-    """vᵀAv / vᵀv of v = (−L⁻ᵀ L₂ᵀ u, u): u the least eigenvector of what is left of A in `block`, L₂ its rows of L."""
+    """vᵀAv / vᵀv of v = (−L⁻ᵀ L₂ᵀ u, u): u the least eigenvector of the Schur complement, L₂ the block's rows of L."""
     values_b, vectors_bb = torch.linalg.eigh(matrix_nn[block, block])
     pull_p1 = matrix_nn[block, : block.start].mT @ vectors_bb[:, :1]
     lead_p1 = torch.linalg.solve_triangular(matrix_nn[: block.start, : block.start].mT, pull_p1, upper=True)

@@ -1,6 +1,6 @@
 """Greedy elimination of MLP channels, and W_down on those that stay (docs/methods.md#mlp, `selection: eliminate`).
 
-N channels, D hidden size, C = Σ h hᵀ their moment, n channels still standing, k that stay, m removals of one panel.
+N channels, D hidden size, C = Σ h hᵀ their moment, n remaining channels, k kept at the end, m removals of one panel.
 Works on correlations: C and W_down scaled so that diag C = 1, which changes no minimum.
 """
 
@@ -19,6 +19,7 @@ from pipeline.kernels.nystrom import (
     channel_diagonal,
     channel_scale,
     check_down,
+    complement,
     correlation_product,
     estimate_condition,
     fill_correlations,
@@ -27,21 +28,21 @@ from pipeline.kernels.nystrom import (
     triangle_sum,
 )
 
-ALONE = 512  # channels: of so many one goes at a time, of twice as many two
-MOST_SHARED = 0.1  # partial correlation of channels that go at once
+ALONE = 512  # N / ALONE channels are removed at a time
+MOST_SHARED = 0.1  # partial correlation of channels that are removed together
 
 
 class Elimination(NamedTuple):
-    """The channels removed (n,), in `order`; `jitter` as in Selection."""
+    """The removed channels in `order`; `jitter` as in Selection."""
 
     order: Tensor
     jitter: float
 
 
 class Pruned(NamedTuple):
-    """The channels that stay, `kept` (k,), W_down refitted to them (D, k), its relative squared output error."""
+    """The kept `channels` (k,), the refitted `weight` W_down (D, k) and its relative squared output `error`."""
 
-    kept: Tensor
+    channels: Tensor
     weight: Tensor
     error: float
     jitter: float
@@ -49,39 +50,40 @@ class Pruned(NamedTuple):
 
 
 def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Selection:
-    """The `count` channels that stay after greedy elimination.
+    """Select the `count` channels that greedy elimination keeps.
 
-    Removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
-    ‖b_j‖² / [C⁻¹]_jj with B the refitted W_down so far; of equal ones the lower index stays. Of many channels N / 512
-    go at once, those of least score that are hardly correlated given the rest, as none of a round then changes much for
-    another: a step is a dozen small kernels however many it removes. That is exact for every `block`: it is the number
-    of removals after which C⁻¹ and BᵀB, otherwise updated only where they are read, are updated as a whole by one
-    matrix product (as in a blocked pivoted Cholesky factorisation), and changes speed and rounding only.
-    A singular C gets a relative jitter. Needs N² + D·N float64 numbers besides its inputs; N³ + D N² + 3 N² for each
-    removal multiplications and additions. Raises ValueError on shapes that do not fit, NaN, infinity, count outside
-    1..N, or if C is not positive semidefinite.
+    It removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
+    ‖b_j‖² / [C⁻¹]_jj with B the current refit; of equal ones the lower index is kept. With many channels a step removes
+    N / 512 at once: those of least score that are hardly correlated given the rest, so that none changes another's
+    score much; a step is a dozen small kernels however many it removes.
+
+    `block` is the number of removals after which C⁻¹ and BᵀB, otherwise updated only where they are read, are updated
+    as a whole by one matrix product (as in a blocked pivoted Cholesky factorisation). It changes speed and rounding
+    only. A singular C gets a relative jitter. Needs N² + D·N float64 numbers besides its inputs, and N³ + D N²
+    multiplications and additions, besides 3 N² for each removal. Raises ValueError on shapes that do not fit, NaN,
+    infinity, count outside 1..N, or if C is not positive semidefinite.
     """
     size = check_down(moment_NN, weight_down_DN)
-    found = eliminate(moment_NN, weight_down_DN, count, block)
-    return Selection(_rest(found.order, size), found.jitter)
+    elimination = eliminate(moment_NN, weight_down_DN, count, block)
+    return Selection(complement(elimination.order, size), elimination.jitter)
 
 
 def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Elimination:
-    """All removals of `select_eliminate` down to `count` channels, in their order. Raises ValueError as it does."""
+    """Return all removals of `select_eliminate` down to `count` channels, in order. Raises ValueError as it does."""
     state = _Elimination(moment_NN, weight_down_DN, None, count, block)
     return Elimination(state.run(), state.jitter)
 
 
 def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor | None = None) -> Pruned:
-    """`select_eliminate` and the refit of W_down in one: B is brought along while channels go.
+    """`select_eliminate` and the refit of W_down in one: B is updated with each removal.
 
-    So the refit costs what the removed channels cost, D N for each, and the error is the sum of what each removal
-    added. `felt_DN` chooses in place of W_down (its rows as the loss feels them); refit and error are W_down's. Where C
-    is singular, W_down is refitted afterwards (`nystrom_refit`). Raises ValueError as `select_eliminate`.
+    The refit then costs D N for each removed channel, and the error is the sum of what the removals added. `felt_DN`
+    (W_down in the metric of the loss) replaces W_down in the scores; refit and error are always W_down's. If C is
+    singular, W_down is refitted afterwards (`nystrom_refit`). Raises ValueError as `select_eliminate`.
     """
     felt_DN = weight_down_DN if felt_DN is None else felt_DN
     state = _Elimination(moment_NN, felt_DN, weight_down_DN, count, None)
-    kept_k, jitter = _rest(state.run(), len(moment_NN)), state.jitter
+    kept_k, jitter = complement(state.run(), len(moment_NN)), state.jitter
     if state.lost is None:
         refit_Dk, report, error = refit_with_error(weight_down_DN, moment_NN, kept_k)
         return Pruned(kept_k, refit_Dk, error, jitter, report)
@@ -92,9 +94,9 @@ def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor
 
 
 class _Elimination:
-    """C⁻¹ and BᵀB of the channels that stand: the triangles below and above two diagonals of one (n, n + 1) array."""
+    """C⁻¹ and BᵀB of the remaining channels: the triangles below and above two diagonals of one (n, n + 1) array."""
 
-    lost: float | None = None  # output error so far; None where the refit is not brought along
+    lost: float | None = None  # output error so far; None without a refit
 
     def __init__(
         self, moment_NN: Tensor, felt_DN: Tensor, weight_DN: Tensor | None, count: int, block: int | None
@@ -108,7 +110,7 @@ class _Elimination:
         self.moment_NN, self.size, self.count, self.jitter = moment_NN, size, count, 0.0
         self.scale_N = channel_scale(moment_NN)
         self.live_N = channel_diagonal(moment_NN) > 0
-        self.standing_n = torch.arange(size, device=moment_NN.device)
+        self.remaining_n = torch.arange(size, device=moment_NN.device)
         if count == size:
             return
         self.array = torch.empty(size, size + 1, dtype=torch.float64, device=moment_NN.device)
@@ -126,17 +128,17 @@ class _Elimination:
             self.lost = 0.0
 
     def run(self) -> Tensor:
-        """The removed channels (N - count,), in order."""
-        order, removed = [self.standing_n[:0]], 0
-        gone_n = torch.zeros_like(self.standing_n, dtype=torch.bool)
+        """Remove all but `count` channels; returns the removed ones (N - count,), in order."""
+        order, removed = [self.remaining_n[:0]], 0
+        gone_n = torch.zeros_like(self.remaining_n, dtype=torch.bool)
         while removed < self.size - self.count:
             steps = min(self.panel, self.size - self.count - removed)
             places_m = self._remove_panel(gone_n, steps)
-            order.append(self.standing_n[places_m])
+            order.append(self.remaining_n[places_m])
             removed += steps
-            standing = self.size - removed
-            # Copies cost n², panels n² x m: compacting by eighths is nearly free and keeps the products small.
-            if self.count < standing <= self.standing_n.numel() * 7 // 8:
+            num_left = self.size - removed
+            # Copies cost n², panels n² x m: compacting after each eighth is nearly free and keeps the products small.
+            if self.count < num_left <= self.remaining_n.numel() * 7 // 8:
                 stay = (~gone_n).nonzero()[:, 0]
                 self._keep(stay)
                 gone_n = gone_n[stay]
@@ -144,7 +146,7 @@ class _Elimination:
         return torch.cat(order)
 
     def condition(self, kept_k: Tensor) -> float:
-        """Of the correlations of the channels that stay."""
+        """Estimate the condition of the kept channels' correlations."""
         return estimate_condition(
             lambda vector_k1: correlation_product(self.moment_NN, self.scale_N, kept_k, vector_k1), self._solve, kept_k
         )
@@ -153,9 +155,9 @@ class _Elimination:
         vector_n1 = vector_k1.new_zeros(len(self.array), 1).index_copy_(0, self.last_k, vector_k1)
         solved_n1 = torch.zeros_like(vector_n1)
         for rows in blocks_of(len(vector_n1)):
-            left_bn, corner_bb = self._inverse[rows, : rows.start], self._inverse[rows, rows].tril()
-            solved_n1[rows] += left_bn @ vector_n1[: rows.start] + corner_bb @ vector_n1[rows]
-            solved_n1[: rows.start] += left_bn.mT @ vector_n1[rows]
+            before_bn, corner_bb = self._inverse[rows, : rows.start], self._inverse[rows, rows].tril()
+            solved_n1[rows] += before_bn @ vector_n1[: rows.start] + corner_bb @ vector_n1[rows]
+            solved_n1[: rows.start] += before_bn.mT @ vector_n1[rows]
             solved_n1[rows] += corner_bb.tril(-1).mT @ vector_n1[rows]
         return solved_n1[self.last_k]
 
@@ -168,8 +170,8 @@ class _Elimination:
         return self.array[:, 1:]
 
     def _fill_gram(self, felt_DN: Tensor) -> float:
-        """BᵀB of what chooses; tr(B C Bᵀ), as it stands against C already. A dead channel gets b = 0: it goes first."""
-        # Only ratios of scores count: both scales may be normalised, which keeps the squares within range.
+        """Fill in BᵀB of the scores' weight; returns tr(B C Bᵀ). A dead channel gets b = 0: it is removed first."""
+        # Only ratios of scores matter: normalising both scales keeps the squares in range.
         scale_N = torch.where(self.live_N, self.scale_N, 0.0)
         largest, widest = felt_DN.detach().abs().max().double() or 1.0, scale_N.max() or 1.0
         felt_DN = (felt_DN.detach().double() / largest).mul_(scale_N / widest)
@@ -183,12 +185,12 @@ class _Elimination:
         return energy * float(largest * widest) ** 2
 
     def _remove_panel(self, gone_n: Tensor, steps: int) -> Tensor:
-        """Removes `steps` channels: marks them in `gone_n`, brings everything up to date, and returns which, in order.
+        """Remove `steps` channels: mark them in `gone_n`, update the state, and return their positions in order.
 
         Removing channels J with R = C⁻¹[J, :], C⁻¹[J, J] = L Lᵀ and X = L⁻¹ R: C⁻¹ -= Xᵀ X and B -= B_J L⁻ᵀ X, hence
-        BᵀB -= Pᵀ X + Xᵀ P with P = Y − ½ Y_J L⁻ᵀ X and Y = L⁻¹ (BᵀB)[J, :]. The panel holds the X and P; only rows J
-        of either matrix are ever needed before its end. Where channels go one by one, no step waits for the device: the
-        index stays a tensor.
+        BᵀB -= Pᵀ X + Xᵀ P with P = Y − ½ Y_J L⁻ᵀ X and Y = L⁻¹ (BᵀB)[J, :]. The panel holds the X and P; before its
+        end only the rows J of either matrix are needed. If channels are removed one by one, no step waits for the
+        device: the index stays a tensor.
         """
         precision_n = self._inverse.diagonal().masked_fill(gone_n, 1.0)
         energy_n = self._gram.diagonal().masked_fill(gone_n, float("inf"))
@@ -224,7 +226,7 @@ class _Elimination:
         return places_m
 
     def _lowest(self, score_n: Tensor) -> Tensor:
-        """Where the lowest scores are, ascending; the last of equal ones first, so that the lower index stays."""
+        """Positions of the lowest scores, ascending; the last of equal ones first, so that the lower index is kept."""
         last = len(score_n) - 1
         if self.together == 1:
             return last - score_n.flip(0).argmin().view(1)
@@ -240,40 +242,40 @@ class _Elimination:
             self.array[rows, rows.start : rows.stop + 1] -= _interlaced(lower_bb, upper_bb)
 
     def _refit_(self, changes_mn: Tensor, places_m: Tensor) -> None:
-        """B -= Σ q xᵀ. The q are the columns of B times the inverse of the changes at their own places."""
+        """B -= Σ q xᵀ, where the q are the removed columns of B times the inverse of the changes at their positions."""
         assert self.lost is not None
         own_mm = changes_mn.index_select(1, places_m).triu()
         refit_Dm = self.refit_Dn.index_select(1, places_m)
         removed_Dm = torch.linalg.solve_triangular(own_mm, refit_Dm, upper=True, left=False)
-        live_m = self.live_N[self.standing_n[places_m]]
+        live_m = self.live_N[self.remaining_n[places_m]]
         self.lost += float((removed_Dm.square().sum(dim=0) * live_m).sum())
         self.refit_Dn.addmm_(removed_Dm, changes_mn, alpha=-1)
 
     def _keep(self, stay: Tensor) -> None:
-        """Closes the gaps, in place: no row is written before it has been read."""
+        """Compact the arrays in place: no row is written before it has been read."""
         size = stay.numel()
         for rows in blocks_of(size):
             both_bn = self.array.index_select(0, stay[rows])
             lower_bn = both_bn.index_select(1, stay[: rows.stop])
             upper_bn = both_bn.index_select(1, stay[rows.start :] + 1)
             _set_rows_(self.array[:, : size + 1], rows, lower_bn, upper_bn)
-        self.array, self.standing_n = self.array[:size, : size + 1], self.standing_n[stay]
+        self.array, self.remaining_n = self.array[:size, : size + 1], self.remaining_n[stay]
         if self.lost is not None:
             self.refit_Dn = self.refit_Dn.index_select(1, stay)
 
 
 def _rows(lower_nn: Tensor, j: Tensor) -> Tensor:
-    """(j, n): rows of the symmetric matrix of which this holds the lower triangle."""
+    """Return rows (j, n) of the symmetric matrix with this lower triangle."""
     positions_n = torch.arange(lower_nn.shape[1], device=j.device)
     return torch.where(positions_n <= j[:, None], lower_nn[j], lower_nn[:, j].T)
 
 
 def _apart(block_jj: Tensor, energy_j: Tensor) -> Tensor:
-    """Which of some channels, ascending by score, may go together: those no more than `MOST_SHARED` correlated, given
-    all others that stand, with any before them; the first at least.
+    """Return positions of channels, ascending by score, that may be removed together.
 
-    Removing one then changes the other's b by a tenth of its norm at most, as the first has the lower score. Those that
-    are gone already have an infinite energy.
+    Each has a partial correlation of at most `MOST_SHARED` with all before it, given all other remaining channels; the
+    first always qualifies. Removing one then changes another's b by a tenth of its norm at most, as the first has the
+    lower score. Removed channels have an infinite energy and never qualify.
     """
     diagonal_j = block_jj.diagonal()
     shared_jj = block_jj.square() / diagonal_j / diagonal_j[:, None]
@@ -282,7 +284,7 @@ def _apart(block_jj: Tensor, energy_j: Tensor) -> Tensor:
 
 
 def _factor(block_jj: Tensor) -> Tensor:
-    """Cholesky, with pivots of at least a half, which they have but for rounding."""
+    """Cholesky factor; a single pivot is raised to a half, which only rounding can violate."""
     if len(block_jj) == 1:
         return block_jj.clamp_min(0.5).sqrt()
     factor_jj: Tensor = torch.linalg.cholesky_ex(block_jj)[0]
@@ -290,7 +292,7 @@ def _factor(block_jj: Tensor) -> Tensor:
 
 
 def _set_rows_(array: Tensor, rows: slice, lower_bn: Tensor, upper_bn: Tensor) -> None:
-    """Sets some rows of both triangles: (b, up to the last row), and (b, from the first row on)."""
+    """Set some rows of both triangles: (b, up to the last row), and (b, from the first row on)."""
     array[rows, : rows.start] = lower_bn[:, : rows.start]
     array[rows, rows.stop + 1 :] = upper_bn[:, rows.stop - rows.start :]
     corner_bb = _interlaced(lower_bn[:, rows.start :], upper_bn[:, : rows.stop - rows.start])
@@ -298,13 +300,8 @@ def _set_rows_(array: Tensor, rows: slice, lower_bn: Tensor, upper_bn: Tensor) -
 
 
 def _interlaced(lower_bb: Tensor, upper_bb: Tensor) -> Tensor:
-    """(b, b + 1): two triangles, each with its diagonal, the upper one a column further right."""
+    """Combine two triangles with their diagonals into (b, b + 1), the upper one a column to the right."""
     both = lower_bb.new_zeros(len(lower_bb), len(lower_bb) + 1)
     both[:, :-1] = lower_bb.tril()
     both[:, 1:] += upper_bb.triu()
     return both
-
-
-def _rest(order_n: Tensor, size: int) -> Tensor:
-    gone_N = torch.zeros(size, dtype=torch.bool, device=order_n.device).index_fill_(0, order_n, True)
-    return (~gone_N).nonzero()[:, 0]

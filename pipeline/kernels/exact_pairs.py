@@ -1,7 +1,7 @@
-"""Sums of pairs that do not depend on the order: Σ x xᵀ and, of something else in the same rows, Σ e xᵀ.
+"""Sums of pairs that do not depend on the order: Σ x xᵀ and Σ e xᵀ, with e other values of the same rows.
 
-As `pipeline.kernels.exact_sums`, whose grid bounds Σ x² and Σ e² of every channel: |Σ e x| <= (Σ e² Σ x²)^½ then is
-below the bound, too.
+They extend `pipeline.kernels.exact_sums`, whose grid bounds Σ x² and Σ e² of every channel: |Σ e x| <= (Σ e² Σ x²)^½ is
+then below the bound, too.
 
 T tokens, F features of x, D of e, b rows of a band.
 """
@@ -33,9 +33,9 @@ Rows = tuple[Tensor, Tensor]  # x (..., F) and e (..., D), as many rows of each
 
 
 def choose_pair_grid(values_TF: Tensor, errors_TD: Tensor, rows: int) -> Grid:
-    """The grid (1, F + D) for a sum over `rows` rows, foretold by some of them. Raises ValueError as `choose_grid`.
+    """Choose the grid (1, F + D) for a sum over `rows` rows by a sample of them. Raises ValueError as `choose_grid`.
 
-    Either has its own mean, below which silent channels are taken to be: what is missing may be small against x.
+    x and e each have their own mean, which sets the level of silent channels: errors may be small against x.
     """
     sample = values_TF.numel() // values_TF.shape[-1]
     values_1F, errors_1D = sample_squares(values_TF), sample_squares(errors_TD)
@@ -47,10 +47,10 @@ def choose_pair_grid(values_TF: Tensor, errors_TD: Tensor, rows: int) -> Grid:
 
 
 class PairSum:
-    """The scaled, rounded sums: of x one triangle, as `MomentSum` has it, and e against x whole."""
+    """The scaled, rounded sums: one triangle of Σ x xᵀ, as in `MomentSum`, and all of Σ e xᵀ."""
 
     def __init__(self, grid: Grid, features: int, device: torch.device) -> None:
-        """`grid`: of F + D channels, the `features` F of x first."""
+        """`grid`: of F + D channels, the F `features` of x first."""
         values, errors = _parts(grid, features)
         self.features, self._values = features, MomentSum(values, 1, device)
         self._scales = [powers_of_two(-part.exponents[0]).to(device) for part in (values, errors)]
@@ -65,9 +65,9 @@ class PairSum:
         )
 
     def add_(self, *parts: Rows) -> None:
-        """Adds both sums of rows that may come in parts. Raises ValueError where shapes do not fit the grid.
+        """Add both sums over rows, which may come in parts. Raises ValueError if shapes do not fit the grid.
 
-        One product takes at most 4096 rows in float32, over the ends of parts. NaN and infinity are not looked for.
+        A product takes at most 4096 rows in float32 and may span parts. NaN and infinity are not checked.
         """
         values, errors = (
             [rows.detach().reshape(-1, rows.shape[-1]) for rows in each] for each in zip(*parts, strict=True)
@@ -79,43 +79,43 @@ class PairSum:
         self._values.add_(*values)
         chunks = (cut_rows(each, ROWS_PER_PRODUCT) for each in (values, errors))
         for x_parts, e_parts in zip(*chunks, strict=True):
-            x_TF, e_TD = (_scaled(taken, scale) for taken, scale in zip((x_parts, e_parts), self._scales, strict=True))
+            x_TF, e_TD = (_scaled(part, scale) for part, scale in zip((x_parts, e_parts), self._scales, strict=True))
             squares_D = e_TD.double().square().sum(dim=0)
             self._squares_D += squares_D.add_(self._wide_rounder).sub_(self._wide_rounder)
             for sum_1bF, rows in zip(self._errors, e_TD.split(BAND, dim=1), strict=True):
                 sum_1bF[0].add_((rows.T @ x_TF).add_(self._rounder).sub_(self._rounder))
 
     def bands(self) -> list[Tensor]:
-        """The sums so far, x's bands first: not copies, more may be added afterwards."""
+        """The current sums, x's bands first; not copies: more may be added afterwards."""
         return [*self._values.bands(), *self._errors]
 
     def squares(self) -> Tensor:
-        """The scaled sums of squares (1, F + D), which `exact_sums.exceeding` judges."""
+        """The scaled sums of squares (1, F + D), for `exact_sums.exceeding`."""
         return torch.cat((self._values.squares(), self._squares_D[None]), dim=1)
 
 
 def whole_pair(bands: Sequence[Tensor], grid: Grid) -> Tensor:
     """(1, F + D, F) float64: Σ x xᵀ of the values themselves, and Σ e xᵀ below it. New memory."""
     features = bands[-1].shape[2]
-    of_values = -(-features // BAND)
+    num_bands = -(-features // BAND)
     values, errors = _parts(grid, features)
-    found_1PF = torch.empty(1, grid.exponents.shape[1], features, dtype=torch.float64, device=bands[0].device)
-    whole_moment(bands[:of_values], values, found_1PF[:, :features])
-    errors_1DF = found_1PF[:, features:]
-    torch.cat(list(bands[of_values:]), dim=1, out=errors_1DF)
-    # In two steps, as 2^(e + f) alone may leave float64.
-    errors_1DF.mul_(powers_of_two(errors.exponents).to(found_1PF.device)[:, :, None])
-    errors_1DF.mul_(powers_of_two(values.exponents).to(found_1PF.device)[:, None])
-    return found_1PF
+    sums_1PF = torch.empty(1, grid.exponents.shape[1], features, dtype=torch.float64, device=bands[0].device)
+    whole_moment(bands[:num_bands], values, sums_1PF[:, :features])
+    errors_1DF = sums_1PF[:, features:]
+    torch.cat(list(bands[num_bands:]), dim=1, out=errors_1DF)
+    # In two steps, as 2^(e + f) alone may overflow float64.
+    errors_1DF.mul_(powers_of_two(errors.exponents).to(sums_1PF.device)[:, :, None])
+    errors_1DF.mul_(powers_of_two(values.exponents).to(sums_1PF.device)[:, None])
+    return sums_1PF
 
 
 def _parts(grid: Grid, features: int) -> tuple[Grid, Grid]:
-    """Of x and of e."""
+    """Split the grid into those of x and of e."""
     values, errors = grid.exponents[:, :features], grid.exponents[:, features:]
     return replace(grid, exponents=values), replace(grid, exponents=errors)
 
 
 def _scaled(parts_TF: Sequence[Tensor], scale_F: Tensor) -> Tensor:
-    """(T, F) float32 of all parts."""
-    dtype = torch.promote_types(parts_TF[0].dtype, torch.float32)  # which has the scale
+    """Concatenate and scale all parts to (T, F) float32."""
+    dtype = torch.promote_types(parts_TF[0].dtype, torch.float32)  # represents the scale
     return torch.cat([part_TF.to(dtype) * scale_F.to(dtype) for part_TF in parts_TF]).to(torch.float32)

@@ -1,8 +1,8 @@
 """Second moments whose sum does not depend on the order of its terms (docs/methods.md#sums-without-an-order).
 
-Every product of rows is rounded to one grid before it is added, and the grid is fine enough that no sum below its bound
-is rounded again: float64 additions are then exact, and any order, any grouping, any number of workers gives the same
-bits. A channel is scaled by a power of two first, so that one grid suits loud and silent channels alike.
+Every product of rows is rounded to one grid before it is added, and no sum below the grid's bound is rounded again:
+float64 additions are then exact, so that any order, grouping and number of workers gives the same bits. Each channel is
+scaled by a power of two first, so that one grid suits loud and silent channels.
 
 T tokens, F features, H heads, G groups of heads, d = F / H, R rows of one product, b rows of a band.
 """
@@ -14,28 +14,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.kernels.moments import ROWS_PER_PRODUCT, exact_halves
+from pipeline.kernels.moments import ROWS_PER_PRODUCT, batched_product, exact_halves
 
 BAND = 512
-STRIP = 64  # rows that are mirrored at a time: several times as fast on a CPU as more
-ADDED_ROWS = {"cpu": 64, "cuda": BAND}  # of a band at a time: a CPU then has in its cache what it makes float64
-MARGIN_BITS = 20  # by how much sums of squares may exceed what the sample foretells
-SILENT_BITS = 16  # a channel that is zero in the sample is taken to be so much below the mean of all, in squares
-FLOOR_BITS = 40  # and none to be further below
-STEP = 10  # by which a channel's exponent is raised when it exceeds the bound: half of what squares may exceed it by
-GRID_BITS = 52  # from a sum's bound to the grid: one bit less than float64 has, for what rounding adds
+STRIP = 64  # rows mirrored at a time: on a CPU several times as fast as more
+ADDED_ROWS = {"cpu": 64, "cuda": BAND}  # rows of a band added at a time: they fit into a CPU's cache
+MARGIN_BITS = 20  # log2 of the factor by which sums of squares may exceed the sample's prediction
+SILENT_BITS = 16  # a channel that is zero in the sample is assumed 2^-16 of the mean square
+FLOOR_BITS = 40  # no channel is assumed below 2^-40 of the mean square
+STEP = 10  # raises the exponent of a channel that exceeds the bound: half of MARGIN_BITS
+GRID_BITS = 52  # between bound and grid: one bit less than float64 has, as rounding may add one
 MANTISSA = {torch.float32: 24, torch.float64: 53}
-_LARGEST_EXPONENT = {torch.float64: 500}  # of a channel's scale; of other types 126, whose inverse float32 has
+_LARGEST_EXPONENT = {torch.float64: 500}  # of a channel's scale; 126 for other types, whose inverse float32 represents
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """How the channels of a moment are scaled, and what their sums stay below.
+    """The scales of a moment's channels, and the bound of their sums.
 
     Attributes:
         exponents: int16 (G, d); channel i is multiplied by 2^-exponent.
         bits: scaled sums of squares stay below 2^bits; they are multiples of 2^(bits - 52).
-        highest: exponents end here, where nothing can exceed the bound any more.
+        highest: the largest exponent, with which no channel can exceed the bound.
     """
 
     exponents: Tensor
@@ -43,33 +43,33 @@ class Grid:
     highest: int
 
     def raised(self, channels_Gd: Tensor) -> "Grid":
-        """With a wider bound for some channels. Raises ValueError when one of them has the widest there is."""
+        """Return a grid with wider bounds for some channels. Raises ValueError if one has the widest already."""
         if bool((self.exponents[channels_Gd.cpu()] >= self.highest).any()):
             raise ValueError(f"sums of squares beyond 4^{self.highest} times the number of rows have no float64")
         steps_Gd = channels_Gd.cpu().to(torch.int16) * STEP
         return replace(self, exponents=(self.exponents + steps_Gd).clamp_max(self.highest))
 
     def packed(self) -> dict[str, Tensor]:
-        """As named tensors, which travel between workers."""
+        """Return the grid as named tensors, to send it between workers."""
         return {"exponents": self.exponents, "bounds": torch.tensor([self.bits, self.highest])}
 
     @staticmethod
     def unpacked(tensors: Mapping[str, Tensor]) -> "Grid":
-        """What `packed` gave."""
+        """Restore a grid from `packed`."""
         bits, highest = tensors["bounds"].tolist()
         return Grid(tensors["exponents"], bits, highest)
 
 
 def sample_squares(values_TF: Tensor, heads: int = 1, groups: int = 1) -> Tensor:
-    """Sums of squares (G, d) float64 of a sample of values (..., F): what a grid is chosen by."""
+    """Sums of squares (G, d) float64 of a sample of values (..., F), for `choose_grid`."""
     values_THd = values_TF.detach().reshape(-1, groups, heads // groups, values_TF.shape[-1] // heads)
     return values_THd.to(torch.float64).square().sum(dim=(0, 2))
 
 
 def choose_grid(squares_Gd: Tensor, sample_rows: int, rows: int, dtype: torch.dtype) -> Grid:
-    """The grid for a sum over `rows` rows (tokens times heads of a group), foretold by `sample_rows` of them.
+    """Choose the grid for a sum over `rows` rows (tokens times heads of a group) by a sample of `sample_rows`.
 
-    `squares_Gd` as `sample_squares` gives it, `dtype` that of the values. Raises ValueError unless all are finite and
+    `squares_Gd` come from `sample_squares`; `dtype` is that of the values. Raises ValueError unless all are finite and
     1 <= sample_rows.
     """
     if sample_rows < 1 or not bool(torch.isfinite(squares_Gd).all()):
@@ -84,7 +84,7 @@ def choose_grid(squares_Gd: Tensor, sample_rows: int, rows: int, dtype: torch.dt
 
 
 def empty_bands(groups: int, width: int, device: torch.device) -> list[Tensor]:
-    """Zeros for the upper triangle of `groups` moments: bands (G, b, width - start) float64 of at most 512 rows."""
+    """Zeros for the upper triangles of `groups` moments: bands (G, b, width - start) float64 of at most 512 rows."""
     return [
         torch.zeros(groups, min(BAND, width - start), width - start, dtype=torch.float64, device=device)
         for start in range(0, width, BAND)
@@ -102,31 +102,27 @@ class MomentSum:
             raise ValueError(f"{heads} heads are not of {groups} groups")
         self.grid, self.heads, self.product_dtype = grid, heads, product_dtype
         self._bands = empty_bands(groups, width, device)
-        # x + c is a multiple of 2^(bits - 52), for c is 1.5 times what the type's last bit makes that.
+        # Adding c rounds x to a multiple of 2^(bits - 52): that is the last bit of numbers near c.
         self._rounder = 1.5 * 2.0 ** (grid.bits - GRID_BITS + MANTISSA[product_dtype])
-        self._left = 0.0
-        self._factors: dict[torch.dtype, Tensor] = {}  # on the device, or every product would wait for a copy
+        self._excess = 0.0  # sum of rounders still contained in the bands
+        self._factors: dict[torch.dtype, Tensor] = {}  # kept on the device: copying them would make every product wait
         self._added_rows = ADDED_ROWS[device.type]
 
     def add_(self, *parts_TF: Tensor) -> None:
-        """Adds the second moments of values (..., F), which may come in parts: products run over the ends of these.
-        Raises ValueError where F is not what the grid is for.
+        """Add the second moments of values (..., F), which may come in parts: a product may span parts.
 
-        One product takes at most 4096 rows in `product_dtype`; its place in the sequence of calls does not matter, its
-        extent does. NaN and infinity are not looked for: they reach the diagonal (`exceeding`).
+        A product takes at most 4096 rows in `product_dtype`. The bits depend on which rows share a product, not on the
+        order of products. NaN and infinity are not checked: they reach the diagonal (`exceeding`). Raises ValueError if
+        F does not fit the grid.
         """
-        groups, width = self.grid.exponents.shape
         parts = [part_TF.detach().reshape(-1, part_TF.shape[-1]) for part_TF in parts_TF]
         for part_TF in parts:
-            if part_TF.shape[1] != self.heads * width:
-                shape = tuple(part_TF.shape)
-                raise ValueError(f"values (T, F) {shape} of {self.heads} heads do not fit {groups} x {width} sums")
-        for taken in cut_rows(parts, product_tokens(self.heads, groups)):
-            self._multiply(self._scaled_rows(taken))
+            _check_width(part_TF, self.grid, self.heads)
+        for chunk in cut_rows(parts, product_tokens(self.heads, len(self.grid.exponents))):
+            self._multiply(self._scaled_rows(chunk))
 
     def _scaled_rows(self, parts_TF: Sequence[Tensor]) -> Tensor:
-        """(G, T * heads per group, d) of all parts: what one batched product sums over. Scaled, put into the product's
-        type and laid out in one pass over each."""
+        """Scale, convert and lay out all parts as the rows (G, T * heads per group, d) of one batched product."""
         groups, width = self.grid.exponents.shape
         tokens, dtype, device = sum(map(len, parts_TF)), parts_TF[0].dtype, parts_TF[0].device
         dtype = dtype if exact_halves(parts_TF[0], self.product_dtype) else self.product_dtype
@@ -139,37 +135,34 @@ class MomentSum:
         return rows_GTHd.reshape(groups, -1, width)
 
     def _multiply(self, rows_GRd: Tensor) -> None:
-        """What rounds a float32 product stays in the sum, which is as exact with it: it is a small multiple of the
-        grid, and would cost as much to take from each product as to add."""
+        # The rounder of a float32 product is not subtracted from each product, which would cost as much as adding it:
+        # as a small multiple of the grid it keeps the sum exact, and `bands` subtracts all of them.
         stays = self.product_dtype == torch.float32
         for band_Gbd, first in zip(self._bands, range(0, rows_GRd.shape[-1], BAND), strict=True):
             left_GbR = rows_GRd[:, :, first : first + BAND].transpose(1, 2)
             right_GRd = rows_GRd[:, :, first:]
-            if rows_GRd.dtype == self.product_dtype:
-                product_Gbd = torch.bmm(left_GbR, right_GRd)
-            else:
-                product_Gbd = torch.bmm(left_GbR, right_GRd, out_dtype=self.product_dtype)
+            product_Gbd = batched_product(left_GbR, right_GRd, self.product_dtype)
             rows = self._added_rows
             for sum_Gnd, term_Gnd in zip(band_Gbd.split(rows, 1), product_Gbd.split(rows, 1), strict=True):
                 term_Gnd.add_(self._rounder)
                 sum_Gnd.add_(term_Gnd if stays else term_Gnd.sub_(self._rounder))
-        self._left += self._rounder if stays else 0.0
+        self._excess += self._rounder if stays else 0.0
 
     def bands(self) -> list[Tensor]:
-        """The sum so far, by bands of rows (`empty_bands`): not copies, more may be added afterwards."""
-        if self._left:
+        """The current sum by bands of rows (`empty_bands`); not copies: more may be added afterwards."""
+        if self._excess:
             for band_Gbd in self._bands:
-                band_Gbd.sub_(self._left)
-            self._left = 0.0
+                band_Gbd.sub_(self._excess)
+            self._excess = 0.0
         return self._bands
 
     def squares(self) -> Tensor:
-        """The scaled sums of squares (G, d), which `exceeding` judges."""
+        """The scaled sums of squares (G, d), for `exceeding`."""
         return torch.cat([band_Gbd.diagonal(dim1=1, dim2=2) for band_Gbd in self.bands()], dim=1)
 
 
 class DiagonalSum:
-    """The sum of the scaled, rounded squares of `heads` heads, for each group of them: a `MomentSum`'s diagonal."""
+    """The diagonal of a `MomentSum`: sums of the scaled, rounded squares of `heads` heads by group."""
 
     def __init__(self, grid: Grid, heads: int, device: torch.device) -> None:
         self.grid, self.heads = grid, heads
@@ -177,13 +170,13 @@ class DiagonalSum:
         self._factors_Gd = powers_of_two(-grid.exponents).to(device)
 
     def add_(self, *parts_TF: Tensor) -> None:
-        """Adds the squares of values (..., F), those of some rows in float32 at a time, or in float64 if that is their
-        type. Raises as `MomentSum.add_`, and as there NaN and infinity are left to `exceeding`."""
+        """Add the squares of values (..., F), band by band, in float32 or, for float64 values, in float64.
+
+        Raises as `MomentSum.add_`; NaN and infinity are left to `exceeding`.
+        """
         groups, width = self.grid.exponents.shape
         for part_TF in parts_TF:
-            if part_TF.shape[-1] != self.heads * width:
-                shape = tuple(part_TF.shape)
-                raise ValueError(f"values (T, F) {shape} of {self.heads} heads do not fit {groups} x {width} sums")
+            _check_width(part_TF, self.grid, self.heads)
             dtype = torch.promote_types(part_TF.dtype, torch.float32)
             rounder = 1.5 * 2.0 ** (self.grid.bits - GRID_BITS + MANTISSA[dtype])
             factors_G1d = self._factors_Gd.to(dtype)[:, None]
@@ -193,46 +186,51 @@ class DiagonalSum:
                 self._squares_Gd += squares_Gd.add_(rounder).sub_(rounder)
 
     def bands(self) -> list[Tensor]:
-        """The sum so far, (G, d), alone: not a copy, more may be added afterwards."""
+        """A list of the current sum (G, d) alone; not a copy: more may be added afterwards."""
         return [self._squares_Gd]
 
     def squares(self) -> Tensor:
-        """The same, which `exceeding` judges."""
+        """The current sum (G, d), for `exceeding`."""
         return self._squares_Gd
 
 
+def _check_width(values_TF: Tensor, grid: Grid, heads: int) -> None:
+    groups, width = grid.exponents.shape
+    if values_TF.shape[-1] != heads * width:
+        shape = tuple(values_TF.shape)
+        raise ValueError(f"values (T, F) {shape} of {heads} heads do not fit {groups} x {width} sums")
+
+
 def cut_rows(parts: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """The rows of all parts, so many at a time, the last ones fewer; nothing is copied."""
-    left = list(parts)
-    while left:
-        taken, room = list[Tensor](), limit
-        while left and room:
-            first_TF = left.pop(0)
-            taken.append(first_TF[:room])
-            left[:0] = [first_TF[room:]] if len(first_TF) > room else []
-            room -= len(taken[-1])
-        yield taken
+    """Yield the rows of all parts, `limit` at a time, as views; the last chunk may be smaller."""
+    rest = list(parts)
+    while rest:
+        chunk, room = list[Tensor](), limit
+        while rest and room:
+            first_TF = rest.pop(0)
+            chunk.append(first_TF[:room])
+            rest[:0] = [first_TF[room:]] if len(first_TF) > room else []
+            room -= len(chunk[-1])
+        yield chunk
 
 
 def product_tokens(heads: int, groups: int) -> int:
-    """How many tokens one product sums over."""
+    """The number of tokens that one product sums over."""
     return max(1, ROWS_PER_PRODUCT * groups // heads)
 
 
 def exceeding(diagonal_Gd: Tensor, grid: Grid) -> Tensor:
-    """Which channels (G, d), bool, have a sum of squares beyond the grid's bound, or one that is not finite.
+    """Mark the channels (G, d), bool, whose sum of squares exceeds the grid's bound or is not finite.
 
-    `diagonal_Gd`: of the sum, scaled (`MomentSum.squares`).
-
-    The order of the additions does not matter here either: sums of squares only grow, and are exact up to twice the
-    bound. With no such channel every number of the sum is exact, as |Σ x y| <= (Σ x² Σ y²)^½.
+    `diagonal_Gd` is the scaled diagonal (`MomentSum.squares`). The result does not depend on the order of additions:
+    sums of squares only grow, and are exact up to twice the bound. If no channel is marked, every number of the sum is
+    exact, as |Σ x y| <= (Σ x² Σ y²)^½.
     """
     return ~(diagonal_Gd < 2.0**grid.bits)
 
 
 def whole_moment(bands: Sequence[Tensor], grid: Grid, into_Gdd: Tensor | None = None) -> Tensor:
-    """The moment (G, d, d) float64 of the values themselves: scales undone, both triangles. New memory, if none is
-    given."""
+    """Return the unscaled moment (G, d, d) float64, both triangles, in `into_Gdd` or new memory."""
     groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
     moment_Gdd = into_Gdd
     if moment_Gdd is None:
@@ -240,7 +238,7 @@ def whole_moment(bands: Sequence[Tensor], grid: Grid, into_Gdd: Tensor | None = 
     scales_Gd = powers_of_two(grid.exponents).to(moment_Gdd.device)
     for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
         stop = first + band_Gbd.shape[1]
-        # In two steps, as 2^(e + f) alone may leave float64.
+        # In two steps, as 2^(e + f) alone may overflow float64.
         scaled_Gbd = band_Gbd * scales_Gd[:, first:stop, None] * scales_Gd[:, None, first:]
         square_Gbb = scaled_Gbd[:, :, : stop - first]
         lower_Gbb = square_Gbb.triu(1).transpose(1, 2)
@@ -252,32 +250,32 @@ def whole_moment(bands: Sequence[Tensor], grid: Grid, into_Gdd: Tensor | None = 
 
 
 def whole_diagonal(squares_Gd: Tensor, grid: Grid) -> Tensor:
-    """The sums of squares (G, d) float64 of the values themselves: scales undone. New memory."""
+    """Return the unscaled sums of squares (G, d) float64, in new memory."""
     scales_Gd = powers_of_two(grid.exponents).to(squares_Gd.device)
-    return squares_Gd * scales_Gd * scales_Gd  # in two steps, as 2^(2 e) alone may leave float64
+    return squares_Gd * scales_Gd * scales_Gd  # in two steps, as 2^(2 e) alone may overflow float64
 
 
 def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> Tensor:
-    """Rows start to stop of `whole_moment` from column `start` on, (G, stop - start, d - start) float64. New memory."""
+    """Rows start to stop of `whole_moment` from column `start` on, (G, stop - start, d - start), in new memory."""
     groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
     rows_Gnc = torch.zeros(groups, stop - start, width - start, dtype=torch.float64, device=bands[0].device)
     scales_Gd = powers_of_two(grid.exponents).to(rows_Gnc.device)
     for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
-        top, bottom, left = max(start, first), min(stop, first + band_Gbd.shape[1]), max(start, first)
+        top, bottom = max(start, first), min(stop, first + band_Gbd.shape[1])
         if top < bottom:
-            scaled_Gbc = band_Gbd[:, top - first : bottom - first, left - first :] * scales_Gd[:, top:bottom, None]
-            rows_Gnc[:, top - start : bottom - start, left - start :] = scaled_Gbc.mul_(scales_Gd[:, None, left:])
+            scaled_Gbc = band_Gbd[:, top - first : bottom - first, top - first :] * scales_Gd[:, top:bottom, None]
+            rows_Gnc[:, top - start : bottom - start, top - start :] = scaled_Gbc.mul_(scales_Gd[:, None, top:])
     square_Gnn = rows_Gnc[:, :, : stop - start]
     square_Gnn.copy_(square_Gnn.triu() + square_Gnn.triu(1).transpose(1, 2))
     return rows_Gnc
 
 
 def _factors(grid: Grid, values_TF: Tensor) -> Tensor:
-    """2^-exponent of every channel (G, d), in a type that has it, and that has what it makes of the values."""
+    """2^-exponent of every channel (G, d), in a type that represents it and the scaled values."""
     dtype = values_TF.dtype if values_TF.dtype in (torch.float64, torch.bfloat16) else torch.float32
     return powers_of_two(-grid.exponents).to(values_TF.device, dtype)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """2^exponent, float64, put together from its bits: exact, which no device's `pow` promises."""
+    """2^exponent in float64, built from its bits: exact, which no device's `pow` guarantees."""
     return ((exponents.long() + 1023) << 52).view(torch.float64)

@@ -1,5 +1,7 @@
-"""Weights rounded to codes of a few bits with a scale for each row and group of columns: to nearest, or with the error
-of each column fed into those that are still to be rounded (GPTQ, Frantar et al. 2023). docs/methods.md#rounding.
+"""Rounding of weights to codes of a few bits, with a scale for each row and group of columns. docs/methods.md#rounding.
+
+Codes are the nearest ones, or follow GPTQ (Frantar et al. 2023): the error of each column changes the columns that are
+still to be rounded.
 
 Legend: O outputs (rows), I inputs (columns), g columns of a group, S scales of a row (I / g), b columns of a block.
 """
@@ -14,17 +16,17 @@ from pipeline.kernels.cholesky import factor_
 from pipeline.kernels.packing import code_range, scaled
 
 DAMPING = 0.01  # of the moment's mean diagonal, added to its diagonal
-MOST_DAMPING = 1e6  # beyond this the moment says nothing
-BLOCK = 128  # columns whose errors are fed on together
+MOST_DAMPING = 1e6  # a moment that needs more carries no information
+BLOCK = 128  # columns whose errors are propagated together
 CLIPS = tuple(1.0 - step / 40 for step in range(20))  # of the largest magnitude; tried below CLIPPED_BELOW bits
-FED_CLIPS = 6  # of these, where errors are fed on: what is clipped more burdens the columns to come
+FED_CLIPS = 6  # of these are tried with feedback, where stronger clipping burdens the later columns
 CLIPPED_BELOW = 8
-FED_NUMBERS = 2**28  # of a weight, in float32, that are rounded at a time
-TRIED_NUMBERS = 2**18, 2**26  # for which scales are tried at a time: what stays in a CPU's cache; elsewhere
+FED_NUMBERS = 2**28  # numbers in float32 that are rounded at a time
+TRIED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU, to fit its cache; elsewhere
 
 
 class Rounded(NamedTuple):
-    """Codes (O, I) int8, scales (O, S) of the stored dtype, and the damping that the moment took (0: to nearest)."""
+    """Codes (O, I) int8, scales (O, S) of the stored dtype, and the moment's damping (0: rounded to nearest)."""
 
     codes: Tensor
     scales: Tensor
@@ -32,33 +34,33 @@ class Rounded(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """What is stored, (O, I) float64."""
+        """The stored weight (O, I) in float64."""
         return scaled(self.codes, self.scales.to(torch.float64))
 
 
 class Feedback(NamedTuple):
-    """How the errors of columns are made up for, of everything that reads the same input.
+    """The compensation of rounding errors, shared by all weights that read the same input.
 
     Attributes:
-        order: (I,) the columns, in the order in which they are rounded.
-        share: (I, I) float32, both in this order: row j is what the columns to come take of the error of the j-th; its
-            diagonal and what is below mean nothing.
-        left: (I,) float64: of a squared error of each column, in their own order, what is left then.
-        damping: of the moment's mean diagonal, added to it.
+        order: (I,) the columns in the order of rounding.
+        share: (I, I) float32, rows and columns in this order: row j holds the shares of column j's error that later
+            columns compensate; diagonal and lower triangle are undefined.
+        remaining: (I,) float64, by original column: the share of a squared error that remains after compensation.
+        damping: added to the moment's diagonal, relative to its mean.
     """
 
     order: Tensor
     share: Tensor
-    left: Tensor
+    remaining: Tensor
     damping: float
 
 
 def error_feedback(moment_II: Tensor) -> Feedback | None:
-    """By M = Σ x xᵀ, the moment of what is read; None for one of zeros, which says nothing.
+    """Compute the feedback from the input's moment M = Σ x xᵀ; None if M is zero.
 
-    Columns of large diagonal come first. With M + λI = R Rᵀ, R upper triangular in that order, column k is to be what
-    it was and Σ_j<k error_j · R_jk / R_kk, which makes up for the errors w_j − q_j before it; of its own, squared,
-    R_kk² is left. That is GPTQ without the inverse, whose factor is R⁻¹ (Chee et al. 2023, theorem 6). The factor is of
+    Columns of large diagonal come first. With M + λI = R Rᵀ, R upper triangular in that order, the target of column k
+    is w_k + Σ_j<k error_j · R_jk / R_kk, which compensates the errors w_j − q_j before it; of its own squared error
+    R_kk² remains. This is GPTQ without the inverse, whose factor is R⁻¹ (Chee et al. 2023, theorem 6). Factored in
     float64. Raises ValueError on a moment that is not square, finite and positive semidefinite.
     """
     if moment_II.ndim != 2:
@@ -72,18 +74,18 @@ def error_feedback(moment_II: Tensor) -> Feedback | None:
     order_I = torch.argsort(diagonal_I, descending=True, stable=True)
     factor_II, damping = _factor(moment_II[order_I][:, order_I])
     diagonal_I = factor_II.diagonal().clone()
-    left_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.square())
-    return Feedback(order_I, factor_II.div_(diagonal_I).to(torch.float32), left_I, damping)
+    remaining_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.square())
+    return Feedback(order_I, factor_II.div_(diagonal_I).to(torch.float32), remaining_I, damping)
 
 
 def round_to_nearest(
     weight_OI: Tensor, bits: int, group: int | None, dtype: torch.dtype, importance_I: Tensor | None = None
 ) -> Rounded:
-    """Every number to the nearest code · scale; what the inputs are like is not known.
+    """Round every number to the nearest code · scale, without a moment of the inputs.
 
-    `group`: columns that share a scale (None: the whole row). `dtype`: of the stored scales. `importance_I`: weights of
-    the columns in the search for scales; none: all alike. Raises ValueError on NaN or infinity, a group that does not
-    divide the columns, or a weight that scales of this dtype do not reach.
+    `group`: the number of columns that share a scale (None: the whole row). `dtype`: of the stored scales.
+    `importance_I`: weights of the columns in the search for scales (None: equal). Raises ValueError on NaN or infinity,
+    a group that does not divide the columns, or a scale beyond this dtype.
     """
     _check(weight_OI, bits, group)
     scales_OS = choose_scales(weight_OI, bits, group, dtype, importance_I)
@@ -97,12 +99,12 @@ def round_to_nearest(
 def round_with_feedback(
     weight_OI: Tensor, feedback: Feedback | None, bits: int, group: int | None, dtype: torch.dtype
 ) -> Rounded:
-    """Codes of small tr(Δ M Δᵀ), Δ the change of the weight and M the moment that `error_feedback` was given.
+    """Round with small tr(Δ M Δᵀ), Δ the change of the weight and M the moment of `error_feedback`.
 
-    Columns are rounded one after another, and what rounding one changes is made up for by those to come: at once within
-    BLOCK columns, then in all others by one product, in float32. Scales are chosen before, by groups of neighbouring
-    columns, so that the order is not stored; in them an error counts as what is left of it once it is made up for.
-    Without feedback every number goes to the nearest code. Raises ValueError as `round_to_nearest`, and on feedback of
+    Columns are rounded one after another, and later ones compensate each error: at once within BLOCK columns, then in
+    all others by one product, in float32. Scales are chosen first, by groups of neighbouring columns, so that the order
+    need not be stored; the search weights errors by what remains of them. Without feedback every number goes to the
+    nearest code. Raises ValueError as `round_to_nearest`, and on feedback of
     another width.
     """
     if feedback is None:
@@ -112,7 +114,7 @@ def round_with_feedback(
     if len(feedback.order) != columns:
         width = len(feedback.order)
         raise ValueError(f"moment ({width}, {width}) does not fit a weight {tuple(weight_OI.shape)}")
-    scales_OS = choose_scales(weight_OI, bits, group, dtype, feedback.left)
+    scales_OS = choose_scales(weight_OI, bits, group, dtype, feedback.remaining)
     rows = max(1, FED_NUMBERS // columns)
     parts = zip(weight_OI.detach().split(rows), scales_OS.split(rows), strict=True)
     codes = [_fed_codes(weight_oI, scales_oS, feedback, code_range(bits)) for weight_oI, scales_oS in parts]
@@ -122,9 +124,12 @@ def round_with_feedback(
 def choose_scales(
     weight_OI: Tensor, bits: int, group: int | None, dtype: torch.dtype, importance_I: Tensor | None = None
 ) -> Tensor:
-    """(O, S) of `dtype`: for each row and group the scale of least Σ importance · error², of those that clip the
-    largest magnitude by up to a half; with importance, of what error feedback leaves, by up to an eighth; at 8 bits
-    never. Groups of zeros get the scale 1. Errors are compared in float32, as shares of the largest magnitude."""
+    """Choose scales (O, S) of `dtype`, one for each row and group, of least Σ importance · error².
+
+    Candidates clip the largest magnitude by up to a half; with the importance of error feedback by up to an eighth; at
+    8 bits not at all. Groups of zeros get the scale 1. Errors are compared in float32, relative to the largest
+    magnitude.
+    """
     low, high = code_range(bits)
     columns = weight_OI.shape[1]
     width = columns if group is None else group
@@ -132,7 +137,7 @@ def choose_scales(
     importance_Sg = None
     if importance_I is not None:
         importance_Sg = (importance_I / importance_I.max()).to(torch.float32).reshape(-1, width)
-    found = []
+    scales = []
     numbers = TRIED_NUMBERS[weight_OI.device.type != "cpu"]
     for weight_oI in weight_OI.detach().split(max(1, numbers // columns)):
         groups_oSg = weight_oI.to(torch.float64).reshape(len(weight_oI), -1, width)
@@ -142,8 +147,8 @@ def choose_scales(
         if len(clips) > 1:
             shares_oSg = (groups_oSg / unit_oS[..., None]).to(torch.float32)
             best_oS = _least_error(shares_oSg, unit_oS, clips, (low, high), dtype, importance_Sg)
-        found.append(best_oS.masked_fill(peaks_oS == 0.0, 1.0).to(dtype))
-    return torch.cat(found)
+        scales.append(best_oS.masked_fill(peaks_oS == 0.0, 1.0).to(dtype))
+    return torch.cat(scales)
 
 
 def _least_error(
@@ -154,7 +159,7 @@ def _least_error(
     dtype: torch.dtype,
     importance_Sg: Tensor | None,
 ) -> Tensor:
-    """(o, S) float64: the stored scale of each group of `unit` · `shares` that leaves least."""
+    """Return the stored scale (o, S) float64 of least error for each group of `unit` · `shares`."""
     low, high = limits
     best_oS, least_oS = torch.ones_like(unit_oS), torch.full_like(unit_oS, torch.inf, dtype=torch.float32)
     for clip in clips:
@@ -168,15 +173,15 @@ def _least_error(
 
 
 def rounding_error(weight_OI: Tensor, rounded_OI: Tensor, moment_II: Tensor | None) -> float:
-    """tr(Δ M Δᵀ) / tr(W M Wᵀ); without a moment ‖Δ‖² / ‖W‖². 0.0 for a weight that gives nothing."""
+    """tr(Δ M Δᵀ) / tr(W M Wᵀ); without a moment ‖Δ‖² / ‖W‖². 0.0 if the denominator is zero."""
     weight_OI = weight_OI.to(torch.float64)
     change_OI = rounded_OI.to(torch.float64) - weight_OI
 
-    def size(matrix_OI: Tensor) -> float:
+    def _energy(matrix_OI: Tensor) -> float:
         return float((matrix_OI.square() if moment_II is None else (matrix_OI @ moment_II) * matrix_OI).sum())
 
-    whole = size(weight_OI)
-    return max(0.0, size(change_OI)) / whole if whole > 0.0 else 0.0
+    whole = _energy(weight_OI)
+    return max(0.0, _energy(change_OI)) / whole if whole > 0.0 else 0.0
 
 
 def _check(weight_OI: Tensor, bits: int, group: int | None) -> None:
@@ -189,7 +194,7 @@ def _check(weight_OI: Tensor, bits: int, group: int | None) -> None:
 
 
 def _stored(scales_OS: Tensor, dtype: torch.dtype) -> Tensor:
-    """As they are when read back, float64; never zero. Raises ValueError on a scale beyond the dtype."""
+    """Return scales as read back from `dtype`, in float64, never zero. Raises ValueError on a scale beyond it."""
     stored_OS = scales_OS.to(dtype).to(torch.float64).clamp_min(torch.finfo(dtype).tiny)
     if not torch.isfinite(stored_OS).all():
         raise ValueError(f"a scale of {float(scales_OS.max()):.3g} is beyond {dtype}")
@@ -197,7 +202,7 @@ def _stored(scales_OS: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _factor(moment_II: Tensor) -> tuple[Tensor, float]:
-    """R of M + λI = R Rᵀ, upper triangular; and λ relative to the mean diagonal, raised until R exists."""
+    """Return the upper triangular R of M + λI = R Rᵀ and λ / mean diagonal, which is raised until R exists."""
     mean = moment_II.diagonal().mean()
     damping = DAMPING
     if not mean > 0.0:
@@ -212,10 +217,10 @@ def _factor(moment_II: Tensor) -> tuple[Tensor, float]:
 
 
 def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, limits: tuple[int, int]) -> Tensor:
-    """Codes of the columns, each in its place; columns lie in rows meanwhile, so that one is read as a whole."""
+    """Return the codes with error feedback. Works on the transposed weight, so that a column is contiguous."""
     order_I, share_II = feedback.order, feedback.share
     weight_IO = weight_OI.T.to(torch.float32)[order_I]
-    wanted_IO = weight_IO.clone()
+    target_IO = weight_IO.clone()
     steps_SO = scales_OS.T.to(torch.float32).contiguous()
     places = (order_I // (len(order_I) // len(steps_SO))).tolist()
     codes_IO = torch.empty(weight_IO.shape, dtype=torch.int8, device=weight_OI.device)
@@ -223,12 +228,12 @@ def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, limits:
         stop = min(start + BLOCK, len(weight_IO))
         errors_bO, codes_bO = (weight_IO.new_empty(stop - start, weight_IO.shape[1]) for _ in range(2))
         share_bI = share_II[start:stop]
-        for place in range(stop - start):  # on a GPU its launches take the time
+        for place in range(stop - start):  # on a GPU dominated by kernel launches
             column = start + place
-            value_O = torch.addmv(wanted_IO[column], errors_bO[:place].T, share_bI[:place, column])
+            value_O = torch.addmv(target_IO[column], errors_bO[:place].T, share_bI[:place, column])
             step_O = steps_SO[places[column]]
             code_O = torch.clamp(value_O.div_(step_O).round_(), *limits, out=codes_bO[place])
             torch.addcmul(weight_IO[column], code_O, step_O, value=-1.0, out=errors_bO[place])
         codes_IO[start:stop] = codes_bO
-        wanted_IO[stop:].addmm_(share_bI[:, stop:].T, errors_bO)
+        target_IO[stop:].addmm_(share_bI[:, stop:].T, errors_bO)
     return torch.empty_like(codes_IO).index_copy_(0, order_I, codes_IO).T.contiguous()

@@ -1,4 +1,4 @@
-"""What the backward pass sums, and the labels it starts from (docs/methods.md#gradient-moments).
+"""Sums and drawn labels of the backward pass (docs/methods.md#gradient-moments).
 
 S tokens of one sample, F features, H heads, G groups of heads, d = F / H, R = S · H / G rows of a group, V vocabulary.
 """
@@ -12,11 +12,10 @@ _CHUNK = 512
 
 
 def sample_square_norms(values_SF: Tensor, heads: int = 1, groups: int = 1, diagonal: bool = False) -> Tensor:
-    """‖A‖²_F (G,) float64 of the second moments A = Σ_t g gᵀ of one sample's values (S, F), each group's the sum over
-    its heads; with `diagonal` of the sums of squares alone.
+    """‖A‖²_F (G,) float64 of the second moments A = Σ_t g gᵀ of a sample's values (S, F), summed over a group's heads.
 
-    With fewer rows than columns that is the norm of the R × R product of the rows: the smaller one is formed, in
-    float32. Raises ValueError on shapes that do not fit and on NaN or infinity.
+    With `diagonal`, of the diagonal of A alone. The R × R product of the rows has the same norm; the smaller matrix is
+    computed, in float32. Raises ValueError on shapes that do not fit and on NaN or infinity.
     """
     shape = tuple(values_SF.shape)
     if values_SF.ndim != 2 or groups < 1 or heads % groups or shape[1] % heads:
@@ -36,10 +35,10 @@ def sample_square_norms(values_SF: Tensor, heads: int = 1, groups: int = 1, diag
 
 
 def draw_labels(logits_TV: Tensor, uniform_T: Tensor) -> Tensor:
-    """A label of each row, drawn from softmax(logits): the first v where the cumulated probability exceeds u in [0, 1).
+    """Draw a label for each row from softmax(logits): the first v whose cumulative probability exceeds u in [0, 1).
 
-    Cumulated on the CPU in float64, over sums of 512 entries and then within one of these, so that a device gives the
-    same labels each time (a cumulative sum on CUDA does not). Returns (T,) int64 on the device of the logits. Raises
+    Sums of 512 entries, and then the entries of one, are cumulated on the CPU in float64, so that a device draws the
+    same labels each time (cumulative sums on CUDA vary). Returns (T,) int64 on the device of the logits. Raises
     ValueError on NaN or infinity.
     """
     require_finite("logits", logits_TV)
@@ -54,7 +53,7 @@ def draw_labels(logits_TV: Tensor, uniform_T: Tensor) -> Tensor:
     before_T = torch.where(chunk_T > 0, ends_TC[rows_T, chunk_T - 1], 0.0)
     chosen_Tc = chunks_TCc[rows_T.to(logits_TV.device), chunk_T.to(logits_TV.device)].cpu().to(torch.float64)
     within_T = torch.searchsorted(chosen_Tc.cumsum(dim=1), (target_T - before_T)[:, None], right=True)[:, 0]
-    last_T = _last_positive(chosen_Tc)  # rounding of the sums may leave the target beyond the last entry
+    last_T = _last_positive(chosen_Tc)  # rounding may put the target beyond the last entry
     return (chunk_T * _CHUNK + torch.minimum(within_T, last_T)).to(logits_TV.device)
 
 

@@ -1,4 +1,4 @@
-"""Products of half precision on a CPU that multiplies float32 faster: lamina.processor_lamina says where."""
+"""Products of half precision in the weight's dtype. lamina.processor_lamina chooses that dtype on a CPU."""
 
 from torch import Tensor
 from torch.nn import functional

@@ -1,6 +1,6 @@
 """Matrices whose rows or columns belong to attention heads, head by head.
 
-H heads, G groups of neighbouring heads (KV heads), d numbers of a head, r of them after a change of basis, x anything.
+H heads, G groups of neighbouring heads (KV heads), d numbers of a head, r after a change of basis, x any size.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def repeat_groups(parts_G: Tensor, heads: int) -> Tensor:
-    """(H, …): to each head the part of its group."""
+    """Repeat each group's part for its heads: (G, …) -> (H, …)."""
     return parts_G.repeat_interleave(heads // parts_G.shape[0], dim=0)
 
 
@@ -24,17 +24,17 @@ def encode_heads(encode_nrd: Tensor, matrix: Tensor) -> Tensor:
 
 
 def head_blocks(matrix: Tensor, heads: int) -> Tensor:
-    """(H, i, o): the blocks of single heads on the diagonal of (H·i, H·o)."""
+    """The diagonal blocks (H, i, o) of single heads of a matrix (H·i, H·o)."""
     blocks = matrix.unflatten(0, (heads, -1)).unflatten(2, (heads, -1))
     return torch.stack([blocks[head, :, head] for head in range(heads)])
 
 
 def group_sums(blocks_H: Tensor, groups: int) -> Tensor:
-    """(G, …): the sums over the heads of each group."""
+    """Sum over the heads of each group: (H, …) -> (G, …)."""
     sums_G: Tensor = blocks_H.unflatten(0, (groups, -1)).sum(dim=1)
     return sums_G
 
 
 def diagonal_blocks(moment_FF: Tensor, heads: int, groups: int) -> Tensor:
-    """(G, d, d): the blocks of single heads on the diagonal of (H·d, H·d), summed over the heads of each group."""
+    """The diagonal blocks of single heads of (H·d, H·d), summed over the heads of each group: (G, d, d)."""
     return group_sums(head_blocks(moment_FF, heads), groups)

@@ -1,4 +1,4 @@
-"""Numbers between those that were measured."""
+"""Linear interpolation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 
-def interpolate(seen: Sequence[float], values: Tensor, places: Tensor) -> Tensor:
-    """(p, …) at some places (p,): linear between those seen, ascending, of which (n, …) are the values; beyond them as
-    at the nearest."""
-    if len(seen) == 1:
+def interpolate(nodes: Sequence[float], values: Tensor, places: Tensor) -> Tensor:
+    """Interpolate `values` (n, …) at ascending `nodes` (n,) linearly; returns (p, …) at `places` (p,).
+
+    Beyond the nodes the nearest value counts.
+    """
+    if len(nodes) == 1:
         return values.expand(len(places), *values.shape[1:])
-    at_n, places_p = (torch.as_tensor(x, dtype=torch.float64, device=values.device) for x in (seen, places))
+    at_n, places_p = (torch.as_tensor(x, dtype=torch.float64, device=values.device) for x in (nodes, places))
     above_p = torch.searchsorted(at_n, places_p).clamp(1, len(at_n) - 1)
     share_p = ((places_p - at_n[above_p - 1]) / (at_n[above_p] - at_n[above_p - 1])).clamp(0.0, 1.0)
     share_p = share_p.reshape(-1, *(1 for _ in values.shape[1:]))

@@ -1,4 +1,4 @@
-"""Two factors for one matrix, or for a stack that shares its input, and condition numbers.
+"""Two factors for a matrix, or for a stack that shares its input, and condition numbers.
 
 docs/methods.md#lorc, #joint-rank-k.
 
@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_rank, require_square
+from pipeline.kernels.scales import BLOCK_ROWS
 from pipeline.kernels.spectra import FLOOR, eigh_descending, fix_signs, symmetric_root
 
 # A Gram matrix squares the spectrum: singular values below 1e-5 of the largest would keep fewer than 6 digits.
 _GRAM_RATIO = 1e-5
-# Rows of a tall stack that are float64 at a time.
-_BLOCK_ROWS = 2048
 
 
 class Svd(NamedTuple):
@@ -30,7 +29,7 @@ class Svd(NamedTuple):
 
 
 class InputRoots(NamedTuple):
-    """M^{1/2} and M^{-1/2} (D, D) of an input moment brought to mean diagonal 1; how many eigenvalues were clipped."""
+    """M^{1/2} and M^{-1/2} (D, D) of an input moment of mean diagonal 1; the number of clipped eigenvalues."""
 
     root: Tensor
     inverse: Tensor
@@ -46,10 +45,10 @@ class LowRank(NamedTuple):
 
 
 def truncated_svd(matrix_mD: Tensor, rank: int) -> Svd:
-    """The leading `rank` singular triplets and all singular values, in float64.
+    """Compute the leading `rank` singular triplets and all singular values, in float64.
 
-    By the Gram matrix of the short side where the kept values span less than 1e5 (values far below 1e-8 of the largest
-    are then known only to be small), else by a direct SVD. Each right vector's largest component is positive. Raises
+    If the kept values span less than 1e5, uses the Gram matrix of the short side (values far below 1e-8 of the largest
+    are then inaccurate), else a direct SVD. Each right vector's largest component is positive. Raises
     ValueError unless `matrix_mD` is a finite matrix and 1 <= rank <= min(m, D).
     """
     require_rank("rank", rank, min(_matrix("matrix", matrix_mD)))
@@ -60,10 +59,10 @@ def truncated_svd(matrix_mD: Tensor, rank: int) -> Svd:
 
 
 def input_roots(moment_DD: Tensor, floor: float = FLOOR) -> InputRoots:
-    """The roots for `weighting: input`, to be shared by all matrices that read this input.
+    """Compute the roots for `weighting: input`, shared by all matrices that read this input.
 
-    Eigenvalues below `floor` x the largest are clipped. Normalised, so that the factors keep the scale of the weights.
-    Raises ValueError as `symmetric_root`.
+    Eigenvalues below `floor` x the largest are clipped. The moment is normalised, so that factors keep the weights'
+    scale. Raises ValueError as `symmetric_root`.
     """
     require_square("moment", moment_DD)
     require_finite("moment", moment_DD)
@@ -73,7 +72,7 @@ def input_roots(moment_DD: Tensor, floor: float = FLOOR) -> InputRoots:
 
 
 def low_rank(weight_mD: Tensor, rank: int, roots: InputRoots | None = None, balanced: bool = False) -> LowRank:
-    """The best two factors of rank r: of W, or with `roots` of its outputs on the calibration inputs.
+    """Factor W at rank r with least error of W or, with `roots`, of its outputs on the calibration inputs.
 
     docs/methods.md#lorc: S Wᵀ = U Σ Vᵀ with S = M^{1/2} (the identity without `roots`); first = U_rᵀ S⁻¹, second = V_r
     Σ_r. With `balanced` (#joint-rank-k) √Σ goes into each factor. With `roots` the error is that on inputs of mean
@@ -87,7 +86,7 @@ def low_rank(weight_mD: Tensor, rank: int, roots: InputRoots | None = None, bala
 def joint_low_rank(
     weights: Sequence[Tensor], rank: int, roots: InputRoots | None = None
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """One first factor (r, D) for a stack of weights (m_i, D), one second factor (m_i, r) each, singular values (n,).
+    """Factor a stack of weights (m_i, D) into one first (r, D) and a second (m_i, r) each; singular values (n,).
 
     docs/methods.md#joint-rank-k: [W_1; W_2; …] ≈ U_r Σ_r V_rᵀ with √Σ in each factor. A tall stack is never built: its
     Gram matrix is summed block by block. Raises ValueError as `low_rank`, and if the weights do not share their input
@@ -108,7 +107,7 @@ def _factors(
     require_rank("rank", rank, min(sum(rows), inputs))
     for weight in weights:
         require_finite("weight", weight)
-    kept = torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
+    dtype = torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
     tall = _tall_right_vectors(weights, rank, roots) if sum(rows) >= inputs else None
     if tall is not None:
         values_n, right_Dr = tall
@@ -116,30 +115,30 @@ def _factors(
         inner_r = leading_r.sqrt() if balanced else torch.ones_like(leading_r)
         # second = W S V Σ⁻¹ · outer, and outer / Σ = 1 / inner
         outward_Dr = (right_Dr if roots is None else roots.root @ right_Dr) / inner_r
-        seconds = [_product(weight, outward_Dr, kept) for weight in weights]
+        seconds = [_product(weight, outward_Dr, dtype) for weight in weights]
     else:
         stack_mD = torch.cat([weight.detach().to(torch.float64) for weight in weights])
         svd = truncated_svd(stack_mD if roots is None else stack_mD @ roots.root, rank)
         values_n, right_Dr, leading_r = svd.values, svd.right, svd.values[:rank]
         inner_r = leading_r.sqrt() if balanced else torch.ones_like(leading_r)
         outer_r = leading_r.sqrt() if balanced else leading_r
-        seconds = [part.to(kept) for part in torch.split(svd.left * outer_r, rows)]
+        seconds = [part.to(dtype) for part in torch.split(svd.left * outer_r, rows)]
     first_rD = (right_Dr * inner_r).T
     if roots is not None:
         first_rD = first_rD @ roots.inverse
-    return first_rD.to(kept).contiguous(), seconds, values_n
+    return first_rD.to(dtype).contiguous(), seconds, values_n
 
 
 def _tall_right_vectors(weights: Sequence[Tensor], rank: int, roots: InputRoots | None) -> tuple[Tensor, Tensor] | None:
     """Singular values and leading right vectors of a tall stack by its D x D Gram matrix, a block of rows at a time.
 
-    None where squaring would cost too many digits.
+    None if squaring would cost too many digits.
     """
     inputs = weights[0].shape[1]
     peak = max(float(weight.abs().max()) for weight in weights) or 1.0
     gram_DD = torch.zeros(inputs, inputs, dtype=torch.float64, device=weights[0].device)
     for weight in weights:
-        for block_bD in weight.detach().split(_BLOCK_ROWS):
+        for block_bD in weight.detach().split(BLOCK_ROWS):
             scaled_bD = block_bD.to(torch.float64) / peak
             gram_DD.addmm_(scaled_bD.T, scaled_bD)
     if roots is not None:
@@ -152,16 +151,16 @@ def _tall_right_vectors(weights: Sequence[Tensor], rank: int, roots: InputRoots 
 
 
 def _product(weight_mD: Tensor, right_Dr: Tensor, dtype: torch.dtype) -> Tensor:
-    """W · right in float64, kept in `dtype`, a block of rows at a time."""
+    """W · right in float64, stored in `dtype`, a block of rows at a time."""
     result_mr = torch.empty(weight_mD.shape[0], right_Dr.shape[1], dtype=dtype, device=weight_mD.device)
-    for start in range(0, weight_mD.shape[0], _BLOCK_ROWS):
-        rows = slice(start, start + _BLOCK_ROWS)
+    for start in range(0, weight_mD.shape[0], BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
         result_mr[rows] = weight_mD[rows].detach().to(torch.float64) @ right_Dr
     return result_mr
 
 
 def rank_limit(outputs: int, inputs: int) -> int:
-    """The largest rank whose two factors store fewer numbers than m x D: r (m + D) < m D; may be 0.
+    """Return the largest rank whose factors store fewer numbers than m x D: r (m + D) < m D; may be 0.
 
     docs/methods.md#joint-rank-k.
     """
@@ -169,7 +168,7 @@ def rank_limit(outputs: int, inputs: int) -> int:
 
 
 def log_condition(weight_mD: Tensor, floor: float = torch.finfo(torch.float64).eps) -> tuple[float, bool]:
-    """ln(σ_max / σ_min) of a matrix, and whether σ_min was clipped at `floor` x σ_max (docs/methods.md#lorc).
+    """Return ln(σ_max / σ_min), and True if σ_min was clipped at `floor` x σ_max (docs/methods.md#lorc).
 
     A zero matrix counts as clipped. Raises ValueError unless the matrix is finite and 0 < floor < 1.
     """
@@ -204,7 +203,7 @@ def _short_gram(matrix_mD: Tensor) -> Tensor:
 
 
 def _gram_svd(matrix_mD: Tensor, rank: int) -> Svd | None:
-    """Triplets by the eigenvectors of the short side; None where squaring would cost too many digits."""
+    """Triplets by the eigenvectors of the short side; None if squaring would cost too many digits."""
     peak = float(matrix_mD.abs().max()) or 1.0
     scaled_mD = matrix_mD / peak
     eigenvalues_n, vectors_nn = eigh_descending(_short_gram(scaled_mD))

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
 
-# A float32 product sums at most so many rows; the sums of products are float64.
+# The most rows that a float32 product sums; sums of products are float64.
 ROWS_PER_PRODUCT = 4096
 # Blocks above the diagonal are computed once and mirrored: half the work, and no F x F temporary.
 BLOCK_COLUMNS = 2048
-# Magnitudes whose squares, summed over ROWS_PER_PRODUCT rows, keep well inside the type's range.
+# Exponents of magnitudes whose squares, summed over ROWS_PER_PRODUCT rows, stay well inside the type's range.
 _SAFE_EXPONENTS = {torch.float32: (-30, 40), torch.float64: (-300, 400)}
 _LARGEST = 1e150
-_COSINE_NUMBERS = {"cpu": 1 << 17, "cuda": 1 << 23}  # of each side at a time: a CPU has them in its cache
+_COSINE_NUMBERS = {"cpu": 1 << 17, "cuda": 1 << 23}  # of each side at a time: they fit into a CPU's cache
 
 
 def head_moment(
     values_TF: Tensor, heads: int = 1, groups: int = 1, product_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Second moments Σ_t y yᵀ of each of `heads` equal parts of the features, summed over the heads of a group.
+    """Sum the second moments Σ_t y yᵀ of `heads` equal parts of the features, over the heads of each group.
 
     `values_TF` is (..., F) in any floating type; heads of a group are neighbours. Returns (groups, F/heads, F/heads)
-    float64; heads = groups = 1 gives the plain F x F moment as (1, F, F). Products of at most 4096 rows run in
-    `product_dtype` (float32 or float64) and are summed in float64. Raises ValueError as `add_head_moment_` does.
+    float64; heads = groups = 1 gives the plain F x F moment as (1, F, F). Products of at most 4096 rows are computed in
+    `product_dtype` (float32 or float64) and summed in float64. Raises ValueError as `add_head_moment_` does.
     """
     width = values_TF.shape[-1] // heads if heads > 0 and values_TF.ndim else 0
     total_Gdd = torch.zeros(max(groups, 0), width, width, dtype=torch.float64, device=values_TF.device)
@@ -38,9 +38,9 @@ def head_moment(
 def add_head_moment_(
     total_Gdd: Tensor, values_TF: Tensor, heads: int = 1, groups: int = 1, product_dtype: torch.dtype = torch.float32
 ) -> None:
-    """Adds `head_moment(values_TF, ...)` to the float64 `total_Gdd` in place, without an F x F temporary.
+    """Add `head_moment(values_TF, ...)` to the float64 `total_Gdd` in place, without an F x F temporary.
 
-    Raises ValueError on shapes that do not fit, on NaN or infinity, and on magnitudes whose squares leave float64;
+    Raises ValueError on shapes that do not fit, on NaN or infinity, and on magnitudes whose squares overflow float64;
     `total_Gdd` is then unchanged.
     """
     _check_parts(total_Gdd, values_TF, heads, groups, product_dtype)
@@ -66,13 +66,13 @@ def add_head_moment_(
 def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
     """The float64 sum over rows of cos(x_t, y_t), and the number of rows (docs/methods.md#importance).
 
-    Row by row in float64; rows of float64 are scaled by their largest magnitude first, so that nothing overflows. The
-    cosine of two zero rows is 1, of a zero row and another 0. Raises ValueError on unequal shapes and on NaN or
+    Computed in float64; float64 rows are first scaled by their largest magnitude, so that nothing overflows. The cosine
+    of two zero rows is 1, of a zero row and another 0. Raises ValueError on unequal shapes and on NaN or
     infinity.
     """
     if x_TD.shape != y_TD.shape or x_TD.ndim < 1 or x_TD.shape[-1] == 0:
         raise ValueError(f"x and y need one shape, (..., D), not {tuple(x_TD.shape)} and {tuple(y_TD.shape)}")
-    given = {"x": x_TD, "y": y_TD}
+    arguments = {"x": x_TD, "y": y_TD}
     x_TD, y_TD = (rows.detach().reshape(-1, rows.shape[-1]) for rows in (x_TD, y_TD))
     total = torch.zeros((), dtype=torch.float64, device=x_TD.device)
     tokens = max(1, _COSINE_NUMBERS[x_TD.device.type] // x_TD.shape[1])
@@ -82,15 +82,15 @@ def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
         x_zero_T, y_zero_T = x_norm_T == 0, y_norm_T == 0
         cosines_T = x.mul_(y).sum(dim=1) / (x_norm_T * y_norm_T).masked_fill_(x_zero_T | y_zero_T, 1.0)
         total += cosines_T.clamp_(-1.0, 1.0).masked_fill_(x_zero_T & y_zero_T, 1.0).sum()
-    found = float(total)
-    if math.isnan(found):  # what NaN or infinity in any row ends in, and nothing else
-        for name, rows in given.items():
+    cosine_sum = float(total)
+    if math.isnan(cosine_sum):  # only NaN or infinity in a row leads to this
+        for name, rows in arguments.items():
             require_finite(name, rows)
-    return found, x_TD.shape[0]
+    return cosine_sum, x_TD.shape[0]
 
 
 def _squarable(rows_TD: Tensor) -> Tensor:
-    """A copy in float64, scaled where squares could leave its range: those of smaller types cannot."""
+    """Copy rows to float64; float64 rows are scaled, as their squares might overflow."""
     if rows_TD.dtype != torch.float64:
         return rows_TD.to(torch.float64)
     peak_T = rows_TD.abs().amax(dim=1)
@@ -115,7 +115,7 @@ def _check_parts(total_Gdd: Tensor, values_TF: Tensor, heads: int, groups: int, 
 
 
 def product_rows(chunk_TF: Tensor, heads: int, groups: int, product_dtype: torch.dtype) -> Tensor:
-    """(T, F) -> (G, T * heads per group, d): what one batched product sums over."""
+    """Lay out the rows of one batched product: (T, F) -> (G, T * heads per group, d)."""
     tokens, per_group = chunk_TF.shape[0], heads // groups
     if not exact_halves(chunk_TF, product_dtype):
         chunk_TF = chunk_TF.to(product_dtype)
@@ -124,16 +124,23 @@ def product_rows(chunk_TF: Tensor, heads: int, groups: int, product_dtype: torch
 
 
 def exact_halves(rows: Tensor, product_dtype: torch.dtype) -> bool:
-    """Whether a GPU's matrix units can multiply these 16-bit numbers exactly into float32 sums, with no upcast."""
+    """True if a GPU's matrix units multiply these 16-bit numbers exactly into float32 sums, without a conversion."""
     halves = rows.dtype in (torch.float16, torch.bfloat16)
     return halves and rows.is_cuda and torch.version.hip is None and product_dtype == torch.float32
 
 
+def batched_product(left_GnR: Tensor, right_GRm: Tensor, dtype: torch.dtype) -> Tensor:
+    """`torch.bmm` with a result in `dtype`, which may be wider than the arguments' (`exact_halves`)."""
+    if left_GnR.dtype == dtype:
+        return torch.bmm(left_GnR, right_GRm)
+    return torch.bmm(left_GnR, right_GRm, out_dtype=dtype)
+
+
 def wide_product(left_TF: Tensor, right_FO: Tensor) -> Tensor:
-    """Left · right in float32 or better, of 16-bit numbers exactly as `exact_halves` says."""
+    """Multiply in float32 or better; 16-bit numbers are not converted where `exact_halves` allows it."""
     dtype = torch.promote_types(left_TF.dtype, torch.float32)
     if left_TF.dtype == right_FO.dtype and exact_halves(left_TF, dtype):
-        return torch.bmm(left_TF[None], right_FO[None], out_dtype=dtype)[0]
+        return batched_product(left_TF[None], right_FO[None], dtype)[0]
     return left_TF.to(dtype) @ right_FO.to(dtype)
 
 
@@ -144,10 +151,7 @@ def _add_products_(total_Gdd: Tensor, rows_GRd: Tensor, product_dtype: torch.dty
         left_GbR = rows_GRd[:, :, rows].transpose(1, 2)
         for columns in blocks[number:]:
             right_GRb = rows_GRd[:, :, columns]
-            if rows_GRd.dtype == product_dtype:
-                product_Gbb = torch.bmm(left_GbR, right_GRb)
-            else:
-                product_Gbb = torch.bmm(left_GbR, right_GRb, out_dtype=product_dtype)
+            product_Gbb = batched_product(left_GbR, right_GRb, product_dtype)
             if factor is not None:
                 product_Gbb = product_Gbb.to(torch.float64).mul_(factor)
             total_Gdd[:, rows, columns].add_(product_Gbb)

@@ -1,8 +1,8 @@
-"""Which MLP channels to keep, and the best refit of W_down on them (docs/methods.md#mlp).
+"""Selection of MLP channels by leverage, and the best refit of W_down on them (docs/methods.md#mlp).
 
-N channels, D hidden size, k kept channels S, R = the removed ones, C = Σ h hᵀ their moment, n channels still standing,
-m removals of one panel. Selection and refit work on correlations: C and W_down scaled so that diag C = 1. That
-changes no minimum, and makes every jitter and floor relative to each channel's own size.
+N channels, D hidden size, k kept channels S, R = the removed ones, C = Σ h hᵀ their moment. Selection and refit work on
+correlations: C and W_down scaled so that diag C = 1. That changes no minimum, and makes every jitter and floor relative
+to each channel's own size.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,16 @@ LEAST_PIVOT = 1e-10
 INVERSE_JITTERS = (1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
 _SOLVE_PIVOT = 1e-12
 _SOLVE_JITTERS = (1e-12, 1e-11, 1e-10)
-# Eigenvalues below this share of the largest carry no information in a moment of float32 products.
+# In a moment of float32 products, eigenvalues below this share of the largest carry no information.
 _EIGENVALUE_FLOOR = 1e-8
 _CONDITION_STEPS = 12
 
 
 class RefitReport(TypedDict):
-    """How a refit was solved.
+    """Diagnostics of a refit.
 
-    `jitter` was added to the correlations' unit diagonal; `condition` estimates their 2-norm condition (of the kept
-    part after a fallback); `fallback` says that they are rank-deficient and `dropped` eigenvalues were left out.
+    `jitter` was added to the correlations' unit diagonal; `condition` estimates their 2-norm condition (after a
+    fallback, of the kept part); `fallback`: they are rank-deficient, and `dropped` eigenvalues were left out.
     """
 
     jitter: float
@@ -39,18 +39,18 @@ class RefitReport(TypedDict):
 
 
 class Selection(NamedTuple):
-    """The channels that stay, `kept` (k,), ascending; `jitter`: what the unit diagonal of a singular C needed."""
+    """The kept `channels` (k,), ascending, and the `jitter` that the unit diagonal of a singular C needed."""
 
-    kept: Tensor
+    channels: Tensor
     jitter: float
 
 
 def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> tuple[Tensor, float]:
     """Scores (N,) = diag(C (C + λI)⁻¹) = 1 − λ diag((C + λI)⁻¹), in [0, 1], with λ = ridge · mean(diag C). float64.
 
-    Besides, the jitter, relative to mean diag C, that a ridge too small for the inverse needed. One Cholesky factor; a
-    dead channel scores 0, and so do all if C is zero. Raises ValueError on a shape that is not square, NaN, infinity,
-    a ridge that is not positive, or if C is not positive semidefinite.
+    Also returns the jitter, relative to mean diag C, that a ridge too small for the inverse needed. One Cholesky
+    factor; a dead channel scores 0, and so do all if C is zero. Raises ValueError on a shape that is not square, NaN,
+    infinity, a ridge that is not positive, or if C is not positive semidefinite.
     """
     size = require_square("moment", moment_NN)
     if not 0.0 < ridge < float("inf"):
@@ -60,19 +60,19 @@ def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> tuple[Tensor, float
     if mean == 0.0:
         return torch.zeros(size, dtype=torch.float64, device=moment_NN.device), 0.0
 
-    def fill_damped_(into_NN: Tensor) -> None:
+    def _fill_damped_(into_NN: Tensor) -> None:
         for rows in blocks_of(size):
             into_NN[rows, : rows.stop] = moment_NN.detach()[rows, : rows.stop].to(torch.float64) / mean
         into_NN.diagonal().add_(ridge)
 
-    # A jitter (only where the ridge is too small for the inverse) is so much more ridge.
+    # A jitter, which only a ridge too small for the inverse needs, adds to the ridge.
     damped_NN = empty_lower(size, moment_NN.device)
-    jitter = jittered_factor(fill_damped_, damped_NN, _SOLVE_PIVOT, INVERSE_JITTERS)
+    jitter = jittered_factor(_fill_damped_, damped_NN, _SOLVE_PIVOT, INVERSE_JITTERS)
     return (1.0 - (ridge + jitter) * inverse_diagonal(damped_NN)).clamp_(0.0, 1.0), jitter
 
 
 def select_leverage(moment_NN: Tensor, count: int, ridge: float = 1.0) -> Selection:
-    """The `count` channels of the highest ridge leverage scores; of equal scores the lower index stays.
+    """Select the `count` channels of highest ridge leverage scores; of equal scores the lower index is kept.
 
     Raises ValueError as `ridge_leverage`, and unless 1 <= count <= N.
     """
@@ -83,10 +83,10 @@ def select_leverage(moment_NN: Tensor, count: int, ridge: float = 1.0) -> Select
 
 
 def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> Tensor:
-    """W L (D, N), C = L Lᵀ in the order of the priority: what each channel adds to the outputs that those before give.
+    """W L (D, N), C = L Lᵀ in order of priority: what each channel adds to the outputs of those before it.
 
-    Columns p; the best refit of W on the first k channels, of any metric, gives outputs of the moment Σ_{i<k} p pᵀ and
-    leaves an error of Σ_{i>=k} p pᵀ. A singular C gets a relative jitter. N³/3 + D N² multiplications and additions.
+    With columns p, the best refit of W on the first k channels, in any metric, has outputs of moment Σ_{i<k} p pᵀ and
+    an error of Σ_{i>=k} p pᵀ. A singular C gets a relative jitter. N³/3 + D N² multiplications and additions.
     Raises ValueError on shapes that do not fit, NaN, infinity, on a priority that is no permutation, or if C is not
     positive semidefinite.
     """
@@ -113,31 +113,31 @@ def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> 
 def nested_losses(felt_DN: Tensor) -> Tensor:
     """(N + 1,): ½ tr(G ΔW C ΔWᵀ) of the best refit of W on the first k channels, for k = 0 … N. docs/methods.md#curves.
 
-    From the `nested_outputs` of Fᵀ W, G = F Fᵀ.
+    Takes the `nested_outputs` of Fᵀ W, G = F Fᵀ.
     """
     return tail_sums(0.5 * felt_DN.square().sum(dim=0))
 
 
 def nystrom_refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport]:
-    """W̃_down = W_down C[:,S] C[S,S]⁻¹ (D, k) in float64: least output error on the channels `indices_k`, and a report.
+    """Return W̃_down = W_down C[:,S] C[S,S]⁻¹ (D, k) in float64, of least output error on `indices_k`, and a report.
 
-    Solved as W_S + W_R C[R,S] C[S,S]⁻¹ by a Cholesky factor with a relative jitter if need be; a rank-deficient C[S,S]
-    (fewer tokens than k) by its eigenvectors, the eigenvalues below 1e-8 of the largest dropped, so that what the
-    calibration never saw keeps W_S. With all N channels kept W_down itself is returned. Raises ValueError on shapes
-    that do not fit, NaN, infinity, or indices that are not strictly ascending within 0..N-1.
+    Solved as W_S + W_R C[R,S] C[S,S]⁻¹ by a Cholesky factor, with a relative jitter if need be. A rank-deficient C[S,S]
+    (fewer tokens than k) is solved by its eigenvectors; eigenvalues below 1e-8 of the largest are dropped, so that
+    directions without calibration data keep W_S. With all N channels W_down itself is returned. Raises ValueError on
+    shapes that do not fit, NaN, infinity, or indices that are not strictly ascending within 0..N-1.
     """
     refit_Dk, report, _ = _refit(weight_down_DN, moment_NN, indices_k)
     return refit_Dk, report
 
 
 def refit_with_error(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport, float]:
-    """`nystrom_refit`, and its `output_error` for D R² multiplications, of which that takes D N².
+    """`nystrom_refit` and its `output_error`, with D R² multiplications instead of D N².
 
-    With the pull P = W_R C[R,S] and the correction X = P (C[S,S] + jI)⁻¹ of the correlations, what is lost is
+    With the pull P = W_R C[R,S] and the correction X = P (C[S,S] + jI)⁻¹ of the correlations, the error is
     tr(W_R C[R,R] W_Rᵀ) − ⟨P, X⟩ − j‖X‖². Raises ValueError as `nystrom_refit`.
     """
     refit_Dk, report, regained = _refit(weight_down_DN, moment_NN, indices_k)
-    removed_R = _complement(indices_k, len(moment_NN))
+    removed_R = complement(indices_k, len(moment_NN))
     if len(removed_R) == 0:
         return refit_Dk, report, 0.0
     moment_RR = moment_NN.detach().index_select(0, removed_R).index_select(1, removed_R)
@@ -153,25 +153,25 @@ def _refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tupl
         report = RefitReport(jitter=0.0, condition=1.0, fallback=False, dropped=0)
         return _columns(weight_down_DN, indices_k), report, 0.0
     scale_N = channel_scale(moment_NN)
-    removed_R = _complement(indices_k, size)
+    removed_R = complement(indices_k, size)
     pull_DR = _columns(weight_down_DN, removed_R).mul_(scale_N[removed_R])
     pull_Dk = _pulled(pull_DR, moment_NN, scale_N, removed_R, indices_k)
     correction_Dk, report = _solve(moment_NN, scale_N, indices_k, pull_Dk)
     jittered = report["jitter"] * float(correction_Dk.square().sum()) if report["jitter"] else 0.0
-    regained = float(pull_Dk.mul_(correction_Dk).sum()) + jittered  # the last that is asked of the pull
-    # Laid out as the weight is, not as the solve left it: a product's last bits depend on that.
+    regained = float(pull_Dk.mul_(correction_Dk).sum()) + jittered  # the last use of the pull
+    # In the weight's memory layout, not the solver's: a product's last bits depend on it.
     return _columns(weight_down_DN, indices_k).add_(correction_Dk.div_(scale_N[indices_k])), report, regained
 
 
 def _columns(weight_DN: Tensor, indices_k: Tensor) -> Tensor:
-    """Some columns in float64, a copy."""
+    """Copy some columns in float64."""
     return weight_DN.detach().index_select(1, indices_k).to(torch.float64)
 
 
 def output_error(weight_DN: Tensor, refit_Dk: Tensor, indices_k: Tensor, moment_NN: Tensor) -> float:
     """Relative squared output error ‖W − W̃P‖²_C / ‖W‖²_C of channels `indices_k`, with ‖E‖²_C = tr(E C Eᵀ).
 
-    0.0 if nothing is lost, also where the dense output is zero. Raises ValueError on shapes that do not fit, NaN or
+    0.0 without an error, also if the dense output is zero. Raises ValueError on shapes that do not fit, NaN or
     infinity, and on bad indices.
     """
     size = check_down(moment_NN, weight_DN)
@@ -206,8 +206,8 @@ def output_energy(weight_DN: Tensor, moment_NN: Tensor) -> float:
 
 
 def triangle_sum(rows_bn: Tensor, width: int) -> Tensor:
-    """What some rows above the diagonal contribute to the sum over both triangles; their first `width` columns are a
-    block on the diagonal."""
+    """The contribution of rows of an upper triangle to the sum over both; their first `width` columns are a diagonal
+    block."""
     return rows_bn[:, :width].sum() + 2.0 * rows_bn[:, width:].sum()
 
 
@@ -220,7 +220,7 @@ def _solve(moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor, pull_Dk: Tenso
             continue
         fill_correlations(matrix_kk, moment_NN, scale_N, indices_k)
         matrix_kk.diagonal().add_(jitter)
-        # A pivot that the jitter alone holds up is a direction without information.
+        # A pivot that only the jitter keeps positive is a direction without information.
         failed = factor_(matrix_kk, max(_SOLVE_PIVOT, 8 * jitter))
         if failed is None:
             condition = estimate_condition(
@@ -233,10 +233,10 @@ def _solve(moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor, pull_Dk: Tenso
         bound = min(bound, failed - jitter)
     fill_correlations(matrix_kk, moment_NN, scale_N, indices_k)
     values_k, vectors_kk = eigh_descending(matrix_kk.tril() + matrix_kk.tril(-1).mT)
-    kept = int((values_k > _EIGENVALUE_FLOOR * values_k[0]).sum())
-    solution_Dk = ((pull_Dk @ vectors_kk[:, :kept]) / values_k[:kept]) @ vectors_kk[:, :kept].T
-    condition = float(values_k[0] / values_k[kept - 1])
-    dropped = values_k.numel() - kept
+    num_kept = int((values_k > _EIGENVALUE_FLOOR * values_k[0]).sum())
+    solution_Dk = ((pull_Dk @ vectors_kk[:, :num_kept]) / values_k[:num_kept]) @ vectors_kk[:, :num_kept].T
+    condition = float(values_k[0] / values_k[num_kept - 1])
+    dropped = values_k.numel() - num_kept
     return solution_Dk, RefitReport(jitter=0.0, condition=condition, fallback=True, dropped=dropped)
 
 
@@ -250,9 +250,9 @@ def _solve_factor(pull_Dk: Tensor, factor_kk: Tensor) -> Tensor:
 def estimate_condition(
     multiply: Callable[[Tensor], Tensor], solve: Callable[[Tensor], Tensor], indices_k: Tensor
 ) -> float:
-    """λ_max / λ_min by a few steps of power and inverse iteration: from below, within a small factor."""
+    """Estimate λ_max / λ_min by a few steps of power and inverse iteration: from below, within a small factor."""
     places_k1 = torch.arange(len(indices_k), dtype=torch.float64, device=indices_k.device)[:, None]
-    # Fixed, and not orthogonal to anything in particular.
+    # A fixed vector, unlikely to be orthogonal to the extreme eigenvectors.
     start_k1 = 1.0 + 0.5 * torch.cos(places_k1**2)
     high_k1 = low_k1 = start_k1 / torch.linalg.vector_norm(start_k1)
     high = low = torch.ones((), dtype=torch.float64)
@@ -264,7 +264,7 @@ def estimate_condition(
 
 
 def channel_diagonal(moment_NN: Tensor) -> Tensor:
-    """diag C (N,). Raises ValueError where it is negative."""
+    """diag C (N,). Raises ValueError if it is negative somewhere."""
     diagonal_N = moment_NN.detach().diagonal().to(torch.float64)
     if bool((diagonal_N < 0).any()):
         raise ValueError(f"moment: its diagonal holds {float(diagonal_N.min()):g}, so it is no sum of squares")
@@ -272,13 +272,13 @@ def channel_diagonal(moment_NN: Tensor) -> Tensor:
 
 
 def channel_scale(moment_NN: Tensor) -> Tensor:
-    """Root mean square per channel but for a constant; 1 for a dead one, whose row of C is zero."""
+    """Root mean square per channel, up to a constant; 1 for a dead channel, whose row of C is zero."""
     scale_N = channel_diagonal(moment_NN).sqrt()
     return scale_N.masked_fill_(scale_N == 0, 1.0)
 
 
 def fill_correlations(into_kk: Tensor, moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor | None = None) -> None:
-    """The lower triangle of C's correlations, of the channels `indices_k` or all, with a unit diagonal."""
+    """Write the lower triangle of C's correlations, of the channels `indices_k` or all, with a unit diagonal."""
     scale_k = scale_N if indices_k is None else scale_N[indices_k]
     for rows in blocks_of(len(into_kk)):
         columns = slice(0, rows.stop)
@@ -309,13 +309,14 @@ def _pulled(pull_DR: Tensor, moment_NN: Tensor, scale_N: Tensor, removed_R: Tens
     return total_Dk
 
 
-def _complement(indices_k: Tensor, size: int) -> Tensor:
+def complement(indices_k: Tensor, size: int) -> Tensor:
+    """The indices of 0..size-1 that are not in `indices_k`, ascending."""
     rest_N = torch.ones(size, dtype=torch.bool, device=indices_k.device)
     return rest_N.index_fill_(0, indices_k, False).nonzero()[:, 0]
 
 
 def check_down(moment_NN: Tensor, weight_DN: Tensor) -> int:
-    """N. Raises ValueError unless shapes fit and all is finite."""
+    """Return N. Raises ValueError unless the shapes fit and all numbers are finite."""
     size = require_square("moment", moment_NN)
     if weight_DN.ndim != 2 or weight_DN.shape[1] != size or moment_NN.ndim != 2:
         shapes = f"{tuple(weight_DN.shape)} and {tuple(moment_NN.shape)}"

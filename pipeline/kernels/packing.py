@@ -1,4 +1,4 @@
-"""Small integers packed without gaps into 32-bit words, as the pack-quantized layout of compressed-tensors stores them.
+"""Small integers packed without gaps into 32-bit words, in the pack-quantized layout of compressed-tensors.
 
 docs/formats.md#rounded-tensors. Legend: O outputs (rows), I inputs (columns), W words of a row, g columns of a group,
 S scales of a row (I / g, or one).
@@ -13,12 +13,12 @@ WORD_BITS = 32
 
 
 def words_of(columns: int, bits: int) -> int:
-    """W: the words that hold a row of `columns` numbers of `bits` bits."""
+    """W, the number of words for a row of `columns` numbers of `bits` bits."""
     return math.ceil(columns * bits / WORD_BITS)
 
 
 def pack(codes_OI: Tensor, bits: int) -> Tensor:
-    """Codes in -2^(bits-1) … 2^(bits-1) - 1 as words (O, W) int32: code + 2^(bits-1), lowest bits first, row by row.
+    """Pack codes in -2^(bits-1) … 2^(bits-1) - 1 into words (O, W) int32: code + 2^(bits-1), lowest bits first.
 
     A number may begin in one word and end in the next; 32 of them fill `bits` words. Raises ValueError on codes out of
     range, or of no integer type.
@@ -43,7 +43,7 @@ def pack(codes_OI: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words_OW: Tensor, bits: int, columns: int) -> Tensor:
-    """The codes (O, `columns`) int8 that `pack` stored. Raises ValueError on words that are not int32, or too few."""
+    """Return the codes (O, `columns`) int8 of packed words. Raises ValueError on too few words, or not int32."""
     low, _ = code_range(bits)
     if words_OW.dtype != torch.int32 or words_OW.ndim != 2 or words_OW.shape[1] != words_of(columns, bits):
         raise ValueError(
@@ -64,7 +64,7 @@ def unpack(words_OW: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def scaled(codes_OI: Tensor, scales_OS: Tensor) -> Tensor:
-    """code · scale in the scales' dtype, each for I / S columns. Raises ValueError where S does not divide I."""
+    """Multiply codes by scales, one for I / S columns, in the scales' dtype. Raises ValueError unless S divides I."""
     rows, columns = codes_OI.shape
     if scales_OS.ndim != 2 or scales_OS.shape[0] != rows or scales_OS.shape[1] == 0 or columns % scales_OS.shape[1]:
         raise ValueError(f"scales {tuple(scales_OS.shape)} do not divide codes {tuple(codes_OI.shape)}")

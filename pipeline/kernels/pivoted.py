@@ -1,4 +1,4 @@
-"""A matrix of rank r as r of its own rows and what makes the others from them (docs/methods.md#pivoted-factors).
+"""A matrix of rank r as r of its own rows, and coefficients that give the others (docs/methods.md#pivoted-factors).
 
 m outputs, D inputs, r rank, P the pivot rows, t the numerical rank.
 """
@@ -13,7 +13,7 @@ from pipeline.kernels.checks import require_finite, require_rank
 
 # Below this share of the largest, a direction of the factors is rounding.
 _DEPENDENT = 1e-10
-# A coefficient above this is worth a swap of rows; |C| <= 1 is reached only in the limit.
+# Rows are swapped while a coefficient exceeds this; |C| <= 1 is reached only in the limit.
 _LARGEST = 1.1
 
 
@@ -26,11 +26,11 @@ class Pivoted(NamedTuple):
 
 
 def pivoted(first_rD: Tensor, second_mr: Tensor) -> Pivoted:
-    """The pivoted form of second @ first, exact in exact arithmetic, with coefficients of at most 1.1 in magnitude.
+    """Return the pivoted form of second @ first, exact but for rounding, with coefficients of magnitude at most 1.1.
 
-    Rows are picked by partial pivoting on an orthonormal basis of the column space of `second`, then swapped as long as
-    a coefficient exceeds 1.1, each swap enlarging the volume of the picked rows by as much (maximum volume; Goreinov et
-    al., How to find a good submatrix, 2010). Where the numerical rank t is below r, the lowest rows left over fill up,
+    Partial pivoting on an orthonormal basis of the column space of `second` picks rows. They are swapped while a
+    coefficient exceeds 1.1; each swap enlarges the volume of the picked rows by that factor (maximum volume; Goreinov
+    et al., How to find a good submatrix, 2010). If the numerical rank t is below r, the first unpicked rows fill up,
     with coefficients 0. float64. Raises ValueError on shapes that do not fit, NaN, infinity, or r > m.
     """
     if first_rD.ndim != 2 or second_mr.ndim != 2 or second_mr.shape[1] != first_rD.shape[0]:
@@ -52,23 +52,23 @@ def pivoted(first_rD: Tensor, second_mr: Tensor) -> Pivoted:
 
 
 def pivoted_numbers(outputs: int, inputs: int, rank: int, bits: int) -> int:
-    """Numbers of `bits` bits that the form stores, its r indices of 32 bits included; the dense ones where fewer."""
+    """Count the stored numbers of `bits` bits, including r indices of 32 bits; at most as many as the dense matrix."""
     indices = math.ceil(32 * rank / bits)
     return min(rank * inputs + (outputs - rank) * rank + indices, outputs * inputs)
 
 
-def expand(found: Pivoted) -> Tensor:
-    """W (m, D)."""
-    outputs = found.indices.numel() + found.coefficients.shape[0]
-    whole_mD = found.rows.new_empty(outputs, found.rows.shape[1])
-    rest_m = torch.ones(outputs, dtype=torch.bool, device=found.indices.device).index_fill_(0, found.indices, False)
-    whole_mD[found.indices] = found.rows
-    whole_mD[rest_m] = found.coefficients @ found.rows
+def expand(form: Pivoted) -> Tensor:
+    """Return W (m, D)."""
+    outputs = form.indices.numel() + form.coefficients.shape[0]
+    whole_mD = form.rows.new_empty(outputs, form.rows.shape[1])
+    rest_m = torch.ones(outputs, dtype=torch.bool, device=form.indices.device).index_fill_(0, form.indices, False)
+    whole_mD[form.indices] = form.rows
+    whole_mD[rest_m] = form.coefficients @ form.rows
     return whole_mD
 
 
 def _column_space(second_mr: Tensor) -> Tensor:
-    """An orthonormal basis (m, t)."""
+    """Return an orthonormal basis (m, t)."""
     sizes_r = torch.linalg.vector_norm(second_mr, dim=0)
     if float(sizes_r.max()) == 0.0:
         return second_mr[:, :0]
@@ -83,7 +83,7 @@ def _column_space(second_mr: Tensor) -> Tensor:
 
 
 def _large_volume(basis_mt: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (t,) of an orthonormal basis whose volume is locally the largest, and basis · basis[rows]⁻¹ (m, t)."""
+    """Pick rows (t,) of an orthonormal basis with locally maximal volume; also returns basis · basis[rows]⁻¹ (m, t)."""
     outputs, rank = basis_mt.shape
     device = basis_mt.device
     if rank == 0:
@@ -101,5 +101,5 @@ def _large_volume(basis_mt: Tensor) -> tuple[Tensor, Tensor]:
         change_t[column] -= 1.0
         coefficients_mt = torch.addr(coefficients_mt, coefficients_mt[:, column] / pivot, change_t, alpha=-1.0)
         rows_t[column] = row
-    # Once more from the basis: swaps add up rounding.
+    # Solved again from the basis: swaps accumulate rounding.
     return rows_t, torch.linalg.solve(basis_mt[rows_t], basis_mt, left=False)

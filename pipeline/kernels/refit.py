@@ -1,6 +1,6 @@
-"""A weight fitted again to what really reaches it, from the values of some tokens (docs/methods.md#solve).
+"""Least-squares refits of a weight to its actual inputs, from the values of some tokens (docs/methods.md#solve).
 
-T tokens, D outputs, q of them or of their mixtures, k inputs.
+T tokens, D outputs, q outputs or mixtures of them, k inputs.
 """
 
 from collections.abc import Iterable
@@ -23,11 +23,10 @@ class Refit(NamedTuple):
 
 
 def refit(pairs: Iterable[tuple[Tensor, Tensor]], start_Dk: Tensor, ridge: float = RIDGE) -> Refit:
-    """The weight W of least Σ‖t − W x‖² + λ‖W − `start`‖² over (targets (T, D), inputs (T, k)), batch by batch.
+    """Minimise Σ‖t − W x‖² + λ‖W − `start`‖² over batches of (targets (T, D), inputs (T, k)).
 
-    λ = `ridge` · mean of the inputs' diagonal moment. float64; batches of less are multiplied in float32, and the
-    products summed in float64. Raises ValueError on shapes that do not fit, NaN or infinity, no token at all, or a
-    ridge that is not positive.
+    λ = `ridge` · mean of the inputs' diagonal moment. Products of smaller types are computed in float32, all sums in
+    float64. Raises ValueError on shapes that do not fit, NaN or infinity, no tokens, or a ridge that is not positive.
     """
     _check_ridge(ridge)
     start_Dk = start_Dk.detach().to(torch.float64)
@@ -42,28 +41,27 @@ def refit(pairs: Iterable[tuple[Tensor, Tensor]], start_Dk: Tensor, ridge: float
 
 
 def refit_residual(pairs: Iterable[tuple[Tensor, Tensor]], outputs: int, inputs: int, ridge: float = RIDGE) -> float:
-    """What a refit leaves: mean ‖e − ΔW x‖² over (errors (T, q) of the weight before, inputs (T, k)).
+    """Return the error after a refit: mean ‖e − ΔW x‖² over (errors (T, q) of the old weight, inputs (T, k)).
 
-    ΔW is of least Σ‖e − ΔW x‖² + λ‖ΔW‖². What is left is corrected for the k numbers that each output fitted to so
-    many tokens: divided by 1 − k / T, of at most twice. k³/3 + q k² operations besides the sums. Precision and errors
-    as of `refit`.
+    ΔW minimises Σ‖e − ΔW x‖² + λ‖ΔW‖². The error is divided by max(½, 1 − k / T), because each output fits k numbers to
+    T tokens. Takes k³/3 + q k² operations besides the sums. Precision and exceptions as `refit`.
     """
     _check_ridge(ridge)
     sums = _summed(pairs, outputs, inputs)
     moment_kk, cross_qk = sums.moment, sums.cross
     penalty = ridge * float(moment_kk.diagonal().mean())
-    left = float(sums.power)
+    residual = float(sums.power)
     if penalty > 0.0:
         moment_kk.diagonal().add_(penalty)
         factor_kk = torch.linalg.cholesky(moment_kk)
         half_qk = torch.linalg.solve_triangular(factor_kk.mT, cross_qk, upper=True, left=False)
         change_qk = torch.linalg.solve_triangular(factor_kk, half_qk, upper=False, left=False)
-        left -= float(half_qk.square().sum()) + penalty * float(change_qk.square().sum())
-    return max(0.0, left) / max(0.5, 1.0 - inputs / sums.tokens)
+        residual -= float(half_qk.square().sum()) + penalty * float(change_qk.square().sum())
+    return max(0.0, residual) / max(0.5, 1.0 - inputs / sums.tokens)
 
 
 class _Sums(NamedTuple):
-    """E[x xᵀ] (k, k), E[t xᵀ] (q, k) and E‖t‖² (), and of how many tokens."""
+    """E[x xᵀ] (k, k), E[t xᵀ] (q, k), E‖t‖² () and the number of tokens."""
 
     moment: Tensor
     cross: Tensor
@@ -103,9 +101,10 @@ def _check_ridge(ridge: float) -> None:
 
 
 def correction(error_Dk: Tensor, moment_kk: Tensor, ridge: float) -> Tensor:
-    """The ΔW of least E‖e − ΔW x‖² + λ‖ΔW‖², from E[e xᵀ] (D, k) and E[x xᵀ] (k, k): what to add to a weight that
-    leaves the error e of what it should give. λ = `ridge` · mean of the moment's diagonal. float64; zeros for inputs
-    that are all zero. Raises ValueError on shapes that do not fit, NaN, infinity, or a ridge that is not positive.
+    """Return the ΔW that minimises E‖e − ΔW x‖² + λ‖ΔW‖², from E[e xᵀ] (D, k) and E[x xᵀ] (k, k).
+
+    Adding ΔW to a weight with output errors e corrects them. λ = `ridge` · mean of the moment's diagonal. float64;
+    zeros for a zero moment. Raises ValueError on shapes that do not fit, NaN, infinity or a ridge <= 0.
     """
     inputs = require_square("moment", moment_kk)
     if error_Dk.ndim != 2 or error_Dk.shape[1] != inputs:
@@ -121,14 +120,14 @@ def correction(error_Dk: Tensor, moment_kk: Tensor, ridge: float) -> Tensor:
     return torch.cholesky_solve(error_Dk.T, torch.linalg.cholesky(damped_kk)).T
 
 
-def evenly_spread(start: int, count: int, total: int, wanted: int) -> Tensor:
-    """Which of `count` tokens, numbered from `start` of `total`, are among `wanted` that are spread evenly over all.
+def evenly_spread(start: int, count: int, total: int, num_chosen: int) -> Tensor:
+    """Return the positions, in tokens start … start + count - 1, of `num_chosen` tokens spread evenly over `total`.
 
-    Token t is, where ⌊(t + 1) · wanted / total⌋ > ⌊t · wanted / total⌋: exactly `wanted` of all, or all if there are
-    fewer. Positions within the `count`, int64. Raises ValueError unless 0 <= start and start + count <= total.
+    Token t is chosen if ⌊(t + 1) · num_chosen / total⌋ > ⌊t · num_chosen / total⌋: exactly `num_chosen` of all, or all
+    if there are fewer. int64, relative to `start`. Raises ValueError unless 0 <= start and start + count <= total.
     """
     if not 0 <= start <= start + count <= total:
         raise ValueError(f"tokens {start} to {start + count} are not of {total}")
     tokens_t = torch.arange(start, start + count)
-    wanted = min(wanted, total)
-    return ((tokens_t + 1) * wanted // total > tokens_t * wanted // total).nonzero()[:, 0]
+    num_chosen = min(num_chosen, total)
+    return ((tokens_t + 1) * num_chosen // total > tokens_t * num_chosen // total).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Sizes of matrices that are decomposed together: the smaller ones must not drown in the rounding of the larger."""
+"""Scales for matrices that are decomposed together: small ones must not drown in the rounding of large ones."""
 
 import math
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
 
-# float32 factors hold seven digits of the largest matrix of a stack; a smaller one is to keep at least four.
+# float32 factors hold seven digits of the largest matrix of a stack; smaller ones should keep at least four.
 SPREAD = 1e3
-BLOCK_ROWS = 2048  # of a weight that are float64 at a time
+BLOCK_ROWS = 2048  # rows of a weight converted to float64 at a time
 
 
 def common_scales(weights: Sequence[Tensor]) -> list[float]:
-    """A power of two for each weight, by which it is to be divided before the weights are stacked.
+    """Return a power of two for each weight, the divisor to apply before the weights are stacked.
 
-    All 1.0 unless the root mean squares of two weights that are not zero are more than SPREAD apart: then the divided
-    ones have one size, half way (in the exponent) between the largest and the smallest. Raises ValueError on NaN or
-    infinity.
+    All are 1.0 unless the root mean squares of two nonzero weights differ by more than a factor SPREAD: then the
+    quotients have one size, half way (in the exponent) between the largest and the smallest. Raises ValueError on NaN
+    or infinity.
     """
     sizes = []
     for weight in weights:
@@ -28,13 +28,13 @@ def common_scales(weights: Sequence[Tensor]) -> list[float]:
     if not live or max(live) <= SPREAD * min(live):
         return [1.0] * len(sizes)
     exponents = [math.frexp(size)[1] if size > 0.0 else None for size in sizes]
-    known = [exponent for exponent in exponents if exponent is not None]
-    middle = (max(known) + min(known)) // 2
+    nonzero = [exponent for exponent in exponents if exponent is not None]
+    middle = (max(nonzero) + min(nonzero)) // 2
     return [1.0 if exponent is None else 2.0 ** (exponent - middle) for exponent in exponents]
 
 
 def equalize(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
-    """The weights divided by their common scales, and these; the weights themselves where none needs it.
+    """Divide the weights by their common scales; returns quotients and scales. Equal scales leave the weights as is.
 
     The quotients are float32, or float64 for a float64 weight: exact, as a scale is a power of two. Raises ValueError
     on NaN or infinity.
@@ -49,11 +49,11 @@ def equalize(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
 
 
 def _mean_square(weight: Tensor, peak: float) -> float:
-    """Of weight / peak, in float64, a block of rows at a time."""
+    """The mean square of weight / peak in float64, a block of rows at a time."""
     blocks = weight.split(BLOCK_ROWS)
     return sum(float((block.double() / peak).square().sum()) for block in blocks) / weight.numel()
 
 
 def scale_report(scales: Sequence[float]) -> dict[str, list[float]]:
-    """For a layer's report: `scaled`, what the weights of a stack were divided by; nothing if they were not."""
+    """Return the entry `scaled` of a layer's report, the divisors of a stack's weights; empty if all are 1."""
     return {"scaled": list(scales)} if any(scale != 1.0 for scale in scales) else {}

@@ -1,13 +1,13 @@
-"""The n-th largest of many numbers."""
+"""Selection of the n-th largest number."""
 
 import torch
 from torch import Tensor
 
 
 def nth_largest(values_n: Tensor, count: int) -> Tensor:
-    """The smallest of the `count` largest of a vector, as a scalar tensor on its device; the same value anywhere.
+    """Return the smallest of the `count` largest numbers of a vector, as a scalar on its device.
 
-    A GPU sorts: its `kthvalue` is twenty times slower. A CPU selects: sorting is four times slower there.
+    Sorts on a GPU, where `kthvalue` is twenty times slower; a CPU selects, as sorting is four times slower there.
     """
     if values_n.is_cuda:
         return values_n.sort().values[-count]

@@ -1,4 +1,4 @@
-"""What a change of a weight costs the model's loss, and the changes that cost least (docs/methods.md#curves).
+"""The cost of weight changes in the model's loss, and the cheapest changes (docs/methods.md#curves).
 
 With g the gradient of the loss at an output and x the input, a change Δ of the weight between them costs about
 ½ E[(gᵀ Δ x)²] ≈ ½ tr(G Δ C Δᵀ) nats per token, G = E[g gᵀ] and C = E[x xᵀ]. Moments here are means per token.
@@ -15,11 +15,11 @@ from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import jittered_factor
 from pipeline.kernels.heads import project_heads, repeat_groups
 from pipeline.kernels.nystrom import INVERSE_JITTERS, LEAST_PIVOT, channel_scale, fill_correlations
-from pipeline.kernels.spectra import FLOOR, eigenvalues_descending, eigh_descending, tail_sums
+from pipeline.kernels.spectra import FLOOR, eigenvalues_descending, eigh_descending, symmetrized, tail_sums
 
 
 class Directions(NamedTuple):
-    """Directions of a space by what they weigh on the loss: the change that drops all beyond r costs ½ Σ_{i>r} values.
+    """Directions of a space by their weight in the loss: dropping all beyond r costs ½ Σ_{i>r} values.
 
     `decode` (n, n) @ `encode` (n, n) is the identity; the first r columns and rows give the best projection of rank r.
     """
@@ -30,18 +30,18 @@ class Directions(NamedTuple):
 
 
 class Factored(NamedTuple):
-    """A moment M = `scale` · F Fᵀ, of mean diagonal 1 but for `scale`; `factor` F (n, n) lower triangular."""
+    """A moment M = `scale` · F Fᵀ, where F Fᵀ has mean diagonal 1; `factor` F (n, n) is lower triangular."""
 
     factor: Tensor
     scale: float
 
 
 def factored(moment_nn: Tensor) -> Factored:
-    """For several directions in one metric, or of one input, where a Cholesky factor is as good as a root. float64.
+    """Factor a moment once, to share the factor between `Directions`. float64.
 
-    A singular moment gets a jitter, relative to each diagonal element, and no diagonal element counts for less than
-    1e-10 of the largest. Of zeros F is the identity, and `scale` 0. Raises ValueError on a shape that is not square,
-    NaN or infinity, or if M is not positive semidefinite.
+    A Cholesky factor serves as well as a root here. A singular moment gets a jitter relative to each diagonal element,
+    and no diagonal element counts less than 1e-10 of the largest. For zeros F is the identity, and `scale` 0. Raises
+    ValueError on a shape that is not square, NaN or infinity, or if M is not positive semidefinite.
     """
     require_square("moment", moment_nn)
     require_finite("moment", moment_nn)
@@ -58,55 +58,55 @@ def factored(moment_nn: Tensor) -> Factored:
 
 
 def input_directions(moment_DD: Tensor | Factored, pull_DD: Tensor) -> Directions:
-    """Of a stack of weights W that read one input: W' = W · decode[:, :r] · encode[:r] is the best of rank r.
+    """Directions of an input that the weights W read: W' = W · decode[:, :r] · encode[:r] is the best of rank r.
 
     With C = F Fᵀ the input moment and V the eigenvectors of Fᵀ J F, decode = F V and encode = Vᵀ F⁻¹; J = Wᵀ G W, or
-    as E[j jᵀ] of j = Wᵀ g, is the gradient pulled back to the input. Least error in the metric
-    ‖G^{1/2} (W − W') C^{1/2}‖, with no root of either. C, or what it is `factored` to. float64. Raises ValueError on
+    as E[j jᵀ] of j = Wᵀ g, is the gradient pulled back to the input. Minimises ‖G^{1/2} (W − W') C^{1/2}‖ without a
+    root of either. `moment_DD` is C, possibly `factored`. float64. Raises ValueError on
     shapes that do not fit, NaN or infinity.
     """
-    found = _factored("input moment", moment_DD, "pull", pull_DD)
-    return weighted_directions(found, _felt(found, pull_DD))
+    moment = _factored("input moment", moment_DD, "pull", pull_DD)
+    return weighted_directions(moment, _weighted(moment, pull_DD))
 
 
-def weighted_directions(moment: Factored, felt_DD: Tensor) -> Directions:
+def weighted_directions(moment: Factored, weighted_DD: Tensor) -> Directions:
     """`input_directions` from Fᵀ J F. Raises ValueError on NaN or infinity."""
-    values_D, vectors_DD = eigh_descending(felt_DD)
-    encode_DD = _unread(vectors_DD, moment.factor)
+    values_D, vectors_DD = eigh_descending(weighted_DD)
+    encode_DD = _solve(vectors_DD, moment.factor)
     return Directions(values_D * moment.scale, encode_DD, moment.factor @ vectors_DD)
 
 
 def output_directions(weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor | Factored) -> Directions:
-    """Of one weight by its output: W' = decode[:, :r] · (encode[:r] W) is the best of rank r.
+    """Directions of a weight's output: W' = decode[:, :r] · (encode[:r] W) is the best of rank r.
 
-    With G = F Fᵀ and U the eigenvectors of Fᵀ W C Wᵀ F, decode = F⁻ᵀ U and encode = Uᵀ Fᵀ. G, or what it is `factored`
-    to. float64. Raises ValueError on shapes that do not fit, NaN or infinity.
+    With G = F Fᵀ and U the eigenvectors of Fᵀ W C Wᵀ F, decode = F⁻ᵀ U and encode = Uᵀ Fᵀ. `metric_mm` is G, possibly
+    `factored`. float64. Raises ValueError on shapes that do not fit, NaN or infinity.
     """
     spread_mm = pushforward(weight_mF, moment_FF)
-    found = _factored("metric", metric_mm, "outputs", spread_mm)
-    values_m, vectors_mm = eigh_descending(_felt(found, spread_mm))
-    return Directions(values_m * found.scale, (found.factor @ vectors_mm).T, _unread(vectors_mm, found.factor).T)
+    metric = _factored("metric", metric_mm, "outputs", spread_mm)
+    values_m, vectors_mm = eigh_descending(_weighted(metric, spread_mm))
+    return Directions(values_m * metric.scale, (metric.factor @ vectors_mm).T, _solve(vectors_mm, metric.factor).T)
 
 
 def least_losses(moment_nn: Tensor | Factored, other_nn: Tensor) -> Tensor:
-    """(n + 1,): what the best change to rank r costs, in nats per token, for r = 0 … n: ½ Σ_{i>r} of the eigenvalues.
+    """Cost (n + 1,) of the best change to rank r, in nats per token, for r = 0 … n: ½ Σ_{i>r} of the eigenvalues.
 
-    As the `values` of `input_directions` (an input's moment, and its pull) or `output_directions` (the metric, and the
-    outputs' moment), without directions. Raises ValueError as they do.
+    The eigenvalues are the `values` of `input_directions` (from an input's moment and its pull) or `output_directions`
+    (from the metric and the outputs' moment), computed without directions. Raises ValueError as they do.
     """
-    found = _factored("moment", moment_nn, "other", other_nn)
-    return weighted_losses(_felt(found, other_nn), found.scale)
+    moment = _factored("moment", moment_nn, "other", other_nn)
+    return weighted_losses(_weighted(moment, other_nn), moment.scale)
 
 
-def weighted_losses(felt_nn: Tensor, scale: float) -> Tensor:
-    """`least_losses` from Fᵀ X F, the other moment as the first, `scale` · F Fᵀ, feels it."""
-    return tail_losses(scale * eigenvalues_descending(felt_nn))
+def weighted_losses(weighted_nn: Tensor, scale: float) -> Tensor:
+    """`least_losses` from Fᵀ X F, the other moment X weighted by the first, `scale` · F Fᵀ."""
+    return tail_losses(scale * eigenvalues_descending(weighted_nn))
 
 
-def gram_losses(felt_nk: Tensor, scale: float) -> Tensor:
-    """`weighted_losses` of a moment Y Yᵀ; n outputs, k of anything."""
-    outputs, features = felt_nk.shape
-    gram = felt_nk.T @ felt_nk if features < outputs else felt_nk @ felt_nk.T
+def gram_losses(factor_nk: Tensor, scale: float) -> Tensor:
+    """`weighted_losses` of the moment Y Yᵀ of a factor Y (n, k)."""
+    outputs, features = factor_nk.shape
+    gram = factor_nk.T @ factor_nk if features < outputs else factor_nk @ factor_nk.T
     values = scale * eigenvalues_descending(gram)
     return tail_losses(torch.cat((values, values.new_zeros(outputs - len(values)))))
 
@@ -116,16 +116,16 @@ def tail_losses(values_n: Tensor) -> Tensor:
     return 0.5 * tail_sums(values_n)
 
 
-def losses_by_rank(found: Directions, moment_nn: Tensor, metric_nn: Tensor) -> Tensor:
+def losses_by_rank(directions: Directions, moment_nn: Tensor, metric_nn: Tensor) -> Tensor:
     """(n + 1,): ½ tr(M Q C Qᵀ), Q = I − decode[:, :r] encode[:r], in nats per token, for r = 0 … n.
 
-    Of an input: C its moment, M the gradient pulled back to it. Of an output: C its moment, M the gradient there.
+    C is the moment of an input or output, M the moment of the gradient there.
     """
-    return projection_losses(metric_nn, moment_nn, found.encode[None], found.decode[None])
+    return projection_losses(metric_nn, moment_nn, directions.encode[None], directions.decode[None])
 
 
 def pullback(weight_mF: Tensor, metric: Tensor) -> Tensor:
-    """Wᵀ G W (F, F) in float64: a metric of outputs, (m, m) or its diagonal (m,), as one of inputs.
+    """Wᵀ G W (F, F) in float64: a metric of outputs, (m, m) or its diagonal (m,), as a metric of inputs.
 
     Raises ValueError on shapes that do not fit.
     """
@@ -133,7 +133,7 @@ def pullback(weight_mF: Tensor, metric: Tensor) -> Tensor:
         raise ValueError(f"weight {tuple(weight_mF.shape)} and metric {tuple(metric.shape)} do not fit")
     weight_mF, metric = weight_mF.detach().to(torch.float64), metric.detach().to(torch.float64)
     read_mF = metric[:, None] * weight_mF if metric.ndim == 1 else metric @ weight_mF
-    return _symmetric(weight_mF.T @ read_mF)
+    return symmetrized(weight_mF.T @ read_mF)
 
 
 def pushforward(weight_mF: Tensor, moment_FF: Tensor) -> Tensor:
@@ -141,11 +141,11 @@ def pushforward(weight_mF: Tensor, moment_FF: Tensor) -> Tensor:
     if weight_mF.ndim != 2 or tuple(moment_FF.shape) != (weight_mF.shape[1],) * 2:
         raise ValueError(f"weight {tuple(weight_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
     weight_mF, moment_FF = weight_mF.detach().to(torch.float64), moment_FF.detach().to(torch.float64)
-    return _symmetric(weight_mF @ moment_FF @ weight_mF.T)
+    return symmetrized(weight_mF @ moment_FF @ weight_mF.T)
 
 
 def projection_losses(metric_FF: Tensor, moment_FF: Tensor, encode_Gdd: Tensor, decode_Gdd: Tensor) -> Tensor:
-    """(d + 1,): ½ tr(M Q C Qᵀ) when every head keeps r of its d directions, for r = 0 … d.
+    """(d + 1,): ½ tr(M Q C Qᵀ) if every head keeps r of its d directions, for r = 0 … d.
 
     Q is block diagonal over the heads: I − decode_g[:, :r] encode_g[:r] for each head of group g (heads of a group are
     neighbours; decode_g encode_g = I). Correlations between heads count. M = W_oᵀ G W_o and C = E[c cᵀ] over all heads:
@@ -163,7 +163,7 @@ def projection_losses(metric_FF: Tensor, moment_FF: Tensor, encode_Gdd: Tensor, 
     of_metric_FF = project_heads(project_heads(metric_FF, decode_Hdd).T.contiguous(), decode_Hdd)
     of_moment_FF = project_heads(project_heads(moment_FF, encode_Hdd.mT).T.contiguous(), encode_Hdd.mT)
     pairs_dd = (of_metric_FF * of_moment_FF).reshape(heads, width, heads, width).sum(dim=(0, 2))
-    # Σ over a, b >= r, for every r: the diagonal of the sums from the far corner; on the CPU as `tail_sums`.
+    # Σ over a, b >= r for every r: the diagonal of cumulative sums from the far corner; on the CPU as in `tail_sums`.
     corner_dd = pairs_dd.cpu().flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)
     losses = 0.5 * torch.cat((corner_dd.diagonal(), corner_dd.new_zeros(1))).clamp_min(0.0)
     return losses.to(metric_FF.device)
@@ -177,36 +177,33 @@ def change_loss(change_mF: Tensor, moment_FF: Tensor, metric: Tensor) -> float:
 
 
 def _factored(first: str, moment_nn: Tensor | Factored, second: str, other_nn: Tensor) -> Factored:
-    found = moment_nn if isinstance(moment_nn, Factored) else factored(moment_nn)
-    _same_order(first, found.factor, second, other_nn)
-    return found
+    moment = moment_nn if isinstance(moment_nn, Factored) else factored(moment_nn)
+    _same_order(first, moment.factor, second, other_nn)
+    return moment
 
 
-def _felt(found: Factored, other_nn: Tensor) -> Tensor:
-    return found.factor.T @ other_nn.detach().to(torch.float64) @ found.factor
+def _weighted(moment: Factored, other_nn: Tensor) -> Tensor:
+    """Fᵀ X F."""
+    return moment.factor.T @ other_nn.detach().to(torch.float64) @ moment.factor
 
 
-def _unread(vectors_nn: Tensor, factor_nn: Tensor) -> Tensor:
+def _solve(vectors_nn: Tensor, factor_nn: Tensor) -> Tensor:
     """Vᵀ F⁻¹."""
     solved_nn: Tensor = torch.linalg.solve_triangular(factor_nn, vectors_nn.T, upper=False, left=False)
     return solved_nn
 
 
 def _unit(matrix: Tensor) -> tuple[Tensor, float]:
-    """A matrix brought to mean diagonal 1, so that factors keep the scale of the weights, and its divisor."""
+    """Scale a matrix to mean diagonal 1, so that factors keep the weights' scale; also returns the divisor."""
     matrix = matrix.detach().to(torch.float64)
     mean = float(matrix.diagonal().mean())
     return (matrix / mean, mean) if mean > 0.0 else (matrix, 1.0)
 
 
-def _symmetric(matrix: Tensor) -> Tensor:
-    return (matrix + matrix.T).mul_(0.5)
-
-
-def _same_order(first: str, left: Tensor, second: str, right: Tensor) -> int:
-    size = require_square(first, left)
-    if left.ndim != 2 or left.shape != right.shape:
-        raise ValueError(f"{first} {tuple(left.shape)} and {second} {tuple(right.shape)} do not fit")
-    require_finite(first, left)
-    require_finite(second, right)
+def _same_order(first: str, one: Tensor, second: str, other: Tensor) -> int:
+    size = require_square(first, one)
+    if one.ndim != 2 or one.shape != other.shape:
+        raise ValueError(f"{first} {tuple(one.shape)} and {second} {tuple(other.shape)} do not fit")
+    require_finite(first, one)
+    require_finite(second, other)
     return size

@@ -10,7 +10,7 @@ from pipeline.kernels.checks import require_finite, require_square
 
 
 def shrink(sum_GFF: Tensor, square_norms_G: Tensor, sequences: int, tokens: int) -> Tensor:
-    """The mean per token, shrunk towards its diagonal by `shrink_share`. float64.
+    """Return the mean per token, shrunk towards its diagonal by `shrink_share`. float64.
 
     A diagonal moment, (G, F), is only divided. Raises ValueError as `shrink_share`, and unless 1 <= tokens.
     """
@@ -28,10 +28,10 @@ def shrink(sum_GFF: Tensor, square_norms_G: Tensor, sequences: int, tokens: int)
 
 
 def shrink_share(sum_GFF: Tensor, square_norms_G: Tensor, sequences: int) -> Tensor:
-    """α (G,) = Σ_s‖A_s − A/S‖² / (S (S − 1)) / ‖A/S − diag A/S‖², clipped to [0, 1]: how far off chance may be.
+    """α (G,) = Σ_s‖A_s − A/S‖² / (S (S − 1)) / ‖A/S − diag A/S‖², clipped to [0, 1]: an estimate of the noise.
 
-    `square_norms_G` holds Σ_s‖A_s‖²_F, all of the single sequences that is needed; they are of one length. A single
-    sequence says nothing of chance: α = 1. A moment that is diagonal has nothing to shrink: α = 0. Raises ValueError on
+    `square_norms_G` holds Σ_s‖A_s‖²_F, summed over sequences of one length. A single sequence gives no estimate: α = 1.
+    A diagonal moment has nothing to shrink: α = 0. Raises ValueError on
     shapes that do not fit, NaN or infinity, and unless 1 <= sequences.
     """
     require_square("sum", sum_GFF)
@@ -44,7 +44,7 @@ def shrink_share(sum_GFF: Tensor, square_norms_G: Tensor, sequences: int) -> Ten
     require_finite("square norms", square_norms_G)
     if peak == 0.0:
         return torch.zeros_like(square_norms_G, dtype=torch.float64)
-    unit_GFF = sum_GFF.detach().to(torch.float64) / peak  # squares of the largest magnitudes leave float64
+    unit_GFF = sum_GFF.detach().to(torch.float64) / peak  # squares of the largest magnitudes overflow float64
     whole_G = unit_GFF.square().sum(dim=(1, 2))
     outside_G = whole_G - unit_GFF.diagonal(dim1=1, dim2=2).square().sum(dim=1)
     norms_G = square_norms_G.detach().to(torch.float64) / peak / peak

@@ -16,18 +16,18 @@ FLOOR = 1e-10
 _JITTER = 1e-14
 # cuSOLVER refuses larger ones, and LAPACK's workspace leaves 32 bits at 32,700.
 LARGEST_EIGENPROBLEM = 25_000
-_SHIFTS, _LEAST_SHARE = 12, 20  # shifts that are tried; the smaller part holds a twentieth
+_SHIFTS, _LEAST_SHARE = 12, 20  # shifts to try; the smaller part holds at least a twentieth
 _SIGN_STEPS, _SIGN_TOLERANCE = 60, 1e-14
 _COUPLING = 1e-12  # between the parts, relative to the matrix
-_STEPS = 16  # of a spectrum that is drawn
+_STEPS = 16  # points of a plotted spectrum
 _NOISE = 1e-13  # relative to the matrix
 
 
 def eigh_descending(moment: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (..., n), descending, and eigenvectors (..., n, n) as columns, of a positive semidefinite matrix.
 
-    float64. The matrix is symmetrised first; eigenvalues that round-off made negative are 0. Each eigenvector's
-    component of largest magnitude (the first, of equal ones) is positive, so that the result does not hang on a
+    float64. The matrix is symmetrised first; eigenvalues that rounding made negative are set to 0. Each eigenvector's
+    component of largest magnitude (the first, of equal ones) is positive, so that the result does not depend on a
     library's choice of sign. Raises ValueError on a shape that is not square, NaN, infinity, or if no solver converges.
     """
     scaled, exponent = _prepared(moment)
@@ -38,7 +38,7 @@ def eigh_descending(moment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigenvalues_descending(moment: Tensor) -> Tensor:
-    """Eigenvalues (n,) alone, as `eigh_descending` gives them but for rounding: a third of its operations at most.
+    """The eigenvalues (n,) of `eigh_descending`, up to rounding, with at most a third of its operations.
 
     Raises ValueError as it does.
     """
@@ -51,10 +51,10 @@ def eigenvalues_descending(moment: Tensor) -> Tensor:
 
 
 def symmetric_root(moment: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor, int]:
-    """M^{1/2} and M^{-1/2} in float64, and how many eigenvalues were clipped.
+    """Return M^{1/2} and M^{-1/2} in float64, and the number of clipped eigenvalues.
 
-    Eigenvalues below `floor` x the largest are raised to it first (per matrix of a batch), so that the two are
-    inverse to one another. An all-zero matrix gives two identities, with every eigenvalue counted as clipped. Raises
+    Eigenvalues below `floor` x the largest are raised to it first (per matrix of a batch), so that the two are inverse
+    to each other. An all-zero matrix gives two identities, with every eigenvalue counted as clipped. Raises
     ValueError as `eigh_descending`, and unless 0 < floor <= 1.
     """
     if not 0.0 < floor <= 1.0:
@@ -69,25 +69,26 @@ def symmetric_root(moment: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor
 
 
 def dropped_share(energies: Tensor, rank: int) -> float:
-    """Share of the energies (..., n), descending, that stand beyond `rank`: the relative squared error of a cut there.
+    """Share of the descending energies (..., n) beyond `rank`: the relative squared error of a truncation there.
 
-    Squared singular values, or eigenvalues of a moment (Theorem 4.1 of FLAT-LLM, over its heads). 0 where all are 0.
+    Energies are squared singular values, or eigenvalues of a moment (Theorem 4.1 of FLAT-LLM, over its heads). 0 if all
+    are 0.
     """
     total = energies.sum().item()
     return energies[..., rank:].sum().item() / total if total > 0 else 0.0
 
 
 def tail_sums(values_n: Tensor) -> Tensor:
-    """(n + 1,): what stands from r on, summed, for r = 0 … n.
+    """Sums (n + 1,) of the values from r on, for r = 0 … n.
 
-    On the CPU: a GPU's cumulative sums of floating numbers have other last bits in each run.
+    Computed on the CPU: on a GPU the last bits of cumulative sums vary from run to run.
     """
     sums_n = values_n.cpu().flip(0).cumsum(0).flip(0)
     return torch.cat((sums_n, sums_n.new_zeros(1))).to(values_n.device)
 
 
 def spectrum(energies: Tensor) -> list[float]:
-    """What `dropped_share` would be at 0, 1/16, … 16/16 of the full rank, to three digits: for a plot."""
+    """Return `dropped_share` at 0, 1/16, … 16/16 of the full rank, to three digits, for a plot."""
     by_rank_n = energies.flatten(0, -2).sum(dim=0) if energies.ndim > 1 else energies
     beyond_n = tail_sums(by_rank_n)
     places = [round(step / _STEPS * len(by_rank_n)) for step in range(_STEPS + 1)]
@@ -96,7 +97,7 @@ def spectrum(energies: Tensor) -> list[float]:
 
 
 def head_pca(moment_Gdd: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The `rank` leading eigenvectors Q̃ (G, d, r) of each head's moment, and all its eigenvalues (G, d), descending.
+    """Return the `rank` leading eigenvectors Q̃ (G, d, r) of each head's moment, and all eigenvalues (G, d), descending.
 
     docs/methods.md#value-and-output: W̃_v^g = Q̃ᵀ W_v^g, W̃_o^h = W_o^h Q̃; the squared error Σ‖y − Q̃Q̃ᵀy‖² is the sum
     of the eigenvalues beyond `rank`. float64. Raises ValueError as `eigh_descending`, and unless 1 <= rank <= d.
@@ -145,31 +146,30 @@ def output_gram(weight_DF: Tensor, heads: int, groups: int) -> Tensor:
 
 
 def _prepared(moment: Tensor) -> tuple[Tensor, int]:
-    """Symmetric, and divided by two to a power, which is exactly undone: some solvers do not scale by themselves."""
+    """Symmetrise, and divide by a power of two, which is undone exactly: some solvers do not scale by themselves."""
     require_square("moment", moment)
     exponent = max(-1000, min(1000, math.frexp(require_finite("moment", moment))[1]))
     scaled = moment.detach().to(torch.float64) * 2.0**-exponent
-    return (scaled + scaled.mT).mul_(0.5), exponent
+    return symmetrized(scaled), exponent
 
 
 def _with_spectrum(vectors: Tensor, values: Tensor) -> Tensor:
-    product = (vectors * values[..., None, :]) @ vectors.mT
-    return (product + product.mT).mul_(0.5)
+    return symmetrized((vectors * values[..., None, :]) @ vectors.mT)
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
-    """The columns of `vectors` (..., n, r), negated where the (first) component of largest magnitude is negative."""
+    """Negate the columns of `vectors` (..., n, r) whose (first) component of largest magnitude is negative."""
     magnitude = vectors.abs()
-    # Components equal but for rounding count as equal, or the sign would hang on the last bit.
+    # Components equal up to rounding count as equal: otherwise the sign would depend on the last bit.
     largest = magnitude >= magnitude.amax(dim=-2, keepdim=True) * (1.0 - 1e-9)
     first = largest.to(torch.uint8).argmax(dim=-2, keepdim=True)
     return torch.where(vectors.gather(-2, first) < 0, -vectors, vectors)
 
 
 def _eigh(symmetric: Tensor, noise: float | None = None) -> tuple[Tensor, Tensor]:
-    """In one piece where a library's solver can take it; else split in two by the sign of A − σ I, until it can.
+    """Ascending eigenvalues and vectors; matrices too large for the solver are split by the sign of A − σ I.
 
-    `noise`: what rounding leaves of a matrix that this one is a part of; σ I but for that is solved as it stands.
+    `noise`: the rounding error of the matrix that this one is a part of; a matrix within it of σ I counts as diagonal.
     """
     size = symmetric.shape[-1]
     if size <= LARGEST_EIGENPROBLEM:
@@ -186,18 +186,18 @@ def _eigh(symmetric: Tensor, noise: float | None = None) -> tuple[Tensor, Tensor
         values, order = values.sort()
         return values, eye[:, order]
     low, high = split_spectrum(symmetric)
-    found = [_eigh(_symmetric(basis.mT @ symmetric @ basis), noise) for basis in (low, high)]
-    values = torch.cat([part for part, _ in found])
-    return values, torch.cat([basis @ part for basis, (_, part) in zip((low, high), found, strict=True)], dim=1)
+    parts = [_eigh(symmetrized(basis.mT @ symmetric @ basis), noise) for basis in (low, high)]
+    values = torch.cat([part for part, _ in parts])
+    return values, torch.cat([basis @ part for basis, (_, part) in zip((low, high), parts, strict=True)], dim=1)
 
 
 def split_spectrum(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal bases of the eigenvectors below σ, and above, for a σ that leaves a share of them on either side.
+    """Return orthonormal bases of the eigenvectors below and above a σ that leaves a share of them on either side.
 
     The sign of A − σ I by Newton's iteration X ← (μ X + (μ X)⁻¹) / 2 with norm scaling (Higham, Functions of Matrices,
     section 8.6); (I ± sign) / 2 project onto the two spaces, whose bases are QR factors of the projected columns of a
-    fixed random matrix. Products, inverses and QR alone: no solver's limit on the order. Raises ValueError where no σ
-    splits.
+    fixed random matrix. It needs products, inverses and QR alone, without a solver's limit on the order. Raises
+    ValueError if no σ splits.
     """
     size = symmetric.shape[-1]
     eye = torch.eye(size, dtype=symmetric.dtype, device=symmetric.device)
@@ -219,7 +219,7 @@ def split_spectrum(symmetric: Tensor) -> tuple[Tensor, Tensor]:
             )
             if float(torch.linalg.matrix_norm(low.mT @ (symmetric @ high))) <= _COUPLING * float(scale):
                 return low, high
-        # Towards where most eigenvalues are: their mean on that side.
+        # Move to the mean of the eigenvalues on the side with more of them.
         side = 0.5 * (eye + sign) if 2 * above > size else 0.5 * (eye - sign)
         shift = (symmetric * side).sum() / side.diagonal().sum()
     raise ValueError(f"moment of order {size}: none of {_SHIFTS} shifts splits its spectrum")
@@ -229,7 +229,7 @@ def _sign(matrix: Tensor) -> Tensor:
     for _ in range(_SIGN_STEPS):
         inverse = torch.linalg.inv(matrix)
         scale = (torch.linalg.matrix_norm(inverse) / torch.linalg.matrix_norm(matrix)).sqrt()
-        following = _symmetric(0.5 * (scale * matrix + inverse / scale))
+        following = symmetrized(0.5 * (scale * matrix + inverse / scale))
         moved = float(torch.linalg.matrix_norm(following - matrix) / torch.linalg.matrix_norm(following))
         matrix = following
         if moved < _SIGN_TOLERANCE:
@@ -237,12 +237,13 @@ def _sign(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def _symmetric(matrix: Tensor) -> Tensor:
-    return 0.5 * (matrix + matrix.mT)
+def symmetrized(matrix: Tensor) -> Tensor:
+    """½ (A + Aᵀ) of a matrix or batch of them."""
+    return (matrix + matrix.mT).mul_(0.5)
 
 
 def _solved(symmetric: Tensor, vectors: bool = True) -> tuple[Tensor, ...]:
-    """Eigenvalues, and vectors if asked for; a solver that fails is tried again on the CPU, then with a tiny jitter."""
+    """Eigenvalues, and optionally vectors; after a failure it tries the CPU, then a tiny jitter."""
     size = symmetric.shape[-1]
     mean = symmetric.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
     eye = torch.eye(size, dtype=symmetric.dtype, device=symmetric.device)
@@ -250,12 +251,12 @@ def _solved(symmetric: Tensor, vectors: bool = True) -> tuple[Tensor, ...]:
     for device, jitter in ((symmetric.device, 0.0), (torch.device("cpu"), 0.0), (torch.device("cpu"), _JITTER)):
         try:
             tried = (symmetric if jitter == 0.0 else symmetric + jitter * mean * eye).to(device)
-            found = tuple(torch.linalg.eigh(tried)) if vectors else (torch.linalg.eigvalsh(tried),)
+            solution = tuple(torch.linalg.eigh(tried)) if vectors else (torch.linalg.eigvalsh(tried),)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in __all__
             causes.append(str(error))
             continue
-        # cuSOLVER has been seen to give NaN where it should have reported.
-        if all(bool(torch.isfinite(part).all()) for part in found):
-            return tuple(part.to(symmetric.device) for part in found)
+        # cuSOLVER may return NaN instead of reporting a failure.
+        if all(bool(torch.isfinite(part).all()) for part in solution):
+            return tuple(part.to(symmetric.device) for part in solution)
         causes.append("NaN eigenvectors")
     raise ValueError(f"moment of shape {tuple(symmetric.shape)}: no eigenvalue solver converged ({'; '.join(causes)})")

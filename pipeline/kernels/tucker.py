@@ -42,15 +42,15 @@ class Tucker:
 def stack_attention(
     query_FD: Tensor, key_FD: Tensor, value_FD: Tensor, output_DF: Tensor, heads: int, groups: int
 ) -> list[Tensor]:
-    """Weights (out, in) of q, k, v, o as the tensors to decompose: MHA (D, d, 4, H); GQA (D, d, 2, H), (D, d, 2, G).
+    """Stack weights (out, in) of q, k, v, o as tensors to decompose: MHA (D, d, 4, H); GQA (D, d, 2, H), (D, d, 2, G).
 
     Order along the third mode: q, k, v, o; or q, o and k, v. Raises ValueError on shapes that do not fit the heads.
     """
     shapes = [tuple(weight.shape) for weight in (query_FD, key_FD, value_FD, output_DF)]
     hidden = query_FD.shape[-1]
     width = query_FD.shape[0] // heads if heads > 0 else 0
-    wanted = [(heads * width, hidden), (groups * width, hidden), (groups * width, hidden), (hidden, heads * width)]
-    if shapes != wanted or width == 0 or groups < 1 or heads % groups:
+    expected = [(heads * width, hidden), (groups * width, hidden), (groups * width, hidden), (hidden, heads * width)]
+    if shapes != expected or width == 0 or groups < 1 or heads % groups:
         raise ValueError(f"weights of shapes {shapes} do not fit {heads} query heads and {groups} key/value heads")
     query, key, value = (_by_head(weight.T, width) for weight in (query_FD, key_FD, value_FD))
     output = _by_head(output_DF, width)
@@ -60,7 +60,7 @@ def stack_attention(
 
 
 def stack_mlp(projections: Sequence[Tensor], down_DN: Tensor) -> list[Tensor]:
-    """Weights (N, D) of up (or gate, up) and down (D, N) as one tensor (D, N, p, 1), down last (appendix I).
+    """Stack weights (N, D) of up (or gate, up) and down (D, N) as a tensor (D, N, p, 1), down last (appendix I).
 
     Raises ValueError on shapes that do not fit.
     """
@@ -76,8 +76,8 @@ def shared_tucker(
 ) -> Tucker:
     """Stage I: HOOI from the HOSVD, on Gram matrices of the short sides (eq. 3 and 4). float64.
 
-    R₃ is cut to t where a tensor has fewer projections. Stops when a sweep changes the energy by no more than
-    `tolerance` x total, or after `sweeps`. The energy does not fall from sweep to sweep. Raises ValueError on tensors
+    R₃ is limited to a tensor's t. Stops when a sweep changes the energy by no more than
+    `tolerance` x total, or after `sweeps`. The energy never falls between sweeps. Raises ValueError on tensors
     that do not share D and d, on NaN or infinity, and on ranks outside 1..D, 1..d, 1..max t.
     """
     tensors = _checked(tensors, ranks, sweeps)
@@ -93,9 +93,9 @@ def shared_tucker(
         inner = [_narrow(_narrow(tensor, first, 0), third, 2) for tensor, third in zip(tensors, thirds, strict=True)]
         second = _leading([_unfold(tensor, 1) for tensor in inner], ranks[1])[0]
         inner = [_narrow(_narrow(tensor, first, 0), second, 1) for tensor in tensors]
-        found = [_leading([_unfold(tensor, 2)], cap) for tensor, cap in zip(inner, caps, strict=True)]
-        thirds = [vectors for vectors, _ in found]
-        energies.append(sum(energy for _, energy in found))
+        leading = [_leading([_unfold(tensor, 2)], cap) for tensor, cap in zip(inner, caps, strict=True)]
+        thirds = [vectors for vectors, _ in leading]
+        energies.append(sum(energy for _, energy in leading))
         if len(energies) > 1 and energies[-1] - energies[-2] <= tolerance * total:
             break
     cores = tuple(_core(tensor, first, second, third) for tensor, third in zip(tensors, thirds, strict=True))
@@ -103,9 +103,9 @@ def shared_tucker(
 
 
 def threshold_cores(cores: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Stage II: copies of the cores (of one layer or of several), all but the `count` largest |g| of them all zeroed.
+    """Stage II: copy the cores (of one layer or several) and zero all but the `count` largest |g| among them.
 
-    Exact, as the basis is orthonormal: dropping g costs g². Of equal ones those first in order stay. Raises ValueError
+    Exact, as the basis is orthonormal: dropping g costs g². Of equal ones the first are kept. Raises ValueError
     unless 1 <= count <= the number of entries, and on NaN or infinity.
     """
     for core in cores:
@@ -144,7 +144,7 @@ def refine_sparse(
 
 
 def rebuild(tucker: Tucker) -> list[Tensor]:
-    """The tensors (D, d, t, h) that the decomposition stands for."""
+    """Rebuild the tensors (D, d, t, h)."""
     full = []
     for core, third in zip(tucker.cores, tucker.thirds, strict=True):
         full.append(_widen(_widen(_widen(core, third, 2), tucker.second, 1), tucker.first, 0))
@@ -152,7 +152,7 @@ def rebuild(tucker: Tucker) -> list[Tensor]:
 
 
 def _turned(tensors: Sequence[Tensor], tucker: Tucker, count: int) -> Tucker:
-    """One turn of U₁, then U₂, for fixed sparse cores, and the best `count` entries in the new basis."""
+    """Update U₁, then U₂, for fixed sparse cores, and select the best `count` entries in the new basis."""
     narrow = [_project(tensor, third, 2) for tensor, third in zip(tensors, tucker.thirds, strict=True)]
     pull = [
         _unfold(tensor, 0) @ _unfold(_widen(core, tucker.second, 1), 0).T
@@ -172,8 +172,8 @@ def _polar(matrix: Tensor) -> Tensor:
     matrix = matrix / scale
     values, vectors = eigh_descending(matrix.T @ matrix)
     if float(values[-1]) <= _POLAR_RATIO * float(values[0]):
-        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-        return torch.mm(left, right)
+        left_vectors, _, right_vectors = torch.linalg.svd(matrix, full_matrices=False)
+        return torch.mm(left_vectors, right_vectors)
     polar = matrix @ ((vectors / values.sqrt()) @ vectors.T)
     # One Newton-Schulz step: the squared condition number left an error of up to 1e-8 in the orthonormality.
     return 1.5 * polar - 0.5 * polar @ (polar.T @ polar)
@@ -210,7 +210,7 @@ def _widen(tensor: Tensor, factor: Tensor, mode: int) -> Tensor:
 
 
 def _narrow(tensor: Tensor, factor: Tensor, mode: int) -> Tensor:
-    """`_project`, left out where the factor is square: it would only turn the mode, which no other mode's Gram sees."""
+    """`_project`, skipped for a square factor: that only rotates the mode, which other modes' Gram matrices ignore."""
     return tensor if factor.shape[0] == factor.shape[1] else _project(tensor, factor, mode)
 
 

@@ -19,7 +19,7 @@ CUDA = "cuda"
 def test_elimination_and_refit() -> None:
     moment, weight, _ = problem(300, 80, 900)
     expected, found = prune(moment, weight, 200), prune(moment.to(CUDA), weight.to(CUDA), 200)
-    assert torch.equal(found.kept.cpu(), expected.kept)
+    assert torch.equal(found.channels.cpu(), expected.channels)
     torch.testing.assert_close(found.weight.cpu(), expected.weight, rtol=1e-8, atol=1e-9)
     assert found.error == pytest.approx(expected.error, rel=1e-8)
 

@@ -56,8 +56,8 @@ def test_prune_is_selection_refit_and_error(
     for count in (1, channels // 2, channels - 1):
         for chooses in (None, felt):
             found = prune(moment, weight, count, chooses)
-            kept = select_eliminate(moment, weight if chooses is None else chooses, count).kept
-            assert torch.equal(found.kept, kept)
+            kept = select_eliminate(moment, weight if chooses is None else chooses, count).channels
+            assert torch.equal(found.channels, kept)
             refit, report = nystrom_refit(weight, moment, kept)
             torch.testing.assert_close(found.weight, refit, rtol=1e-9, atol=1e-10)
             assert found.error == pytest.approx(output_error(weight, refit, kept, moment), rel=1e-9)
@@ -71,7 +71,7 @@ def test_prune_with_every_channel_is_the_weight_itself() -> None:
     moment, weight, _ = problem(6, 3, 40)
     found = prune(moment, weight, 6)
     assert torch.equal(found.weight, weight)
-    assert (found.error, found.jitter, found.kept.tolist()) == (0.0, 0.0, list(range(6)))
+    assert (found.error, found.jitter, found.channels.tolist()) == (0.0, 0.0, list(range(6)))
 
 
 def test_prune_when_singular_falls_back_to_a_refit_of_its_own() -> None:
@@ -79,7 +79,7 @@ def test_prune_when_singular_falls_back_to_a_refit_of_its_own() -> None:
     found = prune(moment, weight, 15)
     assert found.jitter > 0
     assert found.report["fallback"]
-    assert torch.equal(found.weight, nystrom_refit(weight, moment, found.kept)[0])
+    assert torch.equal(found.weight, nystrom_refit(weight, moment, found.channels)[0])
 
 
 def test_prune_with_dead_channels() -> None:
@@ -87,14 +87,14 @@ def test_prune_with_dead_channels() -> None:
     for dead in (1, 4, 6):
         moment[dead] = moment[:, dead] = 0
     found = prune(moment, weight, 6)
-    assert found.kept.tolist() == [0, 1, 2, 3, 5, 7]  # of equal ones the lower index stays
+    assert found.channels.tolist() == [0, 1, 2, 3, 5, 7]  # of equal ones the lower index stays
     assert torch.equal(found.weight[:, 1], weight[:, 1])
     assert found.error == 0.0
     assert prune(torch.zeros(4, 4), weight[:, :4], 2).error == 0.0
     four = prune(moment, weight, 4)
-    refit, _ = nystrom_refit(weight, moment, four.kept)
+    refit, _ = nystrom_refit(weight, moment, four.channels)
     torch.testing.assert_close(four.weight, refit, rtol=1e-9, atol=1e-10)
-    assert four.error == pytest.approx(output_error(weight, refit, four.kept, moment), rel=1e-9)
+    assert four.error == pytest.approx(output_error(weight, refit, four.channels, moment), rel=1e-9)
 
 
 def test_cost_follows_what_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,8 @@ def test_order_is_the_selection_seen_from_any_count() -> None:
     order = eliminate(moment, weight, 5).order.tolist()
     for count in (29, 17, 6):
         assert (
-            sorted(set(range(30)) - set(order[: 30 - count])) == select_eliminate(moment, weight, count).kept.tolist()
+            sorted(set(range(30)) - set(order[: 30 - count]))
+            == select_eliminate(moment, weight, count).channels.tolist()
         )
 
 
@@ -159,7 +160,7 @@ def test_channels_that_go_together_lose_no_more_than_one_by_one(monkeypatch: pyt
     for count, one_by_one in zip(counts, alone, strict=True):
         kept = torch.tensor(sorted(set(range(120)) - set(order[: 120 - count].tolist())))
         assert output_error(weights, nystrom_refit(weights, doubled, kept)[0], kept, doubled) < 1.03 * one_by_one
-        assert torch.equal(select_eliminate(doubled, weights, count).kept, kept)
+        assert torch.equal(select_eliminate(doubled, weights, count).channels, kept)
     found = prune(doubled, weights, 45)
-    torch.testing.assert_close(found.weight, nystrom_refit(weights, doubled, found.kept)[0], rtol=1e-6, atol=1e-8)
-    assert found.error == pytest.approx(output_error(weights, found.weight, found.kept, doubled), rel=1e-6)
+    torch.testing.assert_close(found.weight, nystrom_refit(weights, doubled, found.channels)[0], rtol=1e-6, atol=1e-8)
+    assert found.error == pytest.approx(output_error(weights, found.weight, found.channels, doubled), rel=1e-6)

@@ -171,7 +171,7 @@ def test_tall_stacks_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = torch.cat(weights)
     product = torch.cat(seconds) @ first
     assert float((stack - product).square().sum()) == pytest.approx(float(values[4:].square().sum()), rel=1e-9)
-    monkeypatch.setattr(lowrank, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(lowrank, "BLOCK_ROWS", 4)
     for found, expected in zip(joint_low_rank(weights, 4)[1], seconds, strict=True):
         torch.testing.assert_close(found, expected)
 

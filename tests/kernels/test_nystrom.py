@@ -73,21 +73,21 @@ def test_leverage_of_dead_channels_and_of_nothing() -> None:
     scores = ridge_leverage(moment)[0]
     assert float(scores[2]) == pytest.approx(0.0, abs=1e-15)
     assert torch.equal(ridge_leverage(torch.zeros(4, 4))[0], torch.zeros(4, dtype=torch.float64))
-    assert select_leverage(torch.zeros(4, 4), 2).kept.tolist() == [0, 1]
+    assert select_leverage(torch.zeros(4, 4), 2).channels.tolist() == [0, 1]
     # Rank 3 of 12, and a ridge too small to help: the jitter steps in.
     low = problem(12, 3, 3)[0]
     assert float(ridge_leverage(low, 1e-18)[0].sum()) == pytest.approx(3.0, rel=1e-3)
 
 
 def test_select_leverage_takes_the_highest_and_the_lower_of_equals() -> None:
-    assert select_leverage(torch.diag(torch.tensor([1.0, 5.0, 3.0, 5.0, 1.0])), 4).kept.tolist() == [0, 1, 2, 3]
+    assert select_leverage(torch.diag(torch.tensor([1.0, 5.0, 3.0, 5.0, 1.0])), 4).channels.tolist() == [0, 1, 2, 3]
     moment = problem(12, 3, 60)[0]
-    kept = select_leverage(moment, 5).kept
+    kept = select_leverage(moment, 5).channels
     scores = ridge_leverage(moment)[0]
     rest = [i for i in range(12) if i not in kept.tolist()]
     assert float(scores[kept].min()) >= float(scores[rest].max())
     assert kept.tolist() == sorted(kept.tolist())
-    assert select_leverage(moment, 12).kept.tolist() == list(range(12))
+    assert select_leverage(moment, 12).channels.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize(("channels", "hidden", "tokens"), [(2, 1, 9), (6, 3, 40), (12, 20, 60), (13, 4, 30)])
@@ -97,19 +97,19 @@ def test_eliminate_is_the_brute_force_greedy(channels: int, hidden: int, tokens:
         moment, weight, _ = problem(channels, hidden, tokens, seed)
         before = moment.clone(), weight.clone()
         for expected in brute_force(moment, weight):
-            assert select_eliminate(moment, weight, len(expected), block).kept.tolist() == expected
+            assert select_eliminate(moment, weight, len(expected), block).channels.tolist() == expected
         assert torch.equal(moment, before[0])
         assert torch.equal(weight, before[1])
 
 
 def test_eliminate_does_not_depend_on_the_block_nor_on_scale() -> None:
     moment, weight, _ = problem(150, 20, 400)
-    expected = select_eliminate(moment, weight, 60, 1).kept
+    expected = select_eliminate(moment, weight, 60, 1).channels
     for block in (2, 7, 32, 200, None):
-        assert torch.equal(select_eliminate(moment, weight, 60, block).kept, expected)
+        assert torch.equal(select_eliminate(moment, weight, 60, block).channels, expected)
     for scale in (1e-60, 1e60):
-        assert torch.equal(select_eliminate(moment * scale, weight / scale, 60).kept, expected)
-    assert torch.equal(select_eliminate(moment.float(), weight, 60).kept, expected)
+        assert torch.equal(select_eliminate(moment * scale, weight / scale, 60).channels, expected)
+    assert torch.equal(select_eliminate(moment.float(), weight, 60).channels, expected)
 
 
 def test_eliminate_beats_random_choices_and_leverage_in_the_mean() -> None:
@@ -117,7 +117,7 @@ def test_eliminate_beats_random_choices_and_leverage_in_the_mean() -> None:
     ours, leverage, random = 0.0, 0.0, 0.0
     for seed in range(5):
         moment, weight, _ = problem(40, 10, 200, seed)
-        choices = [select_eliminate(moment, weight, 20).kept, select_leverage(moment, 20).kept]
+        choices = [select_eliminate(moment, weight, 20).channels, select_leverage(moment, 20).channels]
         choices += [torch.randperm(40, generator=generator)[:20].sort().values for _ in range(20)]
         errors = [output_error(weight, nystrom_refit(weight, moment, kept)[0], kept, moment) for kept in choices]
         assert errors[0] < min(errors[2:])
@@ -132,7 +132,7 @@ def test_eliminate_removes_one_of_each_pair_of_twins() -> None:
     twins_TN = torch.cat((h_TN, h_TN), dim=1)
     moment = twins_TN.T @ twins_TN
     for block in (1, 8):
-        kept = select_eliminate(moment, weight, 8, block).kept
+        kept = select_eliminate(moment, weight, 8, block).channels
         assert sorted(i % 8 for i in kept.tolist()) == list(range(8))
         refit, _ = nystrom_refit(weight, moment, kept)
         assert output_error(weight, refit, kept, moment) < 1e-9
@@ -140,16 +140,16 @@ def test_eliminate_removes_one_of_each_pair_of_twins() -> None:
 
 def test_eliminate_when_rank_deficient_dead_or_zero() -> None:
     moment, weight, _ = problem(20, 4, 10)
-    kept = select_eliminate(moment, weight, 10).kept
+    kept = select_eliminate(moment, weight, 10).channels
     refit, _ = nystrom_refit(weight, moment, kept)
     assert output_error(weight, refit, kept, moment) < 1e-9
     moment, weight, _ = problem(6, 4, 30)
     moment[1] = moment[:, 1] = 0
     moment[4] = moment[:, 4] = 0
     weight[:, 4] = 1e6
-    assert select_eliminate(moment, weight, 4).kept.tolist() == [0, 2, 3, 5]
-    assert select_eliminate(torch.zeros(4, 4), torch.ones(2, 4), 2).kept.tolist() == [0, 1]
-    assert select_eliminate(torch.eye(4), torch.zeros(2, 4), 2).kept.tolist() == [0, 1]
+    assert select_eliminate(moment, weight, 4).channels.tolist() == [0, 2, 3, 5]
+    assert select_eliminate(torch.zeros(4, 4), torch.ones(2, 4), 2).channels.tolist() == [0, 1]
+    assert select_eliminate(torch.eye(4), torch.zeros(2, 4), 2).channels.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("channels", "hidden", "tokens"), [(6, 3, 40), (12, 20, 60), (12, 5, 7)])
@@ -255,7 +255,7 @@ def test_refit_and_error_with_dead_channels_and_zero_moments() -> None:
 def test_arguments() -> None:
     eye, weight = torch.eye(4), torch.ones(2, 4)
     nan = torch.full((4, 4), math.nan)
-    for call in (lambda: select_leverage(eye, 0).kept, lambda: select_eliminate(eye, weight, 5).kept):
+    for call in (lambda: select_leverage(eye, 0).channels, lambda: select_eliminate(eye, weight, 5).channels):
         with pytest.raises(ValueError, match=r"count must be within 1\.\.4"):
             call()
     for call in (lambda: ridge_leverage(nan)[0], lambda: nystrom_refit(weight, nan, torch.arange(2))):
@@ -315,7 +315,7 @@ def test_elimination_is_nested_and_its_set_is_that_of_select() -> None:
     order = eliminate(moment, weight, 4, block=3).order
     assert order.unique().numel() == 26
     for count in (29, 20, 11, 4):
-        kept = select_eliminate(moment, weight, count).kept
+        kept = select_eliminate(moment, weight, count).channels
         assert torch.equal(kept, torch.tensor(sorted(set(range(30)) - set(order[: 30 - count].tolist()))))
 
 

@@ -40,7 +40,7 @@ class Fitted(NamedTuple):
 def fitted(weight: Tensor, metric: Tensor, moment: Tensor, encode: Tensor, *args: Any, **named: Any) -> Fitted:
     prepared = value_output_problem(weight, metric, moment)
     found = fit_value_output(prepared, encode, *args, **named)
-    spread = found.felt @ found.felt.T * prepared.scale
+    spread = found.outputs @ found.outputs.T * prepared.scale
     output = output_of(weight, prepared, found)
     # What a rank of o is told from: the outputs' moment as the loss feels it, nothing where they never move.
     expected = torch.trace(metric @ output @ wide_moment(prepared.moment, found.encode) @ output.T)

@@ -184,7 +184,7 @@ class _Fits:
         self.solving = factored(_solving_metric(entry, self.metric_DD))
         self.problem = value_output_problem(self.output_DF, self.solving, self.context_FF)
         # Of each KV head by itself, leading rows first: where the fit of all heads together starts.
-        gram_Gdd = head_moment(self.problem.seen, block.heads, block.kv_heads, torch.float64)
+        gram_Gdd = head_moment(self.problem.weighted, block.heads, block.kv_heads, torch.float64)
         context_Gdd = diagonal_blocks(self.context_FF, block.heads, block.kv_heads)
         self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, block.head_dim)[0]
 
@@ -208,7 +208,7 @@ class _Fits:
         if rank >= self.width:
             return 0.0, least_losses(self.solving, pushforward(self.output_DF, self.context_FF))
         fitted = fit_value_output(self.problem, self.start_Gdd[:, :rank], least_gain=CURVE_GAIN)
-        return fitted.loss, gram_losses(fitted.felt, self.problem.scale)
+        return fitted.loss, gram_losses(fitted.outputs, self.problem.scale)
 
     def _dropped(self, reduced: Reduced) -> float:
         """½ tr(G Δ C Δᵀ)."""
