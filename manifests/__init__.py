@@ -1,4 +1,4 @@
-"""The words every part of Lamina shares: the manifest schema and the errors. Imports none of the other parts."""
+"""The manifest's schema, the stored records and the errors. Imports no other part of Lamina."""
 
 VERSION = "0.1.0"
 PROJECT = "Lamina"

@@ -1,4 +1,4 @@
-"""What every block of the manifest is made of: strictness, and the kinds of values that several blocks have."""
+"""The base class of manifest blocks, and types of values that several blocks have."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def _without_control_characters(text: str) -> str:
     return text
 
 
-LEAST_PERCENT = 2.0  # a number that reads as a percentage; one just above 1 does not
+LEAST_PERCENT = 2.0  # numbers from here on read as percentages; one just above 1 does not
 
 
 def _no_percentage(share: Any) -> Any:
-    """Raises ValueError for what is meant as one: 80, `80%`. Other faults are told by the limits of a share."""
+    """Raise ValueError for a percentage (80, `80%`). Other faults are found by the limits of a share."""
     sign = isinstance(share, str) and share.strip().endswith("%")
     try:
         percent = float(str(share).strip().rstrip("%")) if sign or type(share) in (int, float) else 0.0

@@ -1,6 +1,6 @@
-"""The entries of the ledger, typed and frozen, by the kind that their keys begin with. docs/formats.md.
+"""The typed, frozen entries of the ledger, by the first part of their keys. docs/formats.md.
 
-They name committed data, which `manifests.records` describes.
+They hold the records of committed data (`manifests.records`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from manifests.records import (
 
 
 class DenseEntry(Record):
-    """The dense pass through a layer: (sum, count) of cosines by shard, moments by key, and what was stored of the
-    hidden states: its outputs by shard, and of some shards its inputs for the backward pass."""
+    """The dense pass through a layer: (sum, count) of cosines by shard, moments by key, and hidden states if stored:
+    outputs by shard, and inputs of some shards for the backward pass."""
 
     cosine: Row[Pair[tuple[Finite, NonNegativeInt]]]
     statistics: Mapping[str, ArrayRecord]
@@ -41,46 +41,46 @@ class DenseEntry(Record):
 
 
 class GradientEntry(Record):
-    """The backward pass through a layer: moments of gradients by key; by shard of the pass, gradients at the layer's
-    inputs, if stored."""
+    """The backward pass through a layer: moments of gradients by key, and gradients at the layer's inputs by shard, if
+    stored."""
 
     statistics: Mapping[str, GradientRecord]
     activations: Row[ArrayRecord] | None = None
 
 
 class StatisticsEntry(Record):
-    """The moments of the walk behind compressed layers, by key."""
+    """The moments behind compressed layers, by key."""
 
     statistics: Mapping[str, ArrayRecord]
 
 
 class ActivationsEntry(Record):
-    """The hidden states of the walk that enter a layer, by shard."""
+    """The hidden states behind compressed layers that enter a layer, by shard."""
 
     activations: Row[ArrayRecord]
 
 
 class RanksEntry(Record):
-    """The ranks of every task, and the importance of each layer that they follow."""
+    """The ranks of every task, and the importance of each layer that they are based on."""
 
     ranks: Mapping[str, Mapping[str, PositiveInt]]
     importance: Mapping[str, Finite]
 
 
 class MeasuredEntry(Record):
-    """What the dense weights of a layer tell, by task."""
+    """Measurements of the dense weights of a layer, by task."""
 
     measured: Mapping[str, Any]
 
 
 class CurvesEntry(Record):
-    """What each size of a layer's groups costs, by task."""
+    """The loss curves of a layer's groups, by task."""
 
     curves: Mapping[str, Curve]
 
 
 class GroupReport(Record):
-    """How a group was compressed; what else a method says of it is kept as it is."""
+    """The result of compressing a group; other fields of its method are kept as they are."""
 
     ranks: Mapping[str, int]
     error: Finite | None = None
@@ -103,23 +103,23 @@ class TokensEntry(Record):
 
 
 class HeldOutEntry(TokensEntry):
-    """Tokens beyond the calibration samples, and, once it went through, what leaves the dense model's last layer on
-    them, by shard."""
+    """Tokens beyond the calibration samples and, once they are computed, the dense model's last hidden states by
+    shard."""
 
     outputs: Row[ArrayRecord] | None = None
 
 
 class ScoredEntry(Record):
-    """What enters a layer of a model that is being scored, by shard; `of`: digest of the windows' tokens and of the
-    staged layers before it."""
+    """The hidden states that enter a layer of a model that is being scored, by shard. `of`: digest of the windows'
+    tokens and of the staged layers before it."""
 
     of: Sha256
     activations: Row[ArrayRecord]
 
 
 class HeldOutScoreEntry(Record):
-    """How far the compressed layers are from the dense ones on the held-out tokens (divergence and losses: nats per
-    token)."""
+    """The distance of the compressed from the dense model on the held-out tokens. Divergence and losses are in nats
+    per token."""
 
     divergence: Finite
     dense_perplexity: Perplexity
@@ -130,32 +130,32 @@ class HeldOutScoreEntry(Record):
 
 
 class ScheduleEntry(Record):
-    """How many layers `resume.every: auto` came to."""
+    """The number of layers that `resume.every: auto` has chosen."""
 
     every: PositiveInt
 
 
 class TargetEntry(Record):
-    """The size, in thousandths of `keep`, that is being made for a budget by loss."""
+    """The size, in thousandths of `keep`, that is being tried for a budget by loss."""
 
     size: Annotated[int, Field(ge=1, le=1000)]
 
 
 class TryEntry(HeldOutScoreEntry):
-    """What was measured at a size, and the loss that its curves predict (nats per token)."""
+    """The measured loss of a size, and the loss that its curves predict (nats per token)."""
 
     predicted: Finite
 
 
 class ComparedEntry(Record):
-    """What the staged layers did on a few tokens beside the dense ones; `layers`: the digests of their files."""
+    """The staged layers compared with the dense ones on a few tokens; `layers`: the digests of their files."""
 
     layers: Row[Sha256 | None]
     compared: ComparedFigures
 
 
 class AssemblingEntry(Record):
-    """OUTPUT, the names that are this job's there, and sizes that its shards had."""
+    """OUTPUT, the names of this job's files there, and the sizes of its shards."""
 
     output: str
     files: Row[str] | None = None
@@ -171,7 +171,7 @@ class CompleteEntry(Record):
 
 
 class ReusedEntry(Record):
-    """Seconds of forward passes that this job was spared."""
+    """Seconds of forward passes that this job saved by reusing another's."""
 
     seconds: Finite
 
@@ -192,17 +192,21 @@ class ScoreEntry(Record):
 
 
 class PointsEntry(Record):
-    """The points of a sweep as it was last asked for: digest of each, under which its own entries are."""
+    """The points of the last run of a sweep, by the digests that begin the keys of their entries."""
 
     digests: Row[str]
 
 
 class PointEntry(Record):
-    """What came of one point of a sweep, beside its ranks.
+    """The results of a point of a sweep, besides its ranks.
 
-    `text`: digest of the tokens that it was scored on. `counts` as the compression record has them. `loss`: of the
-    evaluation text, `held_out`: beside the dense model, each in nats per token, where there is such text. `predicted`
-    by the point's curves, where its ranks follow them. `output`, `seal`: of its checkpoint, where that is kept.
+    Attributes:
+        text: digest of the tokens that it was scored on.
+        counts: as in the compression record.
+        loss: on the evaluation text, in nats per token.
+        held_out: scores beside the dense model.
+        predicted: loss predicted by the point's curves, if its ranks follow them.
+        output, seal: of its checkpoint, if that is kept.
     """
 
     text: Sha256
@@ -216,14 +220,14 @@ class PointEntry(Record):
 
 
 class TaskFigure(Record):
-    """One metric of one task; `stderr` null where lm-eval knows none."""
+    """One metric of one task; `stderr` is null if lm-eval has none."""
 
     value: Finite
     stderr: Finite | None
 
 
 class TaskScores(Record):
-    """A task's figures by metric (and filter, where it has one), over so many documents."""
+    """A task's figures by metric (and filter, if it has one), and the number of documents."""
 
     documents: PositiveInt | None = None
     metrics: Mapping[str, TaskFigure]
@@ -237,7 +241,7 @@ class TaskScoreEntry(Record):
     tasks: Mapping[str, TaskScores]
 
 
-# The class of an entry, by the first part of its key that is here. What is of another kind is JSON without more.
+# The class of an entry, by the first part of its key. Entries of other kinds are unchecked JSON.
 KINDS: Mapping[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {

@@ -1,18 +1,18 @@
-"""The errors that reach a user, each with the exit code of the command that ends by it.
+"""The errors that reach a user, each with the exit code of the command.
 
-Every one takes its message first and gives all arguments on, so that it survives pickling between processes.
+Each takes its message first and passes all arguments to its base, so that it survives pickling between processes.
 """
 
 
 def reason(error: BaseException) -> str:
-    """Says why, for a message that names the file already: of an OSError without its number and its path."""
+    """Return the cause for a message that already names the file: an OSError without its number and path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 class LaminaError(Exception):
-    """Something went wrong that a user can act on; `exit_code` is what the command returns.
+    """A fault that a user can act on; `exit_code` is that of the command.
 
-    `unit`: the key of the unit of work that raised this, as the pool says when it does.
+    `unit`: the key of the unit of work that raised this, if the pool knows it.
     """
 
     exit_code = 1
@@ -20,7 +20,7 @@ class LaminaError(Exception):
 
 
 class InputError(LaminaError, ValueError):
-    """The manifest, model, text, budget or a directory given is wrong: nothing was computed, nothing written."""
+    """The manifest, model, text, budget or a directory is wrong: nothing was computed, nothing written."""
 
     exit_code = 2
 
@@ -30,7 +30,7 @@ class NumericsError(InputError):
 
 
 class InUseError(InputError):
-    """Another live job holds the run directory or the output."""
+    """Another running job uses the run directory or the output."""
 
 
 class StorageError(LaminaError):
@@ -52,13 +52,13 @@ class CorruptError(StorageError):
 
 
 class WorkerError(LaminaError, RuntimeError):
-    """A worker died or failed on a unit for good; resumable after a fix."""
+    """A worker died or failed on a unit too often; resumable after a fix."""
 
 
 class LostInputError(LaminaError):
-    """Something a unit builds on went with the node that held it; what led to it is done again.
+    """An input of a unit was lost with its node; the units that produced it are done again.
 
-    `producers` are the keys of the units whose results are gone, if they are known.
+    `producers` are the keys of these units, if they are known.
     """
 
     def __init__(self, message: str, producers: tuple[str, ...] = ()) -> None:
@@ -70,6 +70,6 @@ class LostInputError(LaminaError):
 
 
 class Interrupted(LaminaError):
-    """SIGTERM or SIGINT: what is done is committed; the same command goes on."""
+    """SIGTERM or SIGINT: finished work is committed, and the same command resumes."""
 
     exit_code = 75

@@ -1,4 +1,4 @@
-"""From a YAML file and `--set` options to a checked `Manifest`; every fault is reported, all at once."""
+"""Load a YAML file with `--set` options as a checked `Manifest`; all faults are reported at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manifests.strict_yaml import read_yaml, write_yaml
 B = TypeVar("B", bound=Block)
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 32
-PLAIN_WORDS = {  # pydantic's names for what YAML has
+PLAIN_WORDS = {  # pydantic's names of types -> YAML's
     r"a valid tuple": "a list",
     r"a valid dictionary or instance of \w+": "a mapping of fields",
     r"a valid boolean": "true or false",
@@ -29,16 +29,16 @@ ENVIRONMENT_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def load_manifest(path: str | Path, overrides: Sequence[str] = ()) -> Manifest:
-    """Reads, overrides (`a.b=value`, values in YAML) and checks a manifest.
+    """Read a manifest, apply overrides (`a.b=value`, values in YAML) and check it.
 
     Raises:
-        InputError: missing file, not YAML, or the list of every field that is wrong.
+        InputError: the file is missing or not YAML, or a list of all wrong fields.
     """
     return parse_manifest(read_document(path, overrides), str(path))
 
 
 def read_document(path: str | Path, overrides: Sequence[str] = (), kind: str = "manifest") -> dict[str, Any]:
-    """The fields of a YAML file, with overrides, not checked yet. Raises InputError."""
+    """Read the fields of a YAML file, with overrides, unchecked. Raises InputError."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -48,17 +48,17 @@ def read_document(path: str | Path, overrides: Sequence[str] = (), kind: str = "
 
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
-    """A manifest that `dump_manifest` wrote, from the bytes of the file `path`. Raises InputError."""
+    """Parse a manifest that `dump_manifest` wrote, from the bytes of the file `path`. Raises InputError."""
     return parse_manifest(decode_resolved(content, f"manifest {path}"), path)
 
 
 def decode_resolved(content: bytes, origin: str) -> dict[str, Any]:
-    """The fields of a file in which the values of variables stand already, whatever they are where it is read."""
+    """Parse the fields of a file in which variables were already replaced; none is replaced again."""
     return {**decode_document(content, origin), "environment": []}
 
 
 def decode_document(content: bytes, origin: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The same from the bytes of a file, which `origin` names in errors."""
+    """Parse the fields of a file, with overrides, unchecked; `origin` names the file in errors. Raises InputError."""
     if len(content) > MAX_FILE_BYTES:
         raise InputError(f"{origin}: more than {MAX_FILE_BYTES} bytes; this is no manifest")
     try:
@@ -77,7 +77,7 @@ def decode_document(content: bytes, origin: str, overrides: Sequence[str] = ()) 
 
 
 def parse_manifest(document: Mapping[str, Any], origin: str = "manifest") -> Manifest:
-    """Checks a manifest already in memory. Raises InputError with one line for every fault."""
+    """Check a document. Raises InputError with one line for every fault."""
     expanded, faults = expand_environment(document, f"manifest {origin}")
     try:
         manifest = Manifest.model_validate(expanded)
@@ -91,7 +91,7 @@ def parse_manifest(document: Mapping[str, Any], origin: str = "manifest") -> Man
 
 
 def expand_environment(document: Mapping[str, Any], origin: str) -> tuple[Any, list[str]]:
-    """With the variables that `environment` lists in place of `${NAME}`, and a line for each that is not set."""
+    """Replace `${NAME}` by the variables that `environment` lists. Returns also a line for each one that is not set."""
     listed = document.get("environment")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
     faults = [f"  environment: {name} is listed but not set" for name in names if name not in os.environ]
@@ -100,12 +100,12 @@ def expand_environment(document: Mapping[str, Any], origin: str) -> tuple[Any, l
 
 
 def describe_faults(error: ValidationError, root: type[Block] = Manifest) -> list[str]:
-    """A line for each fault of what should be a `root`."""
+    """Return a line for each fault of a block `root`."""
     return [_describe(fault, root) for fault in error.errors()]
 
 
 def parse_block(kind: type[B], fields: Mapping[str, Any], origin: str) -> B:
-    """One block of a manifest from what was given elsewhere (`origin`). Raises InputError, a line for each fault."""
+    """Check one block from another place (`origin`). Raises InputError with a line for each fault."""
     try:
         return kind.model_validate(dict(fields))
     except ValidationError as error:
@@ -113,7 +113,7 @@ def parse_block(kind: type[B], fields: Mapping[str, Any], origin: str) -> B:
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The resolved manifest (every default and variable filled in) as YAML."""
+    """Return the resolved manifest as YAML, with all defaults and variables filled in."""
     return write_yaml({**manifest.model_dump(mode="json"), "environment": []})
 
 
@@ -178,9 +178,8 @@ def _describe(fault: Any, root: type[Block]) -> str:
     shown = repr(_as_written(fault["input"]))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if fault["type"] == "extra_forbidden":
-        return (
-            f"  {where}: unknown field (given: {shown}; allowed here: {', '.join(_allowed_beside(fault['loc'], root))})"
-        )
+        allowed = ", ".join(_allowed_beside(fault["loc"], root))
+        return f"  {where}: unknown field (given: {shown}; allowed here: {allowed})"
     if fault["type"] == "model_attributes_type":
         return f"  {where}: should be a mapping of fields (given: {shown})"
     for theirs, ours in PLAIN_WORDS.items():
@@ -189,7 +188,7 @@ def _describe(fault: Any, root: type[Block]) -> str:
 
 
 def _as_written(value: Any) -> Any:
-    """A value as YAML writes it: a block as its fields, a tuple as a list."""
+    """Return a value as YAML writes it: a block as its fields, a tuple as a list."""
     if isinstance(value, BaseModel):
         return _as_written(value.model_dump(exclude_unset=True))
     if isinstance(value, Mapping):
@@ -198,18 +197,18 @@ def _as_written(value: Any) -> Any:
 
 
 def _without_tag(loc: Sequence[str | int]) -> tuple[str | int, ...]:
-    """`methods.0.flat_llm.ridge` as the user wrote it: `methods.0.ridge`."""
+    """Return a location as the user wrote it: `methods.0.ridge` for pydantic's `methods.0.flat_llm.ridge`."""
     parts = enumerate(loc)
     named = (part for at, part in parts if at < 2 or loc[at - 2] != "methods" or not isinstance(loc[at - 1], int))
     return tuple(part for part in named if part not in TEXT_TAGS)
 
 
 def _describe_method(where: str, fault: Any) -> str:
-    """An entry of `methods` whose method is missing or none that there is."""
-    given, known = fault["input"], ", ".join(repr(name) for name in _method_names())
-    if isinstance(given, Mapping) and "method" in given:
-        return f"  {where}.method: allowed are {known} (given: {given['method']!r})"
-    return f"  {where}.method: missing; allowed are {known}"
+    """Describe an entry of `methods` whose method is missing or unknown."""
+    entry, allowed = fault["input"], ", ".join(repr(name) for name in _method_names())
+    if isinstance(entry, Mapping) and "method" in entry:
+        return f"  {where}.method: allowed are {allowed} (given: {entry['method']!r})"
+    return f"  {where}.method: missing; allowed are {allowed}"
 
 
 def _method_names() -> list[str]:
@@ -217,7 +216,7 @@ def _method_names() -> list[str]:
 
 
 def _allowed_beside(loc: Sequence[str | int], root: type[BaseModel]) -> list[str]:
-    """The fields of the block in which the last part of `loc` was found; parts that name no field are passed over."""
+    """Return the fields of the block that holds the last part of `loc`; parts that name no field are skipped."""
     blocks: list[type[BaseModel]] = [root]
     for part in loc[:-1]:
         named = [block.model_fields[part].annotation for block in blocks if part in block.model_fields]

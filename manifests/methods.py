@@ -1,4 +1,4 @@
-"""The entries under `methods`: one model a method, what may be chosen and what goes together. docs/manifest.md."""
+"""The entries under `methods`: one pydantic model for each method. docs/manifest.md."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from manifests.blocks import Block, Listed, Share
 
-WIDE, WIDE_MULTIPLE = 1024, 16  # hidden size from which ranks are multiples, and of what, unless the manifest says
+WIDE, WIDE_MULTIPLE = 1024, 16  # from this hidden size on, ranks are multiples of 16 by default
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 
 
 class MethodEntry(Block):
-    """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's.
+    """Fields of every method's entry.
 
-    `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0. `rank_multiple`
-    is the budget's `multiple` for this entry; null: that one.
+    `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0. `keep`: a size of
+    its own instead of the common budget's. `rank_multiple`: as the budget's `multiple`, for this entry; null: the
+    budget's.
     """
 
     layers: str | tuple[int, ...] = "all"
@@ -26,21 +27,21 @@ class MethodEntry(Block):
     rank_multiple: PositiveInt | None = None
 
     def multiple(self, hidden_size: int) -> int:
-        """What chosen ranks are multiples of, in a model of this hidden size."""
+        """Return the number that chosen ranks are multiples of, in a model of this hidden size."""
         return self.rank_multiple or (WIDE_MULTIPLE if hidden_size >= WIDE else 1)
 
     def in_steps_of(self, multiple: int | None) -> Self:
-        """This entry; with `multiple` where it says none itself."""
+        """Return this entry, with `multiple` as its default `rank_multiple`."""
         return self if self.rank_multiple or not multiple else self.model_copy(update={"rank_multiple": multiple})
 
     @property
     def follows_curves(self) -> bool:
-        """Whether ranks follow predicted loss."""
+        """True if ranks follow predicted loss."""
         return getattr(self, "allocation", None) == "loss"
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether ranks or solutions follow what the model's loss feels."""
+        """True if ranks or solutions follow gradients of the model's loss."""
         return self.follows_curves or getattr(self, "weighting", None) == "loss"
 
     @field_validator("layers", mode="before")
@@ -53,7 +54,7 @@ class MethodEntry(Block):
         raise ValueError("should be all, last:N, last:SHARE (N and SHARE above 0) or a list of layer numbers from 0")
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layer numbers meant, ascending, for a model of `num_layers`. Raises ValueError if one does not exist."""
+        """Return the layer numbers, ascending, in a model of `num_layers`. Raises ValueError if one does not exist."""
         if self.layers == "all":
             return tuple(range(num_layers))
         if isinstance(self.layers, str):
@@ -69,7 +70,7 @@ class MethodEntry(Block):
 
 
 class FlatLLMRanks(Block):
-    """Ranks given outright, the same in every layer, instead of a budget."""
+    """Fixed ranks, the same in every layer, instead of a budget."""
 
     value: PositiveInt | None = None
     mlp: PositiveInt | None = None
@@ -83,10 +84,10 @@ class FlatLLMRanks(Block):
 
 
 class FlatLLM(MethodEntry):
-    """FLAT-LLM, docs/methods.md#flat-llm. Defaults are ours.
+    """FLAT-LLM, docs/methods.md#flat-llm.
 
-    The paper's are basis: value, weighting: none, selection: leverage. `uniform`: one rank and one width for all
-    layers, as an ordinary checkpoint has them (`export --to stock`); by loss where ranks follow it.
+    Defaults are Lamina's. The paper's are basis: value, weighting: none, selection: leverage. `uniform`: one rank and
+    one width for all layers, as ordinary checkpoints need (`export --to stock`); with allocation: loss, chosen by loss.
     """
 
     method: Literal["flat_llm"]
@@ -117,7 +118,7 @@ class FlatLLM(MethodEntry):
 
 
 class LoRC(MethodEntry):
-    """LoRC, docs/methods.md#lorc: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
+    """LoRC, docs/methods.md#lorc: the cache holds latents. `cache_keep`: their mean share of it; null: by budget."""
 
     method: Literal["lorc"]
     key: bool = True
@@ -130,7 +131,7 @@ class LoRC(MethodEntry):
     @model_validator(mode="before")
     @classmethod
     def _thresholds_mean_progressive(cls, entry: Any) -> Any:
-        """`skip_above` compares condition numbers, as only progressive ranks do."""
+        # `skip_above` compares condition numbers, which only progressive ranks compute.
         if isinstance(entry, Mapping) and entry.get("skip_above") is not None and "allocation" not in entry:
             return {**entry, "allocation": "progressive"}
         return entry
@@ -147,7 +148,7 @@ class LoRC(MethodEntry):
 
 
 class JointRanks(Block):
-    """Ranks given outright, the same in every chosen layer."""
+    """Fixed ranks, the same in every chosen layer."""
 
     query_key: PositiveInt | None = None
     mlp: PositiveInt | None = None
@@ -165,7 +166,7 @@ class JointRankK(MethodEntry):
 
     @property
     def mlp_form(self) -> str:
-        """joint, separate or none."""
+        """The form of the MLP: joint, separate or none."""
         return self.mlp if isinstance(self.mlp, str) else ("joint" if self.mlp else "none")
 
     @model_validator(mode="after")
@@ -175,8 +176,8 @@ class JointRankK(MethodEntry):
         if self.ranks is not None and self.keep is not None:
             raise ValueError("give `ranks` or `keep`, not both")
         if self.ranks is not None:
-            wanted = {"query_key": self.query_key != "none", "mlp": self.mlp_form != "none"}
-            missing = [name for name, claimed in wanted.items() if claimed and getattr(self.ranks, name) is None]
+            claims = {"query_key": self.query_key != "none", "mlp": self.mlp_form != "none"}
+            missing = [name for name, claimed in claims.items() if claimed and getattr(self.ranks, name) is None]
             if missing:
                 raise ValueError(f"ranks: {', '.join(missing)} missing, although it is claimed")
         if self.ranks is not None and self.allocation == "loss":
@@ -187,10 +188,11 @@ class JointRankK(MethodEntry):
 
 
 class LeSTD(MethodEntry):
-    """LeSTD, docs/methods.md#lestd: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
+    """LeSTD, docs/methods.md#lestd: shared-subspace Tucker with a sparse core.
 
-    `prune` false keeps the core dense. `refine_sweeps` turn the factors to fit the sparse core, which is beyond the
-    paper (0: its algorithm). `threshold: model` cuts all layers' cores at one magnitude. `core`: in memory, served.
+    `ranks`: [R1, R2, R3]; null: searched. `prune: false` keeps the core dense. `refine_sweeps`: passes that fit the
+    factors to the sparse core; the paper has none (0). `threshold: model` prunes the cores of all layers at one
+    magnitude. `core`: the layout of a sparse core in memory when the model is served.
     """
 
     method: Literal["lestd"]
@@ -207,7 +209,7 @@ class LeSTD(MethodEntry):
 
     @property
     def fixed(self) -> bool:
-        """Whether the ranks alone say what is stored."""
+        """True if the ranks alone determine the size."""
         return self.ranks is not None and not self.prune
 
     @model_validator(mode="after")
@@ -239,11 +241,11 @@ class LeSTD(MethodEntry):
 
 
 class LossAware(MethodEntry):
-    """Ranks, metrics and forms by what the loss feels, docs/methods.md#loss-aware. Ranks follow predicted loss, always.
+    """Low rank by gradients of the model's loss, docs/methods.md#loss-aware. Ranks always follow predicted loss.
 
-    `correct: output` solves a layer behind the compressed ones, against what the dense model has more at that place.
-    `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
-    compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.
+    `correct: output` solves each layer on the outputs of the compressed layers before it, to compensate their error.
+    `weighting: input` solves without gradients; the ranks still follow them. `widths`: the number of MLP widths that
+    are compared. `factors: pivoted` stores rows of the matrix and the coefficients of the others; `plain`, two factors.
     """
 
     method: Literal["loss_aware"]
@@ -257,13 +259,13 @@ class LossAware(MethodEntry):
 
     @property
     def follows_curves(self) -> bool:
-        """Always."""
+        """True: ranks always follow predicted loss."""
         return True
 
     @model_validator(mode="before")
     @classmethod
     def _drops_rounds(cls, fields: Any) -> Any:
-        """Older manifests say `rounds: 1`, which is all that is left."""
+        # Older manifests say `rounds: 1`, the only value that is still supported.
         if not isinstance(fields, Mapping) or "rounds" not in fields:
             return fields
         if fields["rounds"] != 1:
@@ -281,20 +283,20 @@ class LossAware(MethodEntry):
 
 
 class SVD(MethodEntry):
-    """A baseline: every weight by itself, by its singular values; data-free. docs/methods.md#baselines."""
+    """A baseline: truncated SVD of every weight; data-free. docs/methods.md#baselines."""
 
     method: Literal["svd"]
 
 
 class ASVD(MethodEntry):
-    """A baseline: as `svd`, with the inputs scaled by their size to the power `alpha`. docs/methods.md#baselines."""
+    """A baseline: `svd`, with the inputs scaled by their size to the power `alpha`. docs/methods.md#baselines."""
 
     method: Literal["asvd"]
     alpha: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] = 0.5
 
 
 class SVDLLM(MethodEntry):
-    """A baseline: as `svd`, with the inputs whitened by their second moment. docs/methods.md#baselines."""
+    """A baseline: `svd`, with the inputs whitened by their second moment. docs/methods.md#baselines."""
 
     method: Literal["svd_llm"]
 
@@ -304,7 +306,7 @@ OfSingularValues = SVD | ASVD | SVDLLM
 
 
 class Magnitude(MethodEntry):
-    """A baseline: channels of the MLP stay by the size of their weights; data-free. docs/methods.md#baselines."""
+    """A baseline: keeps the MLP's channels of largest weights; data-free. docs/methods.md#baselines."""
 
     method: Literal["magnitude"]
 

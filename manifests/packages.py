@@ -9,12 +9,12 @@ from pathlib import Path
 from manifests.processor import limit_onednn
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or where the project is installed
-DISTRIBUTION = "lamina-layer-compression"  # as pyproject.toml names it; it is on no package index
-SERVING_DISTRIBUTION = "lamina-compressed-checkpoints"  # likewise deploy/serving/pyproject.toml
+DISTRIBUTION = "lamina-layer-compression"  # the name in pyproject.toml; it is on no package index
+SERVING_DISTRIBUTION = "lamina-compressed-checkpoints"  # the name in deploy/serving/pyproject.toml
 PACKAGES = ("manifests", "pipeline", "stores", "workers")
-SERVING = ROOT / "deploy" / "serving"  # where a checkout has the package `lamina`
+SERVING = ROOT / "deploy" / "serving"  # the folder of the package `lamina` in a checkout
 MARK = 'PROJECT = "Lamina"'  # in the `__init__.py` of each
-SERVED = {"lamina": "modeling_lamina.py"}  # known by a file, as it may be installed by itself
+SERVED = {"lamina": "modeling_lamina.py"}  # recognised by a file, as it also installs by itself
 
 
 def prepare_process() -> None:

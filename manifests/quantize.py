@@ -1,4 +1,4 @@
-"""The block `quantize`: fewer bits for what is stored. docs/manifest.md."""
+"""The block `quantize`: fewer bits for stored numbers. docs/manifest.md."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from manifests.blocks import Block, Listed
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 OUTER_ROLES = ("embed", "head")
-OUTER_BITS = 8  # of embeddings and head, where bits are chosen: no curve says what fewer would cost there
+OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
 
 
 class Quantize(Block):
-    """Fewer bits for what is stored, on top of every method or of none. docs/methods.md#rounding.
+    """Fewer bits for stored numbers, with any method or with none. docs/methods.md#rounding.
 
-    `bits: auto` chooses 8, 4 or 3 for each part of a layer, with its ranks, by predicted loss within `budget.bytes`.
-    `group`: columns that share a scale; null: a scale for each row. `what: all`: token embeddings and the head, too, to
-    8 bits where bits are chosen. `skip`: roles that keep the checkpoint's dtype.
-    `feedback`: the error of each column is made up for by those after it (GPTQ), which takes calibration text; null:
-    where there is such text, else every number goes to the nearest code.
+    `bits: auto` chooses 8, 4 or 3 for each part of a layer, together with its ranks, by predicted loss within
+    `budget.bytes`. `group`: columns that share a scale; null: one scale for each row. `what: all` also rounds token
+    embeddings and the head, to 8 bits with `bits: auto`. `skip`: roles that keep the checkpoint's dtype.
+    `feedback`: later columns compensate the error of each column (GPTQ), which needs calibration text. null: with
+    feedback if there is calibration text, else to the nearest code.
     """
 
     bits: Literal[8, 4, 3, "auto"]
@@ -51,5 +51,5 @@ class Quantize(Block):
 
     @property
     def outer_roles(self) -> tuple[str, ...]:
-        """What is rounded outside of the layers."""
+        """Return the rounded roles outside of the layers."""
         return tuple(role for role in OUTER_ROLES if role not in self.skip) if self.what == "all" else ()

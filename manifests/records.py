@@ -1,7 +1,7 @@
-"""Records of committed data, typed and frozen: JSON objects, by which `manifests.entries` name it. docs/formats.md.
+"""Records of committed data: typed, frozen JSON objects inside the entries of `manifests.entries`. docs/formats.md.
 
-They are objects on disk, which `stores.ledger` reads and writes: a `Key[DenseEntry]` gives a `DenseEntry`. What is
-read from there is checked against its class once; from hand to hand, records go as they are.
+`stores.ledger` reads and writes them: a `Key[DenseEntry]` gives a `DenseEntry`. An object that is read from disk is
+checked against its class once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TENSOR_DTYPES = (
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-INFINITY = "Infinity"  # as JSON has it; `float` of Python and `Number` of JavaScript read it
+INFINITY = "Infinity"  # as text: `float` of Python and `Number` of JavaScript read it
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 E = TypeVar("E")
 T = TypeVar("T")
-Row = Annotated[tuple[T, ...], Field(strict=False)]  # a JSON array; what is in it stays strict
-Pair = Annotated[T, Field(strict=False)]  # the same of a tuple of so many
+Row = Annotated[tuple[T, ...], Field(strict=False)]  # a JSON array; its items stay strict
+Pair = Annotated[T, Field(strict=False)]  # a JSON array of fixed length
 
 
 def _read_infinity(perplexity: Any) -> Any:
@@ -48,25 +48,25 @@ def _write_infinity(perplexity: float) -> float | str:
 
 Perplexity = Annotated[
     float,
-    Field(ge=0.0),  # NaN is not
+    Field(ge=0.0),  # refuses NaN
     BeforeValidator(_read_infinity),
     PlainSerializer(_write_infinity, when_used="json"),
 ]
 
 
 class Key(str, Generic[E]):
-    """A name in the ledger, of an entry of type E."""
+    """The name of a ledger entry of type E."""
 
     __slots__ = ()
 
 
 class Record(BaseModel):
-    """A JSON object of the ledger. What only a later version says of it is kept as it is."""
+    """A JSON object of the ledger. Fields of later versions are kept as they are."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", ser_json_inf_nan="constants")
 
     def as_json(self) -> dict[str, Any]:
-        """As it is stored: fields that nothing was said of are left out. Raises ValueError for what JSON cannot say."""
+        """Return the stored object, without fields at their defaults. Raises ValueError for values that JSON lacks."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -74,7 +74,7 @@ class Record(BaseModel):
 
 
 class ArrayRecord(Record):
-    """A Zarr array that was written once: where it is, its grid of chunks, and the checksum of each, in C order."""
+    """A Zarr array that was written once: its path, its grid of chunks, and their checksums in C order."""
 
     version: int
     path: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*/)+[0-9a-f]{32}$")]
@@ -93,7 +93,7 @@ class ArrayRecord(Record):
 
 
 class GradientRecord(ArrayRecord):
-    """A summed moment of gradients, with what shrinking it takes: square norms of each sequence's own, by group."""
+    """A summed moment of gradients, with the numbers that its shrinkage needs: square norms of sequences, by group."""
 
     square_norms: Row[NonNegative]
     sequences: PositiveInt
@@ -101,9 +101,9 @@ class GradientRecord(ArrayRecord):
 
 
 class TensorDescription(Record):
-    """A tensor of a safetensors file: its dtype as the format names it, its shape, the digest of its bytes."""
+    """A tensor of a safetensors file: dtype (by the format's names), shape, and digest of its bytes."""
 
-    model_config = ConfigDict(extra="forbid")  # it goes into compression.json as it is
+    model_config = ConfigDict(extra="forbid")  # it is copied into compression.json
 
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(TENSOR_DTYPES)})$")]
     shape: Row[NonNegativeInt]
@@ -111,7 +111,7 @@ class TensorDescription(Record):
 
 
 class SourceFile(Record):
-    """A file of the source, with what its storage knows it by besides: of a disk times and inode."""
+    """A file of the source, with other fields by which its storage identifies it: on a disk, times and inode."""
 
     size: NonNegativeInt
     sha256: Sha256
@@ -133,15 +133,15 @@ class StagedRecord(ShardRecord):
 
 
 class Scheme(Record):
-    """How a matrix is rounded: bits of a code, and columns that share a scale (None: the whole row)."""
+    """The rounding of a matrix: bits of a code, and columns that share a scale (None: the whole row)."""
 
     bits: Annotated[int, Field(ge=2, le=8)]
     group: PositiveInt | None
 
 
 class FormSpec(Record):
-    """How a role's tensors are stored, as the checkpoint's config says it; `lamina.forms_lamina` knows the forms, and
-    what else a form says of itself."""
+    """The stored form of a role, as in the checkpoint's config. `lamina.forms_lamina` defines the forms and their
+    other fields."""
 
     form: str
     rank: PositiveInt | None = None
@@ -152,8 +152,8 @@ class FormSpec(Record):
 
 
 class StagedLayer(StagedRecord):
-    """What a worker needs to load a compressed layer: its file, the form of each role's tensors, and the scheme of each
-    rounded matrix by the path of its module."""
+    """A compressed layer for workers to load: its file, the form of each role, and the scheme of each rounded matrix by
+    the path of its module."""
 
     forms: Mapping[str, FormSpec]
     rounded: Mapping[str, Scheme] = {}
@@ -166,7 +166,7 @@ Origin = Literal["calibration", "random"]
 
 
 class ComparedFigures(Record):
-    """What the job measured on a few tokens, for `verify` to measure again: see `workers.comparing.Comparison`."""
+    """Figures of both models on a few tokens, for `verify` to measure again. See `workers.comparing.Comparison`."""
 
     origin: Origin
     tokens: Annotated[Row[Annotated[Row[NonNegativeInt], Field(min_length=1)]], Field(min_length=1)]
@@ -185,7 +185,7 @@ class ComparedFigures(Record):
 class Curve(Record):
     """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token).
 
-    `told`: what solving the group from the same statistics need not find again, in its method's own words.
+    `told`: a hint for solving the group from the same statistics, in a format of its method.
     """
 
     ranks: Mapping[str, Row[PositiveInt]]

@@ -1,7 +1,7 @@
-"""The manifest: what a job reads, writes and computes. docs/manifest.md.
+"""The manifest of a job: one pydantic model per block. docs/manifest.md.
 
-One pydantic model per block, those of the methods in `manifests.methods`. Unknown fields, wrong types and impossible
-values are refused, all of them at once.
+The entries of methods are in `manifests.methods`. Unknown fields, wrong types and impossible values are all reported at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manifests.methods import AnyMethod
 from manifests.quantize import Quantize
 
 MANIFEST_VERSION = 1
-RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks and bits, and nothing measured on text
+RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that change ranks and bits, but no measurement on text
     r"budget(\..*)?|quantize\.(bits|group)|"
     r"methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?",
     re.ASCII,
@@ -27,11 +27,11 @@ RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks and 
 
 
 class Model(Block):
-    """Where the dense model is: a directory or a hub id; `revision` is the hub's.
+    """The dense model: a directory or a hub id; `revision` is the hub's.
 
-    `trust_remote_code`: whether Python that a checkpoint brings (`auto_map`) may run, which only a tokenizer can need:
-    models are always built by Lamina's own families. It travels to the output, and with it all files beside the
-    weights that are neither weights nor a card, as it might read any of them.
+    `trust_remote_code`: Python code of the checkpoint (`auto_map`) may run. Only a tokenizer can need it: models are
+    always built by Lamina's own families. The code is copied to the output with all other files beside the weights,
+    except the card, as it might read any of them.
     """
 
     source: Location
@@ -40,19 +40,21 @@ class Model(Block):
 
 
 class Budget(Block):
-    """`keep`: share of the stored numbers in `scope` that may remain, indices and second factors counted.
+    """The size of the compressed model, by one of three limits.
 
-    Or `bytes`: share of the bytes, with codes and scales where `quantize` asks for fewer bits (`keep` counts numbers
+    `keep`: share of the stored numbers in `scope` that may remain; indices and second factors count.
+
+    `bytes`: share of the bytes; codes and scales count where `quantize` asks for fewer bits (`keep` counts numbers
     before they are rounded).
 
-    Or `max_loss`: the smallest such share, to within 0.005, at which the compressed model is at most so far from the
-    dense one, in nats per token (Kullback-Leibler), measured on calibration text beyond the samples. For methods with
+    `max_loss`: the largest Kullback-Leibler divergence from the dense model, in nats per token, on calibration text
+    beyond the samples. The job finds the smallest `keep` that meets it, to within 0.005. For methods with
     allocation: loss.
 
-    What entries with a size of their own store (`keep`, `ranks`, `cache_keep`) counts within `keep` and `bytes`.
+    `keep` and `bytes` include the numbers of entries with a size of their own (`keep`, `ranks`, `cache_keep`).
 
-    `multiple`: the ranks and widths that a budget chooses are multiples of it, or whole; null: 16, and 1 below a hidden
-    size of 1024. Tensor parallelism over n devices wants multiples of n, quantised caches of their group, often 64.
+    `multiple`: ranks and widths that a budget chooses are multiples of this, or whole; null: 16, or 1 below a hidden
+    size of 1024. Tensor parallelism over n devices needs multiples of n, quantised caches of their group, often 64.
     """
 
     keep: Share | None = None
@@ -63,10 +65,10 @@ class Budget(Block):
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
-        given = [name for name in ("keep", "bytes", "max_loss") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"give either `keep`, `bytes` or `max_loss`, and not {' and '.join(given)}")
-        if not given and self.multiple is None:
+        limits = [name for name in ("keep", "bytes", "max_loss") if getattr(self, name) is not None]
+        if len(limits) > 1:
+            raise ValueError(f"give either `keep`, `bytes` or `max_loss`, and not {' and '.join(limits)}")
+        if not limits and self.multiple is None:
             raise ValueError(
                 "give either `keep`, `bytes` or `max_loss`; or `multiple` alone, beside entries with a size of their "
                 "own"
@@ -75,12 +77,12 @@ class Budget(Block):
 
     @property
     def share(self) -> float:
-        """What may remain, of numbers or of bytes; all of it as long as `max_loss` has chosen no size."""
+        """The share of numbers or bytes that may remain; 1 until `max_loss` has chosen a size."""
         return self.keep or self.bytes or 1.0
 
 
 class Text(Block):
-    """Text by `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or by a `datasets` dataset."""
+    """Text from `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or from a `datasets` dataset."""
 
     files: Annotated[tuple[Location, ...], Listed] | None = None
     field: str | None = None
@@ -95,7 +97,7 @@ class Text(Block):
         return self
 
 
-TEXT_TAGS = ("one text", "several texts")  # in pydantic's places of errors
+TEXT_TAGS = ("one text", "several texts")  # parts of pydantic's error locations
 
 
 class SharedText(Text):
@@ -105,11 +107,11 @@ class SharedText(Text):
 
 
 class Gradient(Block):
-    """The backward pass, for methods that follow the loss: over how many of the calibration samples, and of what.
+    """The backward pass, for methods that follow the loss.
 
-    `samples` null: as many as give 16 tokens for each number of the hidden size, and 16,384 at least; at most all.
-    `kind: local` takes random gradients at each layer's own output instead of the model's; cheaper, and it predicts no
-    loss in nats.
+    `samples`: the number of calibration samples in it; null: enough for 16 tokens per number of the hidden size and at
+    least 16,384 tokens, at most all. `kind: local` uses random gradients at each layer's own output instead of those of
+    the model's loss. That is cheaper, but predicts no loss in nats.
     """
 
     samples: PositiveInt | None = None
@@ -117,14 +119,15 @@ class Gradient(Block):
 
 
 class Calibration(Block):
-    """The calibration text and how it is cut: `samples` of `sequence_length` tokens in `shards` fixed parts.
+    """The calibration text: `samples` of `sequence_length` tokens, in `shards` fixed parts.
 
-    `text` may be a list of texts with shares that add up to 1: a few percent of another domain keep most of it.
+    `text` may be a list of texts with shares that add up to 1. A few percent of text of another domain preserve most of
+    the model's quality there.
     """
 
     text: Annotated[
         Annotated[Text, Tag(TEXT_TAGS[0])] | Annotated[tuple[SharedText, ...], Listed, Tag(TEXT_TAGS[1])],
-        Discriminator(lambda given: TEXT_TAGS[isinstance(given, list | tuple)]),
+        Discriminator(lambda text: TEXT_TAGS[isinstance(text, list | tuple)]),
     ]
     samples: PositiveInt = 256
     sequence_length: Annotated[int, Field(ge=2)] = 2048
@@ -135,7 +138,7 @@ class Calibration(Block):
 
     @property
     def texts(self) -> tuple[tuple[Text, int], ...]:
-        """Every text, and how many samples are drawn from it: its share, rounded so that all of them are `samples`."""
+        """Every text with its number of samples: its share, rounded so that they add up to `samples`."""
         if isinstance(self.text, Text):
             return ((self.text, self.samples),)
         ends = [round(self.samples * sum(text.share for text in self.text[: end + 1])) for end in range(len(self.text))]
@@ -168,14 +171,14 @@ class Calibration(Block):
 
 
 class Workers(Block):
-    """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker).
+    """The number of workers (Ray actors) and the resources of each. Only `cpus` (threads of a worker) changes results.
 
     `max_failures`: the job ends when this many workers in a row have died on the same unit, or while starting.
-    `start_timeout_s`: how long the job waits where no node has what a worker asks for and no autoscaler adds nodes, or
-    where other processes hold a node's memory.
-    `cache_gb`: of each node's local disk (TMPDIR), which its workers fill with tensors of a source in a bucket, each
-    fetched once for all of them and all passes.
-    With `--in-process` the command itself is the one worker, and Ray is not started: `max` is 1 then.
+    `start_timeout_s`: the job waits this long if no node has the resources of a worker and no autoscaler adds nodes, or
+    if other processes occupy a node's memory.
+    `cache_gb`: space on each node's local disk (TMPDIR) for tensors of a source in a bucket; the workers of a node
+    fetch each tensor once for all passes.
+    With `--in-process` the command itself is the only worker, without Ray, and `max` must be 1.
     """
 
     min: Annotated[PositiveInt, Field(le=100_000)] = 1
@@ -197,13 +200,14 @@ class Workers(Block):
 
 
 class Resume(Block):
-    """Hidden states are committed every `every` layers; a crash costs at most the layers since.
+    """Hidden states are committed every `every` layers; after a crash, at most the layers since are computed again.
 
-    With `statistics: {keep: false}`, where layers are solved in the dense pass (docs/architecture.md), a crash costs
-    those that are not written yet, too, up to three for each worker; commits are as far apart, at multiples of `every`.
+    With `statistics: {keep: false}`, and layers solved in the dense pass (docs/architecture.md), layers that are not
+    written yet are computed again, too: up to three for each worker. Commits are then at least as far apart, at
+    multiples of `every`.
 
-    `auto`: as many as the plan takes for writing them in 5 % of the time or less, but no more than ten minutes of work;
-    chosen when a run directory's work begins, and kept there. docs/plan.md#commits.
+    `auto`: the smallest number for which the plan predicts that commits take at most 5 % of the time, but no more than
+    ten minutes of work. It is chosen when work in a run directory begins, and kept there. docs/plan.md#commits.
     """
 
     every: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
@@ -218,13 +222,13 @@ class Resume(Block):
 
 
 class Statistics(Block):
-    """Whether statistics outlive their layer; null: yes with propagate: dense, no with compressed."""
+    """`keep`: statistics are kept after their layer is solved; null: with propagate: dense, not with compressed."""
 
     keep: bool | None = None
 
 
 class Perplexity(Block):
-    """Perplexity of the committed output on `text`, windows of `window` tokens; `dense`: of the source besides."""
+    """Perplexity of the output on `text`, in windows of `window` tokens; `dense`: of the source as well."""
 
     text: Text
     window: Annotated[int, Field(ge=2)] = 2048
@@ -232,10 +236,10 @@ class Perplexity(Block):
 
 
 class Evaluation(Block):
-    """What is measured on the committed output.
+    """Measurements of the finished output.
 
-    `tasks`: names of lm-eval's tasks, or YAML files of one task each; of the dense model, too. Each model is loaded
-    whole by the process that runs the job.
+    `tasks`: names of lm-eval's tasks, or YAML files of one task each. The dense model is measured, too. Each model is
+    loaded whole by the process that runs the job.
     """
 
     perplexity: Perplexity | None = None
@@ -243,7 +247,7 @@ class Evaluation(Block):
 
 
 class Manifest(Block):
-    """The whole job. Only `model`, `output`, `run_dir` and `methods` are always needed."""
+    """The whole job. Only `version`, `model`, `output`, `run_dir` and `methods` are always needed."""
 
     version: int
     model: Model
@@ -316,13 +320,13 @@ class Manifest(Block):
 
     @property
     def rank_multiple(self) -> int | None:
-        """What ranks are multiples of unless an entry says so itself: of the budget's `multiple` and of the groups."""
+        """The default multiple of ranks: a common multiple of the budget's `multiple` and of the groups of scales."""
         multiple, group = self.budget.multiple if self.budget else None, self.quantize.group if self.quantize else None
         return math.lcm(multiple or 1, group or 1) if multiple or group else None
 
     @property
     def rounds_by_feedback(self) -> bool:
-        """Whether what is stored is rounded by what it reads on calibration text."""
+        """True if stored weights are rounded with error feedback on calibration text."""
         return self.quantize is not None and self.calibration is not None and self.quantize.feedback is not False
 
     @model_validator(mode="after")
@@ -339,33 +343,33 @@ class Manifest(Block):
         return self
 
     def semantic(self) -> dict[str, Any]:
-        """The fields that change the output's bytes: what the fingerprint covers.
+        """Return the fields that change the output's bytes; the fingerprint covers them.
 
-        Paths and evaluation do not; the calibration text is covered by its token ids, so a moved file changes nothing.
+        Paths and evaluation change nothing. The calibration text is covered by its token ids, so that files may move.
         """
-        kept = self.model_dump(
+        fields = self.model_dump(
             mode="json",
             include={"version", "seed", "budget", "calibration", "methods", "quantize"},
             exclude={"calibration": {"text"}},
         )
-        kept["workers"] = {"cpus": self.workers.cpus}
-        return kept
+        fields["workers"] = {"cpus": self.workers.cpus}
+        return fields
 
 
 def completed(semantic: Any) -> Any:
-    """`Manifest.semantic` as an older version wrote it, with the fields that it did not know yet at their defaults, and
-    ranks as multiples of 1, which they all were.
+    """Complete `Manifest.semantic` of an older version: missing fields get their defaults, ranks multiples of 1.
 
-    What no version of the schema can have written comes back as it is.
+    Returns anything that no version of the schema can have written as it is.
     """
     if not isinstance(semantic, Mapping):
         return semantic
-    somewhere: dict[str, Any] = {"model": {"source": "-"}, "output": "-", "run_dir": "-"}
-    fields = {**semantic, **somewhere}
+    places: dict[str, Any] = {"model": {"source": "-"}, "output": "-", "run_dir": "-"}
+    fields = {**semantic, **places}
     if isinstance(calibration := fields.get("calibration"), Mapping):
         fields["calibration"] = {**calibration, "text": {"files": ["-"]}}
     try:
-        known = Manifest.model_validate_json(json.dumps(fields)).semantic()
+        complete = Manifest.model_validate_json(json.dumps(fields)).semantic()
     except ValueError:
         return semantic
-    return {**known, "methods": [{**entry, "rank_multiple": entry["rank_multiple"] or 1} for entry in known["methods"]]}
+    methods = [{**entry, "rank_multiple": entry["rank_multiple"] or 1} for entry in complete["methods"]]
+    return {**complete, "methods": methods}

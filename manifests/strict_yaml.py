@@ -1,6 +1,6 @@
-"""YAML as manifests use it: plain data, no second reading.
+"""Read and write the YAML of manifests: plain data with one meaning.
 
-Beyond yaml.safe_load: `1e-6` is a number, a date is text, and duplicate keys, keys that are not text, aliases
+Stricter than yaml.safe_load: `1e-6` is a number, a date is text, and duplicate keys, keys that are not text, aliases
 (which can make a small file fill the memory) and tags are errors with their line.
 """
 
@@ -17,6 +17,8 @@ FIRST_CHARACTERS = list("-+.0123456789")
 
 
 class _Loader(yaml.SafeLoader):
+    """Refuses aliases, tags, duplicate keys and keys that are not text."""
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs leave it out
         mark, tag = event.start_mark, getattr(event, "tag", None)
@@ -27,15 +29,15 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         key: Any
         for key, _ in node.value:
             if key.tag != TEXT_TAG:
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a collection"
                 raise yaml.MarkedYAMLError(None, None, f"key {shown}: a field's name must be text", key.start_mark)
-            if key.value in seen:
+            if key.value in keys:
                 raise yaml.MarkedYAMLError(None, None, f"field {key.value!r} is given twice", key.start_mark)
-            seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -52,7 +54,7 @@ _Dumper.add_implicit_resolver(FLOAT_TAG, EXPONENT, FIRST_CHARACTERS)
 
 
 def read_yaml(text: str) -> Any:
-    """The data in `text`. Raises ValueError saying what is wrong and in which line."""
+    """Parse YAML. Raises ValueError with the fault and its line."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader: builds plain data only
     except RecursionError:
@@ -62,5 +64,5 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(document: Any) -> str:
-    """`document` as YAML that `read_yaml` reads back equal (ASCII: U+0085 as it is would be read as a space)."""
+    """Return YAML that `read_yaml` reads back equal. It is ASCII, as U+0085 would be read as a space."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False)

@@ -1,7 +1,7 @@
-"""A sweep: what is compared on one model, from one calibration. docs/sweep.md.
+"""A sweep compares methods and sizes on one model, from one calibration. docs/sweep.md.
 
-The fields are the manifest's, but for `points` in place of `methods` and `budget`. Each point is a manifest of its own,
-as `pipeline.run` would take it.
+Its fields are the manifest's, with `points` in place of `methods` and `budget`. Each point becomes a manifest that
+`pipeline.run` would accept.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ Sizes = Annotated[tuple[Share, ...] | None, Listed]
 
 
 class Points(Block):
-    """Methods together, at every size times every rounding of two lists: so many points.
+    """A list of methods, compared at every size and with every rounding: one point for each pair of them.
 
-    `name`: in tables and in the names of outputs; null: those of the methods. `keep` or `bytes`: sizes, as in `budget`;
-    null: the sweep's `keep`; an empty list where the methods say sizes or ranks themselves. `quantize`: blocks as the
-    manifest has them, null among them for numbers as they are. `save`: sizes whose checkpoints are kept, under
-    `output`; or `all`.
+    `name`: in tables and names of outputs; null: the names of the methods. `keep` or `bytes`: sizes, as in `budget`;
+    null: the sweep's `keep`; an empty list if the methods have sizes or ranks of their own. `quantize`: blocks as in
+    the manifest; null among them means unrounded. `save`: sizes whose checkpoints are kept, under `output`; or `all`.
     """
 
     name: Name | None = None
@@ -65,15 +64,15 @@ class Points(Block):
 
     @property
     def title(self) -> str:
-        """The name, or the methods'."""
+        """The name, by default made of the names of the methods."""
         return self.name or "+".join(entry.method for entry in self.methods) or "rounded"
 
 
 class Sweep(Block):
     """Many methods, sizes and roundings of one model, from one calibration and one pool of workers.
 
-    `keep`: the sizes of points that give none. `scope`, `multiple`: of every budget. Checkpoints of saved points go to
-    `output/NAME-SIZE`; the statistics, the ledger and the results to `run_dir`.
+    `keep`: the sizes of points without sizes of their own. `scope` and `multiple` apply to every budget. Checkpoints of
+    saved points go to `output/NAME-SIZE`; statistics, ledger and results go to `run_dir`.
     """
 
     version: int
@@ -121,13 +120,13 @@ class Sweep(Block):
 
 @dataclass(frozen=True)
 class Point:
-    """One of the things compared: the job that it would be by itself.
+    """A point of a sweep, as the job that it would be by itself.
 
     Attributes:
-        label: names it in tables, plots and outputs: `NAME-SIZE-ROUNDING`, as far as there is any.
-        series: the points that differ from it in size and rounding alone have the same.
-        rounding: `int4` and the like, with the group where it is another than 32; empty for numbers as they are.
-        save: whether its checkpoint is wanted.
+        label: its name in tables, plots and outputs: `NAME-SIZE-ROUNDING`, without the parts that it lacks.
+        series: common to the points that differ only in size and rounding.
+        rounding: `int4` and the like, with the group if it is not 32; empty if unrounded.
+        save: its checkpoint is kept.
     """
 
     label: str
@@ -138,21 +137,21 @@ class Point:
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, tuple[Point, ...]]:
-    """Reads, overrides (`a.b=value`, values in YAML) and checks a sweep, and every point as a manifest.
+    """Read a sweep, apply overrides (`a.b=value`, values in YAML), and check it and every point as a manifest.
 
     Raises:
-        InputError: missing file, not YAML, or the list of every field that is wrong.
+        InputError: the file is missing or not YAML, or a list of all wrong fields.
     """
     return parse_sweep(read_document(path, overrides, "sweep"), str(path))
 
 
 def decode_sweep(content: bytes, path: str) -> Sweep:
-    """A sweep that a run directory holds, from the bytes of the file `path`. Raises InputError."""
+    """Parse the sweep of a run directory, from the bytes of the file `path`. Raises InputError."""
     return parse_sweep(decode_resolved(content, f"sweep {path}"), path)[0]
 
 
 def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Sweep, tuple[Point, ...]]:
-    """Checks a sweep already in memory. Raises InputError with one line for every fault."""
+    """Check a document. Raises InputError with one line for every fault."""
     expanded, faults = expand_environment(document, f"sweep {origin}")
     points: list[Point] = []
     try:
@@ -170,7 +169,7 @@ def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Swe
 
 
 def _expand(sweep: Sweep) -> tuple[list[Point], list[str]]:
-    """Every point, and a line for each fault."""
+    """Return every point, and a line for each fault."""
     points: list[Point] = []
     faults: list[str] = [] if sweep.points else ["  points: should list at least one"]
     for position, entry in enumerate(sweep.points):
@@ -179,7 +178,7 @@ def _expand(sweep: Sweep) -> tuple[list[Point], list[str]]:
         except ValueError as error:
             faults.append(f"  points.{position}: {error}")
             continue
-        wrong: dict[str, None] = {}  # at every size the same, most of the time
+        wrong: dict[str, None] = {}  # keys, as most faults occur at every size
         for (kind, size), quantize in product(sizes, entry.quantize):
             rounding = _rounding(quantize)
             label = "-".join(part for part in (entry.title, f"{size:g}" if size else "", rounding) if part)
@@ -197,13 +196,13 @@ def _expand(sweep: Sweep) -> tuple[list[Point], list[str]]:
 
 
 def _sizes(sweep: Sweep, entry: Points) -> list[tuple[str, float | None]]:
-    """(`keep` or `bytes`, share) for each size; (`keep`, None) where no budget applies."""
+    """Return (`keep` or `bytes`, share) for each size; (`keep`, None) if no budget applies."""
     if not entry.quantize:
         raise ValueError("quantize: should list at least one block, or null")
     if entry.keep is not None and entry.bytes is not None:
         raise ValueError("give either `keep` or `bytes`; for both, two points")
     kind = "bytes" if entry.bytes is not None else "keep"
-    sizes = next(given for given in (entry.bytes, entry.keep, sweep.keep) if given is not None)
+    sizes = next(sizes for sizes in (entry.bytes, entry.keep, sweep.keep) if sizes is not None)
     unknown = [] if isinstance(entry.save, str) else sorted(set(entry.save) - set(sizes))
     if unknown:
         shown = ", ".join(f"{size:g}" for size in sizes) or "of which it has none; say all"
@@ -214,9 +213,9 @@ def _sizes(sweep: Sweep, entry: Points) -> list[tuple[str, float | None]]:
 def _manifest(
     sweep: Sweep, entry: Points, kind: str, size: float | None, quantize: Quantize | None, label: str
 ) -> Manifest:
-    """Raises ValidationError."""
+    """Return the manifest of a point. Raises ValidationError."""
     budget: dict[str, Any] = {"scope": sweep.scope, "multiple": sweep.multiple}
-    given = budget | {kind: size} if size else budget if sweep.multiple else None
+    limit = budget | {kind: size} if size else budget if sweep.multiple else None
     return Manifest.model_validate(
         {
             "version": 1,
@@ -224,7 +223,7 @@ def _manifest(
             "output": f"{sweep.output.rstrip('/')}/{label}",
             "run_dir": sweep.run_dir,
             "seed": sweep.seed,
-            "budget": given,
+            "budget": limit,
             "calibration": sweep.calibration,
             "quantize": quantize,
             "methods": entry.methods,
