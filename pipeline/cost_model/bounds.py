@@ -1,4 +1,4 @@
-"""The most that a checkpoint can store, where the ranks follow what is not computed yet."""
+"""An upper bound on the size of a checkpoint whose ranks depend on the data."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, saved_numbers
 from pipeline.methods.rounded_size import beside, scope_numbers
 
-MOST_BITS = 8  # where bits are chosen
+MOST_BITS = 8  # of codes, if bits are chosen
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a checkpoint stores: numbers, before they are rounded, and bytes."""
+    """The size of a checkpoint: numbers, before rounding, and bytes."""
 
     numbers: int
     num_bytes: int
 
 
 def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], source_bytes: int) -> Size:
-    """No checkpoint of the manifest stores more. `source_bytes`: with tensors that no layer asks for, which are
-    copied."""
+    """Return the most that a checkpoint of the manifest stores. `source_bytes`: unused tensors included."""
     numbers = _most_numbers(manifest, geometry)
     beyond = max(0, source_bytes - geometry.model_bytes())
     if bounded_by(manifest) == "budget.bytes":
@@ -37,45 +36,49 @@ def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], so
 
 
 def bounded_by(manifest: Manifest) -> str:
-    """The field of the manifest that bounds what is stored."""
+    """Return the manifest field that bounds the size."""
     budget = manifest.budget
-    fields = () if budget is None or _all_own(manifest) else ("keep", "bytes", "max_loss")
+    fields = () if budget is None or _ignores_budget(manifest) else ("keep", "bytes", "max_loss")
     return next((f"budget.{name}" for name in fields if getattr(budget, name) is not None), "methods")
 
 
-def _all_own(manifest: Manifest) -> bool:
-    """Whether every entry has a size of its own, so that the budget is nobody's."""
+def _ignores_budget(manifest: Manifest) -> bool:
+    """True if every entry has a size of its own."""
     return all(method.fixed_ranks or method.keep is not None for method in build_methods(manifest))
 
 
 def _most_numbers(manifest: Manifest, geometry: Geometry) -> int:
     dense = geometry.model_numbers()
-    if manifest.budget is None or _all_own(manifest):
+    if manifest.budget is None or _ignores_budget(manifest):
         return dense - saved_numbers(build_methods(manifest), geometry)
     return dense - round((1 - manifest.budget.share) * scope_numbers(geometry, manifest.budget.scope))
 
 
 @dataclass(frozen=True)
 class _Claimed:
-    """A task's matrices and vectors: how many numbers, the bits of a number of the widest matrix as it is stored, and
-    the bits that vectors and what lies beside codes take besides."""
+    """The tensors of a task: their numbers, the stored bits of a number of the widest matrix, and additional bits.
+
+    Additional are the bits of wider vectors, and of shapes and scales beside codes.
+    """
 
     numbers: int
     bits: float
-    beside: float
+    additional: float
 
 
 def _most_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], numbers: int) -> int:
-    """Of so many numbers: as if those of the widest dtypes had stayed."""
+    """Return the most bytes of so many numbers, as if the numbers of the widest dtypes were kept."""
     claimed = sorted(_claimed(manifest.quantize, geometry, tasks), key=lambda each: -each.bits)
     dense = sum(each.numbers for each in claimed)
     dense_bytes = sum(geometry.layers[layer].num_bytes(roles) for layer, roles in _claims(tasks))
-    left, bits = numbers - (geometry.model_numbers() - dense), 0.0
+    remaining, bits = numbers - (geometry.model_numbers() - dense), 0.0
     for each in claimed:
-        stays = min(left, each.numbers)
-        bits += stays * each.bits + each.beside
-        left -= stays
-    bits += left * max((each.bits for each in claimed), default=0.0)  # numbers that factors have beyond the dense ones
+        stored = min(remaining, each.numbers)
+        bits += stored * each.bits + each.additional
+        remaining -= stored
+    bits += remaining * max(
+        (each.bits for each in claimed), default=0.0
+    )  # if factors have more numbers than the source
     return geometry.model_bytes() - dense_bytes + math.ceil(bits / 8)
 
 
@@ -94,16 +97,16 @@ def _claimed(quantize: Quantize | None, geometry: Geometry, tasks: Sequence[Task
 
 
 def _claims(tasks: Sequence[Task]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Layer and roles of each task, without those of tasks before it: points of a sweep claim the same ones."""
-    seen: set[tuple[int, str]] = set()
+    """Yield layer and roles of each task, every role once: the points of a sweep claim the same roles."""
+    claimed: set[tuple[int, str]] = set()
     for task in tasks:
-        if roles := tuple(role for role in task.roles if (task.layer, role) not in seen):
+        if roles := tuple(role for role in task.roles if (task.layer, role) not in claimed):
             yield task.layer, roles
-        seen |= {(task.layer, role) for role in roles}
+        claimed |= {(task.layer, role) for role in roles}
 
 
 def _bits(quantize: Quantize | None, layer: LayerGeometry, role: str) -> float:
-    """Of a number of a role's matrix as it is stored, with its share of a scale."""
+    """Return the bits of a stored number of a role's matrix, with its share of a scale."""
     own = layer.bits_of(f"{role}.weight")
     if quantize is None or not _is_rounded(quantize, role):
         return own

@@ -1,6 +1,6 @@
-"""What a job would read, hold, write and compute: from the manifest and the geometry alone.
+"""The bytes and operations of a job, from its manifest and geometry alone.
 
-docs/architecture.md#the-way-of-a-layer.
+docs/architecture.md#the-walk-of-a-layer.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, T calibration tokens.
 """
@@ -21,21 +21,20 @@ from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_moments, layers_of
 
-DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
+DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
 MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # C, its inverse beside the gram of W_down, the panels (tests/kernels/test_elimination.py)
-CURVE_COPIES = 4  # besides, one of the channels that stay, and its factor
+CURVE_COPIES = 4  # one more for the channels that stay, with its factor
 TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes and floating-point operations of a job; upper bounds where it depends on the ranks.
+    """Bytes and floating-point operations of a job, or upper bounds of those that depend on the ranks.
 
     Attributes:
-        output_bound: the field of the manifest that bounds `expected_numbers` and `output_bytes`; empty where they are
-            exact.
+        output_bound: the manifest field that bounds `expected_numbers` and `output_bytes`; empty if they are exact.
     """
 
     layers: int
@@ -61,7 +60,7 @@ class Plan:
     workers: int
 
     def report(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the plan as JSON."""
         return asdict(self)
 
 
@@ -73,10 +72,10 @@ def make_plan(
     source_bytes: int,
     size: Size | None = None,
 ) -> Plan:
-    """The plan of a job whose forward pass has `itemsize` bytes a number. `size`: of the checkpoint, where it is known
-    exactly."""
+    """Plan a job. `itemsize`: bytes of a number in the forward pass. `size`: the checkpoint's exact size, if known."""
     calibration = manifest.calibration
-    tokens = calibration.samples * calibration.sequence_length if calibration else 0
+    sequence = calibration.sequence_length if calibration else 0
+    tokens = calibration.samples * sequence if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
     claimed = layers_of(tasks)
     moments = [(geometry.layers[layer], moment) for layer in claimed for moment in layer_moments(tasks, layer)]
@@ -86,15 +85,15 @@ def make_plan(
     statistics = max(by_layer.values(), default=0)
     dense_bytes, decoder_bytes = geometry.model_bytes(), geometry.decoder_bytes()
     compressed = calibration is not None and calibration.propagate == "compressed"
-    way = pass_of(manifest, geometry, tasks)
+    walk = pass_of(manifest, geometry, tasks)
     passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
     bound = "" if size else bounded_by(manifest)
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
-    all_stored = way.kept or not (compressed or way.in_pass)  # at a time
+    all_stored = walk.kept or not (compressed or walk.in_pass)  # the statistics of all layers at a time
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = max((_solve_bytes(task, geometry.layers[task.layer]) for task in tasks), default=0)
-    if way.in_pass:  # beside a layer of the pass, the next, and the sums of two, one triangle of each moment
+    if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
         solving += sum(_layer_bytes(manifest, geometry, itemsize)) + statistics
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
     return Plan(
@@ -103,9 +102,9 @@ def make_plan(
         layer_bytes=_layer_bytes(manifest, geometry, itemsize)[0],
         source_bytes=source_bytes,
         read_bytes=int(
-            (passes + (way.importance > 0)) * decoder_bytes
+            (passes + (walk.importance > 0)) * decoder_bytes
             + 2 * (dense_bytes - decoder_bytes)
-            + (dense_bytes + size.num_bytes)  # both models side by side, for what `verify` compares with
+            + (dense_bytes + size.num_bytes)  # the comparison of both models, recorded for `verify`
         ),
         worker_peak_bytes=host + device,
         worker_host_bytes=host,
@@ -119,8 +118,8 @@ def make_plan(
         expected_numbers=size.numbers,
         dense_numbers=geometry.model_numbers(),
         forward_flops=tokens
-        * (passes + way.importance / way.shards)
-        * sum(forward_flops(layer, calibration.sequence_length if calibration else 0) for layer in geometry.layers),
+        * (passes + walk.importance / walk.shards)
+        * sum(forward_flops(layer, sequence) for layer in geometry.layers),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
         solve_flops=sum(solve_work(task, geometry.layers[task.layer], tokens).flops for task in tasks),
         calibration_tokens=tokens,
@@ -129,7 +128,7 @@ def make_plan(
 
 
 def rank_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
-    """Said where a moment of the calibration text has more columns than there are tokens."""
+    """Warn if a moment has more columns than the calibration text has tokens."""
     if manifest.calibration is None:
         return ()
     samples, length = manifest.calibration.samples, manifest.calibration.sequence_length
@@ -150,7 +149,7 @@ def rank_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) 
 
 
 def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
-    """Size of a moment in memory."""
+    """Return the size of a moment in memory."""
     width = moment_width(moment, geometry)
     if moment.kind == "sample":
         return moment.tokens * width * geometry.bits // 8
@@ -158,7 +157,7 @@ def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
 
 
 def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
-    """One task on a worker: its moments and what is made of them, a sample once, its weights beside float64 ones."""
+    """Return the memory of one task on a worker: moments and their copies, samples, and weights, also in float64."""
     samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
@@ -168,41 +167,37 @@ def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
 def _worker_peak(
     manifest: Manifest, geometry: Geometry, itemsize: int, moments: tuple[int, int], activations: int
 ) -> tuple[int, int]:
-    """Of host memory and of the device's, at the layer that takes most. A worker without a GPU holds all in the first.
+    """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
 
-    `moments`: bytes of a layer's, and of what solving one of its tasks takes.
+    `moments`: bytes of a layer's moments, and of solving one of its tasks. `activations`: of its hidden states.
 
-    Beside a GPU, the host holds the process, a layer read ahead, hidden states, and a layer's moments on their way out.
+    With a GPU, the host has the process, a layer that is read ahead, hidden states, and a layer's reduced moments.
     """
     calibration = manifest.calibration
-    largest, widest = (
-        max(each.numbers() for each in geometry.layers),
-        max(block.width for each in geometry.layers for block in each.mlps),
-    )
+    largest = max(each.numbers() for each in geometry.layers)
+    widest = max(block.width for each in geometry.layers for block in each.mlps)
     layer, placed = _layer_bytes(manifest, geometry, itemsize)
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + max(
         3 * sum(block.width for block in each.mlps) + 4 * each.attention.query.outputs for each in geometry.layers
     )
-    held = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
+    hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     statistics, solving = moments
-    # Values of a shard's micro-batches wait for a product: of the widest points, as far as one batch does not fill it.
+    # Values of micro-batches are collected until they fill a product. The widest points count.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
     waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + widest) * itemsize
-    taking = layer + placed + 2 * statistics + batch * features * 4 + waiting
+    passing = layer + placed + 2 * statistics + batch * features * 4 + waiting
     scoring = largest * max(4, itemsize) + batch * features * 4 if calibration else 0
-    computing = max(taking, solving, scoring)
+    computing = max(passing, solving, scoring)
     if manifest.workers.gpus == 0:
-        return PROCESS_BYTES + held + computing, 0
-    return PROCESS_BYTES + DEVICE_PROCESS_BYTES + held + layer + statistics, computing
+        return PROCESS_BYTES + hidden_states + computing, 0
+    return PROCESS_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
 
 
 def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
-    """Of the largest layer: as it is read ahead, on a GPU there, and as it is computed."""
-    largest, stored = (
-        max(each.numbers() for each in geometry.layers),
-        max(each.num_bytes() for each in geometry.layers),
-    )
+    """Return the bytes of the largest layer as it is read ahead (on a GPU, there) and as it is computed."""
+    largest = max(each.numbers() for each in geometry.layers)
+    stored = max(each.num_bytes() for each in geometry.layers)
     gpu = manifest.workers.gpus > 0
     return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
 

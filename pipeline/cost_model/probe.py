@@ -1,5 +1,5 @@
-"""What a worker does in a second, measured: a layer's forward and backward pass, products of moments, float64 products,
-factors and eigenproblems, elementwise work and copies.
+"""Measure the rates of a worker: a layer's forward and backward pass, products of moments, float64 products, factors,
+eigenproblems, elementwise kernels and copies.
 
 Legend: T tokens, B samples, S sequence, D hidden, N intermediate, H heads, d head_dim.
 """
@@ -25,14 +25,14 @@ from pipeline.families.family import Geometry
 from pipeline.kernels.half_precision import linear
 
 PROBE_SECONDS = 0.15
-LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # of the layer that is measured; larger ones go at its rate
-LONGEST = {"cpu": 512, "cuda": 4096}  # samples, in tokens
+LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # of the measured layer; larger ones have its rate
+LONGEST = {"cpu": 512, "cuda": 4096}  # tokens of a sample
 SAMPLES = {"cpu": 1, "cuda": 4}
 DOUBLE_SIZE = {"cpu": 1024, "cuda": 4096}
 MOMENT_TOKENS = {"cpu": 1024, "cuda": 4096}
 STEP_SECONDS = {"cpu": 6e-4, "cuda": 1e-4}
 COLUMN_SECONDS = {"cpu": 1e-5, "cuda": 2e-5}
-COPIED_BYTES = {"cpu": 2**27, "cuda": 2**30}  # more than any cache holds
+COPIED_BYTES = {"cpu": 2**27, "cuda": 2**30}  # larger than any cache
 WIDENED_NUMBERS = {"cpu": 2**22, "cuda": 2**27}
 DIGESTED_BYTES = 2**24
 NETWORK, DISK, COMMIT_SECONDS = 1.25 * GIGA, 1.0 * GIGA, 15e-3  # assumed
@@ -51,7 +51,7 @@ class ProbedShape:
 
     @classmethod
     def of(cls, geometry: Geometry, manifest: Manifest) -> ProbedShape:
-        """Of a model, with the samples of a job."""
+        """Return the sizes of a model's widest layer and of a job's samples."""
         widths = {layer.index: sum(block.width for block in layer.mlps) for layer in geometry.layers}
         widest = max(geometry.layers, key=lambda layer: widths[layer.index])
         calibration = manifest.calibration
@@ -60,10 +60,10 @@ class ProbedShape:
         return cls(geometry.hidden, widths[widest.index], sequence, features, read)
 
     def at_most(self, hidden: int, length: int) -> ProbedShape:
-        """Narrowed as a whole, in heads of 64, and on shorter samples."""
+        """Return proportionally narrower sizes, in heads of 64, and shorter samples."""
         share = min(1.0, hidden / self.hidden)
         narrowed, read = (max(1, int(share * size) // HEAD_DIM) for size in (self.hidden, self.read_features))
-        each = max(1, round(int(share * self.features) / HEAD_DIM / read))  # query heads of a key's
+        each = max(1, round(int(share * self.features) / HEAD_DIM / read))  # query heads per key head
         return ProbedShape(
             narrowed * HEAD_DIM,
             max(1, int(share * self.intermediate)),
@@ -80,10 +80,10 @@ def measured_rates(
     workers_per_node: int = 1,
     shape: ProbedShape | None = None,
 ) -> Rates:
-    """Of this process, a fraction of a second for each rate. Network and disk are assumed.
+    """Measure this process, a fraction of a second for each rate. Rates of network and disk are assumed.
 
-    Products are those of a layer of this shape, with all that stands between them. On a CPU there is no link to cross:
-    copies go at memory's rate.
+    Products are measured in a layer of this shape, with norms, rotations and checks between them. On a CPU, the link is
+    measured by copies in memory.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads if device.type == "cpu" else before)
@@ -93,59 +93,32 @@ def measured_rates(
         torch.set_num_threads(before)
 
 
-def mean_rates(found: Sequence[Rates]) -> Rates:
-    """Of several workers that were measured at a time."""
-    return Rates(**{
-        field.name: type(getattr(found[0], field.name))(sum(getattr(rates, field.name) for rates in found) / len(found))
-        for field in fields(Rates)
-    })  # fmt: skip
+def mean_rates(measured: Sequence[Rates]) -> Rates:
+    """Return the means of the rates of workers that were measured at the same time."""
+    columns = {field.name: [getattr(rates, field.name) for rates in measured] for field in fields(Rates)}
+    return Rates(**{name: type(values[0])(sum(values) / len(values)) for name, values in columns.items()})
 
 
 def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, shape: ProbedShape) -> Rates:
-    kind, size = device.type, DOUBLE_SIZE[device.type]
+    kind = device.type
     narrowed = shape.at_most(LARGEST_HIDDEN[kind], LONGEST[kind])
-    layer = _Layer(device, dtype, narrowed)
-    products, backward = layer.rate(layer.forward, 1), layer.rate(layer.backward, 3)
-    layer = _Layer(device, torch.float, narrowed)
-    single = layer.rate(layer.forward, 1)
-    moments = _moment_rate(device, dtype, narrowed)
-    square = torch.randn(size, size, dtype=torch.float64, device=device)
-    seconds = _seconds(lambda: square @ square, device)
-    double = 2 * size**3 / seconds
-    positive = square @ square.T
-    positive.diagonal().add_(size)
-    wide, width = square, size * 3 // 4
-    symmetric = square[:width, :width] + square[:width, :width].T
-    seconds = _seconds(lambda: torch.linalg.eigh(symmetric)[0], device)
-    eigen = 10 * width**3 / seconds
-    seconds = _seconds(lambda: _solved(positive, wide), device)
-    factors = (1 / 3 + 1) * size**3 / seconds
+    layer, single = _Layer(device, dtype, narrowed), _Layer(device, torch.float, narrowed)
+    double, factors, eigen = _double_rates(device)
     numbers = torch.zeros(WIDENED_NUMBERS[kind], dtype=torch.float64, device=device)
-    seconds = _seconds(lambda: numbers * 2.0, device)
-    memory = 16 * numbers.numel() / seconds
-    source, target = (torch.zeros(COPIED_BYTES[kind], dtype=torch.uint8, device=device) for _ in range(2))
-    seconds = _seconds(lambda: target.copy_(source), device)
-    link = 2 * source.numel() / seconds
-    if kind == "cuda":
-        pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
-        seconds = _seconds(lambda: source.copy_(pinned, non_blocking=True), device)
-        link = source.numel() / seconds
-    hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)  # as `stores.threads` has them
-    seconds = _seconds(lambda: hashlib.sha256(hashed).digest(), torch.device("cpu"))
-    digest = threads * len(hashed) / seconds
+    hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)  # as `stores.threads`
     return Rates(
-        products=products,
-        backward=backward,
-        moments=moments,
-        single=single,
+        products=layer.rate(layer.forward, 1),
+        backward=layer.rate(layer.backward, 3),
+        moments=_moment_rate(device, dtype, narrowed),
+        single=single.rate(single.forward, 1),
         double=double,
         factors=factors,
         eigen=eigen,
-        memory=memory,
-        link=link,
+        memory=16 * numbers.numel() / _seconds(lambda: numbers * 2.0, device),
+        link=_link_rate(device),
         network=NETWORK,
         disk=DISK,
-        digest=digest,
+        digest=threads * len(hashed) / _seconds(lambda: hashlib.sha256(hashed).digest(), torch.device("cpu")),
         step_s=STEP_SECONDS[kind],
         column_s=COLUMN_SECONDS[kind],
         commit_s=COMMIT_SECONDS,
@@ -153,14 +126,37 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
     )
 
 
-def _solved(positive_nn: Tensor, right_nn: Tensor) -> Tensor:
-    solved_nn: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(positive_nn), right_nn, upper=False)
-    return solved_nn
+def _double_rates(device: torch.device) -> tuple[float, float, float]:
+    """Measure operations per second in float64 of products, of factors and of eigenproblems."""
+    size = DOUBLE_SIZE[device.type]
+    width = size * 3 // 4
+    square_nn = torch.randn(size, size, dtype=torch.float64, device=device)
+    positive_nn = square_nn @ square_nn.T
+    positive_nn.diagonal().add_(size)
+    symmetric_mm = square_nn[:width, :width] + square_nn[:width, :width].T
+
+    def factorize() -> Tensor:
+        factor_nn = torch.linalg.cholesky(positive_nn)
+        solved_nn: Tensor = torch.linalg.solve_triangular(factor_nn, square_nn, upper=False)
+        return solved_nn
+
+    products = 2 * size**3 / _seconds(lambda: square_nn @ square_nn, device)
+    factors = (1 / 3 + 1) * size**3 / _seconds(factorize, device)
+    return products, factors, 10 * width**3 / _seconds(lambda: torch.linalg.eigh(symmetric_mm)[0], device)
+
+
+def _link_rate(device: torch.device) -> float:
+    """Measure bytes per second of copies from pinned memory to a GPU, or within a CPU's memory."""
+    target = torch.zeros(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    source = torch.zeros(target.numel(), dtype=torch.uint8)
+    if device.type == "cuda":
+        source = source.pin_memory()
+    seconds = _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    return (1 if device.type == "cuda" else 2) * target.numel() / seconds
 
 
 def _moment_rate(device: torch.device, dtype: torch.dtype, shape: ProbedShape) -> float:
-    """Operations a second of Xᵀ X in float32, of numbers of the checkpoint's dtype where a GPU's matrix units add them
-    so."""
+    """Measure operations per second of Xᵀ X in float32, from half-precision numbers on a GPU."""
     tokens = MOMENT_TOKENS[device.type]
     exact = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     values_TF = torch.ones(1, tokens, shape.intermediate, dtype=dtype if exact else torch.float, device=device)
@@ -187,7 +183,7 @@ class _Layer:
         self.angles_Sd = self._draw(length, HEAD_DIM)
 
     def rate(self, call: Callable[[], object], passes: int) -> float:
-        """Operations a second, as the plan counts those of so many forward passes."""
+        """Measure operations per second, with the plan's count of operations of so many forward passes."""
         seconds = _seconds(call, self.device)
         shape = self.shape
         numbers = 2 * (shape.features + shape.read_features) * shape.hidden + 3 * shape.hidden * shape.intermediate
@@ -196,23 +192,23 @@ class _Layer:
 
     @torch.inference_mode()
     def forward(self) -> Tensor:
-        """(B, S, D)."""
-        return self._checked(self._through(self.inputs_BSD))
+        """Return the outputs (B, S, D)."""
+        return self._checked(self._outputs(self.inputs_BSD))
 
     def backward(self) -> Tensor:
-        """(B, S, D): the gradient at the inputs, in float32, as the residual is then."""
+        """Return the gradient at the inputs (B, S, D), in float32 as the residual stream of a backward pass."""
         inputs_BSD = self.inputs_BSD.float().requires_grad_()
         with sdpa_kernel(SDPBackend.MATH):
-            outputs_BSD = self._through(inputs_BSD)
-        (found_BSD,) = torch.autograd.grad(outputs_BSD, inputs_BSD, torch.ones_like(outputs_BSD))
-        return self._checked(found_BSD)
+            outputs_BSD = self._outputs(inputs_BSD)
+        (gradient_BSD,) = torch.autograd.grad(outputs_BSD, inputs_BSD, torch.ones_like(outputs_BSD))
+        return self._checked(gradient_BSD)
 
     def _draw(self, *sizes: int) -> Tensor:
         drawn = torch.randn(sizes[-1], device=self.device).div_(self.shape.hidden**0.5).to(self.dtype)
         return drawn.expand(sizes).contiguous()
 
     def _weight(self, outputs: int, inputs: int) -> Tensor:
-        """As a worker holds it."""
+        """Return a weight in the dtype in which a worker multiplies."""
         return self._draw(outputs, inputs).to(product_dtype(self.dtype, self.device))
 
     def _checked(self, values: Tensor) -> Tensor:
@@ -231,7 +227,7 @@ class _Layer:
         heads_BHSd: Tensor = linear(read_BSD, weight).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
         return heads_BHSd
 
-    def _through(self, inputs_BSD: Tensor) -> Tensor:
+    def _outputs(self, inputs_BSD: Tensor) -> Tensor:
         read_BSD = self._normed(inputs_BSD)
         query, key, value = (self._heads(read_BSD, weight) for weight in (self.query, self.key, self.value))
         query, key = self._turned(self._checked(query)), self._turned(self._checked(key))
@@ -243,18 +239,18 @@ class _Layer:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call: the median, as what else a machine does now and then is no rate of the worker's."""
+    """Return the median seconds of a call, which other processes disturb least."""
 
     def finish() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    call()  # the first one loads libraries
+    call()  # the first call loads libraries
     finish()
-    taken: list[float] = []
-    while sum(taken) < PROBE_SECONDS:
+    seconds: list[float] = []
+    while sum(seconds) < PROBE_SECONDS:
         started = time.perf_counter()
         call()
         finish()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)

@@ -1,34 +1,35 @@
-"""What a worker and its node do in a second: the table of GPUs. `probe.py` measures."""
+"""Operations and bytes per second of a worker and its node, with a table of GPUs. `probe.py` measures them."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
 TERA, GIGA = 1e12, 1e9
+OPERATIONS = ("products", "backward", "moments", "single", "double", "factors", "eigen")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations and bytes a second.
+    """Floating-point operations and bytes per second.
 
     Attributes:
-        products: floating-point operations in products of the checkpoint's dtype, in a layer's forward pass.
-        backward: of them in a layer's forward and backward pass together.
-        moments: of them in the products of which sums over tokens are made; a CPU multiplies these in float32.
-        single: of them in float32, which tensor cores may round (`workers.device_settings.tensor_cores`).
-        double: of them in float64.
-        factors: of them in Cholesky, LU and QR factors, triangular solves, and updates by few columns at a time.
-        eigen: of them in eigenproblems, of 10 n³.
-        memory: bytes that a worker's device memory moves, as far as elementwise kernels that make new tensors get.
-        link: bytes between host and device, pinned; of a CPU, to which there is no link, as its memory copies.
+        products: operations of products in the checkpoint's dtype, in a layer's forward pass.
+        backward: operations of a layer's forward and backward pass together.
+        moments: operations of the products that are summed over tokens; a CPU multiplies these in float32.
+        single: operations in float32, which tensor cores may round (`workers.device_settings.tensor_cores`).
+        double: operations in float64.
+        factors: operations of Cholesky, LU and QR factors, triangular solves, and updates by few columns at a time.
+        eigen: operations of eigenproblems, 10 n³ each.
+        memory: bytes of device memory that elementwise kernels read and write, new tensors included.
+        link: bytes between host and device, pinned; on a CPU, bytes of copies in memory.
         network: bytes that leave a node.
         disk: bytes that a node reads or writes.
-        digest: bytes that its threads take digests of, 16 at most.
-        step_s: seconds of one removal of an elimination that no product hides (launches of kernels); `column_s`: of one
-            column that is rounded with error feedback.
-        commit_s: seconds of a commit that no byte explains: files made, and made durable.
+        digest: bytes that a node digests, with at most 16 threads.
+        step_s: seconds of a removal in an elimination beside its products (kernel launches).
+        column_s: seconds of a column that is rounded with error feedback.
+        commit_s: seconds of a commit beside its bytes: files are created and made durable.
         workers_per_node: workers that share a node's network and disk.
-        device_bytes: of a worker's device, where it is known.
+        device_bytes: memory of a worker's device, if known.
     """
 
     products: float
@@ -50,20 +51,11 @@ class Rates:
     device_bytes: float = float("inf")
 
     def with_operations(self, rate: float) -> Rates:
-        """All products, factors and eigenproblems at one rate."""
-        return replace(
-            self,
-            products=rate,
-            backward=rate,
-            moments=rate,
-            single=rate,
-            double=rate,
-            factors=rate,
-            eigen=rate,
-        )
+        """Return the rates with one rate for all operations."""
+        return replace(self, **dict.fromkeys(OPERATIONS, rate))
 
     def report(self) -> dict[str, float]:
-        """As JSON, which has no infinity."""
+        """Return the rates as JSON, without infinite ones."""
         return {name: value for name, value in asdict(self).items() if value != float("inf")}
 
 
@@ -86,7 +78,7 @@ _H200 = Rates(
     workers_per_node=8,
     device_bytes=141 * GIGA,
 )
-# A core of today, where how phases compare is enough.
+# A core of a current CPU, to compare the phases of one job.
 NOMINAL_CPU = Rates(
     products=50 * GIGA,
     backward=50 * GIGA,
@@ -105,7 +97,7 @@ NOMINAL_CPU = Rates(
     commit_s=15e-3,
     workers_per_node=1,
 )
-# By the names that `torch.cuda.get_device_name` gives: about half of the published peak of dense products.
+# By `torch.cuda.get_device_name`, at about half of the published peak of dense products.
 GPUS: dict[str, Rates] = {
     "NVIDIA H200": _H200,
     "NVIDIA H100 80GB HBM3": replace(_H200, memory=0.7 * 3.35 * TERA, device_bytes=80 * GIGA),
@@ -126,7 +118,7 @@ GPUS: dict[str, Rates] = {
 
 
 def rates_of(gpu: str) -> Rates:
-    """Of a GPU by name, or by a part of it that fits one. Raises ValueError, naming the GPUs that are known."""
+    """Return the rates of a GPU by its name or a unique part of it. Raises ValueError with the known names."""
     fitting = [name for name in GPUS if gpu.lower() in name.lower()]
     if len(fitting) != 1:
         raise ValueError(f"{gpu!r} is none, or several, of the GPUs whose rates are known: {', '.join(GPUS)}")
@@ -134,5 +126,5 @@ def rates_of(gpu: str) -> Rates:
 
 
 def known_rates(device: str) -> Rates:
-    """Of a GPU by its whole name, or those of a core: to compare the phases of one job."""
+    """Return the rates of a GPU by its whole name, or else those of a CPU core."""
     return GPUS.get(device, NOMINAL_CPU)
