@@ -52,7 +52,7 @@ def work_of(model: str, propagate: str, **entry: str) -> LayerWork:
     """Return the work of a layer in such a job."""
     manifest, shape = job_of(propagate, None, **entry), geometry(model)
     tasks = claim_tasks(build_methods(manifest), shape)
-    return layer_work(manifest, shape, tasks, ITEMSIZE, gradient_tokens(manifest, shape, tasks), kept=0.8)
+    return layer_work(manifest, shape, tasks, ITEMSIZE, gradient_tokens(manifest, shape, tasks), keep=0.8)
 
 
 def predict(

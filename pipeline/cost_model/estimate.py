@@ -90,7 +90,7 @@ def make_plan(
     activations = tokens * geometry.hidden * itemsize
     bound = "" if size else bounded_by(manifest)
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
-    all_stored = walk.kept or not (compressed or walk.in_pass)  # the statistics of all layers at a time
+    all_stored = walk.keep_statistics or not (compressed or walk.in_pass)  # the statistics of all layers at a time
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = max((_solve_bytes(task, geometry.layers[task.layer]) for task in tasks), default=0)
     if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers

@@ -32,7 +32,7 @@ def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pa
         gradient_shards=max(1, len(passes.gradient_shards)),
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
         in_pass=solves_in_pass(passes.propagate, tasks, waits=waits),
-        kept=passes.keep_statistics,
+        keep_statistics=passes.keep_statistics,
     )
 
 

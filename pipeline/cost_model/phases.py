@@ -25,7 +25,7 @@ COPIES = 2  # a shard's hidden states are copied to the device and back
 
 @dataclass(frozen=True)
 class Pass:
-    """How a job walks through its layers.
+    """The way of a job through its layers.
 
     Attributes:
         importance: shards of a separate pass before the walk (`propagate: compressed` with ranks by importance), or 0.
@@ -33,7 +33,7 @@ class Pass:
         offload: hidden states leave the device between layers.
         cached: data that was read or stored once is still in the nodes' page cache when it is read again.
         in_pass: layers are solved during the dense pass, from memory (`pipeline.driver.dense_walk`).
-        kept: a dense pass stores its moments even if layers are solved from memory.
+        keep_statistics: a dense pass stores its moments even if layers are solved from memory.
         every: layers between two commits of hidden states; 0: unknown, or so many that commits take little.
         gradient_shards, held_out_shards: shards of the backward pass's samples, and of held-out text.
     """
@@ -49,12 +49,12 @@ class Pass:
     held_out_shards: int = 1
     every: int = 0
     in_pass: bool = False
-    kept: bool = True
+    keep_statistics: bool = True
 
     @property
     def stores(self) -> bool:
         """True if a dense pass stores its moments."""
-        return self.kept or not self.in_pass
+        return self.keep_statistics or not self.in_pass
 
     @property
     def ahead(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 TERA, GIGA = 1e12, 1e9
 OPERATIONS = ("products", "backward", "moments", "single", "double", "factors", "eigen")
@@ -52,7 +53,8 @@ class Rates:
 
     def with_operations(self, rate: float) -> Rates:
         """Return the rates with one rate for all operations."""
-        return replace(self, **dict.fromkeys(OPERATIONS, rate))
+        operations: dict[str, Any] = dict.fromkeys(OPERATIONS, rate)
+        return replace(self, **operations)
 
     def report(self) -> dict[str, float]:
         """Return the rates as JSON, without infinite ones."""

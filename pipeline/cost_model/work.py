@@ -1,4 +1,4 @@
-"""What a layer costs whoever does it: operations and bytes, from the geometry and the tasks alone. docs/plan.md.
+"""The operations and bytes of a layer on any hardware, from geometry and tasks alone. docs/plan.md.
 
 Legend: D hidden, H heads, d head_dim, N intermediate, F width of a moment, T calibration tokens.
 """
@@ -35,44 +35,45 @@ from pipeline.methods.registry import (
 )
 from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 
-ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum
-SCALED_PASSES = 3  # over each value, in the checkpoint's dtype: checked; read, and written scaled
-PAIRED_BYTES = 40  # for each number of a pair's Σ e xᵀ: as above, the rounding taken from each product
-ERROR_BYTES = 48  # for each number of e: made, checked, scaled, squared in float64
-SQUARED_BYTES = 40  # for each number of the product of a gradient sample's norm: widened, squared, summed
-DIAGONAL_BYTES = 40  # for each number of a gradient of which the squares alone are summed, its sample's norm included
-RESIDUAL_BYTES = 4  # of a number of a gradient, as of the residual stream
-COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
-BACK = 3  # forward passes that a backward pass costs
-WALKED, WALKED_SHORT = 4, 4  # layers that a walk of corrections goes through, to the end and to their attention's
-BUILT_BYTES = 16  # of memory for each number of a layer that is built in float32: read, checked, widened
-COMPARED_TOKENS = 128  # that both models go through side by side, as `verify` does again
+# Bytes of device memory that are moved for each number:
+ADDED_BYTES = 32  # of a moment's sum, per product: written, rounded, added to a float64 sum
+PAIRED_BYTES = 40  # of a pair's Σ e xᵀ, per product: the same, with the rounding error subtracted
+ERROR_BYTES = 48  # of e: computed, checked, scaled, squared in float64
+SQUARED_BYTES = 40  # of the product in a gradient sample's norm: widened, squared, summed
+DIAGONAL_BYTES = 40  # of a gradient of which only squares are summed, with its sample's norm
+COSINE_BYTES = 48  # of a hidden state: read, widened to float64, scaled, multiplied
+BUILT_BYTES = 16  # of a layer that is built in float32: read, checked, widened
+SCALED_PASSES = 3  # over each value in the checkpoint's dtype: read to be checked, read and written to be scaled
+RESIDUAL_BYTES = 4  # of a gradient's number, as of the residual stream
+BACK = 3  # cost of a backward pass in forward passes
+WALKED, WALKED_SHORT = 4, 4  # passes of a correction through the whole layer, and to the end of its attention
+COMPARED_TOKENS = 128  # on which both models are compared side by side, as `verify` repeats
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One layer, all calibration tokens: operations, and bytes.
+    """The operations and bytes of a layer for all calibration tokens.
 
     Attributes:
-        largest_bytes: of its largest tensor.
-        statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one;
-            `packed_flops`: of one through what has become of the layer.
-        built_bytes: of memory that building the layer in float32 moves.
-        grid_flops: of the tokens by which sums' grids are chosen, by one worker.
-        added_bytes: of device memory that summing the moments moves.
-        moment_bytes: what the sums of a layer take, one triangle each.
+        largest_bytes: size of its largest tensor.
+        forward_flops: of a forward pass; `statistics_flops`: of one that ends at the last tap; `packed_flops`: of one
+            through the compressed layer.
+        built_bytes: moved to build the layer in float32.
+        grid_flops: of the tokens by which one worker chooses the grids of sums.
+        added_bytes: moved to sum the moments.
+        moment_bytes: size of the layer's sums, one triangle each.
         gradient_flops: of the backward pass; 0 without one.
-        gradient_moment_flops, gradient_moved_bytes: of its moments and its samples' norms; of device memory.
-        gradient_grid_flops: of the tokens by which their grids are chosen.
+        gradient_moment_flops, gradient_moved_bytes: of the gradients' moments and the norms of samples.
+        gradient_grid_flops: of the tokens by which the grids of gradients are chosen.
+        gradient_bytes: size of the sums of the backward pass.
         curves: of each task whose sizes are compared by predicted loss, in every round.
-        gradient_bytes: what the sums of the backward pass take.
-        sample_bytes: of a layer's samples of values; pair_bytes: of the sums of each pair that corrections take;
-            pair_added_bytes: of device memory that summing them moves.
+        sample_bytes: size of a layer's samples of values.
+        pair_bytes, pair_added_bytes: sizes of the sums of each pair of a correction, and bytes moved to sum them.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
-        held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
-        rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
-        compare_flops: of what `verify` measures again: a layer, and what became of it on both models' hidden states, in
-            float32.
+        held_out_flops: of the dense and of the compressed model on held-out text, in float32 on tensor cores.
+        rounding: of every rounded task of the job, in all layers and outside of them.
+        compare_flops: of the comparison that `verify` repeats: the dense layer, and the compressed one on the hidden
+            states of both models, in float32.
     """
 
     weight_bytes: int
@@ -110,15 +111,16 @@ def layer_work(
     tasks: Sequence[Task],
     itemsize: int,
     gradient_tokens: int = 0,
-    kept: float = 1.0,
+    keep: float = 1.0,
 ) -> LayerWork:
-    """Of the claimed layer that asks for most, the largest of those; `kept`: the share of a layer's numbers that is
-    written. All layers are counted by it: too much where they differ.
+    """Count the work of the claimed layer with most moments, the largest of those. It stands for every layer.
+
+    `keep`: the share of a layer's numbers that is written.
     """
-    asked = _busiest(manifest, geometry, tasks)
-    layer, moments, tokens, sequence = asked.layer, asked.moments, asked.tokens, asked.sequence
+    busiest = _busiest(manifest, geometry, tasks)
+    layer, moments, tokens, sequence = busiest.layer, busiest.moments, busiest.tokens, busiest.sequence
     forward = forward_flops(layer, sequence)
-    packed = forward - 2.0 * (1.0 - kept) * layer.numbers()
+    packed = forward - 2.0 * (1.0 - keep) * layer.numbers()
     skipped = sum(
         2.0 * layer.hidden * block.width
         for block in layer.mlps
@@ -128,7 +130,7 @@ def layer_work(
     return LayerWork(
         weight_bytes=weight_bytes,
         largest_bytes=max((layer.numbers((role,)) for role in layer.roles), default=0) * itemsize,
-        written_bytes=int(kept * weight_bytes),
+        written_bytes=int(keep * weight_bytes),
         hidden_bytes=tokens * layer.hidden * itemsize,
         forward_flops=tokens * forward,
         packed_flops=tokens * packed,
@@ -139,14 +141,14 @@ def layer_work(
         added_bytes=float(sum(_added_bytes(moment, layer, manifest, itemsize) for moment in moments)),
         cosine_bytes=float(COSINE_BYTES * _measured_tokens(manifest) * layer.hidden),
         moment_bytes=8 * sum(triangle_numbers(moment, layer) for moment in moments),
-        **_gradient_work(layer, asked.gradients, forward, gradient_tokens, manifest),
-        solves=asked.solves(),
-        curves=asked.curves(),
-        gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in asked.gradients),
-        sample_bytes=sum(moment.tokens * moment_width(moment, layer) * itemsize for moment in asked.samples),
-        pair_bytes=tuple(_pair_bytes(moment, layer) for moment in asked.pairs),
-        pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in asked.pairs)),
-        correction_flops=float(tokens * _correction_flops(asked.pairs, layer, forward)),
+        **_gradient_work(layer, busiest.gradients, forward, gradient_tokens, manifest),
+        solves=busiest.solves(),
+        curves=busiest.curves(),
+        gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in busiest.gradients),
+        sample_bytes=sum(moment.tokens * moment_width(moment, layer) * itemsize for moment in busiest.samples),
+        pair_bytes=tuple(_pair_bytes(moment, layer) for moment in busiest.pairs),
+        pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
+        correction_flops=float(tokens * _correction_flops(busiest.pairs, layer, forward)),
         rounding=rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(_held_out_tokens(manifest) * forward, _held_out_tokens(manifest) * packed),
@@ -155,12 +157,12 @@ def layer_work(
 
 @dataclass(frozen=True)
 class _Busiest:
-    """The claimed layer that asks for most, and what it asks for.
+    """The claimed layer with most moments, and what its tasks need.
 
     Attributes:
         moments: without `samples` of values and `gradients`.
         tasks: without the moments that only their rounding needs.
-        predicted: the names of those whose sizes are compared by predicted loss.
+        predicted: names of the tasks whose sizes are compared by predicted loss.
     """
 
     manifest: Manifest
@@ -173,28 +175,28 @@ class _Busiest:
 
     @property
     def tokens(self) -> int:
-        """Of all calibration samples."""
+        """Tokens of all calibration samples."""
         return self.manifest.calibration.samples * self.sequence if self.manifest.calibration else 0
 
     @property
     def sequence(self) -> int:
-        """Tokens of one."""
+        """Tokens of a calibration sample."""
         return self.manifest.calibration.sequence_length if self.manifest.calibration else 0
 
     @property
     def pairs(self) -> list[Moment]:
-        """What corrections are fitted to."""
+        """The moments that corrections are fitted to."""
         return sorted({moment for task in self.tasks for moment in task.corrections})
 
     def solves(self) -> tuple[SolveWork, ...]:
-        """Of its tasks."""
+        """Return the work of each task's solve."""
         dense = self.manifest.calibration is not None and self.manifest.calibration.propagate == "dense"
         return tuple(
             solve_work(task, self.layer, self.tokens, told=dense and task.name in self.predicted) for task in self.tasks
         )
 
     def curves(self) -> tuple[SolveWork, ...]:
-        """Of those that have them."""
+        """Return the work of each task's curve, if it has one."""
         return tuple(
             curve_work(task, self.layer, self.tokens, _multiple(task, self.manifest, self.layer))
             for task in self.tasks
@@ -206,7 +208,7 @@ def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _
     tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
     methods = build_methods(manifest)
     claims = claim_tasks(methods, geometry) if manifest.quantize else ()
-    own = {task.key: task for task in claims}  # without what rounding needs
+    own = {task.key: task for task in claims}  # without the moments for rounding
     busiest = max(
         layers_of(tasks),
         key=lambda layer: (len(layer_moments(tasks, layer)), geometry.layers[layer].numbers()),
@@ -225,7 +227,7 @@ def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _
 
 
 def _measured_tokens(manifest: Manifest) -> float:
-    """Of the samples that importance is measured on."""
+    """Return the tokens on which importance is measured."""
     if (calibration := manifest.calibration) is None:
         return 0.0
     shards, samples, sequence = calibration.shards, calibration.samples, calibration.sequence_length
@@ -246,7 +248,7 @@ def _gradient_work(
     gradient_tokens: int,
     manifest: Manifest,
 ) -> dict[str, float]:
-    """Of the backward pass, by the names of `LayerWork`; `forward`: operations of a forward pass for each token."""
+    """Count the backward pass, by fields of `LayerWork`. `forward`: operations of a forward pass per token."""
     if not gradient_tokens or manifest.calibration is None:
         return {"gradient_flops": 0.0}
     pulled = sum(2.0 * geometry.numbers(_pulled_roles(moment)) for moment in gradients)
@@ -273,12 +275,12 @@ def _gradient_work(
 
 
 def _moment_flops(moment: Moment, geometry: LayerGeometry) -> int:
-    """Of a token's products."""
+    """Return the operations of a token's products."""
     return moment.heads // moment.groups * 2 * _banded_numbers(moment, geometry)
 
 
 def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
-    """Of device memory that summing a moment moves: a shard ends with a product of what it has left."""
+    """Return the bytes moved to sum a moment. The last product of a shard may be of fewer rows."""
     calibration = manifest.calibration
     assert calibration is not None
     tokens, products = calibration.samples * calibration.sequence_length, _products(moment, manifest)
@@ -287,7 +289,7 @@ def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, it
 
 
 def _products(moment: Moment, manifest: Manifest) -> int:
-    """Of all shards."""
+    """Return the number of a moment's products in all shards."""
     calibration = manifest.calibration
     assert calibration is not None
     rows = moment.heads // moment.groups * math.ceil(calibration.samples / calibration.shards)
@@ -295,7 +297,7 @@ def _products(moment: Moment, manifest: Manifest) -> int:
 
 
 def _banded_numbers(moment: Moment, geometry: LayerGeometry) -> int:
-    """Numbers of a moment's sum while it is added: a triangle, and what bands have beyond the diagonal."""
+    """Return the numbers of a moment's sum while it is added: bands of rows, each from the diagonal on."""
     width = moment_width(moment, geometry)
     if moment.diagonal:
         return moment.groups * width
@@ -303,28 +305,28 @@ def _banded_numbers(moment: Moment, geometry: LayerGeometry) -> int:
 
 
 def _pulled_roles(moment: Moment) -> tuple[str, ...]:
-    """Through whose weights the gradient is taken back to their input."""
+    """Return the roles whose weights take the gradient back to their input."""
     return tuple(moment.point.removeprefix("pull:").split("+")) if moment.point.startswith("pull:") else ()
 
 
 def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
-    """Per token and layer: two for every weight, and attention over half the sequence on average."""
+    """Return operations per token and layer: two for every weight, and attention over half the sequence on average."""
     return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.attention.query.outputs
 
 
 def scoring_flops(geometry: Geometry, window: int) -> float:
-    """Of one token in a window of the evaluation text, head included."""
+    """Return the operations of one token in a window of the evaluation text, with the head."""
     return sum(forward_flops(layer, window) for layer in geometry.layers) + 2.0 * geometry.hidden * geometry.vocab
 
 
 def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
-    """What the ranks of a task are multiples of; of one that only bits are chosen for, no matter."""
+    """Return the multiple of a task's ranks; 1 for a task that is only rounded."""
     entries = [entry.in_steps_of(manifest.rank_multiple) for entry in manifest.methods]
     return entries[task.method].multiple(geometry.hidden) if task.method < len(entries) else 1
 
 
 def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward: float) -> float:
-    """For each token; `forward`: of a forward pass."""
+    """Return the operations of a correction per token. `forward`: of a forward pass."""
     if not pairs:
         return 0.0
     mlp = 2.0 * geometry.numbers(tuple(role for role in geometry.roles if role in ("gate", "up", "down")))
@@ -333,13 +335,13 @@ def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward:
 
 
 def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:
-    """Of one triangle of Σ x xᵀ, and of Σ e xᵀ."""
+    """Return the size of one triangle of Σ x xᵀ, and of Σ e xᵀ."""
     features = point_features(moment.point, geometry)
     return 8 * (features * (features + 1) // 2 + geometry.hidden * features)
 
 
 def _pair_added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
-    """Of device memory: of x as of a moment, of e for each number of its sum in each product, and of its values."""
+    """Return the bytes moved to sum a pair: x like a moment, and e for each number of its sum, per product."""
     assert manifest.calibration is not None
     tokens = manifest.calibration.samples * manifest.calibration.sequence_length
     numbers = geometry.hidden * point_features(moment.point, geometry)
@@ -348,6 +350,6 @@ def _pair_added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifes
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
-    """Of one triangle of Σ x xᵀ, and of Σ e xᵀ, in float32 at half the rate, for a token."""
+    """Return the operations per token of one triangle of Σ x xᵀ, and of Σ e xᵀ in float32 at half the rate."""
     features = point_features(moment.point, geometry)
     return features * (features + 4.0 * geometry.hidden)

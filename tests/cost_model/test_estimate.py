@@ -128,7 +128,7 @@ def test_what_following_the_loss_takes() -> None:
     assert one.gradient_grid_flops == 32 * 3 * forward
     assert one.grid_flops == 32 * forward
     assert one.held_out_flops == (32 * forward, 32 * forward)
-    kept = layer_work(job, llama(), tasks, 2, kept=0.75)
+    kept = layer_work(job, llama(), tasks, 2, keep=0.75)
     assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
     assert [curve.name for curve in one.curves] == [solve.name for solve in one.solves]
     assert one.correction_flops == 0

@@ -124,7 +124,7 @@ def test_a_pass_in_which_layers_are_solved_by_hand() -> None:
     rates = replace(RATES, link=1e9, network=1e9)
     layers, passing, solving = 6, (8 + 4) / 2, 4 + 1
     kept = Pass(layers, shards=4, workers=2, importance=0, compressed=False, in_pass=True)
-    stored, dropped = (list(job_units(WORK, rates, way)) for way in (kept, replace(kept, kept=False)))
+    stored, dropped = (list(job_units(WORK, rates, way)) for way in (kept, replace(kept, keep_statistics=False)))
     units = [unit.name for unit in dropped if unit.kind == "solve" or unit.name.endswith(" 0 0") or unit.shard == 0]
     found = simulate(dropped, 2)
     begun = layers * 0.1 + START_SECONDS + 0.1
@@ -219,7 +219,7 @@ def test_the_closed_form_of_small_jobs() -> None:
     in_pass = Pass(9, 4, 2, 0, False, in_pass=True)
     for way in (
         in_pass,
-        replace(in_pass, kept=False),
+        replace(in_pass, keep_statistics=False),
         Pass(9, 4, 2, 0, False),
         Pass(9, 4, 2, 4, True),
         Pass(9, 4, 2, 2, True),

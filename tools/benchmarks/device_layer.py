@@ -180,7 +180,7 @@ def _work(manifest: Mapping[str, Any], base: Path) -> LayerWork:
     calibration = short.calibration.model_copy(update={"samples": SHARDS, "shards": SHARDS})
     whole = short.model_copy(update={"calibration": calibration})
     geometry = geometry_of(standard_config(json.loads((base / "model/config.json").read_text())))
-    return layer_work(whole, geometry, claim_tasks(build_methods(whole), geometry), ITEMSIZE, kept=KEEP)
+    return layer_work(whole, geometry, claim_tasks(build_methods(whole), geometry), ITEMSIZE, keep=KEEP)
 
 
 if __name__ == "__main__":
