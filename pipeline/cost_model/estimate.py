@@ -1,6 +1,6 @@
 """The bytes and operations of a job, from its manifest and geometry alone.
 
-docs/architecture.md#the-walk-of-a-layer.
+docs/architecture.md#the-way-of-a-layer.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, T calibration tokens.
 """
