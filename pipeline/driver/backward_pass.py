@@ -15,7 +15,6 @@ from typing import cast
 from manifests.entries import GradientEntry
 from manifests.records import ArrayRecord, GradientRecord
 from pipeline.driver.in_flight import LayersInFlight
-from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_keys import dense_key, gradient_key
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import TaskStream
@@ -27,8 +26,8 @@ from pipeline.units.units import Backward
 class GradientPass:
     """Enters the moments of gradients of every layer that a task asks for."""
 
-    def __init__(self, job: Job, session: Session) -> None:
-        self.job = job
+    def __init__(self, session: Session) -> None:
+        self.job = session.job
         self.session = session
         self.reductions = Reductions(session)
 

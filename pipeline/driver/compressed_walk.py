@@ -7,20 +7,20 @@ statistics are entered before the layer, and the layer before its outputs.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from manifests.entries import ActivationsEntry, StatisticsEntry
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.driver.forward_pass import ForwardPass
-from pipeline.driver.job_spec import Job, RanksOf, staged_layer
+from pipeline.driver.job_spec import RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key, statistics_key
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import Task, TaskStream, batch
 from pipeline.driver.session import Session, solve_units, write_units
-from pipeline.methods.registry import layer_moments, layers_of
+from pipeline.driver.stored_statistics import StoredStatistics
+from pipeline.methods.registry import layer_moments
 from pipeline.units.sums import Summed
 from pipeline.units.units import Solve, SolveDone, Unwritten, Write
 
@@ -35,26 +35,19 @@ class _Onward(NamedTuple):
 class CompressedWalk:
     """Solves and enters every claimed layer, in order."""
 
-    def __init__(
-        self,
-        job: Job,
-        session: Session,
-        gradient_statistics: Callable[[int], Mapping[str, ArrayRecord]],
-    ) -> None:
-        self.job = job
+    def __init__(self, session: Session, stored: StoredStatistics) -> None:
+        self.job = session.job
         self.session = session
+        self.stored = stored
         self.reductions = Reductions(session)
-        self.gradient_statistics = gradient_statistics
-        self.forwards = ForwardPass(job, session.journal)
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
         """Runs the walk, from the last committed hidden states."""
-        journal = self.session.journal
-        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(journal, layer)]
+        pending = self.session.uncompressed()
         if not pending:
             return
         last = pending[-1]
-        base = self.forwards.last_committed("compressed", pending[0])
+        base = self.session.forwards.last_committed("compressed", pending[0])
         self.session.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
         for layer in range(base, last + 1):
             if layer in pending:
@@ -62,7 +55,7 @@ class CompressedWalk:
                 if not self.job.keep_statistics:
                     self.session.cleaner.retain_statistics(())
             elif layer < last:
-                onward = self._outputs(layer, base, staged_layer(journal, layer))
+                onward = self._outputs(layer, base, staged_layer(self.session.journal, layer))
             if layer < last:
                 base = yield from self._propagate(layer, base, onward)
                 del onward  # it holds handles of the layer's factors, which must go before the next moments
@@ -72,12 +65,12 @@ class CompressedWalk:
 
         `emit`: starts to compute its outputs.
         """
-        moments, gradients = layer_moments(self.job.tasks, layer), self.gradient_statistics(layer)
+        moments, gradients = layer_moments(self.job.tasks, layer), self.stored.of_backward_pass(layer)
         entered = self.session.journal.get(statistics_key(layer))
         if entered is not None or not moments:
             moments_entered = entered.statistics if entered else {}
             return (yield from self._solve(layer, base, {**moments_entered, **gradients}, ranks, None, emit))
-        units = self.forwards.units("compressed", layer, None, moments, base, emit=False)
+        units = self.session.forwards.units("compressed", layer, None, moments, base, emit=False)
         result = yield from self.reductions.run(moments, units, self.job.keep_statistics)
         summed = yield from self.reductions.summed(result)
         statistics: dict[str, ArrayRecord | Summed] = {**result.samples, **summed, **gradients}
@@ -113,7 +106,7 @@ class CompressedWalk:
     ) -> _Onward:
         """Starts to compute a layer's outputs with its compressed weights."""
         store = self.job.is_boundary(layer + 1)
-        units = self.forwards.units("compressed", layer, staged, (), base, store=store)
+        units = self.session.forwards.units("compressed", layer, staged, (), base, store=store)
         return _Onward(self.session.scheduler.spawn(batch(units)), frozenset(solve.key for solve in solves))
 
     def _propagate(self, layer: int, base: int, onward: _Onward) -> TaskStream[int]:

@@ -9,21 +9,20 @@ the finished layer is entered; an interruption costs the unfinished layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from manifests.entries import ActivationsEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.driver.forward_pass import ForwardPass
-from pipeline.driver.job_spec import Job, RanksOf, staged_layer
+from pipeline.driver.job_spec import RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key
 from pipeline.driver.reduction import Reductions
 from pipeline.driver.scheduler import TaskStream
 from pipeline.driver.session import Session, write_unit
+from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Solve, SolveDone
 
@@ -33,28 +32,18 @@ Solved = dict[Task, tuple[Solve, SolveDone]]
 class CorrectedWalk:
     """Solves and enters every claimed layer, in order."""
 
-    def __init__(
-        self,
-        job: Job,
-        session: Session,
-        statistics_of: Callable[[Task], Mapping[Moment, ArrayRecord]],
-        hint_of: Callable[[Task], str],
-        retain_statistics: Callable[[], None],
-    ) -> None:
-        self.job = job
+    def __init__(self, session: Session, stored: StoredStatistics) -> None:
+        self.job = session.job
         self.session = session
+        self.stored = stored
         self.reductions = Reductions(session)
-        self.forwards = ForwardPass(job, session.journal)
-        self.statistics_of = statistics_of
-        self.hint_of = hint_of
-        self.retain_statistics = retain_statistics
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
         """Runs the walk, from the last committed hidden states."""
-        pending = [layer for layer in layers_of(self.job.tasks) if staged_layer(self.session.journal, layer) is None]
+        pending = self.session.uncompressed()
         if not pending:
             return
-        base = self.forwards.last_committed("compressed", pending[0])
+        base = self.session.forwards.last_committed("compressed", pending[0])
         passes = max(map(len, self.job.points)) + 1
         self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
@@ -95,9 +84,9 @@ class CorrectedWalk:
             return None
         units = []
         for task in tasks:
-            statistics: dict[Moment, ArrayRecord | Summed] = {**self.statistics_of(task), **pairs.get(task, {})}
+            statistics: dict[Moment, ArrayRecord | Summed] = {**self.stored.of_task(task), **pairs.get(task, {})}
             before = solved[task][1].factors if task in solved else None
-            units.append(Solve(task, ranks[task.key], statistics, before, self.hint_of(task)))
+            units.append(Solve(task, ranks[task.key], statistics, before, self.session.hint_of(task)))
 
         def joined(solutions: Sequence[SolveDone]) -> Solved:
             """Returns the groups that other steps have solved, then these."""
@@ -119,7 +108,7 @@ class CorrectedWalk:
 
     def _drop_drafts(self) -> None:
         """Drops the drafts and statistics of a layer that is entered."""
-        self.retain_statistics()
+        self.stored.retain()
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged(tuple(staged for staged in layers if staged))
 
@@ -143,7 +132,7 @@ class CorrectedWalk:
         emit: bool = False,
     ) -> list[Pair]:
         """Returns the units that take all shards through both layers, in shard order."""
-        activations = self.forwards.activations("compressed", base)
+        activations = self.session.forwards.activations("compressed", base)
         replay = tuple(staged_layer(self.session.journal, before) for before in range(base, layer))
         return [
             Pair(

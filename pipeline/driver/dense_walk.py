@@ -11,19 +11,19 @@ moments are. Moments that are kept are entered before their layer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 from manifests.records import ArrayRecord, StagedRecord
-from pipeline.driver.forward_pass import ForwardPass, dense_entry
-from pipeline.driver.job_spec import Job, RanksOf, dense_statistics, missing_moments, staged_layer
+from pipeline.driver.forward_pass import dense_entry
+from pipeline.driver.job_spec import RanksOf
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayersInHand, Solved
 from pipeline.driver.ledger_keys import dense_key
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import TaskStream
 from pipeline.driver.session import Session, solve_units
+from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
 
 
@@ -36,18 +36,12 @@ def layers_behind(workers: int) -> int:
 class DenseWalk:
     """Solves and enters every claimed layer whose moments are not stored yet."""
 
-    def __init__(
-        self,
-        job: Job,
-        session: Session,
-        retain_statistics: Callable[[Iterable[ArrayRecord]], None],
-    ) -> None:
-        """`retain_statistics`: drops stored moments, except those of unfinished layers and those in its argument."""
-        self.job = job
+    def __init__(self, session: Session, stored: StoredStatistics) -> None:
+        self.job = session.job
         self.session = session
+        self.stored = stored
         self.reductions = Reductions(session)
-        self.retain_statistics = retain_statistics
-        self.forwards = ForwardPass(job, session.journal)
+        self.forwards = session.forwards
         self.in_hand = LayersInHand(session, self._enter_layer)
         self.base = 0  # the last layer whose inputs are committed
         self.waiting: list[int] = []  # layers that need the pass
@@ -58,8 +52,7 @@ class DenseWalk:
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
         """Runs the pass, from the last committed hidden states."""
-        journal, claimed = self.session.journal, layers_of(self.job.tasks)
-        self.waiting = [layer for layer in claimed if not staged_layer(journal, layer) and self._missing(layer)]
+        self.waiting = [layer for layer in self.session.uncompressed() if self.stored.missing(layer)]
         if not self.waiting:
             return
         last, waiting = self.waiting[-1], frozenset(self.waiting)
@@ -67,7 +60,7 @@ class DenseWalk:
         self.session.observer.phase("statistics", last + 1 - self.base, self.job.shards)
         reading = LayerReading(self.session, last)
         for layer in range(self.base, last + 1):
-            moments = self._missing(layer) if layer in waiting else ()
+            moments = self.stored.missing(layer) if layer in waiting else ()
             store = layer < last and (layer + 1) % self._every() == 0
             weights = yield from reading.weights(layer)
             units = self.forwards.units(
@@ -87,12 +80,6 @@ class DenseWalk:
         behind = 1 if self.job.keep_statistics else layers_behind(self.session.pool.size)
         return self.job.every * -(-behind // self.job.every)
 
-    def _missing(self, layer: int) -> tuple[Moment, ...]:
-        return missing_moments(self.job, self.session.journal, layer)
-
-    def _entered(self, layer: int) -> Mapping[str, ArrayRecord]:
-        return dense_statistics(self.session.journal, layer)
-
     # -- the pass ----------------------------------------------------------------------------------------------------
 
     def _enter_pass(self, layer: int, result: PassResult, moments: tuple[Moment, ...], store: bool) -> None:
@@ -105,7 +92,9 @@ class DenseWalk:
         elif moments:
             self.samples[layer] = result.samples
         if store or not keep:
-            self.session.enter(dense_key(layer), dense_entry(result.done, self._entered(layer), inputs=False))
+            self.session.enter(
+                dense_key(layer), dense_entry(result.done, self.stored.of_dense_pass(layer), inputs=False)
+            )
         if store:
             self.base = layer + 1
             self._retain_inputs()
@@ -116,7 +105,7 @@ class DenseWalk:
         """Enters the moments of the first layer that are to be kept, when they are stored."""
         layer, result = self.storing.popleft()
         moments = yield from self.reductions.stored(result)
-        statistics = {**self._entered(layer), **moments}
+        statistics = {**self.stored.of_dense_pass(layer), **moments}
         self.session.enter(dense_key(layer), dense_entry(result.done, statistics, inputs=False))
         self._finish(layer)
         self.session.observer.layer_done("statistics", layer, {})
@@ -168,7 +157,8 @@ class DenseWalk:
         layers = []
         for layer, result in self.adding:
             summed = yield from self.reductions.summed(result)
-            statistics: dict[str, ArrayRecord | Summed] = {**self._entered(layer), **result.samples, **summed}
+            entered = self.stored.of_dense_pass(layer)
+            statistics: dict[str, ArrayRecord | Summed] = {**entered, **result.samples, **summed}
             layers.append(solve_units(self.job.tasks, layer, statistics, ranks))
         self.adding = []
         self.in_hand.begin(layers)
@@ -180,4 +170,4 @@ class DenseWalk:
         if not self.job.keep_statistics:
             self._finish(layer)
             del self.samples[layer]
-            self.retain_statistics([record for samples in self.samples.values() for record in samples.values()])
+            self.stored.retain([record for samples in self.samples.values() for record in samples.values()])

@@ -7,7 +7,7 @@ replaced data is dropped last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,17 +19,14 @@ from pipeline.driver.compressed_walk import CompressedWalk
 from pipeline.driver.corrected_walk import CorrectedWalk
 from pipeline.driver.curves import take_curves
 from pipeline.driver.dense_walk import DenseWalk
-from pipeline.driver.forward_pass import ForwardPass, dense_entry
+from pipeline.driver.forward_pass import dense_entry
 from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import (
     Job,
     RanksOf,
-    dense_statistics,
     entered_importance,
     entered_scores,
-    missing_moments,
-    staged_layer,
 )
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayerSolves, solve_layers
@@ -37,17 +34,14 @@ from pipeline.driver.ledger_keys import (
     RANKS,
     curves_key,
     dense_key,
-    gradient_key,
-    layer_key,
     measured_key,
-    statistics_key,
 )
-from pipeline.driver.recovery import Repairs, computed_keys
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.session import Session, solve_units, write_units
+from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
+from pipeline.methods.registry import layers_of
 from pipeline.units.units import Forward, Measure, Solve, SolveDone
 
 
@@ -59,11 +53,10 @@ class Driver:
         self.journal = journal
         self.cleaner = cleaner
         self.observer = scheduler.observer
-        self.repairs = Repairs(journal, computed_keys(job.num_layers), self.observer)
-        self.session = Session(scheduler, journal, cleaner, self.repairs)
+        self.session = Session(job, scheduler, journal, cleaner)
+        self.stored = StoredStatistics(self.session)
         self.reductions = Reductions(self.session)
-        self.gradients = GradientPass(job, self.session)
-        self.forwards = ForwardPass(job, journal)
+        self.gradients = GradientPass(self.session)
         self.has_moments = any(task.moments for task in job.tasks)
 
     def run(self) -> None:
@@ -84,12 +77,12 @@ class Driver:
                 return self.session.scheduler.run(phases())
             except (CorruptError, LostInputError) as error:
                 self.session.scheduler.cancel()
-                self.repairs.invalidate(error)
+                self.session.repairs.invalidate(error)
 
     def _prepare(self, with_moments: bool = True) -> TaskStream[None]:
         """Runs the phases before ranks are chosen. Without `with_moments` the dense pass takes no moments: a later one
         takes them, and solves layers as it goes."""
-        self._retain_statistics()
+        self.stored.retain()
         with_moments = with_moments and self.job.propagate == "dense"
         if "importance" in self.job.scores or (with_moments and self.has_moments) or self.gradients.span():
             yield from self._dense_pass(with_moments)
@@ -102,30 +95,15 @@ class Driver:
         yield from self._prepare(with_moments=not in_pass)
         ranks = self.choose_ranks()
         if any(task.corrections for task in self.job.tasks):
-            statistics, retain = self._statistics_of, self._retain_statistics
-            yield from CorrectedWalk(self.job, self.session, statistics, self.hint_of, retain).run(ranks)
+            yield from CorrectedWalk(self.session, self.stored).run(ranks)
         elif self.job.propagate == "dense" or not self.has_moments:
             if in_pass:
-                yield from DenseWalk(self.job, self.session, self._retain_statistics).run(ranks)
+                yield from DenseWalk(self.session, self.stored).run(ranks)
             yield from self._solve_all(ranks)
         else:
-            yield from CompressedWalk(self.job, self.session, self._gradient_statistics).run(ranks)
+            yield from CompressedWalk(self.session, self.stored).run(ranks)
         self.cleaner.retain_activations(())
-        self._retain_statistics()
-
-    def _retain_statistics(self, besides: Iterable[ArrayRecord] = ()) -> None:
-        """Drops stored moments of finished layers, and those that an interruption left without an entry, except
-        `besides`."""
-        live = [*besides]
-        for layer in range(self.job.num_layers):
-            if self.job.keep_statistics or self.journal.get(layer_key(layer)) is None:
-                for entry in (
-                    self.journal.get(dense_key(layer)),
-                    self.journal.get(gradient_key(layer)),
-                    self.journal.get(statistics_key(layer)),
-                ):
-                    live += entry.statistics.values() if entry else ()
-        self.cleaner.retain_statistics(tuple(live))
+        self.stored.retain()
 
     # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
 
@@ -140,7 +118,7 @@ class Driver:
         in_flight = LayersInFlight(self.session, partial(self._enter_dense, phase, span))
         reading = LayerReading(self.session, last)
         for layer in missing:
-            moments = missing_moments(self.job, self.journal, layer) if with_moments else ()
+            moments = self.stored.missing(layer) if with_moments else ()
             store = self.job.is_boundary(layer + 1) and layer < last
             weights = yield from reading.weights(layer)
             units = partial(
@@ -155,8 +133,8 @@ class Driver:
         self, layer: int, moments: tuple[Moment, ...], weights: tuple[tuple[Any, ...], tuple[Any, ...]], **options: Any
     ) -> list[Forward]:
         """Returns the units of all shards, from the inputs that are committed now."""
-        base = self.forwards.last_committed("dense", layer)
-        return self.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **options)
+        base = self.session.forwards.last_committed("dense", layer)
+        return self.session.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **options)
 
     def _enter_dense(
         self, phase: str, span: range, layer: int, result: PassResult
@@ -164,7 +142,7 @@ class Driver:
         """Enters the dense pass through a layer. Returns the hidden states that are needed from then on, if others than
         before: the last committed ones, and those that the backward pass will need."""
         moments = yield from self.reductions.stored(result)
-        statistics = {**dense_statistics(self.journal, layer), **moments}
+        statistics = {**self.stored.of_dense_pass(layer), **moments}
         entry = dense_entry(result.done, statistics, inputs=layer in span)
         self.session.enter(dense_key(layer), entry)
         self.observer.layer_done(phase, layer, {})
@@ -172,7 +150,7 @@ class Driver:
 
     def _is_entered(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
         entry = self.journal.get(dense_key(layer))
-        if entry is None or (with_moments and missing_moments(self.job, self.journal, layer)):
+        if entry is None or (with_moments and self.stored.missing(layer)):
             return False
         return entry.inputs is not None or not with_inputs
 
@@ -201,7 +179,7 @@ class Driver:
     def _predict(self) -> TaskStream[None]:
         """Takes curves of predicted loss; one entry per layer."""
         for layers in self._batches("curves", self.job.predicts, curves_key):
-            tasks = {task: self._statistics_of(task) for task in self.job.predicts if task.layer in layers}
+            tasks = {task: self.stored.of_task(task) for task in self.job.predicts if task.layer in layers}
             curves = yield from take_curves(self.session, tasks)
             for layer in layers:
                 of_layer = {task.key: curve for task, curve in curves.items() if task.layer == layer}
@@ -222,49 +200,23 @@ class Driver:
 
     def _solve_all(self, ranks: RanksOf) -> TaskStream[None]:
         """Solves the remaining layers, several at a time."""
-        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
+        pending = self.session.uncompressed()
         if not pending:
             return
         self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
 
         def solves_of(layer: int) -> LayerSolves:
             """Returns the work on a layer."""
-            units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks, self.hint_of)
+            units = solve_units(self.job.tasks, layer, self.stored.of_layer(layer), ranks, self.session.hint_of)
             return LayerSolves(units, partial(write_units, layer, units), partial(self._enter_solved, layer, units))
 
-        yield from solve_layers(self.session, pending, solves_of, self._release_statistics)
+        yield from solve_layers(self.session, pending, solves_of, self.stored.retain_only)
 
     def _enter_solved(
         self, layer: int, solves: Sequence[Solve], solutions: list[SolveDone], records: list[StagedRecord]
     ) -> None:
         (record,) = records
         self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
-
-    def _release_statistics(self, unfinished: Sequence[int]) -> None:
-        """Drops the statistics of all but the unfinished layers, unless they are kept."""
-        if not self.job.keep_statistics:
-            live = [record for layer in unfinished for record in self.layer_statistics(layer).values()]
-            self.cleaner.retain_statistics(tuple(live))
-
-    def layer_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
-        """Returns the stored moments of a layer, of the dense and the backward pass, by key."""
-        values = self.session.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
-        return {**values, **self._gradient_statistics(layer)}
-
-    def _gradient_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
-        if not layer_gradients(self.job.tasks, layer):
-            return {}
-        return self.session.entry(gradient_key(layer)).statistics
-
-    def hint_of(self, task: Task) -> str:
-        """Returns what the task's curve tells its solve; empty if it has no curve."""
-        entry = self.journal.get(curves_key(task.layer))
-        curve = entry.curves.get(task.key) if entry else None
-        return curve.told if curve else ""
-
-    def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
-        entered = self.layer_statistics(task.layer)
-        return {moment: entered[moment.key] for moment in task.moments}
 
 
 def _groups(tasks: Sequence[Task], layers: Collection[int]) -> int:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from manifests.records import ArrayRecord, Curve, Key, StagedLayer
+from manifests.records import Curve, Key, StagedLayer
 from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
-from pipeline.methods.method import Method, Moment, Scores, Task
-from pipeline.methods.registry import layer_gradients, layer_importance, layer_moments, layers_of
+from pipeline.methods.method import Method, Scores, Task
+from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
 from pipeline.units.sharding import gradient_count, gradient_samples, importance_shards
 
 RanksOf = Mapping[str, Mapping[str, int]]
@@ -148,18 +148,6 @@ def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, 
         cosines = entry(dense_key(layer)).cosine
         means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
     return layer_importance(means)
-
-
-def dense_statistics(journal: Journal, layer: int) -> Mapping[str, ArrayRecord]:
-    """Returns the moments that a dense pass has entered of a layer, by key."""
-    entry = journal.get(dense_key(layer))
-    return entry.statistics if entry else {}
-
-
-def missing_moments(job: Job, journal: Journal, layer: int) -> tuple[Moment, ...]:
-    """Returns the moments of a layer that no dense pass has entered."""
-    entered = dense_statistics(journal, layer)
-    return tuple(moment for moment in layer_moments(job.tasks, layer) if moment.key not in entered)
 
 
 def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:

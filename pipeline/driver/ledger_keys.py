@@ -5,96 +5,74 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from manifests.entries import (
-    ActivationsEntry,
-    AssemblingEntry,
-    ComparedEntry,
-    CompleteEntry,
-    CurvesEntry,
-    DenseEntry,
-    GradientEntry,
-    HeldOutEntry,
-    HeldOutScoreEntry,
-    LayerEntry,
-    MeasuredEntry,
-    PointEntry,
-    PointsEntry,
-    RanksEntry,
-    ReusedEntry,
-    ScheduleEntry,
-    ScoredEntry,
-    ScoreEntry,
-    StatisticsEntry,
-    TargetEntry,
-    TaskScoreEntry,
-    TokensEntry,
-    TryEntry,
-)
+from manifests import entries
 from manifests.records import Key, ShardRecord, SourceFile
 
-RANKS: Key[RanksEntry] = Key("ranks")
-HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs
-HELD_OUT_SCORE: Key[HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
-TARGET: Key[TargetEntry] = Key("target")  # the size that the layers are compressed to, for a budget by loss
+RANKS: Key[entries.RanksEntry] = Key("ranks")
+HELD_OUT: Key[entries.HeldOutEntry] = Key(
+    "held_out"
+)  # tokens beyond the calibration samples, and the dense model's outputs
+HELD_OUT_SCORE: Key[entries.HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
+TARGET: Key[entries.TargetEntry] = Key("target")  # the size that the layers are compressed to, for a budget by loss
 TRIES = "tries/"  # before a size in thousandths: its scores
 SCORED = "scored/"  # before a model's name and a layer: hidden states of a model that is being scored
-TOKENS: Key[TokensEntry] = Key("tokens")
-SCHEDULE: Key[ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
+TOKENS: Key[entries.TokensEntry] = Key("tokens")
+SCHEDULE: Key[entries.ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
 SOURCE: Key[Mapping[str, SourceFile]] = Key("source")  # by name
 HARDWARE: Key[Mapping[str, str]] = Key("hardware")
-COMPARED: Key[ComparedEntry] = Key("compared")
-ASSEMBLING: Key[AssemblingEntry] = Key("assembling")
-COMPLETE: Key[CompleteEntry] = Key("complete")
-REUSED: Key[ReusedEntry] = Key("reused")
-EVALUATION: Key[TokensEntry] = Key("evaluation")  # of a sweep: the tokens that its points are scored on
-POINTS: Key[PointsEntry] = Key("points")
-RESULT: Key[PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
+COMPARED: Key[entries.ComparedEntry] = Key("compared")
+ASSEMBLING: Key[entries.AssemblingEntry] = Key("assembling")
+COMPLETE: Key[entries.CompleteEntry] = Key("complete")
+REUSED: Key[entries.ReusedEntry] = Key("reused")
+EVALUATION: Key[entries.TokensEntry] = Key("evaluation")  # of a sweep: the tokens that its points are scored on
+POINTS: Key[entries.PointsEntry] = Key("points")
+RESULT: Key[entries.PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 BEFORE_WORK = (SOURCE, TOKENS, EVALUATION, SCHEDULE, HARDWARE, POINTS)  # entered before anything is computed
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 
-def dense_key(layer: int) -> Key[DenseEntry]:
+def dense_key(layer: int) -> Key[entries.DenseEntry]:
     """The dense pass through a layer: cosines, moments, hidden states."""
     return Key(_layer_key("dense", layer))
 
 
-def gradient_key(layer: int) -> Key[GradientEntry]:
+def gradient_key(layer: int) -> Key[entries.GradientEntry]:
     """The backward pass through a layer: moments of gradients, gradients at its inputs."""
     return Key(_layer_key("gradient", layer))
 
 
-def measured_key(layer: int) -> Key[MeasuredEntry]:
+def measured_key(layer: int) -> Key[entries.MeasuredEntry]:
     """Measurements of a layer's dense weights."""
     return Key(_layer_key("measured", layer))
 
 
-def curves_key(layer: int) -> Key[CurvesEntry]:
+def curves_key(layer: int) -> Key[entries.CurvesEntry]:
     """The predicted loss of a layer's groups, by size."""
     return Key(_layer_key("curves", layer))
 
 
-def statistics_key(layer: int) -> Key[StatisticsEntry]:
+def statistics_key(layer: int) -> Key[entries.StatisticsEntry]:
     """The moments of a layer behind compressed layers."""
     return Key(_layer_key("statistics", layer))
 
 
-def activations_key(layer: int) -> Key[ActivationsEntry]:
+def activations_key(layer: int) -> Key[entries.ActivationsEntry]:
     """The inputs of a layer behind compressed layers."""
     return Key(_layer_key("activations", layer))
 
 
-def layer_key(layer: int) -> Key[LayerEntry]:
+def layer_key(layer: int) -> Key[entries.LayerEntry]:
     """A compressed layer."""
     return Key(_layer_key("layer", layer))
 
 
-def try_key(size: int) -> Key[TryEntry]:
+def try_key(size: int) -> Key[entries.TryEntry]:
     """The scores of a size in thousandths."""
     return Key(f"{TRIES}{size:04d}")
 
 
-def scored_key(model: str, layer: int) -> Key[ScoredEntry]:
+def scored_key(model: str, layer: int) -> Key[entries.ScoredEntry]:
     """The inputs of a layer of the model that is scored under this name."""
     assert SCORED_NAME.fullmatch(model)
     return Key(f"{SCORED}{model}/{layer:05d}")
@@ -110,12 +88,12 @@ def rest_key(shard: str) -> Key[ShardRecord]:
     return Key(f"rest/{shard}")
 
 
-def score_key(model: str, digest: str) -> Key[ScoreEntry]:
+def score_key(model: str, digest: str) -> Key[entries.ScoreEntry]:
     """A score of the `output` or the `dense` model; `digest` is of model and text."""
     return Key(f"score/{model}/{digest}")
 
 
-def task_score_key(model: str, digest: str) -> Key[TaskScoreEntry]:
+def task_score_key(model: str, digest: str) -> Key[entries.TaskScoreEntry]:
     """Scores of the `output` or the `dense` model on tasks; `digest` is of model and tasks."""
     return Key(f"task_score/{model}/{digest}")
 

@@ -8,30 +8,35 @@ from typing import Any
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, E, FormSpec, Key, StagedRecord
+from pipeline.driver.forward_pass import ForwardPass
 from pipeline.driver.interfaces import Cleaner, Journal
-from pipeline.driver.job_spec import RanksOf
-from pipeline.driver.ledger_keys import layer_key
-from pipeline.driver.recovery import Repairs
+from pipeline.driver.job_spec import Job, RanksOf, staged_layer
+from pipeline.driver.ledger_keys import curves_key, layer_key
+from pipeline.driver.recovery import Repairs, computed_keys
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
 from pipeline.units.units import Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
 
 
 class Session:
-    """A scheduler, a journal and their like, for one driver.
+    """A job and the collaborators of its driver.
 
     Attributes:
+        forwards: makes the units of forward passes.
         repairs: invalidates the entries of damaged or lost data.
     """
 
-    def __init__(self, scheduler: Scheduler, journal: Journal, cleaner: Cleaner, repairs: Repairs) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, journal: Journal, cleaner: Cleaner) -> None:
+        self.job = job
         self.scheduler = scheduler
         self.pool = scheduler.pool
         self.observer = scheduler.observer
         self.journal = journal
         self.cleaner = cleaner
-        self.repairs = repairs
+        self.forwards = ForwardPass(job, journal)
+        self.repairs = Repairs(journal, computed_keys(job.num_layers), self.observer)
 
     def enter(self, key: Key[E], record: E) -> None:
         """Commits an entry."""
@@ -57,6 +62,16 @@ class Session:
                 key,
             )
         return entry
+
+    def uncompressed(self) -> list[int]:
+        """Returns the claimed layers that are not entered, ascending."""
+        return [layer for layer in layers_of(self.job.tasks) if staged_layer(self.journal, layer) is None]
+
+    def hint_of(self, task: Task) -> str:
+        """Returns the hint of a task's curve for its solve; empty if it has no curve."""
+        entry = self.journal.get(curves_key(task.layer))
+        curve = entry.curves.get(task.key) if entry else None
+        return curve.told if curve else ""
 
     def batch(self, pending: list[int]) -> tuple[list[int], list[int]]:
         """Splits layers into as many as there are workers, and the rest."""

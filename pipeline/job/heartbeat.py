@@ -7,38 +7,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from manifests.errors import InUseError, LaminaError
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
 
+if TYPE_CHECKING:
+    from workers.in_process_pool import InProcessPool
+    from workers.pool import RayPool
+
 LOG = logging.getLogger("lamina")
 BEAT_SECONDS = 3.0
 LAST_BEAT_SECONDS = 10.0  # the longest wait of a job's end for a beat that hangs
-
-
-class Resizable(Protocol):
-    """A pool whose number of workers can be changed while it runs."""
-
-    wanted: int
-
-    @property
-    def size(self) -> int:
-        """The number of workers that are ready."""
-        ...
-
-    def busy(self) -> dict[str, str]:
-        """Worker -> its running unit."""
-        ...
-
-    def resize(self, workers: int) -> None:
-        """Requests another number of workers."""
-        ...
-
-    def show(self, phase: str, done: int, units: int) -> None:
-        """Exports the progress of a phase as metrics."""
-        ...
 
 
 class Heartbeat:
@@ -59,7 +40,7 @@ class Heartbeat:
         self.run_dir = run_dir
         self.stop = stop
         self.progress = progress
-        self.pool: Resizable | None = None
+        self.pool: RayPool | InProcessPool | None = None
         self.lost: InUseError | None = None
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
@@ -77,7 +58,7 @@ class Heartbeat:
             raise self.lost from error
 
     @contextmanager
-    def attending(self, pool: Resizable) -> Iterator[None]:
+    def attending(self, pool: RayPool | InProcessPool) -> Iterator[None]:
         """Within it, beats report this pool, and resize it on request. The metrics are updated once more at the end, as
         all the work may lie between two beats."""
         self.pool = pool
@@ -112,5 +93,5 @@ class Heartbeat:
                 LOG.warning("heartbeat: %s", error)
 
 
-def _show(pool: Resizable, state: Mapping[str, Any]) -> None:
+def _show(pool: RayPool | InProcessPool, state: Mapping[str, Any]) -> None:
     pool.show(state.get("phase", "start"), state.get("done", 0), state.get("of", 0))

@@ -66,14 +66,14 @@ def scoring_held_out(
     dense = outputs or scheduler.spawn_background(_scoring_dense(workers, job, scheduler, windows))
     if isinstance(dense, Task) and scheduler.pool.size < 2:
         yield dense
-    scorer = workers.scorer_in_background(job, scheduler, lambda: not isinstance(dense, Task) or dense.done)
+    scorer = workers.scorer(job, scheduler, lambda: not isinstance(dense, Task) or dense.done)
     return _entry((yield from scorer.score_stream(windows, COMPRESSED, layers, dense)))
 
 
 def _scoring_dense(
     workers: JobWorkers, job: JobContext, scheduler: Scheduler, windows: Windows
 ) -> TaskStream[tuple[ArrayRecord, ...]]:
-    scorer = workers.scorer_in_background(job, scheduler)
+    scorer = workers.scorer(job, scheduler)
     outputs = yield from scorer.outputs_stream(windows, DENSE, _dense_layers(job))
     _keep(job, scorer, workers.always, outputs)
     return outputs

@@ -126,20 +126,15 @@ class JobWorkers:
         """The work done so far."""
         return Effort(self.pool.seconds, dict(self.pool.peak_bytes))
 
-    def scorer(self, job: JobContext) -> Scorer:
-        """Returns a scorer of models, for when the workers have nothing else to do."""
-        cleaner = StoreCleaner(job.run_dir, self.always, self.dropping)
-        scheduler, layers = Scheduler(self.pool, job.observer), job.inputs.geometry.num_layers
-        return Scorer(scheduler, job.ledger, cleaner, layers, self.every)
-
-    def scorer_in_background(
-        self, job: JobContext, scheduler: Scheduler, first: Callable[[], bool] = lambda: True
+    def scorer(
+        self, job: JobContext, scheduler: Scheduler | None = None, first: Callable[[], bool] = lambda: True
     ) -> Scorer:
-        """Returns a scorer of a model for background streams. It commits hidden states only when no other streams run,
-        and it is the `first` of the models that are scored side by side."""
-        cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: False)
-        layers = job.inputs.geometry.num_layers
-        return Scorer(scheduler, job.ledger, cleaner, layers, self.every, lambda: scheduler.alone and first())
+        """Returns a scorer of models. `scheduler`: its background streams score. They commit hidden states only when no
+        other streams run, for the `first` of the models that are scored side by side."""
+        runs, layers = scheduler or Scheduler(self.pool, job.observer), job.inputs.geometry.num_layers
+        cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: scheduler is None)
+        alone = (lambda: runs.alone and first()) if scheduler else first
+        return Scorer(runs, job.ledger, cleaner, layers, self.every, alone)
 
     def prepare(self, job: JobContext, work: Job | None = None) -> None:
         """Enters everything that ranks depend on. `work`: a part of the job."""

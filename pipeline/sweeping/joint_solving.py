@@ -63,13 +63,13 @@ class _JointSolving:
 
     def _solves(self, layer: int, ranks: Sequence[RanksOf]) -> LayerSolves:
         first, missing = self.drivers[0], self._missing(layer)
-        statistics = first.layer_statistics(layer)
+        statistics = first.stored.of_layer(layer)
         units = [
             SolveSizes(
                 task,
                 tuple(ranks[index][task.key] for index in missing),
                 {moment: statistics[moment.key] for moment in task.moments},
-                first.hint_of(task),
+                first.session.hint_of(task),
             )
             for task in first.job.tasks
             if task.layer == layer

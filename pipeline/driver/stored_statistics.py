@@ -1,0 +1,62 @@
+"""The stored moments of a job's layers, by the entries of the passes that took them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from manifests.records import ArrayRecord, Key
+from pipeline.driver.ledger_keys import dense_key, gradient_key, layer_key, statistics_key
+from pipeline.driver.session import Session
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import layer_gradients, layer_moments
+
+
+class StoredStatistics:
+    """Finds the moments of a layer, by the keys of moments, and drops those that are no longer needed."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.job = session.job
+
+    def of_dense_pass(self, layer: int) -> Mapping[str, ArrayRecord]:
+        """Returns the moments that a dense pass has entered so far."""
+        entry = self.session.journal.get(dense_key(layer))
+        return entry.statistics if entry else {}
+
+    def missing(self, layer: int) -> tuple[Moment, ...]:
+        """Returns the moments of a layer that no dense pass has entered."""
+        entered = self.of_dense_pass(layer)
+        return tuple(moment for moment in layer_moments(self.job.tasks, layer) if moment.key not in entered)
+
+    def of_backward_pass(self, layer: int) -> Mapping[str, ArrayRecord]:
+        """Returns the moments of gradients; none if no task asks for them. Raises CorruptError if they are missing."""
+        return self.session.entry(gradient_key(layer)).statistics if layer_gradients(self.job.tasks, layer) else {}
+
+    def of_layer(self, layer: int) -> Mapping[str, ArrayRecord]:
+        """Returns the moments of both passes. Raises CorruptError if they are missing."""
+        values = self.session.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
+        return {**values, **self.of_backward_pass(layer)}
+
+    def of_task(self, task: Task) -> dict[Moment, ArrayRecord]:
+        """Returns the moments that a task asks for."""
+        entered = self.of_layer(task.layer)
+        return {moment: entered[moment.key] for moment in task.moments}
+
+    def retain(self, besides: Iterable[ArrayRecord] = ()) -> None:
+        """Drops the moments of finished layers, unless they are kept, and those that an interruption left without an
+        entry, except `besides`."""
+        live = [*besides]
+        for layer in range(self.job.num_layers):
+            if self.job.keep_statistics or self.session.journal.get(layer_key(layer)) is None:
+                keys: list[Key[Any]] = [dense_key(layer), gradient_key(layer), statistics_key(layer)]
+                for key in keys:
+                    entry = self.session.journal.get(key)
+                    live += entry.statistics.values() if entry else ()
+        self.session.cleaner.retain_statistics(tuple(live))
+
+    def retain_only(self, layers: Iterable[int]) -> None:
+        """Drops the moments of all other layers, unless they are kept."""
+        if not self.job.keep_statistics:
+            live = [record for layer in layers for record in self.of_layer(layer).values()]
+            self.session.cleaner.retain_statistics(tuple(live))
