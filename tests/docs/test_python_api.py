@@ -22,7 +22,7 @@ def test_the_blocks_run(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(code)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "deploy" / "serving")])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=WAIT_S,
