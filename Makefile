@@ -1,4 +1,4 @@
-# make setup | check | unit | test | test-vllm | test-transformers | gpu | mutants | quickstart | docs | clean
+# make setup | check | unit | test | nightly | test-vllm | test-transformers | gpu | mutants | quickstart | docs | clean
 # PYTHON chooses the interpreter of the environment, VENV its folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,8 +12,10 @@ PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder -n
 INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
 
 export PYTHON
+# Where it is set, each process compiles the product's modules and pytest's tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup check unit test test-vllm test-transformers gpu mutants quickstart docs clean
+.PHONY: setup check unit test nightly test-vllm test-transformers gpu mutants quickstart docs clean
 
 setup: $(STAMP)
 
@@ -33,10 +35,14 @@ check: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(PYTEST) 2 -m "not ray and not slow" --ignore=tests/end_to_end
+	$(PYTEST) 2 -m "not ray and not slow and not variant" --ignore=tests/end_to_end
 
 test: setup check
-	$(PYTEST) 3
+	$(PYTEST) 3 -m "not nightly"
+
+# Every test, with its folders on a disk. Each night (.github/workflows/nightly.yml), with the two targets below.
+nightly: setup check
+	PYTEST_DEBUG_TEMPROOT=$${TMPDIR:-/tmp} $(PYTEST) 3
 
 # In environments of their own below .engines, which the script builds: vLLM for CPUs (3.4 GB), transformers 5.14 to 5.23.
 test-vllm:

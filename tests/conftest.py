@@ -1,13 +1,25 @@
-"""Settings that must stand before torch, ray or transformers are imported, and the fixtures every test may ask for."""
+"""Settings that must precede the imports of torch, ray and transformers, and the fixtures that all tests may use.
+
+Fixtures import torch and transformers themselves: the process that only hands tests to xdist's workers needs neither.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 
 # Ray's local clusters switch token authentication on by themselves and write a token to the home directory.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Folders of tests lie in memory where there is room: no test can lose the page cache, so a disk shows nothing more.
+# `make nightly` uses a disk.
+MEMORY = "/dev/shm"
+NEEDED_BYTES = 4 * 2**30
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= NEEDED_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)  # pytest's name for the parent of its folders
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from manifests.processor import limit_onednn
-from tests import buckets, factories
-from tests.probing import probe_small_matrices
+from tests import buckets
 from tests.remote_code import modules_cache
+from tests.sampling import mark_variants
 
 __all__ = ["modules_cache"]
 
@@ -30,6 +41,17 @@ limit_onednn()  # before a test multiplies
 # The same examples in every run, no time limit for one (machines are shared), nothing kept on disk.
 settings.register_profile("lamina", derandomize=True, deadline=None, database=None)
 settings.load_profile("lamina")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the variants of tests that `make unit` leaves out."""
+    mark_variants(items)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from visiting the million objects of the imports again and again."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -45,13 +67,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
-    """Whatever the tests of another file have left: threads of tiny products only wait for each other, and how many
-    there are decides the last bits."""
+    """Undoes what the tests of another file have set. Threads of tiny products only wait for each other, and their
+    number decides the last bits."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _small_probe() -> Iterator[None]:
+    from tests.probing import probe_small_matrices
+
     with pytest.MonkeyPatch.context() as patch:
         probe_small_matrices(patch.setattr)
         yield
@@ -87,6 +113,7 @@ def s3_bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Callable[..., Path]:
     """`tiny_model("qwen2", tie_word_embeddings=True)`: a random model in a directory of this test's own."""
+    from tests import factories
 
     def make(family: str = "llama", **overrides: object) -> Path:
         number = len(list(tmp_path.glob("model-*")))
@@ -98,4 +125,6 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def calibration_text(tmp_path: Path) -> Path:
     """A text file of some 100 KB."""
+    from tests import factories
+
     return factories.write_text(tmp_path / "calibration.txt")

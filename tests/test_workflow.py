@@ -14,10 +14,11 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOW = ROOT / ".github" / "workflows" / "test.yml"
+NIGHTLY = WORKFLOW.with_name("nightly.yml")
 
 
-def _job() -> dict[str, Any]:
-    jobs: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+def _job(workflow: Path = WORKFLOW) -> dict[str, Any]:
+    jobs: dict[str, Any] = yaml.safe_load(workflow.read_text())["jobs"]
     (job,) = jobs.values()
     return dict(job)
 
@@ -28,8 +29,9 @@ def _check(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_it_fits_the_schema() -> None:
-    done = _check(WORKFLOW)
+@pytest.mark.parametrize("workflow", [WORKFLOW, NIGHTLY], ids=lambda path: path.stem)
+def test_it_fits_the_schema(workflow: Path) -> None:
+    done = _check(workflow)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -52,3 +54,10 @@ def test_it_runs_the_readme_s_command_with_the_oldest_python() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (python,) = [step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")]
     assert project["requires-python"] == f">={python}"
+
+
+def test_each_night_runs_targets_of_the_makefile() -> None:
+    targets = _job(NIGHTLY)["strategy"]["matrix"]["target"]
+    assert "nightly" in targets
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)

@@ -10,6 +10,7 @@ from tools.benchmarks.device_layer import main
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [[], ["--memory", "1"]])
 def test_a_job_goes_through(
     memory: list[str], emulated: EmulatedDevice | None, capsys: pytest.CaptureFixture[str]

@@ -36,6 +36,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENTRIES)
 def test_what_methods_make_of_a_group(name: str, emulated: EmulatedDevice | None) -> None:
     entry, where = ENTRIES[name], llama("gqa", hidden_size=64, intermediate_size=96)

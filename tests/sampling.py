@@ -1,0 +1,34 @@
+"""A sample of the variants of each parametrized test: each value of each parameter, but not each combination."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import pytest
+
+
+def mark_variants(items: Iterable[pytest.Item]) -> None:
+    """Marks as `variant` all tests outside the sample. `make unit` leaves them out, `make test` runs them."""
+    functions: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for variants in functions.values():
+        sample = covering([item.callspec.params for item in variants])
+        for position, item in enumerate(variants):
+            if position not in sample:
+                item.add_marker("variant")
+
+
+def covering(variants: Sequence[Mapping[str, object]]) -> set[int]:
+    """Positions of variants that together have each value of each parameter, chosen greedily; values are compared by
+    identity, as pytest shares them between combinations."""
+    values = [{(name, id(value)) for name, value in variant.items()} for variant in variants]
+    missing = set().union(*values)
+    sample = set[int]()
+    while missing:
+        best = max(range(len(values)), key=lambda position: len(values[position] & missing))
+        sample.add(best)
+        missing -= values[best]
+    return sample

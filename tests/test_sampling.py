@@ -1,0 +1,25 @@
+"""The sample of variants that `make unit` runs."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.sampling import covering
+
+
+def test_each_value_of_each_parameter_occurs() -> None:
+    families, methods, bits = ("llama", "opt", "gptj"), ("svd", "flat_llm"), (2.5, 4.5, 8.5, 16.5)
+    product = list(itertools.product(families, methods, bits))
+    variants = [dict(zip(("family", "method", "bits"), values, strict=True)) for values in product]
+    sample = covering(variants)
+    assert len(sample) == 4, "no more than the longest parameter has values"
+    for axis, values in enumerate((families, methods, bits)):
+        assert {product[position][axis] for position in sample} == set(values)
+
+
+def test_one_parameter_keeps_all_its_values() -> None:
+    assert covering([{"seed": object()} for _ in range(9)]) == set(range(9))
+
+
+def test_tests_without_parameters_stay() -> None:
+    assert covering([]) == set()
