@@ -5,22 +5,15 @@ Fixtures import torch and transformers themselves: the process that only hands t
 
 from __future__ import annotations
 
-import gc
 import os
-import shutil
 
 # Ray's local clusters switch token authentication on by themselves and write a token to the home directory.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Folders of tests lie in memory where there is room: no test can lose the page cache, so a disk shows nothing more.
-# `make nightly` uses a disk.
-MEMORY = "/dev/shm"
-NEEDED_BYTES = 4 * 2**30
-if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= NEEDED_BYTES:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)  # pytest's name for the parent of its folders
-
+import gc
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +34,17 @@ limit_onednn()  # before a test multiplies
 # The same examples in every run, no time limit for one (machines are shared), nothing kept on disk.
 settings.register_profile("lamina", derandomize=True, deadline=None, database=None)
 settings.load_profile("lamina")
+
+
+MEMORY = "/dev/shm"
+NEEDED_BYTES = 4 * 2**30
+
+
+def pytest_configure() -> None:
+    """Puts the tests' folders in memory where there is room. No test can lose the page cache, so that a disk would show
+    nothing more; `make nightly` uses a disk all the same."""
+    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= NEEDED_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)  # pytest's name for the parent of its folders
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

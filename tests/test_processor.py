@@ -85,6 +85,7 @@ def test_elsewhere_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.Monke
     assert not promises_amx()
 
 
+@pytest.mark.slow
 def test_the_product_is_multiplied_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != LIMIT}
     code = f"from manifests.processor import *; limit_onednn(); {processor.PRODUCT}; print(float((a @ a).sum()))"

@@ -431,6 +431,7 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--gpu: 'RTX' is none, or several" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_this_machine_s_memory_does_not_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_job(path: Path, rates: tuple[str, ...], tmp_path: Path, capsys: pytes
     assert found["dense_numbers"] == geometry.model_numbers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", RATES, ids=["here", "gpu"])
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_a_sweep(path: Path, rates: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

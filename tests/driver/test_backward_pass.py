@@ -152,6 +152,7 @@ def test_curves_follow_from_both_kinds_of_moments() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRADIENT)
 def test_any_record_may_be_corrupt(name: str) -> None:
     """Whichever stored data is damaged, as soon as it is written: the job computes the same."""

@@ -97,6 +97,7 @@ def test_prune_with_dead_channels() -> None:
     assert four.error == pytest.approx(output_error(weight, refit, four.channels, moment), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_cost_follows_what_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In products: N³ for the inverse whatever is removed, 3 N² for each removal on top; nothing for a full rank."""
     monkeypatch.setattr(cholesky, "BLOCK", 64)

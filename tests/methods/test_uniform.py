@@ -38,6 +38,7 @@ def test_one_rank_for_all_layers(keep: float, entry: dict[str, Any]) -> None:
     assert found <= target < found + min(steps.values()) + 1
 
 
+@pytest.mark.slow
 def test_by_loss_it_is_the_best_common_rank() -> None:
     """Against every common pair of ranks that fits."""
     where = llama()

@@ -288,6 +288,7 @@ def proxy(s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "503", "silent", "lost", "cut", "slow", "late"])
 def test_every_request_fails_once(fault: str, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is asked for is done once, and nobody is told that somebody else did it."""

@@ -7,6 +7,7 @@ import pytest
 from tools.benchmarks.device_layer import main
 
 
+@pytest.mark.slow
 def test_it_goes_through_a_job_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each kind of work, of which every one took some time, and the plan's beside it."""
     assert main(["--device", "cpu", "--narrower", "128", "--samples", "1", "--propagate", "compressed"]) == 0

@@ -195,6 +195,7 @@ def test_moments_are_those_of_autograd_over_the_whole_model(family: tuple[Worker
             torch.testing.assert_close(part["square_norms"], square_norms, rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_held_nothing_gets_the_same_bits(family: tuple[Worker, Autograd]) -> None:
     """From the head through every layer above, or from committed gradients."""
     worker, _ = family
@@ -259,6 +260,7 @@ def test_stored_sums_hold_what_shrinkage_needs(llama: Path, tmp_path: Path) -> N
         assert (once.sequences, once.tokens) == (SAMPLES, SAMPLES * SEQUENCE)
 
 
+@pytest.mark.slow
 def test_no_order_and_no_division_of_the_shards_shows(llama: Path, tmp_path: Path) -> None:
     """All ways of giving five shards to two workers, forth and back: moments and square norms have the same bits."""
     shards, last = 5, 2

@@ -25,6 +25,7 @@ def test_of_a_cpu() -> None:
     assert all(found.values())
 
 
+@pytest.mark.slow
 def test_another_process_says_the_same() -> None:
     """As entries of the ledger, it is compared as JSON."""
     code = (
