@@ -9,7 +9,8 @@ import pytest
 
 
 def mark_variants(items: Iterable[pytest.Item]) -> None:
-    """Marks as `variant` all tests outside the sample. `make unit` leaves them out, `make test` runs them."""
+    """Marks as `variant` all tests outside the sample, which `make unit` leaves out. Of whole jobs `make test` leaves
+    them out, too, and `make nightly` runs them."""
     functions: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -19,6 +20,8 @@ def mark_variants(items: Iterable[pytest.Item]) -> None:
         for position, item in enumerate(variants):
             if position not in sample:
                 item.add_marker("variant")
+                if "end_to_end" in item.path.parts:
+                    item.add_marker("nightly")
 
 
 def covering(variants: Sequence[Mapping[str, object]]) -> set[int]:

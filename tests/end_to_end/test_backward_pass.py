@@ -41,7 +41,12 @@ def work_done(job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("every", "hook"), [(1, Hook("commit")), (2, Hook("commit", after=True)), (1, Hook("remove", nth=3))]
+    ("every", "hook"),
+    [
+        pytest.param(1, Hook("commit"), marks=pytest.mark.nightly),
+        (2, Hook("commit", after=True)),
+        (1, Hook("remove", nth=3)),
+    ],
 )
 def test_killed_again_and_again_it_ends_the_same(
     every: int, hook: Hook, job: MakeJob, reference: dict[str, str]

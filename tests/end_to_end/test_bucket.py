@@ -32,7 +32,7 @@ def address(s3_bucket: str, llama: Path, text: Path, scored: Path) -> str:
     return s3_bucket
 
 
-@pytest.mark.parametrize("propagate", ["compressed", "dense"])
+@pytest.mark.parametrize("propagate", ["compressed", pytest.param("dense", marks=pytest.mark.nightly)])
 def test_everything_in_a_bucket(propagate: str, job: MakeJob, address: str, scored: Path, inline: None) -> None:
     changes = {"calibration.propagate": propagate, "evaluation": {"perplexity": {"window": 16}}}
     local = job(**changes, **{"evaluation.perplexity.text.files": ["text"]})

@@ -42,7 +42,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     return file_digests(made.output)
 
 
-@pytest.mark.parametrize(("every", "hook"), [(1, Hook("commit")), (2, Hook("commit", after=True))])
+@pytest.mark.parametrize(
+    ("every", "hook"), [pytest.param(1, Hook("commit"), marks=pytest.mark.nightly), (2, Hook("commit", after=True))]
+)
 def test_killed_again_and_again_it_ends_the_same(
     every: int, hook: Hook, job: MakeJob, reference: dict[str, str]
 ) -> None:

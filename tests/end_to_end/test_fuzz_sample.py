@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.children import CONTEXT, WAIT_S
 
 
@@ -16,10 +18,11 @@ def play(arguments: list[str], log: str) -> None:
     raise SystemExit(fuzz.main(arguments))
 
 
-def test_hostile_input_ends_in_a_clear_error(tmp_path: Path) -> None:
-    log, arguments = tmp_path / "log", ["--cases", "30", "--seed", "7", "--directory", str(tmp_path)]
+@pytest.mark.parametrize("cases", [12, pytest.param(30, marks=pytest.mark.nightly)])
+def test_hostile_input_ends_in_a_clear_error(cases: int, tmp_path: Path) -> None:
+    log, arguments = tmp_path / "log", ["--cases", f"{cases}", "--seed", "7", "--directory", str(tmp_path)]
     process = CONTEXT.Process(target=play, args=(arguments, str(log)))
     process.start()
     process.join(WAIT_S)
     assert process.exitcode == 0, log.read_text()
-    assert "30" in log.read_text()
+    assert f"{cases}" in log.read_text()

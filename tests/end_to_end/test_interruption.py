@@ -66,7 +66,7 @@ def work_done(job: Job) -> list[str]:
     [
         ("compressed", 1, Hook("commit", nth=2)),
         ("compressed", 2, Hook("commit", nth=2, after=True)),
-        ("dense", 1, Hook("commit", nth=1, after=True)),
+        pytest.param("dense", 1, Hook("commit", nth=1, after=True), marks=pytest.mark.nightly),
     ],
 )
 def test_killed_at_every_commit(

@@ -19,6 +19,7 @@ from tests.end_to_end.jobs import Job
 pytestmark = pytest.mark.usefixtures("inline")
 
 ALONE = {"checks", "verify", "measure"}
+NIGHTLY = ("dense", "by loss", "within a loss")
 JOBS: dict[str, dict[str, Any]] = {
     "compressed": {},
     "dense": {"calibration.propagate": "dense"},
@@ -33,7 +34,7 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in JOBS])
 def test_phases_come_as_they_are_planned(
     name: str, job: Callable[..., Job], scored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +66,7 @@ CUTS = {  # job -> the entry that an interruption prevents
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in CUTS])
 def test_a_resumed_job_counts_what_is_left_alone(
     name: str, job: Callable[..., Job], scored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,10 @@ def test_while_modules_are_imported(number: signal.Signals, job: MakeJob) -> Non
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("name", "number"), [("gcs_server", signal.SIGINT), ("raylet", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("gcs_server", signal.SIGINT), pytest.param("raylet", signal.SIGTERM, marks=pytest.mark.nightly)],
+)
 def test_while_ray_starts(number: signal.Signals, name: str, job: MakeJob) -> None:
     """Cut off there, Ray's core would crash the process, or abort it seconds later."""
     made = job()

@@ -25,11 +25,11 @@ METHODS = {
     ("method", "change"),
     [
         ("flat_llm", "budget.keep=0.5"),
-        ("flat_llm", "methods.0.allocation=uniform"),
+        pytest.param("flat_llm", "methods.0.allocation=uniform", marks=pytest.mark.nightly),
         ("flat_llm", "methods.0.ranks={value: 9, mlp: 40}"),
         ("lorc", "methods.0.cache_keep=0.75"),
-        ("lestd", "budget.keep=0.8"),
-        ("joint_rank_k", "budget.keep=0.9"),
+        pytest.param("lestd", "budget.keep=0.8", marks=pytest.mark.nightly),
+        pytest.param("joint_rank_k", "budget.keep=0.9", marks=pytest.mark.nightly),
     ],
 )
 def test_other_ranks_need_no_forward_pass(method: str, change: str, job: MakeJob, inline: None) -> None:

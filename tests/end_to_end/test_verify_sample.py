@@ -20,6 +20,7 @@ from tests.end_to_end.jobs import Job, command, read_tensors
 from tests.end_to_end.sources import make_source
 
 MakeJob = Callable[..., Job]
+NIGHTLY = ("joint_rank_k", "lestd")
 METHODS: dict[str, dict[str, Any]] = {
     "flat_llm": {"methods": [{"method": "flat_llm", "query_key": "head_pca"}], "budget": {"keep": 0.4}},
     "lorc": {"methods": [{"method": "lorc", "cache_keep": 0.4}], "budget": None, "calibration": None},
@@ -52,7 +53,9 @@ def replace_tensors(output: Path, changed: dict[str, torch.Tensor]) -> dict[Path
 
 
 @pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in METHODS]
+)
 def test_healthy_passes_and_any_zeroed_or_swapped_tensor_does_not(name: str, tmp_path: Path, job: MakeJob) -> None:
     made = job(make_source(tmp_path / "source", "llama", layers=2), **METHODS[name])
     made.run().json  # noqa: B018 - asserts the exit code
