@@ -85,7 +85,7 @@ def head_node(cpus: int, *options: str, most_nodes: int = 0) -> Iterator[str]:
 
 @contextlib.contextmanager
 def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
-    """A node with a temporary folder of its own, which sees of the driver's only what is `shared`.
+    """A node with a temporary folder of its own, which sees of the driver's, and of the tests', only what is `shared`.
 
     By a mount namespace; where the system allows none, TMPDIR alone is another.
     """
@@ -95,11 +95,20 @@ def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
     start += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--dashboard-agent-listen-port={free_port()}"]
     command = start
     if can_unshare():
-        seen = [str(path) for path in (shared, ROOT, Path(sys.prefix)) if path.is_relative_to(tempfile.gettempdir())]
+        hidden = [tempfile.gettempdir(), *(str(path) for path in shared.parents if path.name.startswith("pytest-of-"))]
+        kept = [path for path in (shared, ROOT, Path(sys.prefix)) if any(map(path.is_relative_to, hidden))]
+        seen = [str(path) for path in kept]
         keep = [f"mkdir {scratch}/{n} && mount --bind {path} {scratch}/{n}" for n, path in enumerate(seen)]
         show = [f"mkdir -p {path} && mount --bind {scratch}/{n} {path}" for n, path in enumerate(seen)]
         hide = "\n".join(
-            ["set -e", *keep, f"mount -t tmpfs tmpfs {tempfile.gettempdir()}", *show, f"cd {ROOT}", 'exec "$@"']
+            [
+                "set -e",
+                *keep,
+                *(f"mkdir -p {folder} && mount -t tmpfs tmpfs {folder}" for folder in hidden),
+                *show,
+                f"cd {ROOT}",
+                'exec "$@"',
+            ]
         )
         command = [*UNSHARE, "sh", "-c", hide, "sh", *start]
     log = scratch / "log"
