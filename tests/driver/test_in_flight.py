@@ -1,0 +1,96 @@
+"""Layers whose sums are reduced while shards go through the next layers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.driver import in_flight
+from pipeline.driver.in_flight import AHEAD, LayersInFlight
+from pipeline.methods.method import Moment
+
+MOMENTS = (Moment("mlp.in"),)
+
+
+class ScriptedReductions:
+    """Notes what it is asked for; every stream ends at once."""
+
+    def __init__(self, session: Any) -> None:
+        self.events: list[Any] = session.events
+
+    def choose(self, moments: Any, units: Any) -> str:
+        return "grids"
+
+    def run(self, moments: Any, units: Any, grids: Any) -> Generator[Any, Any, str]:
+        assert grids == "grids"
+        self.events.append(("run", units))
+        yield from ()
+        return f"sums of {units}"
+
+    def collected(self, result: str) -> Generator[Any, Any, None]:
+        self.events.append(("collected", result))
+        yield from ()
+
+
+def finish(stream: Generator[Any, Any, Any]) -> None:
+    """Runs a stream; each awaited value is its own result."""
+    value = None
+    try:
+        while True:
+            value = stream.send(value)
+    except StopIteration:
+        return
+
+
+def events_of(workers: int, layers: int, *, stores: bool, moments: tuple[Moment, ...] = MOMENTS) -> list[Any]:
+    """What happens in a pass through some layers."""
+    events: list[Any] = []
+    cleaner = SimpleNamespace(retain_activations=lambda needed: events.append(("retain", needed)))
+
+    def enter(layer: int, result: Any) -> Generator[Any, Any, list[str]]:
+        events.append(("enter", layer))
+        yield from ()
+        return [f"states of {layer}"]
+
+    session: Any = SimpleNamespace(events=events, cleaner=cleaner, pool=SimpleNamespace(size=workers))
+    flight = LayersInFlight(session, enter)  # type: ignore[arg-type]
+    for layer in range(layers):
+        finish(flight.run(layer, moments, lambda layer=layer: layer, stores=stores))  # type: ignore[misc]
+    finish(flight.finish())
+    return events
+
+
+@pytest.fixture(autouse=True)
+def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "Reductions", ScriptedReductions)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("workers", [1, AHEAD, 3 * AHEAD])
+def test_layers_are_entered_in_order_and_all(workers: int, stores: bool) -> None:
+    events = events_of(workers, 5, stores=stores)
+    assert [layer for event, layer in events if event == "enter"] == list(range(5))
+    assert [layer for event, layer in events if event == "run"] == list(range(5))
+
+
+def test_a_layer_that_stores_hidden_states_is_entered_before_the_next_is_passed() -> None:
+    events = events_of(3 * AHEAD, 3, stores=True)
+    assert events.index(("enter", 0)) < events.index(("run", 1))
+    assert events.index(("retain", ("states of 0",))) < events.index(("run", 1)), "older ones are dropped then"
+
+
+def test_others_wait_for_as_many_layers_as_workers_allow() -> None:
+    few, many = events_of(1, 4, stores=False), events_of(2 * AHEAD, 4, stores=False)
+    assert few.index(("enter", 0)) > few.index(("run", 1))
+    assert few.index(("enter", 0)) < few.index(("run", 2)), "one at a time"
+    assert many.index(("enter", 0)) > many.index(("run", 2)), "three at a time"
+    assert ("collected", "sums of 0") in many, "a worker holds the sums of two layers at most"
+    assert not [event for event, _ in few if event == "collected"]
+
+
+def test_without_moments_nothing_is_in_flight() -> None:
+    events = events_of(3 * AHEAD, 2, stores=False, moments=())
+    assert events.index(("enter", 0)) < events.index(("run", 1))
