@@ -55,11 +55,13 @@ def main() -> int:
         make_model(FOLDER, recipe, lambda line: print(line, flush=True))
         print(f"Trained in {time.monotonic() - started:.0f} s", flush=True)
     try:
-        rows = [_measure("dense", model, recipe.window_tokens)]
+        rows: list[Row] = []
         for keep in KEEPS:
             output = FOLDER / f"keep{round(100 * keep)}"
-            _compress(keep, output)
-            rows.append(_measure(f"keep {keep}", output, recipe.window_tokens))
+            perplexities = _compress(keep, output, with_dense=not rows)
+            if not rows:
+                rows.append(_row("dense", model, perplexities["dense"]))
+            rows.append(_row(f"keep {keep}", output, perplexities["perplexity"]))
     except subprocess.CalledProcessError as error:
         print(f"quickstart: exit code {error.returncode} from: {' '.join(error.cmd)}", file=sys.stderr)
         return int(error.returncode) if error.returncode > 0 else 1
@@ -67,20 +69,21 @@ def main() -> int:
     return 0
 
 
-def _compress(keep: float, output: Path) -> None:
+def _compress(keep: float, output: Path, with_dense: bool) -> dict[str, float]:
+    """Runs a job. Returns the perplexities of its output and, `with_dense`, of the source."""
     settings = {"budget.keep": keep, "output": output, "run_dir": output.with_suffix(".run")}
+    if with_dense:
+        settings["evaluation.perplexity.dense"] = "true"
     options = [part for field, value in settings.items() for part in ("--set", f"{field}={value}")]
-    command = [sys.executable, "-m", "pipeline.run", str(MANIFEST), *options]
+    command = [sys.executable, "-m", "pipeline.run", str(MANIFEST), *options, "--json"]
     print("$", " ".join(["python", *command[1:]]), flush=True)
-    subprocess.run(command, check=True)
+    summary = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return {name: float(score["perplexity"]) for name, score in summary["evaluation"].items()}
 
 
-def _measure(name: str, model: Path, window_tokens: int) -> Row:
-    command = [sys.executable, "-m", "pipeline.evaluate", str(model), "--text", str(FOLDER / "evaluation.txt")]
-    command += ["--window", str(window_tokens), "--json"]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+def _row(name: str, model: Path, perplexity: float) -> Row:
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return Row(name, float(json.loads(result.stdout)["perplexity"]), num_bytes, continue_prompt(model))
+    return Row(name, perplexity, num_bytes, continue_prompt(model))
 
 
 def continue_prompt(directory: Path) -> str:

@@ -33,9 +33,9 @@ def test_a_success_forgives() -> None:
 def test_the_cause_is_named_where_it_is_known() -> None:
     with pytest.raises(StorageError, match=r"full on node 10\.0\.0\.7, at /scratch/ray; make room there"):
         Failures(1).count("forward/0", OSError(), WHERE, disk_full=True)
-    with pytest.raises(InputError, match="cannot import lamina.forms: install the project there"):
+    with pytest.raises(InputError, match=r"cannot import lamina\.forms: install the project there"):
         Failures(1).count(START, ImportError("No module named 'lamina.forms'"), {}, disk_full=False)
-    with pytest.raises(WorkerError, match="^1 workers died before they were ready"):
+    with pytest.raises(WorkerError, match=r"^1 workers died before they were ready"):
         Failures(1).count(START, RuntimeError(), {}, disk_full=False)
 
 
