@@ -17,6 +17,7 @@ from manifests.records import (
     Finite,
     FormSpec,
     GradientRecord,
+    MomentRecord,
     NonNegative,
     Pair,
     Perplexity,
@@ -35,7 +36,7 @@ class DenseEntry(Record):
     outputs by shard, and inputs of some shards for the backward pass."""
 
     cosine: Row[Pair[tuple[Finite, NonNegativeInt]]]
-    statistics: Mapping[str, ArrayRecord]
+    statistics: Mapping[str, MomentRecord]
     activations: Row[ArrayRecord] | None = None
     inputs: Row[ArrayRecord | None] | None = None
 
@@ -51,7 +52,7 @@ class GradientEntry(Record):
 class StatisticsEntry(Record):
     """The moments behind compressed layers, by key."""
 
-    statistics: Mapping[str, ArrayRecord]
+    statistics: Mapping[str, MomentRecord]
 
 
 class ActivationsEntry(Record):

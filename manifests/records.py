@@ -92,6 +92,15 @@ class ArrayRecord(Record):
         return self
 
 
+class CountedRecord(ArrayRecord):
+    """A summed moment of a point that only `tokens` of the calibration tokens passed, perhaps none."""
+
+    tokens: NonNegativeInt
+
+
+MomentRecord = Annotated[CountedRecord | ArrayRecord, Field(union_mode="left_to_right")]
+
+
 class GradientRecord(ArrayRecord):
     """A summed moment of gradients, with the numbers that its shrinkage needs: square norms of sequences, by group."""
 

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from manifests.quantize import Quantize
-from manifests.records import ArrayRecord, Curve
+from manifests.records import ArrayRecord, CountedRecord, Curve
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Dividing, Method, Moment, Predicting, Statistics
+from pipeline.ranks.curves import from_columns, to_columns
 from pipeline.rounding.choices import with_bits
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 
@@ -54,7 +55,9 @@ def _curve(
         curve = method.join_curve(unit.task, geometry, unit.begun, unit.pieces)
     else:
         curve = method.curve(unit.task, geometry, weights, statistics)
+    if any(isinstance(record, CountedRecord) and not record.tokens for record in unit.statistics.values()):
+        curve = to_columns(from_columns(curve)[-1:])  # no token passed a point: the group stays dense
     if quantize is None or not choosing:
         return curve
-    solve = partial(method.compress, unit.task, geometry, weights, replace(statistics, told=curve.told))
+    solve = partial(method.compress, unit.task, geometry, weights, replace(statistics, hint=curve.told))
     return with_bits(curve, unit.task, quantize, weights, statistics, solve, geometry)

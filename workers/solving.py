@@ -49,7 +49,9 @@ def solve_group(
     `geometry`: of the group's layer. `weights`: dense, by `role.weight` / `role.bias`. `before`: the factors that the
     group's last correction gave; those of roles that this one changes are replaced.
     """
-    if _pair(statistics) is None:
+    if statistics.unseen:  # nothing is known of these weights' inputs
+        solution = Solution({} if before else dict(weights), {}, {"unseen": sorted(set(statistics.unseen))})
+    elif _pair(statistics) is None:
         solution = method.compress(group, geometry, weights, statistics, ranks)
     else:
         assert isinstance(method, Correcting)
@@ -69,6 +71,10 @@ def solve_sizes(
     quantize: Quantize | None = None,
 ) -> Iterator[Solved]:
     """As `solve_group` at each of some ranks, of which nothing was corrected; one after another."""
+    if statistics.unseen:
+        for ranks in sizes:
+            yield solve_group(method, group, geometry, weights, statistics, ranks, {}, quantize)
+        return
     if isinstance(method, SharingSizes):
         solutions = method.compress_sizes(group, geometry, weights, statistics, sizes)
     else:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.checks import require_finite
 from pipeline.kernels.exact_pairs import PairSum, choose_pair_grid
 from pipeline.kernels.exact_sums import DiagonalSum, Grid, MomentSum, choose_grid, product_tokens, sample_squares
@@ -33,8 +34,9 @@ class LayerSums:
     While the sums of one pass are given away, in another thread, those of the next are made.
     """
 
-    def __init__(self, transfer: TensorTransfer, device: torch.device) -> None:
+    def __init__(self, transfer: TensorTransfer, device: torch.device, geometry: Geometry) -> None:
         self.transfer = transfer
+        self.geometry = geometry
         self.node = platform.node()
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -62,7 +64,7 @@ class LayerSums:
             for name in self.passes.keys() - {self.latest}:
                 self.passes.pop(name, None)
             self.latest = unit.sums.name
-            self.passes[unit.sums.name] = _PassSums(grids, self.device)
+            self.passes[unit.sums.name] = _PassSums(grids, self.device, self.geometry.layers[unit.layer])
         passed = self.passes[unit.sums.name]
         return None if unit.shard in passed.shards else passed.add
 
@@ -89,9 +91,10 @@ class LayerSums:
                 self.stream.wait_stream(torch.cuda.default_stream(self.device))
             partials = {moment: self._cut(passed.named(moment), unit.parts) for moment in unit.moments}
             diagonals = {
-                moment: self.transfer.put({"squares": passed.sums[moment].squares()}) for moment in unit.moments
+                moment: self.transfer.put({"squares": passed.sum_of(moment).squares()}) for moment in unit.moments
             }
-        return CollectDone(partials, diagonals, tuple(sorted(passed.shards)), self.node)
+        tokens = {moment: passed.tokens.get(moment, 0) for moment in unit.moments}
+        return CollectDone(partials, diagonals, tuple(sorted(passed.shards)), self.node, tokens)
 
     def _cut(self, named: dict[str, Tensor], parts: int) -> tuple[Any, ...]:
         """Handles of parts of much the same size: every worker deals the bands alike, and what else it has last."""
@@ -101,11 +104,13 @@ class LayerSums:
 
 
 class _PassSums:
-    """The sums of one pass."""
+    """The sums of one pass, and how many tokens passed the point of each moment. No token may pass a rare one."""
 
-    def __init__(self, grids: dict[Moment, Grid], device: torch.device) -> None:
+    def __init__(self, grids: dict[Moment, Grid], device: torch.device, layer: LayerGeometry) -> None:
         self.grids = grids
         self.device = device
+        self.layer = layer
+        self.tokens: dict[Moment, int] = {}
         self.sums: dict[Moment, MomentSum | DiagonalSum | PairSum] = {}
         self.waiting: dict[Moment, list[tuple[Tensor, ...]]] = {}  # rows of the shard at hand, too few for a product
         self.norms: dict[Moment, list[Tensor]] = {}  # of gradients: of the samples (G,) of the shard at hand
@@ -120,6 +125,7 @@ class _PassSums:
             self.norms.setdefault(moment, []).append(norms_G)
         waiting = self.waiting.setdefault(moment, [])
         waiting.append(tuple(each.detach().reshape(-1, each.shape[-1]) for each in values))
+        self.tokens[moment] = self.tokens.get(moment, 0) + len(waiting[-1][0])
         if sum(len(rows[0]) for rows in waiting) >= product_tokens(moment.heads, moment.groups):
             self._multiply(moment)
 
@@ -134,23 +140,27 @@ class _PassSums:
 
     def named(self, moment: Moment) -> dict[str, Tensor]:
         """What is given away of a sum: its bands by their place, and what shards have besides, by the shard."""
-        bands = {f"{place:05d}": band for place, band in enumerate(self.sums[moment].bands())}
+        bands = {f"{place:05d}": band for place, band in enumerate(self.sum_of(moment).bands())}
         return bands | {f"{NORMS}{shard:05d}": norms for shard, norms in self.norms_of.get(moment, {}).items()}
 
     def _multiply(self, moment: Moment) -> None:
         parts, self.waiting[moment] = self.waiting[moment], []
         if not parts:
             return
-        if moment not in self.sums:
-            self.sums[moment] = self._made(moment, parts[0][0].shape[1])
-        total = self.sums[moment]
+        total = self.sum_of(moment)
         if isinstance(total, PairSum):
             total.add_(*((values, errors) for values, errors in parts))
         else:
             total.add_(*(values for (values,) in parts))
 
-    def _made(self, moment: Moment, features: int) -> MomentSum | DiagonalSum | PairSum:
-        grid = self.grids[moment]
+    def sum_of(self, moment: Moment) -> MomentSum | DiagonalSum | PairSum:
+        """Return the sum of a moment; of one whose point no token passed yet, zeros."""
+        if moment not in self.sums:
+            self.sums[moment] = self._new_sum(moment)
+        return self.sums[moment]
+
+    def _new_sum(self, moment: Moment) -> MomentSum | DiagonalSum | PairSum:
+        grid, features = self.grids[moment], self.layer.features(moment.point)
         if moment.kind == "pair":
             return PairSum(grid, features, self.device)
         if moment.diagonal:
@@ -164,8 +174,9 @@ class Squares:
     `silent`: moments of which nothing was seen but zeros.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, layer: LayerGeometry) -> None:
         self.tokens = tokens
+        self.layer = layer
         self.found: dict[Moment, Grid] = {}
         self.silent: set[Moment] = set()
 
@@ -177,9 +188,19 @@ class Squares:
         """Of a pair, whose values are finite."""
         self.found[moment] = choose_pair_grid(values, errors, self.tokens)
 
-    def grids(self) -> dict[Moment, Grid]:
-        """Of every moment that was seen."""
+    def grids(self, unit: Summable) -> dict[Moment, Grid]:
+        """Return the grid of every moment of the unit; a point that no token has passed yet counts as silent."""
+        for moment in _summed(unit):
+            if moment not in self.found:
+                self._see_nothing(moment)
         return self.found
+
+    def _see_nothing(self, moment: Moment) -> None:
+        values_1F = torch.zeros(1, self.layer.features(moment.point))
+        if moment.kind == "pair":
+            self.see_pair(moment, values_1F, torch.zeros(1, self.layer.hidden))
+        else:
+            self.see(moment, values_1F)
 
     def see(self, moment: Moment, values: Tensor) -> None:
         """What passes a point; once more for a moment that was silent."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
-from manifests.records import ArrayRecord, GradientRecord
+from manifests.records import ArrayRecord, CountedRecord, GradientRecord
 from pipeline.kernels.exact_pairs import whole_pair
 from pipeline.kernels.exact_sums import Grid, exceeding, moment_rows, whole_diagonal, whole_moment
 from pipeline.methods.method import Moment
@@ -31,13 +31,13 @@ class Totals:
     """Holds nothing between its calls: they may be made beside a worker's other units."""
 
     def __init__(
-        self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device, sequence: int
+        self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device, tokens_shape: tuple[int, int]
     ) -> None:
-        """`sequence`: tokens of a sample."""
+        """`tokens_shape`: calibration samples, and tokens of each."""
         self.transfer = transfer
         self.statistics = statistics
         self.device = device
-        self.sequence = sequence
+        self.tokens_shape = tokens_shape
         self.copies = Copies(device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -70,14 +70,17 @@ class Totals:
         else:
             groups, width = grid.exponents.shape
             record = self.statistics.write_rows(unit.layer, name, groups, width, partial(moment_rows, bands, grid))
-        return self._of_gradients(record, named) if gradients else record
+        if gradients:
+            return self._of_gradients(record, named)
+        passed = unit.summed.tokens
+        return record if passed == math.prod(self.tokens_shape) else CountedRecord(**dict(record), tokens=passed)
 
     def _of_gradients(self, record: ArrayRecord, named: dict[str, Tensor]) -> GradientRecord:
         """With what is known of the samples, each of one sequence; sums of theirs are rounded once."""
         norms_MG = torch.cat([norms for name, norms in sorted(named.items()) if name.startswith(NORMS)])
         squares = [math.fsum(norms_M) for norms_M in norms_MG.T.tolist()]
         sequences = len(norms_MG)
-        tokens = sequences * self.sequence
+        tokens = sequences * self.tokens_shape[1]
         return GradientRecord(**dict(record), square_norms=tuple(squares), sequences=sequences, tokens=tokens)
 
     def moment(self, moment: Moment, found: ArrayRecord | Summed) -> Tensor:

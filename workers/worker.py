@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, GradientRecord, StagedLayer
+from manifests.records import ArrayRecord, CountedRecord, GradientRecord, StagedLayer
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
@@ -89,8 +89,8 @@ class Worker:
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes, self.copies, room)
         self.layers = LayerReader(setup, self.device)
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
-        self.sums = LayerSums(self.transfer, self.device)
-        self.totals = Totals(self.transfer, self.statistics, self.device, self._sequence)
+        self.sums = LayerSums(self.transfer, self.device, setup.geometry)
+        self.totals = Totals(self.transfer, self.statistics, self.device, setup.tokens_shape)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
@@ -259,7 +259,8 @@ class Worker:
 
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
         forward = unit.forward
-        squares = Squares(self._gradient_tokens if isinstance(forward, Backward) else self._calibration_tokens)
+        tokens = self._gradient_tokens if isinstance(forward, Backward) else self._calibration_tokens
+        squares = Squares(tokens, self.setup.geometry.layers[forward.layer])
         if isinstance(forward, Pair):
             with tensor_cores(self.setup.dtype):
                 self.pairs.begin(forward, squares.see_pair)
@@ -271,7 +272,9 @@ class Worker:
             hidden_BSD = inputs.read(0, 1)[:, :GRID_TOKENS].to(self.device)
             with self._computing():
                 tapped(self.layers, block, squares.taps(forward))(hidden_BSD, False)
-        return ChooseGridsDone({moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids().items()})
+        return ChooseGridsDone(
+            {moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids(forward).items()}
+        )
 
     def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:
         """Keeps the values of those tokens of the shard that are among the sample's."""
@@ -304,17 +307,18 @@ class Worker:
         with self._computing(), tensor_cores(self.setup.dtype):
             return curve_result(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
 
-    def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed], told: str = "") -> Statistics:
-        """As methods receive them: sums of values, shrunk means of gradients; and what their curve told."""
-        moments = {}
+    def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed], hint: str = "") -> Statistics:
+        """Return statistics as methods receive them: sums of values, shrunk means of gradients."""
+        moments, passed = {}, {}
         for moment, record in records.items():
-            found = self.totals.moment(moment, record)
-            if moment.kind == "gradient":
-                assert isinstance(record, GradientRecord)
+            moments[moment] = self.totals.moment(moment, record)
+            if isinstance(record, GradientRecord):
                 squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
-                found = shrink(found, squares_G, record.sequences, record.tokens)
-            moments[moment] = found
-        return Statistics(moments, self._calibration_tokens, told)
+                moments[moment] = shrink(moments[moment], squares_G, record.sequences, record.tokens)
+            elif isinstance(record, CountedRecord | Summed):
+                passed[moment] = record.tokens
+        passed = {moment: tokens for moment, tokens in passed.items() if tokens != self._calibration_tokens}
+        return Statistics(moments, self._calibration_tokens, hint, passed)
 
     def _group_weights(self, group: Group) -> dict[str, Tensor]:
         """`role.weight` / `role.bias` of a group's roles."""
@@ -327,14 +331,14 @@ class Worker:
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
         method, quantize = self.methods[unit.task.method]
-        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.told)
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
             solved = solve_group(method, unit.task, *given, unit.ranks, before, quantize)
         return handed_over(solved, self.transfer)
 
     def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
         method, quantize = self.methods[unit.task.method]
-        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.told)
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
             each = solve_sizes(method, unit.task, *given, unit.sizes, quantize)
             return SizesSolved(tuple(handed_over(solved, self.transfer) for solved in each))

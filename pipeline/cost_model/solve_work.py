@@ -68,14 +68,6 @@ class SolveWork:
         )
 
 
-def point_features(point: str, geometry: LayerGeometry) -> int:
-    """Return the numbers per token at a point. The gradient's points `mid`, `out` and `pull:` are of hidden size."""
-    for matrix in geometry.matrices.values():
-        if point in (matrix.reads, f"{matrix.role}.out"):
-            return matrix.inputs if point == matrix.reads else matrix.outputs
-    return geometry.hidden
-
-
 def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
     """Numbers of one triangle of each group's moment; of a diagonal one, its length."""
     width = moment_width(moment, geometry)
@@ -84,7 +76,7 @@ def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
 
 def moment_width(moment: Moment, geometry: LayerGeometry) -> int:
     """Return the width of one head's moment, or of the whole one."""
-    return point_features(moment.point, geometry) // moment.heads
+    return geometry.features(moment.point) // moment.heads
 
 
 def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:

@@ -17,7 +17,6 @@ from pipeline.cost_model.solve_work import (
     SolveWork,
     curve_work,
     moment_width,
-    point_features,
     solve_work,
     triangle_numbers,
 )
@@ -336,7 +335,7 @@ def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward:
 
 def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:
     """Return the size of one triangle of Σ x xᵀ, and of Σ e xᵀ."""
-    features = point_features(moment.point, geometry)
+    features = geometry.features(moment.point)
     return 8 * (features * (features + 1) // 2 + geometry.hidden * features)
 
 
@@ -344,12 +343,12 @@ def _pair_added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifes
     """Return the bytes moved to sum a pair: x like a moment, and e for each number of its sum, per product."""
     assert manifest.calibration is not None
     tokens = manifest.calibration.samples * manifest.calibration.sequence_length
-    numbers = geometry.hidden * point_features(moment.point, geometry)
+    numbers = geometry.hidden * geometry.features(moment.point)
     errors = PAIRED_BYTES * _products(moment, manifest) * numbers + ERROR_BYTES * tokens * geometry.hidden
     return errors + _added_bytes(moment, geometry, manifest, itemsize)
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
     """Return the operations per token of one triangle of Σ x xᵀ, and of Σ e xᵀ in float32 at half the rate."""
-    features = point_features(moment.point, geometry)
+    features = geometry.features(moment.point)
     return features * (features + 4.0 * geometry.hidden)

@@ -205,8 +205,9 @@ class Reductions:
         else:
             parts = group.parts
         whole = yield from self._add_each(group, {"": parts})
+        tokens = {moment: sum(part.done.tokens[moment] for part in group.parts) for moment in group.grids}
         group.parts = []
-        group.summed = {moment: Summed(grid, whole[""][moment]) for moment, grid in group.grids.items()}
+        group.summed = {moment: Summed(grid, whole[""][moment], tokens[moment]) for moment, grid in group.grids.items()}
 
     def _add_each(self, group: _Group, nodes: Mapping[str, list[_Part]]) -> TaskStream[dict[str, Parts]]:
         """Adds the sums of each node, part by part; the only one of a node is as it is."""

@@ -125,7 +125,7 @@ def solve_units(
     """Returns the units that solve the groups of a layer. `statistics`: by the keys of moments. `hint`: of the task's
     curve."""
     return [
-        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, told=hint(task))
+        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, hint=hint(task))
         for task in tasks
         if task.layer == layer
     ]

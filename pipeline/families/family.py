@@ -118,6 +118,13 @@ class LayerGeometry:
         """Return the points that matrices read, in the order of the forward pass."""
         return tuple(dict.fromkeys(matrix.reads for matrix in self.matrices.values()))
 
+    def features(self, point: str) -> int:
+        """Return how many numbers per token pass a point: a matrix's input or output, or the residual stream."""
+        for matrix in self.matrices.values():
+            if point in (matrix.reads, f"{matrix.role}.out"):
+                return matrix.inputs if point == matrix.reads else matrix.outputs
+        return self.hidden
+
     @property
     def reads(self) -> dict[str, str]:
         """Map each role, the head included, to the point that its matrix reads; an embedding reads none."""

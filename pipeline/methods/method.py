@@ -63,18 +63,30 @@ class Moment:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What calibration text tells of a layer, as methods receive it.
+    """The statistics of a layer on the calibration text, as methods receive them.
 
     Attributes:
-        moments: those that the group asked for. Of values: sums over `tokens`. Of gradients: means per token, shrunk
-            towards their diagonal (`kernels.shrinkage`). Samples as they are.
-        tokens: calibration tokens that the sums of values run over; 0 for a data-free group.
-        told: what the group's curve, where one was taken of these statistics, told besides (`Curve.told`).
+        moments: those that the group asked for. Values are summed over the tokens that pass their point. Gradients are
+            means per token, shrunk towards their diagonal (`kernels.shrinkage`). Samples are unchanged.
+        tokens: the number of calibration tokens; 0 for a data-free group. Means divide by it whatever passed a point,
+            so that a point that few tokens pass counts for little.
+        passed: moment -> the number of tokens that passed its point, for points that not all of them passed.
+        hint: `Curve.told` of the group's curve, if the curve was taken of the same statistics.
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)
     tokens: int = 0
-    told: str = ""
+    hint: str = ""
+    passed: Mapping[Moment, int] = field(default_factory=dict)
+
+    def tokens_at(self, moment: Moment) -> int:
+        """Return the number of tokens that passed the point of a moment of values."""
+        return self.passed.get(moment, self.tokens)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Return the points that no token passed."""
+        return tuple(moment.point for moment, tokens in self.passed.items() if not tokens)
 
     def mean(self, moment: Moment) -> Tensor:
         """Return a moment per calibration token, float64, whatever its kind."""

@@ -6,7 +6,7 @@ See `pipeline.units.units`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from pipeline.methods.method import Moment
@@ -100,12 +100,14 @@ class CollectDone:
         diagonals: by moment, the handle of its scaled sums of squares.
         shards: those that are in each of the sums.
         node: that the worker is on.
+        tokens: by moment, how many passed its point.
     """
 
     partials: Mapping[Moment, tuple[Any, ...]]
     diagonals: Mapping[Moment, Any]
     shards: tuple[int, ...]
     node: str = ""
+    tokens: Mapping[Moment, int] = field(default_factory=dict)
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """Replaces each handle by `made(handle)`."""
@@ -187,10 +189,11 @@ class AddDone:
 
 @dataclass(frozen=True)
 class Summed:
-    """A moment in memory: handles of its grid and of its parts."""
+    """A moment in memory: handles of its grid and of its parts, and the number of tokens that passed its point."""
 
     grid: Any
     partials: tuple[Any, ...]
+    tokens: int
 
 
 @dataclass(frozen=True)

@@ -236,14 +236,14 @@ class Solve:
 
     `statistics`: as they are stored, or as they were summed.
     `before`: the handle of the factors that the group's correction before this one gave.
-    `told`: by the group's curve, if it was taken of the same statistics.
+    `hint`: `Curve.told` of the group's curve, if it was taken of the same statistics.
     """
 
     task: Task
     ranks: Mapping[str, int]
     statistics: Mapping[Moment, ArrayRecord | Summed]
     before: Any | None = None
-    told: str = ""
+    hint: str = ""
 
     @property
     def key(self) -> str:
@@ -278,7 +278,7 @@ class SolveSizes:
     task: Task
     sizes: tuple[Mapping[str, int], ...]
     statistics: Mapping[Moment, ArrayRecord]
-    told: str = ""
+    hint: str = ""
 
     @property
     def key(self) -> str:

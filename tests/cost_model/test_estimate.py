@@ -19,7 +19,7 @@ from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, phase_seconds, sol
 from pipeline.cost_model.probe import ProbedShape, mean_rates, measured_rates
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
-from pipeline.cost_model.solve_work import SolveWork, point_features
+from pipeline.cost_model.solve_work import SolveWork
 from pipeline.cost_model.work import layer_work
 from pipeline.families.family import Geometry
 from pipeline.job import plan_report as planning
@@ -269,7 +269,7 @@ def test_growing_the_number_of_layers_grows_nobody_s_peak_memory() -> None:
 
 def test_features_of_points() -> None:
     geometry = llama().layers[0]
-    features = {point: point_features(point, geometry) for point in (
+    features = {point: geometry.features(point) for point in (
         "attention.in", "mlp.in", "q.in", "q.out", "k.out", "v.out", "o.in", "o.out", "up.out", "down.in", "down.out",
     )}  # fmt: skip
     assert features == {

@@ -431,7 +431,8 @@ class SimulatedPool:
             for moment, text in found.items()
         }
         node = f"node-{int(unit.worker.rpartition('-')[2]) // self.workers_per_node}"
-        return CollectDone(cut, {moment: self._handle("squares") for moment in found}, tuple(shards), node)
+        diagonals, tokens = {moment: self._handle("squares") for moment in found}, dict.fromkeys(found, len(shards))
+        return CollectDone(cut, diagonals, tuple(shards), node, tokens)
 
     def _joined(self, handles: Sequence[Handle]) -> dict[str, dict[str, str]]:
         """Part -> shard -> value, of sums of other shards or of other parts."""

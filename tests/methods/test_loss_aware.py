@@ -247,7 +247,7 @@ def test_what_the_curve_told_is_not_found_again(weighting: str, monkeypatch: pyt
     group, layer = group_of(method, where, "mlp"), where.layers[0]
     weights, statistics = consistent(where, group)
     curve = method.curve(group, layer, weights, statistics)
-    told = replace(statistics, told=curve.told)
+    told = replace(statistics, hint=curve.told)
     points = a_few(from_columns(curve))
     expected = [method.compress(group, layer, weights, statistics, point.ranks) for point in points]
     beside = {"width": layer.mlps[0].width - 1, "gate_up": 20, "down": 20}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from manifests.methods import ASVD, SVD, SVDLLM, LossAware
 from pipeline.methods.asvd import ASVDMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Group, Ranks, SharingSizes, Statistics
+from pipeline.methods.method import Group, Moment, Ranks, SharingSizes, Statistics
 from pipeline.methods.svd import SVDMethod
 from pipeline.methods.svd_llm import SVDLLMMethod
 from pipeline.ranks.curves import from_columns
@@ -54,3 +55,18 @@ def same(found: Solved, expected: Solved) -> bool:
     (factors, solution, _), (others, other, _) = found, expected
     tensors = factors.keys() == others.keys() and all(torch.equal(factors[name], others[name]) for name in others)
     return tensors and (solution.forms, solution.report) == (other.forms, other.report)
+
+
+def test_a_group_whose_inputs_no_token_reached_stays_dense() -> None:
+    method = METHODS["loss_aware"]
+    group = next(group for group in method.claims(WHERE) if group.name == "mlp")
+    weights, statistics = make_weights(WHERE, group.roles), make_statistics(WHERE, group)
+    (ranks, *_) = sizes_of(method, group, weights, statistics)[2:]
+    unseen = replace(statistics, passed={Moment("down.in"): 0})
+    alone = solve_group(method, group, WHERE.layers[0], weights, unseen, ranks, {})
+    (shared,) = solve_sizes(method, group, WHERE.layers[0], weights, unseen, [ranks])
+    for factors, solution, _ in (alone, shared):
+        assert (solution.forms, solution.report) == ({}, {"unseen": ["down.in"]})
+        names = {WHERE.layers[0].tensor_name(key, group.roles): weight for key, weight in weights.items()}
+        assert factors.keys() == names.keys()
+        assert all(torch.equal(factors[name], weight) for name, weight in names.items())

@@ -203,7 +203,11 @@ def sum_units(units: Sequence[Summable], holders: Sequence[Worker]) -> tuple[lis
     done = [worker.execute(unit) for worker, unit in zip(holders, units, strict=True)]
     parts = [collect(worker, units[0], moments) for worker in dict.fromkeys(holders)]
     return done, {
-        moment: Summed(grids[moment], tuple(handle for part in parts for handle in part.partials[moment]))
+        moment: Summed(
+            grids[moment],
+            tuple(handle for part in parts for handle in part.partials[moment]),
+            sum(part.tokens[moment] for part in parts),
+        )
         for moment in moments
     }
 

@@ -10,9 +10,10 @@ import pytest
 import workers.curves
 from manifests.methods import LossAware
 from manifests.quantize import Quantize
-from manifests.records import Curve
+from manifests.records import CountedRecord, Curve
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Statistics, Task
+from pipeline.methods.method import Moment, Statistics, Task
+from pipeline.ranks.curves import from_columns
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from tests.families.geometries import llama, other
 from tests.methods.loss_aware_weights import make_statistics, make_weights
@@ -76,3 +77,20 @@ def test_bits_are_chosen_on_the_joined_curve(monkeypatch: pytest.MonkeyPatch) ->
     (cut, some), (whole, same) = given
     assert cut == whole
     assert some.moments.keys() == same.moments.keys() == making.found.moments.keys()
+
+
+def test_the_curve_of_a_group_that_no_token_reached_is_its_dense_point() -> None:
+    """Zeros would promise that every size loses nothing."""
+    making = _Making("gqa", None)
+    whole = making.do(Predict(making.task, {}))
+    moment = Moment("down.in")
+    path, digest = f"statistics/0/{'0' * 32}", "0" * 64
+    record = CountedRecord(
+        version=1, path=path, shape=(1, 8, 8), dtype="float64", chunks=(1, 8, 8), symmetric=True,
+        metadata_sha256=digest, checksums=("",), tokens=0,
+    )  # fmt: skip
+    unseen = making.do(Predict(making.task, {moment: record}))
+    assert isinstance(whole, Curve)
+    assert isinstance(unseen, Curve)
+    assert from_columns(unseen) == from_columns(whole)[-1:]
+    assert from_columns(unseen)[0].loss == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from manifests.entries import StatisticsEntry
 from manifests.errors import NumericsError
+from manifests.records import ArrayRecord, CountedRecord
 from pipeline.kernels import exact_sums
 from pipeline.methods.method import Moment
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, Summed, Sums, Total
@@ -44,9 +47,9 @@ def totals(worker: Worker, parts: Sequence[Any], made: Sequence[Forward]) -> dic
     found = {}
     for moment in made[0].moments:
         partials = tuple(handle for part in parts if part.shards for handle in part.partials[moment])
-        found[moment] = worker.statistics.read(
-            worker.execute(Total("dense", 0, moment, Summed(grids[moment], partials)))
-        )
+        tokens = sum(part.tokens[moment] for part in parts if part.shards)
+        summed = Summed(grids[moment], partials, tokens)
+        found[moment] = worker.statistics.read(worker.execute(Total("dense", 0, moment, summed)))
     return found
 
 
@@ -160,7 +163,9 @@ def test_a_moment_beyond_its_grid_asks_for_a_wider_one(setup: WorkerConfig) -> N
             break
         handle, rounds = wider[moment[0]], rounds + 1
     assert rounds == 1
-    stored = worker.execute(Total("dense", 0, moment[0], Summed(handle, part.partials[moment[0]])))
+    stored = worker.execute(
+        Total("dense", 0, moment[0], Summed(handle, part.partials[moment[0]], part.tokens[moment[0]]))
+    )
     for unit in good:
         worker.execute(unit)
     expected = totals(worker, [collect(worker, good[0], moment)], good)[moment[0]]
@@ -241,7 +246,7 @@ def test_a_total_is_symmetric_to_the_bit_and_stored_by_its_upper_tiles(setup: Wo
         assert torch.equal(total, total.transpose(1, 2))
         again = worker.statistics.write(0, "again", total)
         assert again.symmetric == (total.shape[1] > 16)
-        summed = Summed(made[0].sums.grids[moment], part.partials[moment])  # type: ignore[union-attr]
+        summed = Summed(made[0].sums.grids[moment], part.partials[moment], part.tokens[moment])  # type: ignore[union-attr]
         found = worker.execute(Total("dense", 0, moment, summed))
         assert (found.symmetric, found.checksums) == (again.symmetric, again.checksums)
         assert torch.equal(worker.totals.moment(moment, found), total)
@@ -268,9 +273,59 @@ def test_parts_are_added_one_by_one_and_solved_from_before_they_are_stored(
             workers[0].execute(Add("dense", 0, moment, part, same)).part
             for part, same in enumerate(zip(*(found.partials[moment] for found in given), strict=True))
         ]
-        added = Summed(grid, tuple(adds))
-        expected = workers[1].totals.moment(moment, Summed(grid, both))
+        tokens = sum(found.tokens[moment] for found in given)
+        added = Summed(grid, tuple(adds), tokens)
+        expected = workers[1].totals.moment(moment, Summed(grid, both, tokens))
         assert torch.equal(workers[1].totals.moment(moment, added), expected)
         stored = workers[0].execute(Total("dense", 0, moment, added))
         assert torch.equal(workers[1].totals.moment(moment, stored), expected)
     assert len(given[0].partials[Moment("down.in")]) == 3
+
+
+def test_a_point_that_no_token_passes_has_a_sum_of_zeros_and_a_count_of_none(setup: WorkerConfig) -> None:
+    """A router may send no token of the calibration text to an expert, or none of a worker's shards."""
+    worker, seen, rare = make_worker(setup), Moment("mlp.in"), Moment("down.in")
+    layer = setup.geometry.layers[0]
+    squares = sums.Squares(100, layer)
+    unit = Forward("dense", 0, 0, moments=(seen, rare), emit=False)
+    values_BSF = torch.randn(1, 5, layer.hidden, generator=torch.Generator().manual_seed(0))
+    squares.see(seen, values_BSF)
+    grids = {moment: worker.transfer.put(grid.packed()) for moment, grid in squares.grids(unit).items()}
+    assert grids.keys() == {seen, rare}
+    unit = replace(unit, sums=Sums("pass", grids))
+    add = worker.sums.adder(unit)
+    assert add is not None
+    with worker.sums.adding(unit):
+        add(seen, values_BSF)
+    part = collect(worker, unit, (seen, rare))
+    assert part.tokens == {seen: 5, rare: 0}
+    assert not worker.execute(
+        CheckGrids("dense", 0, grids, {moment: (part.diagonals[moment],) for moment in grids})
+    ).wider
+    summed = {moment: Summed(grids[moment], part.partials[moment], part.tokens[moment]) for moment in grids}
+    records = {moment: worker.execute(Total("dense", 0, moment, each)) for moment, each in summed.items()}
+    assert {moment: record.tokens for moment, record in records.items()} == {seen: 5, rare: 0}
+    width = layer.mlps[0].width
+    assert torch.equal(worker.statistics.read(records[rare]), torch.zeros(1, width, width, dtype=torch.float64))
+    for source in (summed, records):
+        statistics = worker._statistics(source)
+        assert (statistics.tokens_at(seen), statistics.tokens_at(rare)) == (5, 0)
+        assert statistics.unseen == ("down.in",)
+
+
+def test_records_count_tokens_only_where_some_did_not_pass(setup: WorkerConfig) -> None:
+    """A moment that all tokens passed is stored, and read again, as it always was."""
+    worker = make_worker(setup)
+    made = units(worker)
+    for unit in made:
+        worker.execute(unit)
+    part = collect(worker, made[0], POINTS)
+    assert made[0].sums is not None
+    assert set(part.tokens.values()) == {math.prod(setup.tokens_shape)}
+    whole = Summed(made[0].sums.grids[POINTS[0]], part.partials[POINTS[0]], part.tokens[POINTS[0]])
+    for tokens, kind in ((whole.tokens, ArrayRecord), (7, CountedRecord)):
+        record = worker.execute(Total("dense", 0, POINTS[0], replace(whole, tokens=tokens)))
+        assert type(record) is kind
+        stored = StatisticsEntry(statistics={"m": record}).as_json()
+        assert type(StatisticsEntry.model_validate(stored).statistics["m"]) is kind
+        assert ("tokens" in stored["statistics"]["m"]) == (kind is CountedRecord)

@@ -109,7 +109,8 @@ def sum_all(worker: Worker, moment: Moment) -> Any:
     grids = worker.execute(ChooseGrids(unit)).grids
     unit = replace(unit, sums=Sums("pass-0", grids))
     worker.execute(unit)
-    summed = Summed(grids[moment], collect(worker, unit, (moment,)).partials[moment])
+    part = collect(worker, unit, (moment,))
+    summed = Summed(grids[moment], part.partials[moment], part.tokens[moment])
     return worker.execute(Total("dense", 0, moment, summed))
 
 

@@ -77,7 +77,7 @@ class Solver:
         elimination down to it has told that. `remembered_bytes`: of the sample's outputs, for sizes to come."""
         self.remembered_bytes = remembered_bytes
         self._outputs: dict[tuple[int, int], Tensor] = {}  # by the first token of a part, and how many are fitted
-        self.order, self.least, self.hint = order, least, statistics.told
+        self.order, self.least, self.hint = order, least, statistics.hint
         self.sizes, self.block, self.weights = sizes, sizes.block, weights
         self.by_loss = sizes.entry.weighting == "loss"
         readers, writer = self.block.readers, self.block.writer
