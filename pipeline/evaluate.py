@@ -32,30 +32,37 @@ DTYPES = ("bfloat16", "float16", "float32", "stored")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = parser("evaluate", "Perplexity over windows, one layer in memory at a time; and lm-eval's tasks.")
+    options = parser("evaluate", "Measures perplexity, one layer in memory at a time, and scores of lm-eval's tasks.")
     options.add_argument("model", help="directory of a dense or compressed checkpoint, or a hub id")
     options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet: perplexity")
     options.add_argument(
-        "--tasks", nargs="+", metavar="TASK", help="lm-eval's by name, or YAML files; the whole model is loaded here"
-    )
-    options.add_argument("--beside", metavar="MODEL", help="of --tasks: another model in the same table, the dense one")
-    options.add_argument("--limit", type=int, help="of --tasks: so many documents each, the first ones")
-    options.add_argument("--batch", type=int, default=1, help="of --tasks: sequences at a time")
-    options.add_argument(
-        "--trust-remote-code", action="store_true", help="a tokenizer may be Python that lies in the checkpoint: run it"
-    )
-    options.add_argument("--field", help="the column of .jsonl, .json or .parquet that holds the text")
-    options.add_argument(
-        "--window", type=int, default=2048, help="tokens a window; every token but its first is scored"
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help="lm-eval's by name, or YAML files; this process loads the whole model",
     )
     options.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the forward pass; log-softmax is float32"
+        "--beside", metavar="MODEL", help="with --tasks: another model in the same table, such as the dense one"
+    )
+    options.add_argument("--limit", type=int, help="with --tasks: score only the first so many documents of each")
+    options.add_argument("--batch", type=int, default=1, help="with --tasks: sequences in a batch")
+    options.add_argument(
+        "--trust-remote-code", action="store_true", help="run a tokenizer that is Python in the checkpoint"
+    )
+    options.add_argument("--field", help="the column of .jsonl, .json or .parquet files with the text")
+    options.add_argument(
+        "--window", type=int, default=2048, help="tokens in a window; every token but the first is scored"
+    )
+    options.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the forward pass; the log-softmax is always float32"
     )
     options.add_argument("--workers", type=int, default=1)
     options.add_argument("--cpus", type=int, default=1, help="threads of a worker")
     options.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
     options.add_argument(
-        "--scratch", type=Path, help="for hidden states beyond a worker's memory; default: its node's temporary folder"
+        "--scratch",
+        type=Path,
+        help="folder for hidden states beyond a worker's memory; default: its node's temporary folder",
     )
     add_address(options)
     add_in_process(options)

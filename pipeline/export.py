@@ -26,10 +26,10 @@ def main(argv: list[str] | None = None) -> int:
         "--to",
         choices=("dense", "stock", "gguf"),
         required=True,
-        help="dense: multiplied back, in the source's shapes; stock: MLPs stay narrow where all layers have one "
-        "width; gguf: a file for llama.cpp, MLPs at their own widths, without vocabulary",
+        help="dense: factors multiplied, in the source's shapes; stock: narrower MLPs, if all layers have one width; "
+        "gguf: a file for llama.cpp, each MLP at its own width, without vocabulary",
     )
-    options.add_argument("destination", help="a directory that holds nothing yet, or for gguf a file")
+    options.add_argument("destination", help="an empty or new directory; for gguf a new file")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))
 

@@ -29,14 +29,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = parser(
         "plan",
-        "Says whether a job or a sweep fits, how long it takes, what it reads and writes; reads no weights.",
+        "Estimates memory, disk and time of a job or a sweep, without reading weights.",
     )
     add_manifest(options, "the job or the sweep")
-    options.add_argument("--config", type=Path, metavar="FILE", help="a config.json to plan for, instead of the source")
+    options.add_argument("--config", type=Path, metavar="FILE", help="plan for this config.json instead of the source")
     rates = options.add_mutually_exclusive_group()
-    rates.add_argument("--gpu", help="a GPU whose rates are known, such as H200; default: this machine, measured")
-    rates.add_argument("--tflops", type=float, help="of one worker, all products alike")
-    rates.add_argument("--probe", action="store_true", help="measures a worker on the cluster, or on a local Ray")
+    rates.add_argument("--gpu", help="a GPU with known rates, such as H200; default: measure this machine")
+    rates.add_argument("--tflops", type=float, help="TFLOPS of one worker, for all products")
+    rates.add_argument("--probe", action="store_true", help="measure a worker on the cluster, or on a local Ray")
     add_address(options)
     options.add_argument("--json", action="store_true", help="print the plan as JSON")
     return run_command(_body, options.parse_args(argv))

@@ -19,12 +19,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = parser("push", "Uploads a compressed checkpoint to a model repository on the hub.")
     options.add_argument("output", help="the compressed checkpoint")
-    options.add_argument("repository", help="ORGANISATION/NAME; made if it is not there")
-    options.add_argument("--private", action="store_true", help="a repository that is made is private")
-    options.add_argument("--revision", help="a branch, made if it is not there; default: the main one")
-    options.add_argument("--run-dir", metavar="RUN_DIR", help="of the job that wrote it: its scores go on the card")
+    options.add_argument("repository", help="ORGANISATION/NAME; created if it does not exist")
+    options.add_argument("--private", action="store_true", help="create the repository as a private one")
+    options.add_argument("--revision", help="a branch, created if it does not exist; default: the main one")
     options.add_argument(
-        "--base-model", metavar="ID", help="on the hub; default: the job's model.source if it is an id"
+        "--run-dir", metavar="RUN_DIR", help="the run directory of the job that wrote it; its scores go on the card"
+    )
+    options.add_argument(
+        "--base-model", metavar="ID", help="the base model on the hub; default: the job's model.source if it is an id"
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))

@@ -20,10 +20,12 @@ from pipeline.console.wrapping import say
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = parser("report", "Writes one HTML file about a job: ranks, errors, memory, time; works at any moment.")
+    options = parser("report", "Writes one HTML file about a job in any state: ranks, errors, memory, time.")
     options.add_argument("run_dir", help="the run directory of the job")
     options.add_argument("--output", help="the file to write; default: report.html in RUN_DIR")
-    options.add_argument("--json", action="store_true", help="print one JSON object that says where it is")
+    options.add_argument(
+        "--json", action="store_true", help="print the path of the file and the state of the job as JSON"
+    )
     return run_command(_body, options.parse_args(argv))
 
 

@@ -74,9 +74,9 @@ def run_job(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = parser("run", "Compresses a model by a manifest; run again, it goes on where it was.")
+    options = parser("run", "Compresses a model by a manifest. Run again, it resumes.")
     add_manifest(options)
-    options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
+    options.add_argument("--fresh", action="store_true", help="start over and discard the run directory")
     add_address(options)
     add_in_process(options)
     options.add_argument("--json", action="store_true", help="print the summary as JSON")

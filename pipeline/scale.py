@@ -19,7 +19,9 @@ from stores.run_directory import existing_run
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = parser("scale", "Changes how many workers a running job wants, until it ends; the output stays the same.")
+    options = parser(
+        "scale", "Changes the number of workers of a running job until it ends. The output stays the same."
+    )
     options.add_argument("run_dir", help="the run directory of the job")
     options.add_argument("--workers", type=int, required=True, help="from 1 to the number of calibration shards")
     return run_command(_body, options.parse_args(argv))

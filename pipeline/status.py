@@ -33,7 +33,7 @@ ADVICE["failed"] = "; run the same command again when the cause is mended"
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = parser("status", "Says how far a job is; works whether it runs or not.")
+    options = parser("status", "Shows the progress of a job, running or not.")
     options.add_argument("run_dir", help="the run directory of the job")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))

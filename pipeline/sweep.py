@@ -90,10 +90,10 @@ def write_plots(folder: Storage, results: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = parser("sweep", "Compares methods at several sizes from one calibration; run again, it goes on.")
-    add_manifest(options, "what is compared")
-    options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
-    options.add_argument("--plots", metavar="DIR", help="write each plot there as an SVG file, besides")
+    options = parser("sweep", "Compares methods at several sizes from one calibration. Run again, it resumes.")
+    add_manifest(options, "the sweep")
+    options.add_argument("--fresh", action="store_true", help="start over and discard the run directory")
+    options.add_argument("--plots", metavar="DIR", help="also write each plot there, as an SVG file")
     add_address(options)
     add_in_process(options)
     options.add_argument("--json", action="store_true", help="print the results as JSON")

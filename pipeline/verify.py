@@ -23,10 +23,11 @@ FAULTS_SHOWN = 10
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = parser(
-        "verify", "Checks digests, contents, forms, finite values, counts; with --source coverage, layers and logits."
+        "verify",
+        "Checks digests, contents, forms, values and counts, and with --source also coverage, layers and logits.",
     )
     options.add_argument("output", help="the compressed checkpoint")
-    options.add_argument("--source", help="the dense checkpoint it was made from")
+    options.add_argument("--source", help="the dense checkpoint that it was made from")
     options.add_argument(
         "--bound",
         type=float,

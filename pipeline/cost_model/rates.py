@@ -61,25 +61,6 @@ class Rates:
         return {name: value for name, value in asdict(self).items() if value != float("inf")}
 
 
-_H200 = Rates(
-    products=500 * TERA,
-    backward=500 * TERA,
-    moments=500 * TERA,
-    single=250 * TERA,
-    double=60 * TERA,
-    factors=60 * TERA,
-    eigen=60 * TERA,
-    memory=0.7 * 4.8 * TERA,
-    link=40 * GIGA,
-    network=25 * GIGA,
-    disk=5 * GIGA,
-    digest=16 * 1.5 * GIGA,
-    step_s=1e-4,
-    column_s=2e-5,
-    commit_s=5e-3,
-    workers_per_node=8,
-    device_bytes=141 * GIGA,
-)
 # A core of a current CPU, to compare the phases of one job.
 NOMINAL_CPU = Rates(
     products=50 * GIGA,
@@ -99,23 +80,36 @@ NOMINAL_CPU = Rates(
     commit_s=15e-3,
     workers_per_node=1,
 )
+
+
+def _gpu(half: float, double: float, memory: float, link: float, device_bytes: float) -> Rates:
+    """Return the rates of a GPU by its operations in half and double precision, and its bytes per second."""
+    return Rates(
+        products=half,
+        backward=half,
+        moments=half,
+        single=half / 2,
+        double=double,
+        factors=double,
+        eigen=double,
+        memory=memory,
+        link=link,
+        network=25 * GIGA,
+        disk=5 * GIGA,
+        digest=16 * 1.5 * GIGA,
+        step_s=1e-4,
+        column_s=2e-5,
+        commit_s=5e-3,
+        workers_per_node=8,
+        device_bytes=device_bytes,
+    )
+
+
 # By `torch.cuda.get_device_name`, at about half of the published peak of dense products.
 GPUS: dict[str, Rates] = {
-    "NVIDIA H200": _H200,
-    "NVIDIA H100 80GB HBM3": replace(_H200, memory=0.7 * 3.35 * TERA, device_bytes=80 * GIGA),
-    "NVIDIA A100-SXM4-80GB": replace(
-        _H200,
-        products=160 * TERA,
-        backward=160 * TERA,
-        moments=160 * TERA,
-        single=80 * TERA,
-        double=15 * TERA,
-        factors=15 * TERA,
-        eigen=15 * TERA,
-        memory=0.7 * 2.0 * TERA,
-        link=20 * GIGA,
-        device_bytes=80 * GIGA,
-    ),
+    "NVIDIA H200": _gpu(500 * TERA, 60 * TERA, 0.7 * 4.8 * TERA, 40 * GIGA, 141 * GIGA),
+    "NVIDIA H100 80GB HBM3": _gpu(500 * TERA, 60 * TERA, 0.7 * 3.35 * TERA, 40 * GIGA, 80 * GIGA),
+    "NVIDIA A100-SXM4-80GB": _gpu(160 * TERA, 15 * TERA, 0.7 * 2.0 * TERA, 20 * GIGA, 80 * GIGA),
 }
 
 
