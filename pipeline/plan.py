@@ -59,7 +59,7 @@ def _body(arguments: Any) -> int:
 
 def _sweep_plan(arguments: Any) -> dict[str, Any]:
     if arguments.config is not None:
-        raise InputError("--config: a sweep's points are held against the model's headers; give the model")
+        raise InputError("--config: a sweep's points are checked against the model's headers; give the model")
     sweep, points = read_sweep(arguments)
     from pipeline.sweeping.sweep_plan import sweep_report
 

@@ -1,1 +1,1 @@
-"""OUTPUT: put together from the committed layers, described, and read back."""
+"""The checkpoint that a job writes to OUTPUT: its assembly, record, card and exports."""

@@ -11,12 +11,14 @@ from lamina.configuration_lamina import foreign_rotation, tensor_parallel_plan
 from pipeline.checkpoint.targets import export_faults, mlp_widths
 from pipeline.rounding.schemes import FIELD
 
+NO_CACHE = "nothing of the cache"
+
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     """Return a Markdown table. `cache_share`: cached bytes per token in transformers, over the dense model's."""
     described, rounded = LayersConfig(**config), bool(config.get(FIELD))
     rows = [
-        ("engine", "how", "what is saved there"),
+        ("engine", "how", "savings"),
         ("---", "---", "---"),
         ("transformers, 5.14 or newer", *_transformers(rounded, cache_share)),
         ("vLLM with Lamina's serving package", "`vllm serve PATH`", _own_class(described, rounded)),
@@ -24,12 +26,12 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     ]
     export, widths = "python -m pipeline.export PATH", mlp_widths(described)
     sizes = zip(widths, (described.layer_shape(i).intermediate_size for i in range(len(widths))), strict=True)
-    cut = "channels of MLPs" if any(width < dense for width, dense in sizes) else "nothing"
+    cut = "narrower MLPs" if any(width < dense for width, dense in sizes) else "nothing"
     if not export_faults(config, "gguf"):
-        codes = "; codes of 8 and 4 bits of what is not factored" if rounded else ""
+        codes = "; codes of 8 and 4 bits of matrices that are not factored" if rounded else ""
         rows.append(("llama.cpp", f"`{export} --to gguf FILE`", cut + codes))
     if not export_faults(config, "stock"):
-        codes = "; codes of what is not factored" if rounded else ""
+        codes = "; codes of matrices that are not factored" if rounded else ""
         rows.append(("any other", f"`{export} --to stock DEST`", cut + codes))
     elif not export_faults(config, "dense"):
         rows.append(("any other", f"`{export} --to dense DEST`", "nothing"))
@@ -38,34 +40,34 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
 
 def _transformers(rounded: bool, cache_share: float) -> tuple[str, str]:
     how = "as above, or `transformers serve --trust-remote-code`"
-    cache = f"{1 - cache_share:.0%} of the cache" if cache_share < 1 else "of the cache nothing"
+    cache = f"{1 - cache_share:.0%} of the cache" if cache_share < 1 else NO_CACHE
     if not rounded:
         return how, f"weights; {cache}"
     return (
         f"{how}, after `pip install '{READER}>={READER_VERSION}'`",
-        f"on the disk, and in memory until the first token, which multiplies all out; {cache}",
+        f"on the disk, and in memory until the first token, which dequantizes all weights; {cache}",
     )
 
 
 def _own_class(described: LayersConfig, rounded: bool) -> str:
     shapes = [described.layer_shape(layer) for layer in range(described.num_hidden_layers)]
     if any(shape.head_dim != described.head_dim for shape in shapes):
-        return "not served: heads of different widths"
+        return "not served: layers with different head widths"
     if fault := foreign_rotation(described):
         return f"not served: {fault}"
-    weights = "weights, where vLLM has a kernel for their bits and widths" if rounded else "weights"
+    weights = "weights, if vLLM has a kernel for their bits and widths" if rounded else "weights"
     width, head_dim = described.served_value_width(), described.head_dim
     if width > head_dim:
         return f"{weights}; the cache is larger than the dense model's: heads of {width} numbers, not {head_dim}"
     share = (head_dim - width) / (2 * head_dim)
-    return f"{weights}; on CUDA {share:.0%} of the cache" if share > 0 else f"{weights}; of the cache nothing"
+    return f"{weights}; on CUDA {share:.0%} of the cache" if share > 0 else f"{weights}; {NO_CACHE}"
 
 
 def _backend(described: LayersConfig, rounded: bool) -> str:
     heads = {"num_attention_heads", "num_key_value_heads", "head_dim"}
     if any(heads & {*sizes} for sizes in described.layer_sizes):
-        return "not served: heads that differ by layer"
+        return "not served: layers with different heads"
     if described.widest_value() > described.head_dim:
-        return "not served: values of more numbers than keys"
-    weights = "weights; an error where vLLM has no kernel for their bits and widths" if rounded else "weights"
-    return f"{weights}; of the cache nothing" + ("" if tensor_parallel_plan(described) else "; one device")
+        return "not served: value heads wider than key heads"
+    weights = "weights; fails if vLLM has no kernel for their bits and widths" if rounded else "weights"
+    return f"{weights}; {NO_CACHE}" + ("" if tensor_parallel_plan(described) else "; one device")

@@ -39,8 +39,8 @@ tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
 
 Lamina's serving package loads it without `trust_remote_code`: `pip install CHECKOUT/deploy/serving`, where CHECKOUT is
 a checkout of Lamina, or a wheel that `pip wheel --no-deps CHECKOUT/deploy/serving` builds there; then `import lamina`.
-The package is on no index: a project called `lamina` there is somebody else's. `compression.json` says of every tensor
-how it is stored and which method it comes from. {origin}
+The package is on no index: a project called `lamina` there is somebody else's. `compression.json` lists the form and
+the method of every tensor. {origin}
 
 {engine_table(config, cache["compressed"] / cache["dense"])}
 
@@ -64,14 +64,12 @@ def _decoding(costs: Mapping[str, Mapping[str, int]]) -> str:
         "products for each cached token": "cached_products",
     }
     lines = [f"| {title} | {dense[name]:,} | {compressed[name]:,} |" for title, name in rows.items()]
-    table = "\n".join(
-        ["| a step of decoding, as the modelling code takes it | dense | compressed |", "|---|---|---|", *lines]
-    )
+    table = "\n".join(["| a decoding step in the modelling code | dense | compressed |", "|---|---|---|", *lines])
     even = (cost["weights"] // cost["cached"] for cost in (dense, compressed))
     return f"""{table}
 
-Of one sequence, the cache is read as much as the weights from {next(even):,} cached tokens on (dense), and from
-{next(even):,} (compressed).
+With one sequence, a step reads as many numbers of the cache as of the weights
+from {next(even):,} cached tokens on (dense), or from {next(even):,} (compressed).
 """
 
 
@@ -82,9 +80,9 @@ def _latents(compression: Mapping[str, Any]) -> str:
         return ""
     itemsize = compression["counts"]["cache_bytes_per_token"]["dense"] / compression["decoding"]["dense"]["cached"]
     return f"""
-Each step makes keys again of latents, {min(ranks)} to {max(ranks)} numbers a token and layer. That is faster than
-reading keys on a device of more than {max(ranks) / itemsize:,.0f} operations in the time that it reads a byte (GPUs
-have some 300, CPUs 10), whatever the context; on others it is slower, the more the longer the context. The cache is
-smaller on all, so that more sequences, or longer ones, fit. On a CPU whose instructions multiply half precision slower
-than float32, transformers makes the keys, and attends, in float32.
+Each step computes the keys from latents, {min(ranks)} to {max(ranks)} numbers a token and layer. That is faster than
+reading keys if the device does more than {max(ranks) / itemsize:,.0f} operations in the time in which it reads a byte
+(a GPU does about 300, a CPU 10). On other devices a step is slower, and more so in longer contexts. The cache is
+smaller on every device, so that more or longer sequences fit. On a CPU that multiplies half precision slower than
+float32, transformers computes keys and attention in float32.
 """

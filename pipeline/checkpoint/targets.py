@@ -50,7 +50,7 @@ def refuse_faults(config: Mapping[str, Any], target: Target) -> None:
     if not (faults := export_faults(config, target)):
         return
     others = [f"--to {other}" for other in TARGETS if other != target and not export_faults(config, other)]
-    remedy = f"; what it can be: {', '.join(others)}" if others else ""
+    remedy = f"; possible targets: {', '.join(others)}" if others else ""
     reasons = "; ".join(faults)
     if target == "gguf":
         reasons = f"llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}"

@@ -42,7 +42,7 @@ def render(run: Run) -> str:
         ),
         section("Plan and measurement", tables.plan_and_measurement(run)),
         section(
-            "What it was made of",
+            "Provenance",
             tables.versions(run),
             _folded("Manifest", f"<pre>{escape(run.manifest_text)}</pre>"),
             _folded("Digests", tables.digests(run)),

@@ -1,1 +1,1 @@
-"""A sweep: many points from one calibration; what they share, how each is solved and scored, what came of all."""
+"""A sweep: many points from one calibration, which are solved, scored and compared."""

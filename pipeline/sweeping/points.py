@@ -57,7 +57,7 @@ class SharedInputs(Inputs):
 
     @cached_property
     def passes(self) -> Passes:
-        """With the samples that a point takes that asks for gradients."""
+        """The passes with gradients, whether a point needs them or not."""
         return passes_of(self.manifest, self.methods, self.tasks, self.geometry.hidden, gradients=True)
 
 

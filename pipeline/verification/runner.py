@@ -47,7 +47,7 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
     except (CorruptError, InputError) as error:
         if isinstance(error, InputError) and not checked.has(MODELLING_FILE):
             raise
-        yield Finding("contract", "the other files cannot be held against it", (str(error),))
+        yield Finding("contract", "the other files cannot be compared with it", (str(error),))
         return
     yield Finding("contract", f"{RECORD_FILE}, version {compression['version']}, is as it was written")
     files = _files(checked, compression)

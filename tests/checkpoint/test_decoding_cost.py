@@ -105,7 +105,7 @@ def test_the_card_says_it() -> None:
     source = make_source("llama-gqa").config
     _, forms, costs = costs_of("llama-gqa", kinds.latent_both)
     pair = {"dense": 4 * costs["dense"]["cached"], "compressed": 4 * costs["compressed"]["cached"]}
-    said = model_card(
+    card = model_card(
         {
             "counts": dict.fromkeys(("parameters", "decoder_parameters", "bytes", "cache_bytes_per_token"), pair),
             "manifest": {"methods": [{"method": "lorc"}]},
@@ -117,8 +117,8 @@ def test_the_card_says_it() -> None:
         describe(source, [forms] * LAYERS),
     )
     dense, ours = costs["dense"], costs["compressed"]
-    assert f"| numbers read for each cached token | {dense['cached']} | {ours['cached']} |" in said
-    assert f"from {dense['weights'] // dense['cached']:,} cached tokens on (dense)" in said
+    assert f"| numbers read for each cached token | {dense['cached']} | {ours['cached']} |" in card
+    assert f"from {dense['weights'] // dense['cached']:,} cached tokens on (dense)" in card
     rank = forms["k"]["rank"]
-    assert f"latents, {rank} to {rank} numbers a token and layer" in said
-    assert f"more than {rank / 4:,.0f} operations" in said
+    assert f"latents, {rank} to {rank} numbers a token and layer" in card
+    assert f"more than {rank / 4:,.0f} operations" in card

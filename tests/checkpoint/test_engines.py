@@ -38,32 +38,32 @@ def table(kind: Any, source: str = "llama-gqa", share: float = 0.5, cache: float
     [
         (
             table(kinds.dense),
-            ["weights; of the cache nothing"] * 3 + ["nothing"] * 2,
+            ["weights; nothing of the cache"] * 3 + ["nothing"] * 2,
         ),
         (
             table(kinds.latent_both, cache=0.4),
-            ["weights; 60% of the cache", *["weights; of the cache nothing"] * 2, "nothing", "nothing"],
+            ["weights; 60% of the cache", *["weights; nothing of the cache"] * 2, "nothing", "nothing"],
         ),
         (
             table(kinds.absorbed, share=0.8)[1:3],
             [
                 "weights; the cache is larger than the dense model's: heads of 32 numbers, not 12",
-                "not served: values of more numbers than keys",
+                "not served: value heads wider than key heads",
             ],
         ),
-        (table(kinds.tucker)[1:3], ["weights; of the cache nothing", "weights; of the cache nothing; one device"]),
-        (table([pruned, kinds.dense, kinds.dense])[3:], ["channels of MLPs", "nothing"]),
-        (table(pruned)[3:], ["channels of MLPs"] * 2),
-        (table(kinds.dense, layer_sizes=BY_CHANNELS), ["weights; of the cache nothing"] * 3),
-        (table(kinds.dense, layer_sizes=BY_HEADS)[2], "not served: heads that differ by layer"),
+        (table(kinds.tucker)[1:3], ["weights; nothing of the cache", "weights; nothing of the cache; one device"]),
+        (table([pruned, kinds.dense, kinds.dense])[3:], ["narrower MLPs", "nothing"]),
+        (table(pruned)[3:], ["narrower MLPs"] * 2),
+        (table(kinds.dense, layer_sizes=BY_CHANNELS), ["weights; nothing of the cache"] * 3),
+        (table(kinds.dense, layer_sizes=BY_HEADS)[2], "not served: layers with different heads"),
         (
             table(pruned, quantization_config=ROUNDED),
             [
-                "on the disk, and in memory until the first token, which multiplies all out; of the cache nothing",
-                "weights, where vLLM has a kernel for their bits and widths; of the cache nothing",
-                "weights; an error where vLLM has no kernel for their bits and widths; of the cache nothing",
-                "channels of MLPs; codes of 8 and 4 bits of what is not factored",
-                "channels of MLPs; codes of what is not factored",
+                "on the disk, and in memory until the first token, which dequantizes all weights; nothing of the cache",
+                "weights, if vLLM has a kernel for their bits and widths; nothing of the cache",
+                "weights; fails if vLLM has no kernel for their bits and widths; nothing of the cache",
+                "narrower MLPs; codes of 8 and 4 bits of matrices that are not factored",
+                "narrower MLPs; codes of matrices that are not factored",
             ],
         ),
         (

@@ -91,7 +91,7 @@ def test_each_export_computes_what_transformers_does(
     assert in_gguf == ("--to gguf" in engine_table(config, 1.0))
     assert "--to stock" in engine_table(config, 1.0)
     if not in_gguf:
-        assert "what it can be: --to dense, --to stock" in ended.err
+        assert "possible targets: --to dense, --to stock" in ended.err
         assert not list(tmp_path.glob("model.gguf*"))
         return
     rope = config["rope_parameters"]
