@@ -45,7 +45,7 @@ class Bucket(Storage, LeaseStore):
         match = ADDRESS.fullmatch(address)
         if match is None:
             raise InputError(
-                f"{address}: no address of a bucket; expected s3://BUCKET or s3://BUCKET/FOLDER, where BUCKET is 3 to "
+                f"{address}: not a bucket address; expected s3://BUCKET or s3://BUCKET/FOLDER, where BUCKET is 3 to "
                 "63 lower-case letters, digits, dots and hyphens, and FOLDER has no ? or #"
             )
         self.bucket = match["bucket"]
@@ -169,8 +169,8 @@ class Bucket(Storage, LeaseStore):
             with suppress(StorageError):
                 self.delete([probe])
             raise StorageError(
-                f"{self.at()}: this bucket does not keep the conditions If-None-Match and If-Match of a PUT, without "
-                "which two jobs could take each other's place; use one that does"
+                f"{self.at()}: this bucket ignores the conditions If-None-Match or If-Match of a PUT, so that two jobs "
+                "could overwrite each other's commits; use a bucket that keeps both"
             )
         self.delete([probe])
 
@@ -178,7 +178,7 @@ class Bucket(Storage, LeaseStore):
         try:
             repeated(lambda: next(iter(obstore.list(self._connection.hasty, self._key("") or None)), None))
         except (BaseError, OSError) as error:
-            return f"not to be listed: {reason(error)}"
+            return f"cannot be listed: {reason(error)}"
         return None
 
     def hold(self, name: str) -> Lease:

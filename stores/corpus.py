@@ -376,7 +376,7 @@ def _checked(origin: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{origin}: half a surrogate pair at character {error.start}; it is no text") from error
+        raise InputError(f"{origin}: half a surrogate pair at character {error.start}; it is not text") from error
     return text
 
 

@@ -109,7 +109,7 @@ class Disk(Storage):
         except OSError as error:
             raise storage_error("reading", path, error) from error
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("a directory" if stat.S_ISDIR(status.st_mode) else "no regular file")
+            raise ValueError("a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file")
         return status
 
     @contextmanager

@@ -122,13 +122,15 @@ def build_header(
 
 def _header_length(path: str, prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < LENGTH_BYTES:
-        raise InputError(f"{path}: truncated: {file_bytes} bytes, expected at least {LENGTH_BYTES}; fetch it anew")
+        raise InputError(f"{path}: truncated: {file_bytes} bytes, expected at least {LENGTH_BYTES}; fetch it again")
     length: int = struct.unpack("<Q", prefix)[0]
     if length > MAX_HEADER_BYTES:
-        raise InputError(f"{path}: no safetensors file: a header of {length} bytes claimed (limit {MAX_HEADER_BYTES})")
+        raise InputError(
+            f"{path}: not a safetensors file: a header of {length} bytes claimed (limit {MAX_HEADER_BYTES})"
+        )
     if length > file_bytes - LENGTH_BYTES:
         raise InputError(
-            f"{path}: truncated: expected a header of {length} bytes, the whole file has {file_bytes}; fetch it anew"
+            f"{path}: truncated: expected a header of {length} bytes, the whole file has {file_bytes}; fetch it again"
         )
     return length
 
@@ -160,9 +162,9 @@ def _record(path: str, file: str, name: str, entry: Any, data_begin: int) -> Ten
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"{path}: tensor {name!r}: unknown dtype {_shown(dtype)}; known are {', '.join(DTYPES)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise InputError(f"{path}: tensor {name!r}: shape {_shown(shape)} is no list of sizes")
+        raise InputError(f"{path}: tensor {name!r}: shape {_shown(shape)} is not a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise InputError(f"{path}: tensor {name!r}: data_offsets {_shown(offsets)} are no [begin, end]")
+        raise InputError(f"{path}: tensor {name!r}: data_offsets {_shown(offsets)} are not [begin, end]")
     expected_bytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != expected_bytes:
         raise InputError(
@@ -192,4 +194,4 @@ def _check_layout(path: str, records: list[TensorRecord], data_begin: int, file_
         position = record.end
     if position != file_bytes:
         fault = "truncated" if file_bytes < position else "has bytes that no tensor owns"
-        raise InputError(f"{path}: {fault}: expected {position} bytes, the file has {file_bytes}; fetch it anew")
+        raise InputError(f"{path}: {fault}: expected {position} bytes, the file has {file_bytes}; fetch it again")

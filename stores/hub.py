@@ -136,7 +136,9 @@ class Hub(Storage):
         if SHA256.fullmatch(tag) and Disk(path.parent).sha256(path.name) != tag:
             path.resolve().unlink()
             path.unlink()
-            raise StorageError(f"fetching {self.at(name)}: it came damaged and was removed; run the same command again")
+            raise StorageError(
+                f"fetching {self.at(name)}: the download was damaged and removed; run the same command again"
+            )
         return path
 
 
@@ -161,14 +163,14 @@ def hub_at(address: str) -> Hub:
     """Return the model at an address from `Hub.at`. Raises InputError."""
     match = ADDRESS.fullmatch(address)
     if match is None:
-        raise InputError(f"{address}: no address of a model on the hub; give its id, and `revision` beside it")
+        raise InputError(f"{address}: not the address of a model on the hub; give its id, and `revision` beside it")
     return Hub(match["repository"], match["commit"])
 
 
 def _asking(source: str, revision: str | None) -> AbstractContextManager[None]:
     at = f" at revision {revision}" if revision else ""
     return hub_errors(
-        f"model source {source}: no such directory, and the hub does not give it{at}",
+        f"model source {source}: no such directory, and the hub does not have it{at}",
         "check the path or id, the network and the access token, or fetch it beforehand and give the directory",
     )
 

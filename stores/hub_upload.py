@@ -99,7 +99,7 @@ def _stale_files(api: Any, repository: str, revision: str | None, record_file: s
 
 def _sending(repository: str) -> AbstractContextManager[None]:
     return hub_errors(
-        f"{repository}: the hub does not take it",
+        f"{repository}: the hub refuses it",
         "check the name, the network and that the access token may write (HF_TOKEN, or `hf auth login`). "
-        "The same command goes on",
+        "The same command resumes",
     )

@@ -131,7 +131,7 @@ class Ledger:
                     self._listed[1].setdefault(key, {})[generation] = name
                 self._delete(list(older.values()))  # only after the new one is durable
                 return
-        raise StorageError(f"ledger {self.storage.at()}: others commit {key!r} meanwhile; is a second job running?")
+        raise StorageError(f"ledger {self.storage.at()}: other processes commit {key!r}, too; is a second job running?")
 
     def _delete(self, names: list[str]) -> None:
         self.storage.delete(names)
@@ -147,7 +147,9 @@ class Ledger:
             with suppress(_DroppedMeanwhileError):
                 return ask(self._listing())
             self._listed = None
-        raise StorageError(f"ledger {self.storage.at()}: entries of {what} vanish while read; what cleans up there?")
+        raise StorageError(
+            f"ledger {self.storage.at()}: entries of {what} vanish while they are read; check what removes files there"
+        )
 
     def _record(self, names: Mapping[int, str]) -> Any:
         """Return the record of the highest valid generation."""
@@ -277,7 +279,7 @@ def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:
         stated = entry.pop("sha256")
         digest = hashlib.sha256(_canonical(entry)).hexdigest()
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-        raise _DamagedError(f"no ledger entry: {error}") from error
+        raise _DamagedError(f"not a ledger entry: {error}") from error
     if stated != digest:
         raise _DamagedError("its sha256 does not match")
     version = entry.get("version")
@@ -287,7 +289,7 @@ def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:
             "use the Lamina that wrote it, or start over with --fresh"
         )
     if (entry.get("key"), entry.get("generation")) != (key, generation):
-        raise _DamagedError(f"it is of {entry.get('key')!r}, generation {entry.get('generation')}")
+        raise _DamagedError(f"it belongs to {entry.get('key')!r}, generation {entry.get('generation')}")
     assert isinstance(entry, dict)
     if not isinstance(entry.get("record", False), dict | None):
         raise _DamagedError("it holds no record")
@@ -304,7 +306,7 @@ def _validated(key: str, record: dict[str, Any]) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise _DamagedError(f"it makes no sense: {where}: {first['msg']}") from error
+        raise _DamagedError(f"invalid record: {where}: {first['msg']}") from error
 
 
 def _canonical(entry: dict[str, Any]) -> bytes:

@@ -17,7 +17,6 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from manifests.errors import InUseError, StorageError
@@ -162,7 +161,7 @@ class RunLock:
                 f"{self._at}: {_describe(owner)}; this host cannot see whether it lives: if it does not, try again "
                 f"when the heartbeat is older than {FRESH_S:.0f} s"
             )
-        logger.warning("taking over the lock %s: %s and is dead", self._at, _describe(owner))
+        logger.warning("taking over the lock %s: %s; it is dead", self._at, _describe(owner))
         return progress
 
     def _beats_elsewhere(self, owner: Mapping[str, Any]) -> bool:
@@ -193,9 +192,7 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

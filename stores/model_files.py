@@ -122,7 +122,7 @@ def read_settings(source: Storage, name: str) -> bytes:
     try:
         return source.read_whole(name, MAX_SETTINGS_BYTES)
     except ValueError as error:
-        raise InputError(f"{source.at(name)}: {error}: no settings of a tokenizer or processor") from error
+        raise InputError(f"{source.at(name)}: {error}: not settings of a tokenizer or processor") from error
 
 
 def without_code(settings: bytes) -> bytes:

@@ -160,7 +160,7 @@ class RunDirectory:
         if foreign := self.foreign_files():
             more = f" and {len(foreign) - SHOWN_FIELDS} more" if len(foreign) > SHOWN_FIELDS else ""
             raise InputError(
-                f"run_dir {self.place}: holds files of others that would be in the way: "
+                f"run_dir {self.place}: holds other files that would be in the way: "
                 f"{', '.join(foreign[:SHOWN_FIELDS])}{more}; move them away, or set another run_dir"
             )
 
@@ -214,7 +214,7 @@ class RunDirectory:
         if not self.storage.has(FINGERPRINT):
             if self._has_work(before_work):
                 raise InputError(
-                    f"run_dir {self.place}: holds work, but no fingerprint.json to tell whose; use --fresh"
+                    f"run_dir {self.place}: holds work, but no fingerprint.json to identify its job; use --fresh"
                 )
             return FingerprintCheck("new", content)
         differing = self._differing(self._read_fingerprint(), content)

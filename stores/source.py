@@ -204,7 +204,7 @@ def _open(storage: Storage) -> SourceCheckpoint:
     indexed = SINGLE_FILE not in names  # as transformers, which prefers the single file to the index
     names_of = _indexed_names(storage, names, faults) if indexed else {SINGLE_FILE: None}
     tensors = _tensors(storage, {file: names_of[file] for file in names_of if file in names}, faults)
-    missing = "missing, though the index names it; fetch the model anew"
+    missing = "missing, though the index names it; fetch the model again"
     faults += [f"{storage.at(file)}: {missing}" for file in names_of if file not in names]
     raise_faults(f"{storage.at()}: no usable checkpoint", faults)
     return SourceCheckpoint(storage, config, tensors, tuple(names_of), indexed, opened=opened)
@@ -270,7 +270,7 @@ def parse_json(data: bytes) -> Any:
     def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise ValueError(f"{text} is no number of JSON")
+            raise ValueError(f"{text} is not a JSON number")
         return value
 
     return json.loads(data, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite)
@@ -296,7 +296,9 @@ def _indexed_names(storage: Storage, present: frozenset[str], faults: list[str])
         if _is_plain_file_name(file) and all(isinstance(weight_map[name], str) for name in names):
             names_of[file] = names
         else:
-            faults.append(f"{path}: {names[0]!r} is said to be in {file!r}: no safetensors file name in this directory")
+            faults.append(
+                f"{path}: {names[0]!r} is assigned to {file!r}: not a safetensors file name in this directory"
+            )
     return names_of
 
 
@@ -309,7 +311,7 @@ def _why_no_weights(place: str, present: frozenset[str]) -> str:
     if pickles:
         return (
             f"{place}: only pickled weights ({', '.join(pickles[:3])}): refused, because "
-            "loading a pickle runs code of whoever made it; convert them to safetensors "
+            "loading a pickle runs code of its author; convert them to safetensors "
             "(save_pretrained of transformers writes it) where you trust them"
         )
     return f"{place}: neither {SINGLE_FILE} nor {INDEX_FILE}"
@@ -337,7 +339,7 @@ def _tensors(storage: Storage, names_of: Mapping[str, list[str] | None], faults:
 def _held_twice(storage: Storage, name: str, first: str, second: str) -> str:
     return (
         f"{storage.at(second)}: tensor {name!r} is in {first}, too, and loaders differ in which they take; "
-        "write the model anew with one of them (save_pretrained of transformers)"
+        "write the model again with one of them (save_pretrained of transformers)"
     )
 
 

@@ -50,7 +50,7 @@ class SourceWatch:
                 if now["size"] != stamp["size"] or self._sha256(name) != sha256:
                     raise StorageError(
                         f"{self.storage.at(name)}: changed while the job ran; nothing read since is committed. Restore "
-                        "the file, then run the same command again; or let nothing write there, and begin anew with "
+                        "the file, then run the same command again; or let nothing write there, and start over with "
                         "--fresh"
                     )
                 self._original[name] = (now, sha256)

@@ -44,7 +44,7 @@ def open_storage(place: Place) -> Storage:
 
         return hub_at(address)
     if is_address(address):
-        raise InputError(f"{address}: no known kind of place; give a directory, or a bucket as s3://BUCKET/FOLDER")
+        raise InputError(f"{address}: unknown kind of storage; give a directory, or a bucket as s3://BUCKET/FOLDER")
     return Disk(place)
 
 

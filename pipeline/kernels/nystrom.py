@@ -92,7 +92,7 @@ def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> 
     """
     size = check_down(moment_NN, weight_DN)
     if not torch.equal(priority_N.sort().values, torch.arange(size, device=priority_N.device)):
-        raise ValueError(f"priority: no permutation of 0..{size - 1}")
+        raise ValueError(f"priority: not a permutation of 0..{size - 1}")
     scale_N = channel_scale(moment_NN)
     factor_NN = empty_lower(size, moment_NN.device)
     jittered_factor(
@@ -267,7 +267,7 @@ def channel_diagonal(moment_NN: Tensor) -> Tensor:
     """diag C (N,). Raises ValueError if it is negative somewhere."""
     diagonal_N = moment_NN.detach().diagonal().to(torch.float64)
     if bool((diagonal_N < 0).any()):
-        raise ValueError(f"moment: its diagonal holds {float(diagonal_N.min()):g}, so it is no sum of squares")
+        raise ValueError(f"moment: its diagonal holds {float(diagonal_N.min()):g}, so it is not a sum of squares")
     return diagonal_N
 
 

@@ -89,7 +89,7 @@ def test_addresses_in_a_manifest_stay_as_they_are(job: MakeJob, tmp_path: Path) 
     assert (settled.output, settled.run_dir, settled.model.source) == (given.output, given.run_dir, given.model.source)
     assert settled.calibration is not None
     assert settled.calibration.texts[0][0].files == ("s3://bucket/a.txt", str(tmp_path / "b.txt"))
-    with pytest.raises(InputError, match=r"output: s3:///out: no address of a bucket; expected s3://BUCKET"):
+    with pytest.raises(InputError, match=r"output: s3:///out: not a bucket address; expected s3://BUCKET"):
         settle_places(given.model_copy(update={"output": "s3:///out"}), None)
 
 

@@ -61,7 +61,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": "x", "l
         ({"rope_parameters": LONG_ROPE}, ["config.json: no layer can be built"]),
         ({"tie_word_embeddings": "no"}, ["config.json", "tie_word_embeddings"]),
         ({"hidden_act": ["silu"]}, ["config.json", "hidden_act"]),
-        ({"rms_norm_eps": float("nan")}, ["config.json", "NaN is no number of JSON"]),
+        ({"rms_norm_eps": float("nan")}, ["config.json", "NaN is not a JSON number"]),
     ],
 )
 def test_config(fields: dict[str, Any], words: list[str], model: Path, job: MakeJob) -> None:

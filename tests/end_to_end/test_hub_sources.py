@@ -173,7 +173,7 @@ def test_a_shard_that_comes_damaged_is_told_and_fetched_again(hub: HubServer, tm
         right = hub.files[file]
         source.storage.stamp(file)
         hub.files[file] = right[:-1] + bytes([right[-1] ^ 1])
-        with pytest.raises(StorageError, match="it came damaged and was removed"):
+        with pytest.raises(StorageError, match="the download was damaged and removed"):
             source.read([name])
         hub.files[file] = right
         assert source.read([name])
@@ -212,4 +212,4 @@ def test_a_server_without_range_requests_is_named(job: MakeJob, files: dict[str,
 def test_no_such_model(hub: HubServer, job: MakeJob) -> None:
     ended = ask("plan", on_hub(job, **{"model.source": "someone/nothing"}), hub)
     assert ended.code == WRONG_INPUT
-    assert "the hub does not give it" in ended.err
+    assert "the hub does not have it" in ended.err

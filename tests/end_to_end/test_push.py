@@ -100,7 +100,7 @@ def test_an_interrupted_push_goes_on_where_it_was(hub: HubServer, made: Job) -> 
     hub.full_after = 2
     ended = push(made)
     assert ended.code == WRONG_INPUT, ended.err
-    assert "The same command goes on" in ended.err
+    assert "The same command resumes" in ended.err
     assert (hub.commits, set(hub.files)) == (0, {".gitattributes"}), "half a model is never seen"
     hub.full_after = None
     assert push(made).code == DONE
@@ -122,7 +122,7 @@ def test_a_push_whose_hub_goes_away_goes_on(hub: HubServer, made: Job, monkeypat
         hub.files, hub.stored, hub.requests = dict(empty), {}, 0
         hub.gone_at, hub.does_last = gone_at, does_last
         ended = push(made)
-        assert (ended.code, "The same command goes on" in ended.err) == (WRONG_INPUT, True), ended.err
+        assert (ended.code, "The same command resumes" in ended.err) == (WRONG_INPUT, True), ended.err
         assert hub.files == (whole if does_last else empty)
         hub.gone_at = None
         assert push(made).code == DONE

@@ -181,17 +181,17 @@ WRONG_MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "tensor in two files": (
         hold_twice,
-        ["00002-of", "'model.embed_tokens.weight' is in model-00001-of", "write the model anew"],
+        ["00002-of", "'model.embed_tokens.weight' is in model-00001-of", "write the model again"],
     ),
     "index leaves the directory": (
         lambda model: edit_index(
             model, lambda weights: weights.update({"lm_head.weight": "../model/model-00001.safetensors"})
         ),
-        ["'lm_head.weight'", "no safetensors file name in this directory"],
+        ["'lm_head.weight'", "not a safetensors file name in this directory"],
     ),
     "index is absolute": (
         lambda model: edit_index(model, lambda weights: weights.update({"lm_head.weight": str(some_shard(model))})),
-        ["'lm_head.weight'", "no safetensors file name in this directory"],
+        ["'lm_head.weight'", "not a safetensors file name in this directory"],
     ),
     "pickle": (as_pickle, ["pytorch_model.bin", "runs code", "safetensors"]),
     "unsupported family": (
@@ -248,7 +248,7 @@ def test_text(tmp_path: Path, job: MakeJob) -> None:
     refused(job(**{"calibration.text": {"files": [str(tmp_path / "t.parquet")]}}), "no field 'text'", "'body'")
     refused(job(**{"calibration.text": {"files": ["nowhere.txt"]}}), "nowhere.txt: missing")
     os.mkfifo(tmp_path / "pipe.txt")
-    for name, said in ((tmp_path, "a directory; give files"), (tmp_path / "pipe.txt", "no regular file")):
+    for name, said in ((tmp_path, "a directory; give files"), (tmp_path / "pipe.txt", "not a regular file")):
         refused(job(**{"calibration.text": {"files": [str(name)]}}), f"text file {name}: {said}")
     refused(job(**{"calibration.text": {"dataset": str(tmp_path / "nothing")}}), "cannot be loaded")
 

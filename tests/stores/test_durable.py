@@ -184,7 +184,7 @@ def test_read_whole_ends(tmp_path: Path) -> None:
         disk.read_whole("a", 4)
     os.mkfifo(tmp_path / "pipe")
     for storage, name in ((disk, "pipe"), (disk, ""), (Disk("/dev"), "zero")):
-        with pytest.raises(ValueError, match=r"no regular file|a directory"):
+        with pytest.raises(ValueError, match=r"not a regular file|a directory"):
             storage.read_whole(name, 5)
     with pytest.raises(FileNotFoundError):
         disk.read_whole("nothing", 5)

@@ -150,7 +150,7 @@ def test_an_entry_that_makes_no_sense_is_damaged(tmp_path: Path, caplog: pytest.
     ledger.commit("ranks", {"ranks": {"0/0/mlp": {"width": -8}}, "importance": {}})
     assert ledger.get(RANKS) is None
     assert ledger.keys() == []
-    assert "it makes no sense: ranks.0/0/mlp.width: Input should be greater than 0" in caplog.text
+    assert "invalid record: ranks.0/0/mlp.width: Input should be greater than 0" in caplog.text
     ledger.commit(RANKS, RanksEntry(ranks={}, importance={}))
     assert ledger.keys() == ["ranks"]
 

@@ -297,7 +297,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger").mkdir()
     (tmp_path / "ledger" / ".DS_Store").write_text("")
     assert run.foreign_files() == ["manifest.yaml", "scale.json", "staged/a.pt"]
-    with pytest.raises(InputError, match=r"files of others .* manifest.yaml, scale.json, staged/a.pt; move them away"):
+    with pytest.raises(InputError, match=r"other files .* manifest.yaml, scale.json, staged/a.pt; move them away"):
         run.prepare()
     assert sorted(os.listdir(tmp_path)) == ["ledger", "manifest.yaml", "notes.txt", "scale.json", "staged"]
 

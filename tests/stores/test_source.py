@@ -165,7 +165,7 @@ def test_faults_are_capped(directory: Path) -> None:
 )
 def test_an_index_whose_entries_leave_the_directory(directory: Path, file: Any) -> None:
     write_index(directory, {**weight_map(directory), "x": file})
-    assert "no safetensors file name in this directory" in refused(directory)
+    assert "not a safetensors file name in this directory" in refused(directory)
 
 
 def test_an_index_of_as_many_files_as_tensors(directory: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_damaged_config(directory: Path, content: bytes) -> None:
 def test_a_hostile_shard(directory: Path) -> None:
     path = directory / "model-00002-of-00002.safetensors"
     path.write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    assert f"{path}: no safetensors file" in refused(directory)
+    assert f"{path}: not a safetensors file" in refused(directory)
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(InputError, match="the hub does not give it at revision v1: LocalEntryNotFoundError: offline"):
+    with pytest.raises(InputError, match="the hub does not have it at revision v1: LocalEntryNotFoundError: offline"):
         open_source("meta/llama-7b", "v1")
 
 
