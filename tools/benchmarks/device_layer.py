@@ -42,7 +42,7 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.units.sharding import importance_shards
 from pipeline.units.sums import ChooseGrids, Collect
 from pipeline.units.units import Forward, Solve, Unit, Write
-from tools.benchmarks.jobs import end_on_sigterm, print_table
+from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table
 from tools.benchmarks.memory_over_layers import write_model
 from tools.benchmarks.where_time_goes import run_here
 from tools.simulate import ITEMSIZE, LENGTH, LLAMA, SHARDS
@@ -62,11 +62,11 @@ class DevicePool(InProcessPool):
     def wait(self) -> tuple[Unit, Any]:
         self._settled()
         started = time.perf_counter()
-        unit, done = super().wait()
+        unit, result = super().wait()
         self._settled()
         if kind := kind_of(unit):
             self.spent[kind] += time.perf_counter() - started
-        return unit, done
+        return unit, result
 
     def _settled(self) -> None:
         if self.worker.device.type == "cuda":
@@ -86,23 +86,6 @@ def sizes_of(model: str, narrower: int) -> dict[str, int]:
     fields = {name: size for name, size in LLAMA[model].items() if name != "num_hidden_layers"}
     narrow = {name: max(1, size // narrower) for name, size in fields.items()}
     return {**narrow, "head_dim": HEAD_DIM, "max_position_embeddings": LENGTH}
-
-
-def manifest_of(folder: Path, propagate: str, samples: int, gpus: float) -> dict[str, Any]:
-    """Return the document of the job in a folder that holds model and text."""
-    return {
-        "version": 1,
-        "model": {"source": str(folder / "model")},
-        "output": str(folder / f"output-{propagate}"),
-        "run_dir": str(folder / f"run-{propagate}"),
-        "budget": {"keep": KEEP},
-        "calibration": {
-            "text": {"files": [str(folder / "text.txt")]},
-            "samples": samples, "sequence_length": LENGTH, "shards": samples, "micro_batch": 1, "propagate": propagate,
-        },
-        "methods": [{"method": "flat_llm"}],
-        "workers": {"max": 1, "gpus": gpus},
-    }  # fmt: skip
 
 
 def planned(work: LayerWork, rates: Rates, propagate: str) -> dict[str, float]:
@@ -158,7 +141,10 @@ def main(argv: list[str] | None = None) -> int:
         characters = TOKEN_CHARACTERS * LENGTH * (arguments.samples + 8)  # some are held out
         (base / "text.txt").write_text(story_text(characters, seed=1), encoding="utf-8")
         for propagate in arguments.propagate:
-            manifest = manifest_of(base, propagate, arguments.samples, gpus)
+            samples = {"samples": arguments.samples, "shards": arguments.samples, "micro_batch": 1}
+            calibration = {**samples, "sequence_length": LENGTH, "propagate": propagate}
+            workers = {"max": 1, "gpus": gpus}
+            manifest = manifest_of(base / propagate, base / "model", [base / "text.txt"], calibration, workers=workers)
             measured = measure(manifest, arguments.samples)
             plan = planned(_work(manifest, base), rates, propagate)
             rows = [[kind, f"{measured.get(kind, 0.0):.2f}", f"{seconds:.2f}"] for kind, seconds in plan.items()]

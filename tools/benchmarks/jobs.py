@@ -34,6 +34,23 @@ def environment() -> dict[str, str]:
     return {**os.environ, **QUIET, "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
+def manifest_of(
+    folder: Path, model: str | Path, texts: Iterable[str | Path], calibration: Mapping[str, Any], **blocks: Any
+) -> dict[str, Any]:
+    """Return a job of FLAT-LLM's defaults at keep 0.8 in a folder; `blocks` replace blocks of the manifest."""
+    return {
+        "version": 1,
+        "model": {"source": str(model)},
+        "output": str(folder / "output"),
+        "run_dir": str(folder / "run"),
+        "budget": {"keep": 0.8},
+        "calibration": {"text": {"files": [str(text) for text in texts]}, **calibration},
+        "methods": [{"method": "flat_llm"}],
+        "workers": {"max": 1},
+        **blocks,
+    }
+
+
 def run_manifest(
     manifest: Mapping[str, Any], directory: Path, watch: Callable[[int], None] | None = None, fresh: bool = True
 ) -> dict[str, Any]:

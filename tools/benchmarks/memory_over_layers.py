@@ -31,7 +31,7 @@ from transformers import LlamaConfig
 
 from deploy.quickstart.text import story_text
 from tests.factories import make_tokenizer
-from tools.benchmarks.jobs import end_on_sigterm, print_table, run_manifest
+from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table, run_manifest
 
 # More attention than MLP: a wide MLP would spend the time of this benchmark in decompositions (N³), not on layers.
 CONFIG: dict[str, Any] = {
@@ -198,23 +198,14 @@ def measure(num_layers: int, propagate: str, directory: Path) -> dict[str, Any]:
     layer_numbers = write_model(directory / "model", num_layers)
     text = directory / "text.txt"
     text.write_text(story_text(200_000, seed=1), encoding="utf-8")
-    manifest = {
-        "version": 1,
-        "model": {"source": str(directory / "model")},
-        "output": str(directory / "output"),
-        "run_dir": str(directory / "run"),
-        "budget": {"keep": 0.8},
-        "calibration": {
-            "text": {"files": [str(text)]},
-            "samples": SAMPLES,
-            "sequence_length": SEQUENCE,
-            "shards": SHARDS,
-            "micro_batch": 4,
-            "propagate": propagate,
-        },
-        "methods": [{"method": "flat_llm"}],
-        "workers": {"max": 1},
+    calibration = {
+        "samples": SAMPLES,
+        "sequence_length": SEQUENCE,
+        "shards": SHARDS,
+        "micro_batch": 4,
+        "propagate": propagate,
     }
+    manifest = manifest_of(directory, directory / "model", [text], calibration)
     watch = Watch()
     summary = run_manifest(manifest, directory, watch)
     return {

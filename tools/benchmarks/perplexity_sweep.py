@@ -27,7 +27,7 @@ from manifests.schema import Text, Workers
 from pipeline.console.progress import JobObserver
 from pipeline.evaluation.perplexity import Scoring, measure_perplexity
 from pipeline.run import run_job
-from tools.benchmarks.jobs import end_on_sigterm, markdown_row
+from tools.benchmarks.jobs import end_on_sigterm, manifest_of, markdown_row
 from workers.cluster import connect
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -124,23 +124,17 @@ class Sweep:
     def _job(self, point: Point) -> dict[str, Any]:
         _, keep, methods, propagate = point
         with tempfile.TemporaryDirectory() as scratch:
-            document: dict[str, Any] = {
-                "version": 1,
-                "model": {"source": self.arguments.model},
-                "output": f"{scratch}/output",
-                "run_dir": f"{scratch}/run",
-                "budget": None if keep is None else {"keep": keep},
-                "methods": methods,
-                "workers": {"max": self.arguments.workers},
-                "calibration": {
-                    "text": {"files": list(self.arguments.calibration)},
-                    "samples": self.arguments.samples,
-                    "sequence_length": self.arguments.window,
-                    "shards": 2,
-                    "micro_batch": 16,
-                    "propagate": propagate,
-                },
+            calibration = {
+                "samples": self.arguments.samples,
+                "sequence_length": self.arguments.window,
+                "shards": 2,
+                "micro_batch": 16,
+                "propagate": propagate,
             }
+            document = manifest_of(
+                Path(scratch), self.arguments.model, self.arguments.calibration, calibration, methods=methods,
+                budget=None if keep is None else {"keep": keep}, workers={"max": self.arguments.workers},
+            )  # fmt: skip
             summary = run_job(parse_manifest(document), fresh=False, address=None, stop=self.stop, quiet=True)
             score = self._score(f"{scratch}/output")
             shutil.rmtree(f"{scratch}/run")

@@ -29,7 +29,7 @@ from pipeline.cost_model.work import layer_work
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks
 from tools.benchmarks.floor import floor_of
-from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, print_table, run_manifest
+from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, manifest_of, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
 from tools.simulate import ITEMSIZE
 from tools.simulator.job_units import job_units
@@ -53,25 +53,13 @@ PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of the job -> 
 }
 
 
-def manifest_of(folder: Path, job: str, workers: int, samples: int) -> dict[str, Any]:
+def document_of(folder: Path, job: str, workers: int, samples: int) -> dict[str, Any]:
     """Return the document of a job in `folder`, whose parent holds the model and the text."""
     propagate, method, _ = JOBS[job]
-    return {
-        "version": 1,
-        "model": {"source": str(folder.parent / "model")},
-        "output": str(folder / "output"),
-        "run_dir": str(folder / "run"),
-        "budget": {"keep": 0.8},
-        "calibration": {
-            "text": {"files": [str(folder.parent / "text.txt")]},
-            "samples": samples,
-            "sequence_length": 256,
-            "shards": 8,
-            "propagate": propagate,
-        },
-        "methods": [{"method": method}],
-        "workers": {"min": workers, "max": workers},
-    }
+    model, text = folder.parent / "model", folder.parent / "text.txt"
+    calibration = {"samples": samples, "sequence_length": 256, "shards": 8, "propagate": propagate}
+    blocks = {"methods": [{"method": method}], "workers": {"min": workers, "max": workers}}
+    return manifest_of(folder, model, [text], calibration, **blocks)
 
 
 def planned(path: Path) -> dict[str, Any]:
@@ -105,7 +93,7 @@ def simulated_phases(clock: Simulated, phases: Iterable[str]) -> dict[str, float
 def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[object]]:
     """Run a job. Return a row for each of its phases, and one for all."""
     folder.mkdir()
-    document = manifest_of(folder, job, workers, samples)
+    document = document_of(folder, job, workers, samples)
     (folder / "manifest.json").write_text(json.dumps(document))
     plan = planned(folder / "manifest.json")
     manifest = parse_manifest(document)

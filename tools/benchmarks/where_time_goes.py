@@ -45,7 +45,7 @@ from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.source import SourceCheckpoint
 from stores.statistics import StatisticsStore
-from tools.benchmarks.jobs import end_on_sigterm, print_table, run_manifest
+from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
 from workers.block import Block
 from workers.in_process_pool import InProcessPool
@@ -250,23 +250,16 @@ def main() -> int:
 
 
 def _manifest(arguments: argparse.Namespace, scratch: str) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "model": {"source": str(Path(arguments.model).resolve())},
-        "output": f"{scratch}/output",
-        "run_dir": f"{scratch}/run",
-        "budget": {"keep": 0.8},
-        "calibration": {
-            "text": {"files": [str(Path(file).resolve()) for file in arguments.calibration]},
-            "samples": arguments.samples,
-            "sequence_length": arguments.sequence,
-            "shards": arguments.shards,
-            "micro_batch": arguments.micro_batch,
-            "propagate": arguments.propagate,
-        },
-        "methods": [{"method": "flat_llm"}],
-        "workers": {"max": arguments.workers},
+    calibration = {
+        "samples": arguments.samples,
+        "sequence_length": arguments.sequence,
+        "shards": arguments.shards,
+        "micro_batch": arguments.micro_batch,
+        "propagate": arguments.propagate,
     }
+    texts = [Path(file).resolve() for file in arguments.calibration]
+    model, workers = Path(arguments.model).resolve(), {"max": arguments.workers}
+    return manifest_of(Path(scratch), model, texts, calibration, workers=workers)
 
 
 def _rows(parts: Mapping[str, float], whole: float) -> list[list[str]]:
