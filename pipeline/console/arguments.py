@@ -16,7 +16,7 @@ from manifests.loading import load_manifest
 from manifests.schema import Manifest
 from manifests.sweep import Point, Sweep, load_sweep
 from pipeline.console.exit_status import ending_of
-from pipeline.console.paths import settle_places
+from pipeline.console.paths import resolve_paths
 from pipeline.console.wrapping import say
 
 CONNECT_TIMEOUT_S = 30.0
@@ -71,13 +71,13 @@ def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> Non
 
 def read_manifest(arguments: argparse.Namespace) -> Manifest:
     """Reads the manifest of these arguments, and resolves its paths. Raises InputError."""
-    return settle_places(load_manifest(arguments.manifest, arguments.set), arguments.base)
+    return resolve_paths(load_manifest(arguments.manifest, arguments.set), arguments.base)
 
 
 def read_sweep(arguments: argparse.Namespace) -> tuple[Sweep, tuple[Point, ...]]:
     """Reads the sweep of these arguments, and resolves the paths of its points. Raises InputError."""
     sweep, points = load_sweep(arguments.manifest, arguments.set)
-    return sweep, tuple(replace(point, manifest=settle_places(point.manifest, arguments.base)) for point in points)
+    return sweep, tuple(replace(point, manifest=resolve_paths(point.manifest, arguments.base)) for point in points)
 
 
 def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ KINDS = {  # kind of work, by the first word of a phase's name; any other phase 
 START = "start"  # a phase of waiting: its pace does not predict that of computations
 
 
-class Ahead(NamedTuple):
+class PlannedPhase(NamedTuple):
     """A phase ahead, with its planned seconds over all layers.
 
     Attributes:
@@ -49,14 +49,16 @@ def _is_pace(pair: object) -> bool:
     return all(isinstance(amount, int | float) and math.isfinite(amount) and amount >= 0 for amount in pair)
 
 
-class Outlook:
+class Eta:
     """The phases of a job with planned seconds, corrected by the measured seconds of finished phases.
 
     A machine that takes ten times as long as planned for a pass is expected to take ten times as long for later passes,
     and also for other kinds of work until one of these is measured, in this run or in an earlier run of the job.
     """
 
-    def __init__(self, planned: Sequence[Ahead] = (), layers: int = 1, earlier: Paces = MappingProxyType({})) -> None:
+    def __init__(
+        self, planned: Sequence[PlannedPhase] = (), layers: int = 1, earlier: Paces = MappingProxyType({})
+    ) -> None:
         """`planned`: the phases ahead, in order; without any there is no estimate. `layers`: the model's. `earlier`:
         the paces that an earlier run stored."""
         self.planned = tuple(planned)
@@ -72,12 +74,12 @@ class Outlook:
 
         A phase that is not ahead but has begun before is repeated, with the phases after it.
         """
-        names = [ahead.phase for ahead in self.planned]
+        names = [each.phase for each in self.planned]
         if layers != 0 and phase in names[: self.begun] and phase not in names[self.begun :]:
             first = self.begun - 1 - names[: self.begun][::-1].index(phase)
             again = self.planned[first : self.begun]
             self.planned = (*self.planned[: self.begun], *again, *self.planned[self.begun :])
-            names = [ahead.phase for ahead in self.planned]
+            names = [each.phase for each in self.planned]
         self.at = names.index(phase, self.begun) if phase in names[self.begun :] else None
         self.begun = self.begun if self.at is None else self.at + 1
         of = self.layers if self.at is None else self.planned[self.at].layers or self.layers
@@ -105,29 +107,29 @@ class Outlook:
             if running.kind not in self.measured and running.seconds:
                 measured[running.kind] = (spent + rest, running.seconds * self.part)
         later = 0.0
-        for ahead in self.planned[self.begun :]:
-            if (pace := self._pace(measured, ahead)) is None:
+        for phase in self.planned[self.begun :]:
+            if (pace := self._pace(measured, phase)) is None:
                 return None
-            later += ahead.seconds * pace
+            later += phase.seconds * pace
         return rest + later
 
     def paces(self) -> dict[str, tuple[float, float]]:
         """Returns the paces of this run, and for other kinds those of an earlier run, for a run that resumes."""
         return {**self.earlier, **self.measured}
 
-    def _pace(self, measured: Paces, ahead: Ahead) -> float | None:
+    def _pace(self, measured: Paces, phase: PlannedPhase) -> float | None:
         """Returns the ratio of measured to planned seconds: of the phase's kind, otherwise of all computations, in this
         run or otherwise in an earlier one. None if nothing was measured."""
-        amounts = [paces[ahead.kind] for paces in (measured, self.earlier) if ahead.kind in paces]
+        amounts = [paces[phase.kind] for paces in (measured, self.earlier) if phase.kind in paces]
         amounts += [_computations(paces) for paces in (measured, self.earlier)]
         return next((seconds / planned for seconds, planned in amounts if planned), None)
 
     def _with(self, seconds: float, share: float) -> dict[str, tuple[float, float]]:
         """Returns the measured paces, with a share of the running phase added."""
         assert self.at is not None
-        ahead = self.planned[self.at]
-        measured, planned = self.measured.get(ahead.kind, (0.0, 0.0))
-        return {**self.measured, ahead.kind: (measured + seconds, planned + ahead.seconds * self.part * share)}
+        phase = self.planned[self.at]
+        measured, planned = self.measured.get(phase.kind, (0.0, 0.0))
+        return {**self.measured, phase.kind: (measured + seconds, planned + phase.seconds * self.part * share)}
 
 
 def _computations(paces: Paces) -> tuple[float, float]:

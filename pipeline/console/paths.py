@@ -15,7 +15,7 @@ PACKAGE_FOLDERS = ("working_dir_files", "py_modules_files")  # of Ray's runtime 
 FIELDS = ("output", "run_dir", "model.source")
 
 
-def settle_places(manifest: Manifest, base: Path | None) -> Manifest:
+def resolve_paths(manifest: Manifest, base: Path | None) -> Manifest:
     """Returns the manifest with relative paths resolved against `base`, if it is given.
 
     Raises:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
-from pipeline.console.eta import Outlook, Paces
+from pipeline.console.eta import Eta, Paces
 from pipeline.console.wrapping import wrapped
 from pipeline.units.curves import Predict
 from pipeline.units.scores import WindowForward
@@ -47,7 +47,7 @@ class JobObserver:
         self.done_layers: Counter[str] = Counter()  # of the running phase, by the name that they are reported with
         self.started = time.monotonic()
         self.earlier: Paces = {}  # of an earlier run of the job
-        self.outlook = Outlook()
+        self.eta = Eta()
         self.progress: Progress | None = None
         self.column = BarColumn()
         self.bar: TaskID | None = None
@@ -71,7 +71,7 @@ class JobObserver:
         self.done_units = self.total_units = 0
         self.done_layers.clear()
         self.state = {"phase": name} if name else {}
-        self.outlook.begin(name or "", layers)
+        self.eta.begin(name or "", layers)
 
     def show_memory_of(self, peak_bytes: Mapping[str, int]) -> None:
         """Shows the largest of these from now on: worker -> peak bytes, which may change."""
@@ -122,15 +122,15 @@ class JobObserver:
             print(line, file=self.stream, flush=True)
 
     @property
-    def noted(self) -> dict[str, Any]:
+    def saved_state(self) -> dict[str, Any]:
         """The state and the paces of the job, stored beside its lock for a run that resumes."""
-        return {**self.state, "paces": {**self.earlier, **self.outlook.paces()}}
+        return {**self.state, "paces": {**self.earlier, **self.eta.paces()}}
 
-    def expect(self, outlook: Outlook) -> None:
+    def expect(self, eta: Eta) -> None:
         """Sets the phases ahead of the job, the running phase included."""
-        self.outlook = outlook
-        self.outlook.earlier = self.earlier
-        self.outlook.begin(self.state.get("phase", ""))
+        self.eta = eta
+        self.eta.earlier = self.earlier
+        self.eta.begin(self.state.get("phase", ""))
 
     def _update(self) -> None:
         if self.progress is not None and self.bar is not None:
@@ -163,7 +163,7 @@ class JobObserver:
             figures["speed"] = f"{self.tokens / spent:,.0f} tokens/s"
         if 0 < self.done_units < self.total_units:
             figures["phase"] = f"{spent / share * (1 - share):,.0f} s left"
-        if (remaining := self.outlook.left(spent, min(1.0, share))) is not None:
+        if (remaining := self.eta.left(spent, min(1.0, share))) is not None:
             self.state["seconds_left"] = round(remaining, 1)
             figures["job"] = f"job {remaining:,.0f} s left"
         if self.peak_bytes:
@@ -175,7 +175,7 @@ class JobObserver:
         if name:
             spent = time.monotonic() - self.started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-            self.outlook.end(spent)
+            self.eta.end(spent)
         if self.progress is not None and self.bar is not None:
             self.progress.remove_task(self.bar)
             self.bar = None

@@ -25,7 +25,7 @@ from pipeline.units.sums import Summed
 from pipeline.units.units import Solve, SolveDone, Unwritten, Write
 
 
-class _Onward(NamedTuple):
+class _Outputs(NamedTuple):
     """A task that computes a layer's outputs; `solves`: keys of the units whose factors it uses."""
 
     task: Task[list[Any]] | None
@@ -51,16 +51,16 @@ class CompressedWalk:
         self.session.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
         for layer in range(base, last + 1):
             if layer in pending:
-                onward = yield from self._compress(layer, base, ranks, emit=layer < last)
+                outputs = yield from self._compress(layer, base, ranks, emit=layer < last)
                 if not self.job.keep_statistics:
                     self.session.cleaner.retain_statistics(())
             elif layer < last:
-                onward = self._outputs(layer, base, staged_layer(self.session.journal, layer))
+                outputs = self._outputs(layer, base, staged_layer(self.session.journal, layer))
             if layer < last:
-                base = yield from self._propagate(layer, base, onward)
-                del onward  # it holds handles of the layer's factors, which must go before the next moments
+                base = yield from self._propagate(layer, base, outputs)
+                del outputs  # it holds handles of the layer's factors, which must go before the next moments
 
-    def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Onward]:
+    def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Outputs]:
         """Takes a layer's moments and compresses it from these. They are stored meanwhile, if they are to be kept.
 
         `emit`: starts to compute its outputs.
@@ -84,38 +84,38 @@ class CompressedWalk:
         ranks: RanksOf,
         result: PassResult | None,
         emit: bool,
-    ) -> TaskStream[_Onward]:
+    ) -> TaskStream[_Outputs]:
         """Solves every group of a layer, then writes and enters it. Moments of `result` that are kept are entered
         first."""
         solves = solve_units(self.job.tasks, layer, statistics, ranks)
         writes = partial(write_units, layer, solves)
         solutions: list[SolveDone] = yield solves
         writing = self.session.scheduler.spawn(self.session.build_on(solutions, solves, writes))
-        onward = _Onward(None)
+        outputs = _Outputs(None)
         if emit:
-            onward = self._outputs(layer, base, _unwritten(writes(solutions)[0], solutions), solves)
+            outputs = self._outputs(layer, base, _unwritten(writes(solutions)[0], solutions), solves)
         (record,) = yield writing
         if result and self.job.keep_statistics:
             moments = yield from self.reductions.stored(result)
             self.session.enter(statistics_key(layer), StatisticsEntry(statistics=moments))
         self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
-        return onward
+        return outputs
 
     def _outputs(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, solves: Sequence[Solve] = ()
-    ) -> _Onward:
+    ) -> _Outputs:
         """Starts to compute a layer's outputs with its compressed weights."""
         store = self.job.is_boundary(layer + 1)
         units = self.session.forwards.units("compressed", layer, staged, (), base, store=store)
-        return _Onward(self.session.scheduler.spawn(batch(units)), frozenset(solve.key for solve in solves))
+        return _Outputs(self.session.scheduler.spawn(batch(units)), frozenset(solve.key for solve in solves))
 
-    def _propagate(self, layer: int, base: int, onward: _Onward) -> TaskStream[int]:
+    def _propagate(self, layer: int, base: int, outputs: _Outputs) -> TaskStream[int]:
         """Waits for a layer's outputs, and commits them at a boundary. Returns the last layer whose inputs are
         committed."""
         try:
-            results = yield onward.task
+            results = yield outputs.task
         except LostInputError as error:
-            if onward.solves.isdisjoint(error.producers):
+            if outputs.solves.isdisjoint(error.producers):
                 raise
             self.session.repairs.invalidate(error)
             again = self._outputs(layer, base, staged_layer(self.session.journal, layer))  # the layer is written by now

@@ -17,7 +17,7 @@ from manifests.records import ArrayRecord, StagedRecord
 from pipeline.driver.forward_pass import dense_entry
 from pipeline.driver.job_spec import RanksOf
 from pipeline.driver.layer_reading import LayerReading
-from pipeline.driver.layer_solving import LayersInHand, Solved
+from pipeline.driver.layer_solving import Solved, SolveQueue
 from pipeline.driver.ledger_keys import dense_key
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import TaskStream
@@ -42,7 +42,7 @@ class DenseWalk:
         self.stored = stored
         self.reductions = Reductions(session)
         self.forwards = session.forwards
-        self.in_hand = LayersInHand(session, self._enter_layer)
+        self.queue = SolveQueue(session, self._enter_layer)
         self.base = 0  # the last layer whose inputs are committed
         self.waiting: list[int] = []  # layers that need the pass
         self.collecting: deque[tuple[int, PassResult]] = deque()  # layers whose sums leave the workers
@@ -132,18 +132,18 @@ class DenseWalk:
         # sums are being stored.
         while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
             yield from self._enter_stored()
-        yield from self.in_hand.advance()
+        yield from self.queue.advance()
         if len(self.adding) >= max(1, self.session.pool.size):
-            yield from self.in_hand.advance(solving=0, writing=len(self.adding))
+            yield from self.queue.advance(solving=0, writing=len(self.adding))
             yield from self._solve(ranks)
 
     def _end(self, ranks: RanksOf) -> TaskStream[None]:
         while self.collecting:
             yield from self._collect_one()
         yield from self._solve(ranks)
-        groups = self.in_hand.groups // max(1, len(self.in_hand.solving))
-        self.session.observer.phase("compress", len(self.in_hand), max(1, groups))
-        yield from self.in_hand.advance(solving=0, writing=0)
+        groups = self.queue.groups // max(1, len(self.queue.solving))
+        self.session.observer.phase("compress", len(self.queue), max(1, groups))
+        yield from self.queue.advance(solving=0, writing=0)
         while self.storing:
             yield from self._enter_stored()
 
@@ -161,7 +161,7 @@ class DenseWalk:
             statistics: dict[str, ArrayRecord | Summed] = {**entered, **result.samples, **summed}
             layers.append(solve_units(self.job.tasks, layer, statistics, ranks))
         self.adding = []
-        self.in_hand.begin(layers)
+        self.queue.begin(layers)
 
     def _enter_layer(self, layer: int, solved: Solved, record: StagedRecord) -> TaskStream[None]:
         while self.storing and self.storing[0][0] <= layer:

@@ -72,7 +72,7 @@ def _solve(session: Session, solves: LayerSolves) -> TaskStream[tuple[list[Any],
 Solved = list[tuple[Solve, SolveDone]]  # a layer's groups
 
 
-class LayersInHand:
+class SolveQueue:
     """Layers that are solved and written, one after another, beside the pass that makes their sums.
 
     The statistics of a layer are dropped when it is solved. Factors that are lost before they are written cannot be

@@ -28,7 +28,7 @@ from manifests.errors import CorruptError, LostInputError
 from pipeline.driver.interfaces import Observer, Pool
 from pipeline.units.units import BesideUnit, SolveUnit, Unit, Write
 
-LEAVES_WORKERS = SolveUnit | Write  # few at a time, and longer than background units
+LEAVES_WORKERS_IDLE = SolveUnit | Write  # few at a time, and longer than background units
 BACKGROUND_DEPTH = 2  # background units for each worker, when there is no other work
 T = TypeVar("T")
 
@@ -155,9 +155,9 @@ class Scheduler:
     def spawn_background(self, stream: TaskStream[T]) -> Task[T]:
         """Adds a stream that runs on idle workers. At equal numbers of units in flight, earlier streams come first.
 
-        Workers are idle while all units of other streams are `LEAVES_WORKERS`, and fewer of them compute than there are
-        workers. A single worker is never idle before `run_background`. CorruptError and LostInputError end the task
-        without an outcome, and nothing else: the caller who needs one runs the stream again.
+        Workers are idle while all units of other streams are `LEAVES_WORKERS_IDLE`, and fewer of them compute than
+        there are workers. A single worker is never idle before `run_background`. CorruptError and LostInputError end the
+        task without an outcome, and nothing else: the caller who needs one runs the stream again.
         """
         task = Task(stream, background=True)
         self.background.append(task)
@@ -243,7 +243,7 @@ class Scheduler:
         if self.alone:
             return background < BACKGROUND_DEPTH * max(1, self.pool.size)
         others = [unit for unit, task in self.in_flight.values() if not task.background]
-        if self.pool.size < 2 or not all(isinstance(unit, LEAVES_WORKERS) for unit in others):
+        if self.pool.size < 2 or not all(isinstance(unit, LEAVES_WORKERS_IDLE) for unit in others):
             return False
         return background + sum(not isinstance(unit, BesideUnit) for unit in others) < self.pool.size
 

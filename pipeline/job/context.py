@@ -55,7 +55,7 @@ class JobContext:
         output_files: the files of OUTPUT at the start.
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
-        standing: the state of the run directory when it was opened; `begin` makes it the job's.
+        fingerprint_check: the state of the run directory when it was opened; `begin` makes it the job's.
         watch: of the files that the job reads and copies.
         points: of a sweep, the manifests of its points.
         in_process: units are done in this process, without Ray.
@@ -73,7 +73,7 @@ class JobContext:
     observer: JobObserver
     stop: threading.Event
     started: float
-    standing: FingerprintCheck
+    fingerprint_check: FingerprintCheck
     watch: SourceWatch
     points: tuple[Manifest, ...] = ()
     in_process: bool = False
@@ -136,14 +136,14 @@ def open_job(
             output_files.replaceable()
         fingerprint = job_fingerprint(inputs, text.samples, source_files)
         adaptable = partial(_is_adaptable, manifest, output_files)
-        standing = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
+        fingerprint_check = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
         job = JobContext(
-            inputs, *text, source_files, run_dir, locks, output_files, plan, observer, stop, started, standing, watch,
-            in_process=in_process,
+            inputs, *text, source_files, run_dir, locks, output_files, plan, observer, stop, started,
+            fingerprint_check, watch, in_process=in_process,
         )  # fmt: skip
-        if standing.reuses_entries:
+        if fingerprint_check.reuses_entries:
             check_ledger(job)
-        elif standing.kind == "new":  # so that a start after a refused one need not read the source again
+        elif fingerprint_check.kind == "new":  # so that a start after a refused one need not read the source again
             run_dir.ledger.commit(SOURCE, source_files)
         yield job
 
@@ -234,8 +234,8 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
 
 def begin(job: JobContext, finished: bool) -> None:
     """Makes the run directory the job's, and reports the work that it builds on. `finished`: as in `check_output`."""
-    job.run_dir.bind(job.standing, partial(_undo_solves, job.ledger, job.standing.differing))
-    if not job.standing.reuses_entries:
+    job.run_dir.bind(job.fingerprint_check, partial(_undo_solves, job.ledger, job.fingerprint_check.differing))
+    if not job.fingerprint_check.reuses_entries:
         check_ledger(job)
     replaceable = frozenset() if finished else job.output_files.replaceable()
     if replaceable:  # with --fresh, the ledger no longer says whose they are

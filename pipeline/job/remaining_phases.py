@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manifests.records import Key
-from pipeline.console.eta import Ahead, Outlook
+from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.passes import gradient_tokens, pass_of
 from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, Pass, evaluate_seconds, phase_seconds
 from pipeline.cost_model.rates import Rates
@@ -21,19 +21,19 @@ TRIED = 4  # sizes, about, in the search for the smallest one within a loss
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
-def job_outlook(job: JobContext, rates: Rates) -> Outlook:
+def job_eta(job: JobContext, rates: Rates) -> Eta:
     """Returns the phases ahead of a job that begins or resumes. Those of a size come about `TRIED` times in a search
-    for a size. For a sweep see `pipeline.sweeping.sweep_plan.sweep_outlook`."""
+    for a size. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     if job.points:
-        return Outlook()
+        return Eta()
     inputs, manifest = job.inputs, job.manifest
     tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
     work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
     way = pass_of(manifest, inputs.geometry, inputs.tasks)
     remaining = _Remaining(job, way, phase_seconds(work, rates, way))
-    planned = [Ahead("start", START_SECONDS), *remaining.passes(), *remaining.sizes()]
-    planned.append(Ahead("assemble", remaining.seconds["assemble"]))
-    return Outlook([*planned, *_evaluations(job, rates, way)], inputs.geometry.num_layers)
+    planned = [PlannedPhase("start", START_SECONDS), *remaining.passes(), *remaining.sizes()]
+    planned.append(PlannedPhase("assemble", remaining.seconds["assemble"]))
+    return Eta([*planned, *_evaluations(job, rates, way)], inputs.geometry.num_layers)
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class _Remaining:
     way: Pass
     seconds: Mapping[str, float]
 
-    def passes(self) -> list[Ahead]:
+    def passes(self) -> list[PlannedPhase]:
         """Returns the phases that come once: passes over the calibration text, and curves."""
         seconds, claimed = self.seconds, layers_of(self.job.inputs.tasks)
         first = "importance" if self.way.compressed else "statistics"
-        planned: list[Ahead] = []
+        planned: list[PlannedPhase] = []
         if first in seconds and self._has_moments:
             amount = seconds[first] + (self._solving[1] - self._last_solves if self.way.in_pass else 0.0)
             planned += self._phase(first, amount, _keys(dense_key, range(self.way.layers)))
@@ -59,7 +59,7 @@ class _Remaining:
             planned += self._phase("curves", seconds["curves"], _keys(curves_key, claimed))
         return planned
 
-    def sizes(self) -> list[Ahead]:
+    def sizes(self) -> list[PlannedPhase]:
         """Returns the phases of each size: solving, and scores on held-out text."""
         phase, amount = self._solving
         ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / 2
@@ -67,16 +67,16 @@ class _Remaining:
         scored = self.job.held_out is not None and of_model > 0.0
         held_out = ledger.get(HELD_OUT)
         has_dense = held_out is not None and held_out.outputs is not None
-        planned: list[Ahead] = []
+        planned: list[PlannedPhase] = []
         for number in range(count):
             keys = _keys(layer_key, layers_of(self.job.inputs.tasks)) if number == 0 else ()
             if self.way.in_pass and not planned and self._missing(_keys(dense_key, range(self.way.layers))):
-                planned.append(Ahead(phase, self._last_solves))
+                planned.append(PlannedPhase(phase, self._last_solves))
             else:
                 planned += self._phase(phase, amount, keys)
             if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
-                planned += [Ahead(f"score {model}", of_model) for model in models]
+                planned += [PlannedPhase(f"score {model}", of_model) for model in models]
         return planned
 
     @property
@@ -101,24 +101,27 @@ class _Remaining:
     def _missing(self, keys: Sequence[Key[Any]]) -> int:
         return sum(self.job.ledger.get(key) is None for key in keys)
 
-    def _phase(self, phase: str, seconds: float, keys: Sequence[Key[Any]]) -> list[Ahead]:
+    def _phase(self, phase: str, seconds: float, keys: Sequence[Key[Any]]) -> list[PlannedPhase]:
         """Returns the part of a phase that is not committed: nothing, if each of `keys` is."""
         if not keys:
-            return [Ahead(phase, seconds)]
+            return [PlannedPhase(phase, seconds)]
         missing = self._missing(keys)
-        return [Ahead(phase, seconds * missing / len(keys), layers=missing)] if missing else []
+        return [PlannedPhase(phase, seconds * missing / len(keys), layers=missing)] if missing else []
 
 
 def _keys(key_of: Callable[[int], Key[Any]], layers: Sequence[int]) -> list[Key[Any]]:
     return [key_of(layer) for layer in layers]
 
 
-def _evaluations(job: JobContext, rates: Rates, way: Pass) -> list[Ahead]:
+def _evaluations(job: JobContext, rates: Rates, way: Pass) -> list[PlannedPhase]:
     """Returns the evaluations of OUTPUT and of the dense model that are not entered."""
     if job.evaluation is None or job.manifest.evaluation.perplexity is None:
         return []
     flops = job.evaluation.numel() * scoring_flops(job.inputs.geometry, job.evaluation.shape[-1])
     with_dense = job.manifest.evaluation.perplexity.dense
     has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
-    each = [Ahead("start", WORKERS_SECONDS), Ahead("evaluate", evaluate_seconds(flops, rates, way.workers))]
+    each = [
+        PlannedPhase("start", WORKERS_SECONDS),
+        PlannedPhase("evaluate", evaluate_seconds(flops, rates, way.workers)),
+    ]
     return each * (1 + (with_dense and not has_dense))

@@ -40,7 +40,7 @@ __all__ = [
 
 def heartbeat(job: JobContext) -> Heartbeat:
     """Returns a context manager that renews the job's locks."""
-    return Heartbeat(job.locks, job.run_dir, job.stop, lambda: job.observer.noted)
+    return Heartbeat(job.locks, job.run_dir, job.stop, lambda: job.observer.saved_state)
 
 
 def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None:
@@ -61,7 +61,7 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
     """Returns the summary of a job that is finished in this OUTPUT, and the faults of the files there."""
-    complete = job.ledger.get(COMPLETE) if job.standing.reuses_entries else None
+    complete = job.ledger.get(COMPLETE) if job.fingerprint_check.reuses_entries else None
     if complete is None or complete.output != job.output:
         return None, []
     seal = complete.contract_sha256

@@ -32,7 +32,7 @@ from pipeline.inputs.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.remaining_phases import job_outlook
+from pipeline.job.remaining_phases import job_eta
 from pipeline.methods.registry import layers_of
 from pipeline.reporting.unit_log import units_logged
 from pipeline.units.scores import COMPARED_LAYERS, Compare
@@ -251,7 +251,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)
-        job.observer.expect(job_outlook(job, known_rates(pool.hardware["device"])))
+        job.observer.expect(job_eta(job, known_rates(pool.hardware["device"])))
         yield JobWorkers(pool, always, commit_interval(job, pool.hardware), dropping)
 
 

@@ -32,7 +32,7 @@ from pipeline.sweeping.joint_solving import stage_together
 from pipeline.sweeping.point_pool import PointPool
 from pipeline.sweeping.points import SweptPoint, series_of
 from pipeline.sweeping.sweep_context import SweepContext
-from pipeline.sweeping.sweep_plan import sweep_outlook
+from pipeline.sweeping.sweep_plan import sweep_eta
 from pipeline.units.scores import Scored, Windows
 
 DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # names of the scored models in the ledger
@@ -57,7 +57,7 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
     job, numbers = sweep.job, count(1)
     with job_workers(job, heartbeat) as workers:
         device = (job.ledger.get(HARDWARE) or {})["device"]
-        job.observer.expect(sweep_outlook(pending, job, known_rates(device)))
+        job.observer.expect(sweep_eta(pending, job, known_rates(device)))
         _take_statistics(job, pending, workers)
         windows = _score_dense(job, workers)
         for series in series_of(pending):

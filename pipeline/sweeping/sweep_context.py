@@ -24,10 +24,9 @@ from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE
-from pipeline.inputs.calibration import calibration_tokens, evaluation_tokens, tokens_digest
+from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.fingerprint import job_fingerprint
-from pipeline.inputs.job_inputs import check_copied
-from pipeline.job.context import JobContext, driver_job, watch_source
+from pipeline.job.context import JobContext, driver_job, read_source, read_text, watch_source
 from pipeline.job.ledger_entries import check_entries
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
 from pipeline.sweeping.sweep_plan import run_dir_bytes
@@ -68,9 +67,9 @@ class SweepContext:
 
     def begin(self) -> SweepContext:
         """Bind the run directory to the sweep before its work begins. Return the context of the next stages."""
-        self.job.run_dir.bind(self.job.standing)
-        begun = replace(self, job=replace(self.job, standing=replace(self.job.standing, kind="same")))
-        if not self.job.standing.reuses_entries:
+        self.job.run_dir.bind(self.job.fingerprint_check)
+        begun = replace(self, job=replace(self.job, fingerprint_check=replace(self.job.fingerprint_check, kind="same")))
+        if not self.job.fingerprint_check.reuses_entries:
             begun.enter()
         for point in self.points:
             if point.point.save:
@@ -90,7 +89,7 @@ class SweepContext:
 
     def is_done(self, point: SweptPoint) -> bool:
         """True if a point has a result on this text, and an undamaged checkpoint if the sweep saves it."""
-        if not self.job.standing.reuses_entries:
+        if not self.job.fingerprint_check.reuses_entries:
             return False
         entry = point.ledger(self.job.ledger).get(RESULT)
         if entry is None or entry.text != self.text:
@@ -120,10 +119,8 @@ def open_sweep(
     observer.stage("checks")
     swept = read_points(points)
     inputs = shared_inputs(swept, sweep.output)
-    drawn, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)
-    tokens = drawn.samples if drawn else None
-    held_out = drawn.held_out if drawn and len(drawn.held_out) else None
-    if evaluation is None and held_out is None:
+    text = read_text(inputs)
+    if text.evaluation is None and text.held_out is None:
         raise InputError(
             "evaluation.perplexity: missing, and the calibration text has no tokens beyond the samples: there is "
             "nothing to compare points on; give evaluation.perplexity.text"
@@ -134,20 +131,19 @@ def open_sweep(
         run_dir.prepare(run_dir_bytes(swept, plan))
         locks = [stack.enter_context(run_dir.lock)]
         observer.earlier = read_paces(run_dir.lock.previous_progress.get("paces"))
-        source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
-        if source_files != run_dir.ledger.get(SOURCE):
-            check_copied(inputs)
+        source_files = read_source(inputs, run_dir.ledger)
         watch = watch_source(inputs, source_files, run_dir.ledger)
-        standing = run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh, before_work=BEFORE_WORK)
+        fingerprint = _fingerprint(inputs, text.samples, source_files)
+        fingerprint_check = run_dir.check_fingerprint(fingerprint, fresh, before_work=BEFORE_WORK)
         no_files = OutputFiles(sweep.output, frozenset(), frozenset(), (), fresh)
         job = JobContext(
-            inputs, tokens, held_out, evaluation, source_files, run_dir, (), no_files, plan, observer, stop, started,
-            standing, watch, tuple(point.manifest for point in points), in_process,
+            inputs, *text, source_files, run_dir, (), no_files, plan, observer, stop, started,
+            fingerprint_check, watch, tuple(point.manifest for point in points), in_process,
         )  # fmt: skip
         context = SweepContext(sweep, swept, job)
-        if standing.reuses_entries:
+        if fingerprint_check.reuses_entries:
             context.enter()
-        elif standing.kind == "new":  # if the start is refused later, the next one need not digest the source again
+        elif fingerprint_check.kind == "new":  # so that a start after a refused one need not read the source again
             run_dir.ledger.commit(SOURCE, source_files)
         for point in swept:
             if point.point.save:

@@ -10,7 +10,7 @@ import torch
 
 from manifests.sweep import Point, Sweep
 from pipeline.checkpoint.planned_size import bounded_plan, plan_of
-from pipeline.console.eta import Ahead, Outlook
+from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.estimate import Plan
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.phases import Pass, evaluate_seconds, object_store_bytes, phase_seconds
@@ -70,26 +70,26 @@ def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> 
     return stored
 
 
-def sweep_outlook(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Outlook:
+def sweep_eta(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Eta:
     """Return the phases ahead of a sweep that lacks the `pending` points. `job`: the context that they share."""
     whole = _seconds(job.inputs, job.evaluation, rates)
     names = ("start", "statistics", "gradient")
-    planned = [Ahead(name, whole[name]) for name in names if name in whole]
-    planned += [Ahead("score evaluation-dense", whole["evaluate"])] if "evaluate" in whole else []
+    planned = [PlannedPhase(name, whole[name]) for name in names if name in whole]
+    planned += [PlannedPhase("score evaluation-dense", whole["evaluate"])] if "evaluate" in whole else []
     curved: set[str] = set()
     for series in series_of(pending):
         name, each = series[0].point.series, [_seconds(point.inputs, job.evaluation, rates) for point in series]
         if series[0].curves_digest not in curved and "curves" in each[0]:
-            planned.append(Ahead("curves", each[0]["curves"], name))
+            planned.append(PlannedPhase("curves", each[0]["curves"], name))
         curved.add(series[0].curves_digest)
-        planned.append(Ahead("compress", sum(seconds["solve"] for seconds in each), name))
+        planned.append(PlannedPhase("compress", sum(seconds["solve"] for seconds in each), name))
         for point, seconds in zip(series, each, strict=True):
             if job.held_out is not None:
                 models = ("held-out-dense", "held-out")[point is not pending[0] :]
-                planned += [Ahead(f"score {model}", seconds.get("held-out", 0.0) / 2) for model in models]
-            planned += [Ahead("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
-            planned += [Ahead("assemble", seconds["assemble"])] if point.point.save else []
-    return Outlook(planned, job.inputs.geometry.num_layers)
+                planned += [PlannedPhase(f"score {model}", seconds.get("held-out", 0.0) / 2) for model in models]
+            planned += [PlannedPhase("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
+            planned += [PlannedPhase("assemble", seconds["assemble"])] if point.point.save else []
+    return Eta(planned, job.inputs.geometry.num_layers)
 
 
 def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.loading import load_manifest, parse_manifest
-from pipeline.console.paths import settle_places
+from pipeline.console.paths import resolve_paths
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,13 +41,13 @@ def package_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_relative_paths_are_relative_to_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert settle_places(manifest(), None) == manifest()
+    assert resolve_paths(manifest(), None) == manifest()
 
 
 def test_in_a_package_folder_they_are_refused_all_at_once(package_folder: Path) -> None:
     (package_folder / "some" / "model").mkdir(parents=True)
     with pytest.raises(InputError) as refused:
-        settle_places(manifest(), None)
+        resolve_paths(manifest(), None)
     lines = str(refused.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["output", "run_dir", "model.source"]
     for line in lines:
@@ -58,24 +58,24 @@ def test_in_a_package_folder_they_are_refused_all_at_once(package_folder: Path) 
 
 def test_a_hub_id_and_texts_in_the_package_are_no_such_paths(package_folder: Path) -> None:
     made = manifest(output="/data/out", run_dir="/data/run")
-    assert settle_places(made, None) == made
+    assert resolve_paths(made, None) == made
 
 
 def test_a_base_that_is_visible(tmp_path: Path, package_folder: Path) -> None:
     submitted = tmp_path / "submitted"
     (submitted / "some" / "model").mkdir(parents=True)
-    settled = settle_places(manifest(), submitted)
+    settled = resolve_paths(manifest(), submitted)
     assert (settled.output, settled.run_dir) == (f"{submitted}/out", f"{submitted}/run")
     assert settled.model.source == f"{submitted}/some/model"
     assert settled.calibration.text.files == (f"{submitted}/a.txt", "/b.txt")
     assert settled.evaluation.perplexity.text.files == (f"{submitted}/c.txt",)
     assert settled.methods == manifest().methods
-    assert settle_places(manifest(model={"source": "org/name"}), submitted).model.source == "org/name"
+    assert resolve_paths(manifest(model={"source": "org/name"}), submitted).model.source == "org/name"
 
 
 def test_a_base_that_is_not_visible(tmp_path: Path, package_folder: Path) -> None:
     with pytest.raises(InputError, match=r"--base .*: no directory that this machine sees"):
-        settle_places(manifest(), tmp_path / "elsewhere")
+        resolve_paths(manifest(), tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_base_that_is_not_visible(tmp_path: Path, package_folder: Path) -> Non
 def test_unknown_places_are_refused_by_name(field: str, changes: dict[str, Any]) -> None:
     """No folder named `gs:`."""
     with pytest.raises(InputError, match=rf"{field}: \w+://.*give a directory"):
-        settle_places(manifest(**changes), None)
+        resolve_paths(manifest(**changes), None)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "manifests").glob("*.yaml")), ids=lambda path: path.stem)
@@ -97,9 +97,9 @@ def test_example_manifests_survive_submission(path: Path, package_folder: Path) 
     """All but the quickstart's, which is of the checkout that it runs in."""
     if path.stem == "quickstart":
         with pytest.raises(InputError, match="is relative"):
-            settle_places(load_manifest(path), None)
+            resolve_paths(load_manifest(path), None)
     else:
-        settle_places(load_manifest(path), None)
+        resolve_paths(load_manifest(path), None)
 
 
 def test_letters_that_a_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +108,9 @@ def test_letters_that_a_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("pipeline.console.paths.os.fsencode", encode)
     with pytest.raises(InputError, match=r"output: 'aus/größe' has letters .*\(ascii\); set LC_ALL=C.UTF-8"):
-        settle_places(manifest(output="aus/größe"), None)
+        resolve_paths(manifest(output="aus/größe"), None)
 
 
 def test_a_home_that_no_shell_expands_is_refused() -> None:
     with pytest.raises(InputError, match=r"run_dir: ~/run: no shell expands `~` in a manifest; write the whole path"):
-        settle_places(manifest(run_dir="~/run"), None)
+        resolve_paths(manifest(run_dir="~/run"), None)

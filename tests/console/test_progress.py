@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from manifests.entries import GroupReport
-from pipeline.console.eta import Ahead, Outlook
+from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.console.progress import JobObserver
 from pipeline.methods.method import Task
 from pipeline.units.curves import Predict
@@ -48,7 +48,7 @@ def test_the_live_line_keeps_its_bar_and_what_matters_most(phase: str, width: in
     observer.console = Console(file=shown, force_terminal=True, color_system="standard", width=width)
     observer.live, observer.peak_bytes = True, {"one": 3 * 2**30}
     with observer:
-        observer.expect(Outlook([Ahead(phase, 1000.0), Ahead("assemble", 50_000.0)], layers=2))
+        observer.expect(Eta([PlannedPhase(phase, 1000.0), PlannedPhase("assemble", 50_000.0)], layers=2))
         observer.phase(phase, 2, 2)
         observer.started -= 1234.0
         observer.unit_done(Forward("dense", 0, 0), ShardDone({}, None, None, tokens=1_000_000))

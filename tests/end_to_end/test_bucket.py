@@ -12,7 +12,7 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.loading import load_manifest
-from pipeline.console.paths import settle_places
+from pipeline.console.paths import resolve_paths
 from stores.bucket import Bucket
 from stores.disk import Disk
 from stores.storage import matching
@@ -84,13 +84,13 @@ def test_a_bucket_that_is_not_there_is_named_before_any_work(
 def test_addresses_in_a_manifest_stay_as_they_are(job: MakeJob, tmp_path: Path) -> None:
     made = job(**{**buckets.job_places("s3://bucket"), "calibration.text.files": ["s3://bucket/a.txt", "b.txt"]})
     given = load_manifest(made.manifest)
-    assert settle_places(given, None) == given
-    settled = settle_places(given, tmp_path)
+    assert resolve_paths(given, None) == given
+    settled = resolve_paths(given, tmp_path)
     assert (settled.output, settled.run_dir, settled.model.source) == (given.output, given.run_dir, given.model.source)
     assert settled.calibration is not None
     assert settled.calibration.texts[0][0].files == ("s3://bucket/a.txt", str(tmp_path / "b.txt"))
     with pytest.raises(InputError, match=r"output: s3:///out: not a bucket address; expected s3://BUCKET"):
-        settle_places(given.model_copy(update={"output": "s3:///out"}), None)
+        resolve_paths(given.model_copy(update={"output": "s3:///out"}), None)
 
 
 def test_killed_again_and_again(job: MakeJob, address: str, s3_url: str, inline: None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import Interrupted
-from pipeline.console.eta import Ahead, Outlook
+from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.console.progress import JobObserver
 from pipeline.job import heartbeat
 from stores.ledger import Ledger
@@ -38,23 +38,23 @@ JOBS: dict[str, dict[str, Any]] = {
 def test_phases_come_as_they_are_planned(
     name: str, job: Callable[..., Job], scored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Outlook] = []
+    seen: list[Eta] = []
     observers: list[JobObserver] = []
     expect = JobObserver.expect
 
-    def kept(self: JobObserver, outlook: Outlook) -> None:
-        seen.append(outlook)
+    def kept(self: JobObserver, eta: Eta) -> None:
+        seen.append(eta)
         observers.append(self)
-        expect(self, outlook)
+        expect(self, eta)
 
     monkeypatch.setattr(JobObserver, "expect", kept)
     evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16, "dense": True}}
     ended = job(**{**JOBS[name], "evaluation": evaluation}).run()
     assert ended.code == 0, ended.err
-    (outlook,), (observer,) = seen, observers
-    assert outlook.begun == len(outlook.planned), outlook.planned
-    assert {ahead.phase for ahead in outlook.planned} == set(observer.seconds) - ALONE
-    assert all(ahead.seconds > 0 for ahead in outlook.planned)
+    (eta,), (observer,) = seen, observers
+    assert eta.begun == len(eta.planned), eta.planned
+    assert {ahead.phase for ahead in eta.planned} == set(observer.seconds) - ALONE
+    assert all(ahead.seconds > 0 for ahead in eta.planned)
 
 
 CUTS = {  # job -> the entry that an interruption prevents
@@ -71,17 +71,17 @@ def test_a_resumed_job_counts_what_is_left_alone(
     name: str, job: Callable[..., Job], scored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each planned phase comes, none that is committed is planned, and the paces of the first run are known."""
-    outlooks: list[Outlook] = []
-    plans: list[tuple[Ahead, ...]] = []
+    etas: list[Eta] = []
+    plans: list[tuple[PlannedPhase, ...]] = []
     begun: list[str] = []
-    expect, begin, commit = JobObserver.expect, Outlook.begin, Ledger.commit
+    expect, begin, commit = JobObserver.expect, Eta.begin, Ledger.commit
 
-    def kept(self: JobObserver, outlook: Outlook) -> None:
-        outlooks.append(outlook)
-        plans.append(outlook.planned)
-        expect(self, outlook)
+    def kept(self: JobObserver, eta: Eta) -> None:
+        etas.append(eta)
+        plans.append(eta.planned)
+        expect(self, eta)
 
-    def noted(self: Outlook, phase: str, layers: int | None = None) -> None:
+    def noted(self: Eta, phase: str, layers: int | None = None) -> None:
         begin(self, phase, layers)
         begun.extend([phase] if self.at is not None else [])
 
@@ -92,7 +92,7 @@ def test_a_resumed_job_counts_what_is_left_alone(
         commit(self, key, record)
 
     monkeypatch.setattr(JobObserver, "expect", kept)
-    monkeypatch.setattr(Outlook, "begin", noted)
+    monkeypatch.setattr(Eta, "begin", noted)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
     evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16, "dense": True}}
     made = job(**{**JOBS[name], "evaluation": evaluation})
@@ -102,9 +102,9 @@ def test_a_resumed_job_counts_what_is_left_alone(
     begun.clear()
     ended = made.run()
     assert ended.code == 0, ended.err
-    planned = outlooks[1].planned
-    assert Ahead("statistics", 0.0).kind in outlooks[1].earlier
-    assert len(begun) == outlooks[1].begun == len(planned), (begun, planned)
+    planned = etas[1].planned
+    assert PlannedPhase("statistics", 0.0).kind in etas[1].earlier
+    assert len(begun) == etas[1].begun == len(planned), (begun, planned)
     assert all(ahead.seconds > 0 for ahead in planned)
     phase = planned[1].phase
     before, left = (sum(ahead.seconds for ahead in one if ahead.phase == phase) for one in plans)
