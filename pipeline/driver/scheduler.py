@@ -156,8 +156,8 @@ class Scheduler:
         """Adds a stream that runs on idle workers. At equal numbers of units in flight, earlier streams come first.
 
         Workers are idle while all units of other streams are `LEAVES_WORKERS_IDLE`, and fewer of them compute than
-        there are workers. A single worker is never idle before `run_background`. CorruptError and LostInputError end the
-        task without an outcome, and nothing else: the caller who needs one runs the stream again.
+        there are workers. A single worker is never idle before `run_background`. CorruptError and LostInputError end
+        the task without an outcome, and nothing else: the caller who needs one runs the stream again.
         """
         task = Task(stream, background=True)
         self.background.append(task)
