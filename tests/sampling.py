@@ -16,7 +16,8 @@ def mark_variants(items: Iterable[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             functions[item.nodeid.partition("[")[0]].append(item)
     for variants in functions.values():
-        sample = covering([item.callspec.params for item in variants])
+        limit = variants[0].get_closest_marker("sample")
+        sample = covering([item.callspec.params for item in variants])[: limit.args[0] if limit else None]
         for position, item in enumerate(variants):
             if position not in sample:
                 item.add_marker("variant")
@@ -24,14 +25,16 @@ def mark_variants(items: Iterable[pytest.Item]) -> None:
                     item.add_marker("nightly")
 
 
-def covering(variants: Sequence[Mapping[str, object]]) -> set[int]:
-    """Positions of variants that together have each value of each parameter, chosen greedily; values are compared by
-    identity, as pytest shares them between combinations."""
+def covering(variants: Sequence[Mapping[str, object]]) -> list[int]:
+    """Positions of variants that together have each value of each parameter, those with most new values first.
+
+    Values are compared by identity, as pytest shares them between combinations.
+    """
     values = [{(name, id(value)) for name, value in variant.items()} for variant in variants]
     missing = set().union(*values)
-    sample = set[int]()
+    sample: list[int] = []
     while missing:
         best = max(range(len(values)), key=lambda position: len(values[position] & missing))
-        sample.add(best)
+        sample.append(best)
         missing -= values[best]
     return sample

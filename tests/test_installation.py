@@ -141,6 +141,7 @@ def test_an_actor_is_imported_before_the_serving_package_can_be(tmp_path: Path) 
 COMMANDS = ("run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "push", "sweep")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "arguments", [*([name, "--help"] for name in COMMANDS), ["status", "nowhere"], ["run", "nowhere.yaml"]]
 )

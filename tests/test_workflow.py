@@ -35,6 +35,7 @@ def test_it_fits_the_schema(workflow: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("old", "new"), [("runs-on:", "run-on:"), ("contents: read", "contents: reed"), ("- run:", "- runs:")]
 )

@@ -73,6 +73,7 @@ def published_config(name: str) -> dict[str, Any]:
     return {"model_type": kind, **common, "intermediate_size": intermediate, "num_key_value_heads": groups}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rates", RATES, ids=["here", "gpu"])
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_a_job(path: Path, rates: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,7 @@ def passes_of_a_layer(job: Job) -> int:
     return job.shards * sum(range(1, job.every + 1))
 
 
+@pytest.mark.sample(12)
 def test_killed_anywhere_it_goes_on(job: Job) -> None:
     left: list[World] = []
     expected, _ = run(job, World(left=left))
@@ -66,6 +67,7 @@ def test_killed_anywhere_it_goes_on(job: Job) -> None:
         assert world.life == 2
 
 
+@pytest.mark.sample(12)
 def test_killed_again_and_again_it_gets_there(job: Job) -> None:
     expected, _ = run(job)
     source = random.Random(7)
@@ -83,6 +85,7 @@ def test_killed_again_and_again_it_gets_there(job: Job) -> None:
     assert world.life > 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["compressed", "compressed-every-2", "dense", "free"])
 def test_stopped_at_any_wait_it_goes_on(name: str) -> None:
     job = JOBS[name]()

@@ -57,6 +57,7 @@ def ranks_and_caps(job: Manifest, geometry: Geometry) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BY_RATIO)
 @pytest.mark.parametrize(("multiple", "keep"), [(32, 0.8), (64, 0.7)])
 def test_ranks_are_multiples_and_the_budget_holds(name: str, multiple: int, keep: float) -> None:
@@ -76,6 +77,7 @@ def test_ranks_are_multiples_and_the_budget_holds(name: str, multiple: int, keep
     assert found <= target < found + min(steps) + 1, "exact: not one step more would fit"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BY_RATIO)
 def test_wide_models_have_multiples_of_16_unless_told_otherwise(name: str) -> None:
     assert LLAMA2_7B.hidden >= WIDE > llama().hidden

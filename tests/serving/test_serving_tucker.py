@@ -20,6 +20,7 @@ KINDS = (kinds.tucker, kinds.tucker_sparse, kinds.tucker_own_output, kinds.tucke
 CASES = [(kind, name) for kind in KINDS for name in SOURCES]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SOURCES)
 def test_full_rank_is_the_source(name: str) -> None:
     for kind in (kinds.tucker_sparse, kinds.tucker_own_output):
@@ -27,6 +28,7 @@ def test_full_rank_is_the_source(name: str) -> None:
         same_logits(model, make_source(name), 1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_lower_rank_is_the_product(kind: Any, name: str) -> None:
     same_logits(*factored(name, kind, 0.5), relative=2e-5)
@@ -65,6 +67,7 @@ def layouts(tucker: TuckerLinears) -> set[torch.layout]:
     return {matrix.layout for name, matrix in tucker._derived[1].items() if name not in ("first", "second")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama-gqa", "opt-tied", "gptj"])
 @torch.no_grad()
 def test_decoding_is_the_prefill(name: str) -> None:

@@ -178,6 +178,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return worker, Autograd(Reference(model, setup), worker)
 
 
+@pytest.mark.sample(2)
 def test_moments_are_those_of_autograd_over_the_whole_model(family: tuple[Worker, Autograd]) -> None:
     worker, autograd = family
     moments = gradient_moments(worker.setup)
@@ -361,6 +362,7 @@ def test_samples_of_the_pass_are_spread_over_the_shards() -> None:
     assert gradient_samples(3, 256, 2048, 4096) == 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("vocab", [1, 7, 512, 513, 1300])
 def test_labels_are_drawn_from_the_softmax(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)

@@ -127,6 +127,7 @@ def test_nothing_is_missing_behind_dense_layers(model: Path, tmp_path: Path) -> 
         assert torch.equal(sums_PF[width:], torch.zeros_like(sums_PF[width:]))
 
 
+@pytest.mark.sample(2)
 def test_who_does_which_shard_changes_no_bit(model: Path, tmp_path: Path) -> None:
     worker, _, staged = behind_a_compressed_layer(model, tmp_path / "run")
     unit = Pair(1, 0, 0, moments=MOMENTS, replay=(staged,))
@@ -135,6 +136,7 @@ def test_who_does_which_shard_changes_no_bit(model: Path, tmp_path: Path) -> Non
     assert all(torch.equal(together[moment], alone[moment]) for moment in MOMENTS)
 
 
+@pytest.mark.sample(2)
 def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
     """Held, or replayed from the embeddings by another worker, or from what was stored."""
     worker, reference, staged = behind_a_compressed_layer(model, tmp_path / "run")
@@ -158,6 +160,7 @@ def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
     assert torch.equal(fresh, replayed[MOMENTS[0]])
 
 
+@pytest.mark.sample(2)
 def test_spilled_hidden_states_give_the_same(model: Path, tmp_path: Path) -> None:
     sums = []
     for name, limit in {"large": 2**30, "small": 1}.items():
