@@ -1,4 +1,4 @@
-"""Greedy elimination of MLP channels, and W_down on those that stay (docs/methods.md#mlp, `selection: eliminate`).
+"""Greedy elimination of MLP channels, and the refit of W_down (docs/methods.md#mlp, `selection: eliminate`).
 
 N channels, D hidden size, C = Σ h hᵀ their moment, n remaining channels, k kept at the end, m removals of one panel.
 Works on correlations: C and W_down scaled so that diag C = 1, which changes no minimum.
@@ -15,7 +15,6 @@ from pipeline.kernels.nystrom import (
     INVERSE_JITTERS,
     LEAST_PIVOT,
     RefitReport,
-    Selection,
     channel_diagonal,
     channel_scale,
     check_down,
@@ -49,8 +48,8 @@ class Pruned(NamedTuple):
     report: RefitReport
 
 
-def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Selection:
-    """Select the `count` channels that greedy elimination keeps.
+def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Elimination:
+    """Remove channels greedily down to `count`; returns the removals in order.
 
     It removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
     ‖b_j‖² / [C⁻¹]_jj with B the current refit; of equal ones the lower index is kept. With many channels a step removes
@@ -63,23 +62,16 @@ def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, bloc
     multiplications and additions, besides 3 N² for each removal. Raises ValueError on shapes that do not fit, NaN,
     infinity, count outside 1..N, or if C is not positive semidefinite.
     """
-    size = check_down(moment_NN, weight_down_DN)
-    elimination = eliminate(moment_NN, weight_down_DN, count, block)
-    return Selection(complement(elimination.order, size), elimination.jitter)
-
-
-def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Elimination:
-    """Return all removals of `select_eliminate` down to `count` channels, in order. Raises ValueError as it does."""
     state = _Elimination(moment_NN, weight_down_DN, None, count, block)
     return Elimination(state.run(), state.jitter)
 
 
 def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor | None = None) -> Pruned:
-    """`select_eliminate` and the refit of W_down in one: B is updated with each removal.
+    """`eliminate` and refit W_down in one: B is updated with each removal.
 
     The refit then costs D N for each removed channel, and the error is the sum of what the removals added. `felt_DN`
     (W_down in the metric of the loss) replaces W_down in the scores; refit and error are always W_down's. If C is
-    singular, W_down is refitted afterwards (`nystrom_refit`). Raises ValueError as `select_eliminate`.
+    singular, W_down is refitted afterwards (`nystrom_refit`). Raises ValueError as `eliminate`.
     """
     felt_DN = weight_down_DN if felt_DN is None else felt_DN
     state = _Elimination(moment_NN, felt_DN, weight_down_DN, count, None)

@@ -8,9 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.kernels import cholesky, elimination
-from pipeline.kernels.elimination import eliminate, prune, select_eliminate
+from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.nystrom import nystrom_refit, output_error
-from tests.kernels.test_nystrom import problem
+from tests.kernels.test_nystrom import problem, select_eliminate
 
 HELD = """
 import sys

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import cholesky
-from pipeline.kernels.elimination import eliminate, select_eliminate
+from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.nystrom import (
+    Selection,
+    complement,
     nested_losses,
     nested_outputs,
     nystrom_refit,
@@ -17,6 +19,11 @@ from pipeline.kernels.nystrom import (
     ridge_leverage,
     select_leverage,
 )
+
+
+def select_eliminate(moment: Tensor, weight: Tensor, count: int, block: int | None = None) -> Selection:
+    order, jitter = eliminate(moment, weight, count, block)
+    return Selection(complement(order, len(moment)), jitter)
 
 
 def problem(channels: int, hidden: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -321,7 +328,7 @@ def test_elimination_is_nested_and_its_set_is_that_of_select() -> None:
 
 def test_nested_losses_wrong_input() -> None:
     moment, weight = torch.eye(4), torch.ones(2, 4)
-    with pytest.raises(ValueError, match="no permutation"):
+    with pytest.raises(ValueError, match="not a permutation"):
         nested_outputs(moment, weight, torch.tensor([0, 1, 1, 3]))
     with pytest.raises(ValueError, match="do not fit"):
         nested_outputs(moment, torch.ones(2, 3), torch.arange(4))
