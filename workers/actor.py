@@ -137,7 +137,7 @@ class RateProbe:
     def rates(
         self, device: torch.device, dtype: torch.dtype, threads: int, workers_per_node: int, shape: ProbedShape
     ) -> Rates:
-        """See `pipeline.cost_model.probe.measured_rates`."""
+        """Measure this process's rates (`pipeline.cost_model.probe.measured_rates`)."""
         from pipeline.cost_model.probe import measured_rates
 
         return measured_rates(device, dtype, threads, workers_per_node, shape)

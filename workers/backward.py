@@ -1,7 +1,7 @@
-"""A shard's gradient samples back through a layer, on a worker. docs/methods.md#gradient-moments.
+"""Runs the backward pass of a shard's gradient samples through a layer. docs/methods.md#gradient-moments.
 
 The gradient is that of a sample's summed log-likelihood of labels drawn from the model's own distribution. Labels and
-random gradients follow from the manifest's seed, the sample and the position, whoever draws them.
+random gradients depend only on the manifest's seed, the sample and the position, so every worker draws the same.
 
 Legend: S sequence, D hidden, T rows of the head at a time, V vocabulary.
 """
@@ -33,12 +33,12 @@ from workers.layers import LayerReader
 
 ROWS_PER_HEAD = 256
 LINEAGE = Backward.lineage
-Take = Callable[[Moment, Tensor], None]  # is given a sample's gradients (S, F) at a moment's point
-GradientOf = Callable[[int, Tensor], Tensor]  # sample of the shard, layer output (S, D) -> gradient there (S, D)
+Take = Callable[[Moment, Tensor], None]  # receives a sample's gradients (S, F) at a moment's point
+GradientOf = Callable[[int, Tensor], Tensor]  # sample of the shard, layer output (S, D) -> its gradient (S, D)
 
 
 class BackwardPass:
-    """Does `Backward` units for a worker, with its layer and its hidden states."""
+    """Runs `Backward` units of a worker."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class BackwardPass:
         self.computing = computing
 
     def run(self, unit: Backward, take: Take | None) -> ArrayRecord | None:
-        """Goes back with all samples of the unit's shard: the record of the gradients at the layer's inputs, if stored.
+        """Run all samples of the unit's shard. Return the record of gradients at the layer's inputs, if stored.
 
-        `take`: adds the unit's moments, if they are wanted.
+        `take`: adds the unit's moments; None if they are not wanted.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and point.
@@ -67,8 +67,10 @@ class BackwardPass:
         return self._through(unit, unit.layer, gradient_of, take, emit=unit.emit, store=unit.store)
 
     def begin(self, unit: Backward, take: Take, enough: Callable[[], bool]) -> None:
-        """The first tokens of a unit's first samples, until they are enough, for its moments alone. What later tokens
-        feel of them is left out. Raises as `run`."""
+        """Run the first tokens of the unit's samples, for its moments alone, until `enough` returns True.
+
+        The gradients leave out the effect on later tokens. Raises as `run`.
+        """
         whole = self._gradients_at_output(unit)
 
         def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
@@ -79,28 +81,28 @@ class BackwardPass:
                 return
 
     def _gradients_at_output(self, unit: Backward) -> GradientOf:
-        """Held, committed, or made from the nearest above that are; at the last layer's output, from the head."""
+        """Return the gradients at the layer's output: held, stored, or recomputed from a later layer or the head."""
         self.hidden.release_beyond(LINEAGE, unit.base)
         if unit.probe:
             first, _ = self.setup.sample_range(unit.shard)
             return lambda sample, output_SD: self._probe(unit.layer, first + sample, output_SD)
         nearest = unit.layer + 1
-        while (held := self.hidden.get((LINEAGE, nearest, unit.shard))) is None and nearest < unit.base:
+        while (reader := self.hidden.get((LINEAGE, nearest, unit.shard))) is None and nearest < unit.base:
             nearest += 1
-        if held is None and unit.base_record is not None:
-            held = self.hidden.load((LINEAGE, unit.base, unit.shard), unit.base_record)
-        gradient_of = self._head_gradient(unit) if held is None else _read_from(held)
+        if reader is None and unit.base_record is not None:
+            reader = self.hidden.load((LINEAGE, unit.base, unit.shard), unit.base_record)
+        gradient_of = self._head_gradient(unit) if reader is None else _read_from(reader)
         for layer in range(nearest - 1, unit.layer, -1):
             self._through(unit, layer, gradient_of, None, emit=True, store=False)
-            made = self.hidden.get((LINEAGE, layer, unit.shard))
-            assert made is not None
-            gradient_of = _read_from(made)
+            reader = self.hidden.get((LINEAGE, layer, unit.shard))
+            assert reader is not None
+            gradient_of = _read_from(reader)
         return gradient_of
 
     def _through(
         self, unit: Backward, layer: int, gradient_of: GradientOf, take: Take | None, *, emit: bool, store: bool
     ) -> ArrayRecord | None:
-        """All samples back through one layer; what comes out at its inputs is held."""
+        """Run all samples back through one layer, and hold the gradients at its inputs if `emit`."""
         self.layers.read_ahead(unit.ahead if layer == unit.layer else layer - 1)
         shard_key = (LINEAGE, layer, unit.shard)
         writer = self._writer(shard_key, self._opened(unit, layer).shape, store) if emit else None
@@ -112,7 +114,7 @@ class BackwardPass:
     def _samples(
         self, unit: Backward, layer: int, gradient_of: GradientOf, take: Take | None, tokens: int | None = None
     ) -> Iterator[Tensor]:
-        """The gradients (S, D) at a layer's inputs, sample by sample, of so many tokens of each, or of all."""
+        """Yield the gradients (S, D) at a layer's inputs, by sample, for its first `tokens` tokens or all."""
         inputs = self._opened(unit, layer)
         block = self.layers.differentiable_block(layer)
         for sample in range(inputs.shape[0]):
@@ -132,7 +134,7 @@ class BackwardPass:
     # -- where gradients come from -----------------------------------------------------------------------------------
 
     def _head_gradient(self, unit: Backward) -> GradientOf:
-        """Of log p(ŷ), summed over the positions, at the output of the last layer."""
+        """Return the gradient of log p(ŷ), summed over positions, at the output of the last layer."""
         logits = head(self.layers)
 
         def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class BackwardPass:
     def _log_likelihood_gradient(
         self, logits: Callable[[Tensor], Tensor], hidden_TD: Tensor, uniform_T: Tensor
     ) -> Tensor:
-        """The gradient (T, D) of log p(ŷ), for labels ŷ that the uniform numbers draw."""
+        """Return the gradient (T, D) of log p(ŷ), for labels ŷ that the uniform numbers draw."""
         hidden_TD = hidden_TD.detach().requires_grad_()
         with torch.enable_grad():
             logits_TV = logits(hidden_TD.to(self.setup.dtype))
@@ -161,7 +163,7 @@ class BackwardPass:
         return gradient_TD
 
     def _probe(self, layer: int, sample: int, output_SD: Tensor) -> Tensor:
-        """Normal random numbers, as large as makes an error count relative to the token's residual stream."""
+        """Return normal random numbers, scaled so that errors count relative to the token's residual stream."""
         noise_SD = torch.randn(output_SD.shape, generator=self._generator(f"probe/{layer}", sample))
         scale_S1 = output_SD.float().square().mean(dim=1, keepdim=True).clamp_min(1e-30).rsqrt()
         return (noise_SD.to(output_SD.device) * scale_S1).to(output_SD.dtype)
@@ -179,7 +181,7 @@ def _pull_back(
     moments: tuple[Moment, ...],
     take: Take | None,
 ) -> Tensor:
-    """One sample back through a layer, its moments taken."""
+    """Run one sample back through a layer and pass its gradients to `take`."""
     points = sorted({moment.point for moment in moments}) if take is not None else []
     gradient_SD, at = block.pull_back(hidden_SD, gradient_of, points)
     if take is not None:
@@ -188,5 +190,5 @@ def _pull_back(
     return gradient_SD
 
 
-def _read_from(held: HiddenReader) -> GradientOf:
-    return lambda sample, output_SD: held.read(sample, sample + 1)[0].to(output_SD.device)
+def _read_from(reader: HiddenReader) -> GradientOf:
+    return lambda sample, output_SD: reader.read(sample, sample + 1)[0].to(output_SD.device)

@@ -1,4 +1,4 @@
-"""The Ray cluster a job runs on: a running one is joined, or one is started on this machine."""
+"""Joins a running Ray cluster, or starts one on this machine; says what a cluster has room for."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from workers.hardware import machine_cores, thread_fault
 from workers.liveness import RayWatch, fault_at
 from workers.ray_messages import log_message
 
-LOOK_SECONDS = 0.2
-AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # processes that a raylet starts, and dies with
+CHECK_SECONDS = 0.2
+AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # a raylet starts them, and ends with them
 AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
-SESSION_BYTES = 32_000_000  # a small job's logs are 2 MB, a long one's are rotated
+SESSION_BYTES = 32_000_000  # the logs of a small job take 2 MB; those of a long one are rotated
 MAX_PROBES = 64
-STARTS = 2  # of a Ray of our own, on a machine that may be busy
-SOCKET_PATH = "AF_UNIX path length"  # of which the system takes 107 bytes
-TOO_SLOW = "timed out during startup"  # what Ray says of its own node
+STARTS = 2  # attempts to start Ray, on a machine that may be busy
+SOCKET_PATH = "AF_UNIX path length"  # Ray's error; the system's limit is 107 bytes
+TOO_SLOW = "timed out during startup"  # Ray's error about its node
 
 
 def connect(
@@ -59,38 +59,38 @@ def connect(
     stopped: Callable[[], bool] = lambda: False,
     about: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Joins a running Ray cluster, or starts one on this machine that listens on loopback only. Returns its address.
+    """Join a running Ray cluster, or start one on this machine that listens on loopback only. Return its address.
 
-    A process that is connected stays so. An address may also come from RAY_ADDRESS, as under `ray job submit`.
+    Does nothing if the process is connected already. `ray job submit` sets the address by RAY_ADDRESS.
 
     Args:
-        timeout_s: for how long a cluster that does not answer is waited for.
-        stopped: whether a signal came; looked at while waiting.
+        timeout_s: how long to wait for a cluster that does not answer.
+        stopped: returns True once a signal has arrived; checked while waiting.
         about: metadata of the job, which Ray's dashboard and `ray list jobs` show.
 
     Raises:
-        InputError: no cluster answers, it is of another version, or this machine has fewer cores or GPUs than a worker
-            asks for.
-        Interrupted: `stopped` said so.
-        WorkerError: a Ray of our own did not start.
+        InputError: no cluster answers, it has another version, or this machine has fewer cores or GPUs than a worker
+            needs.
+        Interrupted: `stopped` returned True.
+        WorkerError: Ray did not start on this machine.
     """
     if ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
-    found = address or os.environ.get("RAY_ADDRESS")
-    if not found and (fault := thread_fault(workers.cpus, machine_cores(), "this machine")):
+    joined = address or os.environ.get("RAY_ADDRESS")
+    if not joined and (fault := thread_fault(workers.cpus, machine_cores(), "this machine")):
         raise InputError(fault)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the other workers of the machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray_utils.set_sigterm_handler = lambda _: None  # Ray's would end the command with its exit code, not with ours
+    ray_utils.set_sigterm_handler = lambda _: None  # Ray's handler would exit with another code
     ray_worker.print_to_stdstream = log_message
     try:
-        if found:
+        if joined:
             ensure_token_if_auth_enabled(create_token_if_missing=False)
-            at = services.get_ray_address_from_environment("auto", None) if found == "auto" else found
+            at = services.get_ray_address_from_environment("auto", None) if joined == "auto" else joined
             await_cluster(at, timeout_s, stopped)
-            told = JobConfig(metadata=dict(about))
-            ray.init(address=at, job_config=told, log_to_driver=False, logging_level=logging.ERROR)
+            job = JobConfig(metadata=dict(about))
+            ray.init(address=at, job_config=job, log_to_driver=False, logging_level=logging.ERROR)
         else:
             _start_local(workers)
     except AuthenticationError as error:
@@ -99,10 +99,11 @@ def connect(
         no_cluster = isinstance(error, ConnectionError) or SOCKET_PATH in str(error)
         if isinstance(error, WorkerError) or (isinstance(error, OSError) and not no_cluster):
             raise
-        said = str(error) if isinstance(error, InputError) else _refusal(found, error)
-        raise InputError(said if address or not found else f"{said}; RAY_ADDRESS gave this one: unset it") from error
+        message = str(error) if isinstance(error, InputError) else _refusal(joined, error)
+        from_environment = joined and not address
+        raise InputError(f"{message}; RAY_ADDRESS gave this one: unset it" if from_environment else message) from error
     resources = ray.cluster_resources()
-    if not found and workers.gpus * workers.min > resources.get("GPU", 0):
+    if not joined and workers.gpus * workers.min > resources.get("GPU", 0):
         ray.shutdown()
         raise InputError(
             f"workers.gpus: {workers.gpus} for each of {workers.min} workers, but this machine has "
@@ -112,17 +113,17 @@ def connect(
 
 
 def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -> None:
-    """Returns when Ray answers at HOST:PORT. `ray.init` would wait for minutes, and hear no signal.
+    """Wait until Ray answers at HOST:PORT. `ray.init` would wait for minutes and ignore signals.
 
     Raises:
-        InputError: nothing answers, or something that is no Ray.
-        Interrupted: `stopped` said so.
+        InputError: nothing answers, or a server that is not Ray.
+        Interrupted: `stopped` returned True.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):
         raise InputError(f"Ray: {address!r} is no address; give --address HOST:PORT, as `ray start` printed it")
-    given, host = f"{host}:{port}", resolve_ip_for_localhost(host)  # as Ray will do
-    where = given if given == f"{host}:{port}" else f"{given}, which is {host} to Ray,"
+    original, host = f"{host}:{port}", resolve_ip_for_localhost(host)  # as Ray will do
+    where = original if original == f"{host}:{port}" else f"{original}, which is {host} to Ray,"
     deadline = time.monotonic() + timeout_s
     while (fault := fault_at(host, int(port))) is not None:
         if stopped():
@@ -132,34 +133,36 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
                 f"Ray: none answers at {where} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
                 "--address HOST:PORT of a running cluster, or none for a local one"
             )
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CHECK_SECONDS)
 
 
 def watch_ray(note: Callable[[str], None]) -> RayWatch:
-    """Of the cluster that this process is connected to; `note` takes lines for the log."""
+    """Return a watch over the cluster of this process. `note`: writes a line to the log."""
     node: Any = ray_worker._global_node
     return RayWatch(node.raylet_socket_name, node.gcs_address, node.get_logs_dir_path(), note)
 
 
-def _refusal(found: str | None, error: Exception) -> str:
+def _refusal(address: str | None, error: Exception) -> str:
     if "ersion mismatch" in str(error):
-        said = " ".join(str(error).split())
-        return f"Ray: the cluster at {found} is of another version than this command: {said}; install the same on both"
+        reason = " ".join(str(error).split())
+        return (
+            f"Ray: the cluster at {address} is of another version than this command: {reason}; install the same on both"
+        )
     if SOCKET_PATH in str(error):
         place = get_default_system_temp_dir()
         return (
             f"Ray: no socket can be below {place}, whose path is too long; set TMPDIR (or RAY_TMPDIR) to a shorter one"
         )
     return (
-        f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none; "
+        f"Ray: no cluster at {address or 'this machine'} ({error}); give --address HOST:PORT or none; "
         "a cluster with tokens answers with RAY_AUTH_MODE=token only"
     )
 
 
 def check_temporary_folder() -> None:
-    """Tries the folder in which a Ray of our own keeps its sockets and logs.
+    """Check the folder in which a Ray on this machine keeps its sockets and logs.
 
-    Raises InputError: nothing can be written there, or it has too little room.
+    Raises InputError if nothing can be written there, or it has too little room.
     """
     place = open_storage(get_default_system_temp_dir())
     remedy = "set TMPDIR (or RAY_TMPDIR) to a folder with room, whose path is short"
@@ -176,7 +179,7 @@ def check_temporary_folder() -> None:
 
 
 def _start_local(workers: Workers) -> None:
-    """A Ray of our own. Raises WorkerError when it does not start, twice."""
+    """Start Ray on this machine. Raise WorkerError if it does not start at the second attempt."""
     check_temporary_folder()
     _listen_on_loopback()
     _have_token()
@@ -187,17 +190,17 @@ def _start_local(workers: Workers) -> None:
                 ray.init(
                     address="local",  # not one that happens to run here
                     num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
-                    _memory=machine_bytes(),  # Ray counts what is free just now, of which a busy machine has little
+                    _memory=machine_bytes(),  # by default Ray counts free memory, of which a busy machine has little
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     _system_config={
-                        "prestart_worker_first_driver": False,  # a process for every CPU
+                        "prestart_worker_first_driver": False,  # it would start a process for every CPU
                         "enable_pipe_based_agent_to_parent_health_check": True,  # an agent's stdin ends with the raylet
                     },
                 )
             return
-        except Exception as error:  # Ray raises no kind of its own
+        except Exception as error:  # Ray raises no exception class of its own here
             if TOO_SLOW not in str(error):
                 raise
             ray.shutdown()
@@ -210,37 +213,37 @@ def _start_local(workers: Workers) -> None:
 
 
 def _have_token() -> None:
-    """A token where Ray, which asks for one by default, would save a new one in a home that cannot be written."""
+    """Set an authentication token, which Ray requires by default, also where the home folder cannot be written."""
     loader = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]  # no stub has it
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or loader.has_token(ignore_auth_mode=True):
         return
     try:
         generate_and_save_token()
-    except (OSError, RuntimeError):  # no right to write there, or no home at all
+    except (OSError, RuntimeError):  # the home folder is missing or read-only
         os.environ["RAY_AUTH_TOKEN"] = generate_new_authentication_token()
     loader.reset_cache()
 
 
 class _BareNode(ray_node.Node):
-    """A head node of what a job needs, gcs_server and raylet: not of Ray's dashboard, log monitor, autoscaler, and the
-    raylet's agents for metrics and runtime environments, seven processes of Python that start for seconds.
+    """A head node with only the processes that a job needs: gcs_server and raylet.
 
-    Ray has no switch for them. Instead of its agents, which a raylet insists on, it gets a process that waits for the
-    end of its input, and it finds their ports written as Ray writes those of agents that do not serve.
+    It leaves out seven Python processes that take seconds to start: dashboard, log monitor, autoscaler, and the
+    raylet's agents for metrics and runtime environments. Ray has no option for this. A raylet requires its agents, so
+    it gets `cat`, which runs until its input ends, in their place, and port files as of agents that do not serve.
     """
 
     def start_monitor(self) -> None:
-        """Nothing starts nodes here."""
+        """Do nothing: no nodes are started."""
 
     def start_log_monitor(self) -> None:
-        """Nobody reads what workers print."""
+        """Do nothing: the workers' output is not read."""
 
     def start_api_server(self, **_: Any) -> None:
-        """No dashboard, and no jobs are submitted."""
+        """Do nothing: there is no dashboard, and no jobs are submitted."""
 
     def start_raylet(self, *arguments: Any) -> None:
-        """With agents that do nothing; Ray would import the dashboard's libraries to find out whether it can."""
-        start_process, why_not = services.start_ray_process, ray_utils.get_dashboard_dependency_error
+        """Start the raylet with agents that do nothing, and without importing the dashboard's libraries."""
+        start_process, dashboard_error = services.start_ray_process, ray_utils.get_dashboard_dependency_error
 
         def start(command: list[str], *others: Any, **options: Any) -> Any:
             stripped = [part.partition("=")[0] + "=cat" if part.startswith(AGENTS) else part for part in command]
@@ -254,18 +257,18 @@ class _BareNode(ray_node.Node):
         try:
             super().start_raylet(*arguments)
         finally:
-            services.start_ray_process, ray_utils.get_dashboard_dependency_error = start_process, why_not
+            services.start_ray_process, ray_utils.get_dashboard_dependency_error = start_process, dashboard_error
 
 
 @contextmanager
 def _bare_node() -> Iterator[None]:
-    """In here `ray.init` starts a `_BareNode`."""
-    usual = ray_node.Node
+    """Make `ray.init` start a `_BareNode` within this context."""
+    original = ray_node.Node
     ray_node.Node = _BareNode  # type: ignore[misc]
     try:
         yield
     finally:
-        ray_node.Node = usual  # type: ignore[misc]
+        ray_node.Node = original  # type: ignore[misc]
 
 
 def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> Rates:
@@ -278,45 +281,40 @@ def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> R
     nodes = ray.get([probe.node.remote() for probe in probes])
     workers_per_node = max(nodes.count(node) for node in nodes)
     device = torch.device("cuda" if workers.gpus else "cpu")
-    asked = (device, dtype, workers.cpus, workers_per_node, shape)
-    return mean_rates(ray.get([probe.rates.remote(*asked) for probe in probes]))
+    arguments = (device, dtype, workers.cpus, workers_per_node, shape)
+    return mean_rates(ray.get([probe.rates.remote(*arguments) for probe in probes]))
 
 
 def _room(workers: Workers) -> int:
-    """How many workers there is room for beside other jobs; one at least, which an autoscaler may have to place."""
+    """Return how many workers fit beside other jobs; at least one, for which an autoscaler may add a node."""
     free = ray.available_resources()
     by_gpu = free.get("GPU", 0.0) // workers.gpus if workers.gpus else float("inf")
     return max(1, int(min(free.get("CPU", 0.0) // workers.cpus, by_gpu)))
 
 
 def machine_bytes() -> int:
-    """Of this machine's memory, by which Ray places workers."""
+    """Return the memory of this machine in bytes, by which Ray places workers."""
     return int(get_system_memory())  # a container's limit counts
 
 
 def object_store_room() -> int:
-    """What a Ray of our own holds in memory of what workers pass on; the rest goes to disk."""
+    """Return the bytes of a local Ray's object store in memory; beyond them it spills to disk."""
     return int(ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION * machine_bytes())
 
 
 def declared_memory(workers: Workers, memory_bytes: int) -> int:
-    """What Ray is asked for: `memory_bytes` where a node that is there has declared so much; else 0.
+    """Return the memory to request from Ray: `memory_bytes` if a node has declared so much, else 0.
 
-    An autoscaler's kinds of nodes need not say their memory: asked for it, it would start none.
+    Node types of an autoscaler need not declare their memory. If a worker requested some, it would add no node.
     """
-    if not memory_bytes:
-        return 0
-    wanted = {"CPU": float(workers.cpus), "GPU": workers.gpus, "memory": float(memory_bytes)}
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fits = any(all(node.get(kind, 0.0) >= amount for kind, amount in wanted.items()) for node in alive)
-    return memory_bytes if fits and not autoscales() else 0
+    fits = memory_bytes and _fits_a_node(workers, memory_bytes, _live_nodes()) and not autoscales()
+    return memory_bytes if fits else 0
 
 
 def why_unplaceable(workers: Workers, memory_bytes: int = 0) -> str | None:
-    """Why no worker will ever start: no node has what it asks for, and no autoscaler adds nodes. None: one may."""
-    wanted = {"CPU": float(workers.cpus), "GPU": workers.gpus, "memory": float(memory_bytes)}
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if any(all(node.get(kind, 0.0) >= amount for kind, amount in wanted.items()) for node in alive) or autoscales():
+    """Return why no worker can ever start: no node has its resources, and no autoscaler adds nodes. None: one may."""
+    alive = _live_nodes()
+    if _fits_a_node(workers, memory_bytes, alive) or autoscales():
         return None
     largest: dict[str, float] = max(
         alive, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0), node.get("memory", 0.0)), default={}
@@ -330,17 +328,27 @@ def why_unplaceable(workers: Workers, memory_bytes: int = 0) -> str | None:
     )
 
 
-def autoscales() -> bool:
-    """Whether Ray's autoscaler may add nodes.
+def _live_nodes() -> list[dict[str, float]]:
+    """Return the resources of each live node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
-    Its monitor reports in any cluster. Where it can start nodes, it names their kinds after its configuration; else
-    every node is a kind of its own, named after its id.
+
+def _fits_a_node(workers: Workers, memory_bytes: int, nodes: list[dict[str, float]]) -> bool:
+    request = {"CPU": float(workers.cpus), "GPU": workers.gpus, "memory": float(memory_bytes)}
+    return any(all(node.get(kind, 0.0) >= amount for kind, amount in request.items()) for node in nodes)
+
+
+def autoscales() -> bool:
+    """Return True if Ray's autoscaler may add nodes.
+
+    Its monitor reports node types in any cluster. If it can start nodes, the types have the names of its configuration.
+    Otherwise every node has a type of its own, named after the node's id.
     """
     own = {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
     try:
         return bool(_node_kinds() - own)
     except (ValueError, KeyError, TypeError, RuntimeError):
-        return True  # a report that we cannot read: wait rather than give up
+        return True  # the report has an unknown format: wait rather than give up
 
 
 def _node_kinds() -> set[str]:
@@ -352,9 +360,10 @@ def _node_kinds() -> set[str]:
 
 
 def _listen_on_loopback() -> None:
-    """A local Ray otherwise opens its ports on every interface.
+    """Make a local Ray open its ports on loopback only, instead of on every interface.
 
-    This is Ray's switch for systems whose firewalls ask; `_node_ip_address="127.0.0.1"` becomes the external address.
+    Ray has this switch for systems whose firewalls ask the user. Passing `_node_ip_address="127.0.0.1"` does not help,
+    because Ray replaces it by the external address.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False

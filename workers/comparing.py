@@ -1,4 +1,4 @@
-"""A dense model and what was made of it, side by side on a few tokens in float32, a layer in memory at a time.
+"""Compares a dense model with its compressed one on a few tokens in float32, with one layer in memory at a time.
 
 Legend: B batch, S sequence, D hidden, V vocabulary, K directions of a sketch.
 """
@@ -27,15 +27,15 @@ _NOTHING = 1e-150
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the compressed layers do, and how far from the dense ones.
+    """Errors and fingerprints of the compressed layers.
 
     Attributes:
-        layer_errors: ‖update of the compressed layer − of the dense one‖ / ‖of the dense one‖, both on the dense
-            model's hidden states.
-        error: the same of the logits, beside their mean over tokens; of the whole compressed model.
-        sketch: by layer, the compressed layer's update on K random directions, by the norm of the dense one: numbers
-            of size one that differ when anything in the layer does.
-        logits_sketch: the same of the compressed model's logits.
+        layer_errors: by layer, ‖compressed update − dense update‖ / ‖dense update‖, both on the dense model's hidden
+            states.
+        error: the same for the logits of the whole models, relative to their deviation from the mean over tokens.
+        sketch: by layer, projections of the compressed update on K random directions, divided by the norm of the dense
+            update. They are of size one and change if anything in the layer changes.
+        logits_sketch: the same for the compressed model's logits.
     """
 
     layer_errors: tuple[float, ...]
@@ -44,7 +44,7 @@ class Comparison:
     logits_sketch: tuple[float, ...]
 
     def report(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the comparison as JSON."""
         report: dict[str, Any] = asdict(self)
         return report
 
@@ -53,9 +53,9 @@ class Comparison:
 def compare_models(
     dense: LayerReader, packed: LayerReader, staged: Sequence[StagedLayer | None], ids_BS: Tensor
 ) -> Comparison:
-    """`staged`: by layer, the record of the compressed one; None: as `packed` reads it from its own checkpoint.
+    """Compare two models whose readers both return float32.
 
-    Both readers give float32. Raises as reading does.
+    `staged`: by layer, the record of the compressed one; None if `packed` reads it from its own checkpoint.
     """
     errors, sketches, states = compare_layers(dense, packed, staged, embedded(dense, packed, staged[0], ids_BS))
     error, logits_sketch = compare_heads(dense, packed, staged[-1], states, len(staged))
@@ -63,14 +63,14 @@ def compare_models(
 
 
 def compare_some(unit: Compare, setup: WorkerConfig, device: torch.device, transfer: TensorTransfer) -> CompareDone:
-    """Both models in float32; of each no more than a layer at a time. Raises as reading and `transfer` do."""
+    """Run a `Compare` unit: some layers of both models, and the heads if it asks for them."""
     dense, packed = (LayerReader(replace(setup, dtype=torch.float32), device) for _ in range(2))
     if unit.before is None:
         ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=device)
         states = embedded(dense, packed, unit.staged[0], ids_BS)
     else:
-        found = transfer.get(unit.before)
-        states = found["dense"].to(device), found["packed"].to(device)
+        before = transfer.get(unit.before)
+        states = before["dense"].to(device), before["packed"].to(device)
     errors, sketches, states = compare_layers(dense, packed, unit.staged, states, unit.first)
     figures = {"layer_errors": errors, "sketch": sketches}
     if not unit.head:
@@ -81,14 +81,14 @@ def compare_some(unit: Compare, setup: WorkerConfig, device: torch.device, trans
 
 
 def embedded(dense: LayerReader, packed: LayerReader, first: StagedLayer | None, ids_BS: Tensor) -> States:
-    """What enters the first layer of both models."""
+    """Return the inputs of the first layer of both models."""
     return embedding(dense)(ids_BS), embedding(packed, first)(ids_BS)
 
 
 def compare_layers(
     dense: LayerReader, packed: LayerReader, staged: Sequence[StagedLayer | None], states: States, first: int = 0
 ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], States]:
-    """Errors and sketches of layers from `first` on, of which `states` enter that, and what leaves the last of them."""
+    """Return errors and sketches of the layers from `first` on, whose inputs are `states`, and their last outputs."""
     (dense_BSD, packed_BSD), errors, sketches = states, [], []
     for layer, record in enumerate(staged, first):
         block = dense.block(layer, None)
@@ -110,37 +110,40 @@ def compare_layers(
 def compare_heads(
     dense: LayerReader, packed: LayerReader, last: StagedLayer | None, states: States, layers: int
 ) -> tuple[float, tuple[float, ...]]:
-    """Error and sketch of the logits behind so many layers."""
+    """Return error and sketch of the logits of models with `layers` layers."""
     dense_BSD, packed_BSD = states
     logits_TV = head(dense)(dense_BSD.flatten(0, 1))
-    found_TV = head(packed, last)(packed_BSD.flatten(0, 1))
+    packed_TV = head(packed, last)(packed_BSD.flatten(0, 1))
     spread_TV = logits_TV - logits_TV.mean(dim=0)
-    return relative(found_TV - logits_TV, spread_TV), sketch(found_TV - logits_TV.mean(dim=0), spread_TV, layers)
+    return relative(packed_TV - logits_TV, spread_TV), sketch(packed_TV - logits_TV.mean(dim=0), spread_TV, layers)
 
 
 def relative(error: Tensor, whole: Tensor) -> float:
-    """Ratio of two norms; 0 for no error, also of nothing."""
+    """Return ‖error‖ / ‖whole‖; 0 if the error is 0."""
     lost = error.double().norm().item()
     return lost / max(whole.double().norm().item(), _NOTHING) if lost != 0.0 else 0.0
 
 
 def sketch(tensor: Tensor, unit: Tensor, layer: int) -> tuple[float, ...]:
-    """⟨random signs, tensor⟩ / ‖unit‖ for K tensors of signs, which the layer's number seeds."""
+    """Return ⟨random signs, tensor⟩ / ‖unit‖ for K tensors of signs, seeded by the layer's number."""
     norm = max(unit.double().norm().item(), _NOTHING)
     generator = torch.Generator().manual_seed(SEED + layer)
     flat = tensor.double().flatten().cpu()
-    found = []
+    projections = []
     for _ in range(DIRECTIONS):
         signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8) * 2 - 1
-        found.append(float(signs.double() @ flat) / norm)
-    return tuple(found)
+        projections.append(float(signs.double() @ flat) / norm)
+    return tuple(projections)
 
 
-def deviation(found: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[float]:
-    """How far two reports' sketches are apart, by layer and of the logits last; as shares where they are above one."""
+def deviation(report: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[float]:
+    """Return the largest difference of two reports' sketches, by layer and last of the logits.
+
+    Differences are relative where the recorded number is above one.
+    """
     pairs = [
-        *zip(found["sketch"], recorded["sketch"], strict=True),
-        (found["logits_sketch"], recorded["logits_sketch"]),
+        *zip(report["sketch"], recorded["sketch"], strict=True),
+        (report["logits_sketch"], recorded["logits_sketch"]),
     ]
     return [
         max(abs(one - other) / max(1.0, abs(other)) for one, other in zip(ours, theirs, strict=True))

@@ -102,7 +102,7 @@ class InProcessPool(UnitAccounts):
             self.note(f"{workers} workers are asked for: a job with --in-process has one")
         self.asked = workers
 
-    def show(self, phase: str, done: int, units: int) -> None:
+    def show(self, phase: str, finished: int, units: int) -> None:
         """Do nothing: metrics go through Ray."""
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which waiting unit a worker is given: what it holds decides, so that little has to be read or made again."""
+"""Chooses the waiting unit that a worker runs next, so that it can use the hidden states that it holds."""
 
 from __future__ import annotations
 
@@ -10,65 +10,54 @@ from pipeline.units.scores import Score, WindowForward, shards_each
 from pipeline.units.sums import Add, Collect
 from pipeline.units.units import BesideUnit, ReadLayer, ShardUnit, Unit
 
-Held = tuple[str, int]  # a shard, and of which windows
+Shard = tuple[str, int]  # the model that is scored on it, or "" for a shard of the samples; its number
 
 
-def held(unit: ShardUnit) -> Held:
-    """What a unit leaves with its worker: a shard of the samples, or of the windows that a model is scored on."""
+def shard_of(unit: ShardUnit) -> Shard:
+    """Return the shard whose hidden states the unit leaves with its worker."""
     return (unit.model if isinstance(unit, WindowForward | Score) else "", unit.shard)
 
 
 class Holder(Protocol):
-    """A worker as far as it is known what it holds.
+    """A worker, and the shards whose hidden states it holds."""
 
-    Attributes:
-        shards: whose hidden states are with it, as `held` names them.
-        name: by which it is known where sums are.
-    """
-
-    shards: set[Held]
+    shards: set[Shard]
 
     @property
     def name(self) -> str:
-        """The worker's own."""
+        """The name that units use in `near`."""
         ...
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do but what goes beside others."""
+        """True if the worker runs no unit, or only `BesideUnit`s."""
         ...
 
 
 def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
-    """The place in `waiting` of the unit that a worker should do; None: of all that waits, nothing is for it.
+    """Return the index in `waiting` of the unit that the worker `member` should run, or None.
 
-    With `beside`, the first of those that go beside others, but for what is to be read or added on another node, and
-    what only one worker has. Else one of its own shards or of no shard; else one of a shard that nobody holds; else, so
-    that those who join late have something to do, one of a worker that holds at least two shards more.
+    With `beside`, this is the first `BesideUnit`, except those that another node should read or add, and `Collect`.
+    Otherwise it is a unit of one of the worker's shards or of no shard; then one of a shard that no worker holds; then,
+    so that new workers have something to do, one of a worker that holds at least two shards more.
 
-    A unit of no shard, such as a solve, is long: nobody has it in hand while another worker may be done first.
+    Units of no shard, such as a solve, are long. Only idle workers take them, so that none waits behind another unit.
 
-    Of windows, who goes through one model builds no layer of another while others do: a worker that has windows of
-    another model takes a new one, and any takes one over, when it has nothing else to do; the latter where what enters
-    the layer is stored.
+    A worker that scores one model should not build layers of another. It takes a new shard of another model's windows
+    only if it is idle. It takes one over from another worker only if it is idle and the layer's inputs are stored.
     """
     if beside:
-        here = (
+        nearby = (
             index
             for index, unit in enumerate(waiting)
             if isinstance(unit, BesideUnit) and not isinstance(unit, Collect) and _near(unit, member, live)
         )
-        return next(here, None)
+        return next(nearby, None)
     holders = {shard: other for other in live for shard in other.shards}
-    counts: dict[tuple[int, str], int] = {}
+    counts = {id(other): Counter(model for model, _ in other.shards) for other in (*live, member)}
 
-    def count(other: Holder, windows: str) -> int:
-        if (id(other), windows) not in counts:
-            counts[id(other), windows] = sum(of == windows for of, _ in other.shards)
-        return counts[id(other), windows]
-
-    taken_over: int | None = None
-    new: tuple[tuple[int, int], int] | None = None  # how well the best of them fits, and its place
+    takeover: int | None = None
+    unheld: tuple[tuple[int, int], int] | None = None  # the lowest cost, and the index
     for index, unit in enumerate(waiting):
         if isinstance(unit, BesideUnit):
             continue
@@ -76,43 +65,46 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
             if member.idle:
                 return index
             continue
-        shard = held(unit)
+        shard = shard_of(unit)
         holder = holders.get(shard)
         if holder is member:
             return index
         if holder is None:
-            fit = _fit(unit, member, live)
-            if fit is not None and (new is None or fit < new[0]):
-                new = fit, index
-        elif taken_over is None and _movable(unit, member) and count(holder, shard[0]) > count(member, shard[0]) + 1:
-            taken_over = index
-    return taken_over if new is None else new[1]
+            cost = _cost(unit, member, live)
+            if cost is not None and (unheld is None or cost < unheld[0]):
+                unheld = cost, index
+        elif takeover is None and _movable(unit, member):
+            model, _ = shard
+            if counts[id(holder)][model] > counts[id(member)][model] + 1:
+                takeover = index
+    return takeover if unheld is None else unheld[1]
 
 
 def _movable(unit: ShardUnit, member: Holder) -> bool:
-    """Whether a worker should take over a shard that another holds, if that has many more."""
+    """Return True if the worker may take over a shard from a worker that holds more."""
     return not isinstance(unit, WindowForward | Score) or (member.idle and unit.base == unit.layer)
 
 
-def _fit(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[int, int] | None:
-    """How little speaks against a worker's taking a shard that nobody holds; None: too much just now.
+def _cost(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[int, int] | None:
+    """Return the cost of giving a worker a shard that no worker holds; None: it should not take the shard now.
 
-    Of windows it has some, though not so many yet that half the workers would do with no more each; or it has none at
-    all, and best takes those that the fewest have; or it has others alone.
+    For windows, a worker that holds some of the model comes first, unless it holds its share (`shards_each`). Then
+    comes a worker without windows, for the model that the fewest workers hold. Then comes an idle worker that holds
+    windows of other models.
     """
     if not isinstance(unit, WindowForward | Score):
         return 0, 0
-    mine = Counter(of for of, _ in member.shards)
+    mine = Counter(model for model, _ in member.shards)
     if mine[unit.model]:
         return (0, 0) if mine[unit.model] < shards_each(unit.windows.shards, len(live)) else None
-    holders = sum(any(of == unit.model for of, _ in other.shards) for other in live)
+    holders = sum(any(model == unit.model for model, _ in other.shards) for other in live)
     if not any(mine):
         return 1, holders
     return (2, holders) if member.idle else None
 
 
 def _near(unit: Unit, member: Holder, live: Collection[Holder]) -> bool:
-    """Whether a unit may be done by this worker: it is near, or nobody who is lives."""
+    """Return True if the worker is among those near the unit's data, or none of those is alive."""
     if not isinstance(unit, Add | ReadLayer) or not unit.near or member.name in unit.near:
         return True
     return not any(other.name in unit.near for other in live)

@@ -1,8 +1,8 @@
-"""The pool of Ray actors: who gets which unit, and what happens when one dies, joins or is sent away.
+"""The pool of Ray actors: assigns units to workers, and handles workers that die, join or leave.
 
-Units wait here until a worker has room. A shard's forward units go to the worker that holds its hidden states; a worker
-with nothing to do takes a shard over from one that has more. A lost worker's units wait again, and another is started:
-at once, or after a pause when its node was short of memory (`workers.memory_pressure`).
+Units wait here until a worker has room. A shard's forward units go to the worker that holds its hidden states. A worker
+without units takes a shard over from one that has more. If a worker dies, its units wait again and another worker is
+started: at once, or after a pause if its node was short of memory (`workers.memory_pressure`).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from workers.hardware import differing, software_versions, thread_fault
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
 from workers.outcomes import Outcome, UnitAccounts, result_of, unit_kind
-from workers.placement import Held, choose, held
+from workers.placement import Shard, choose, shard_of
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
 
-DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
+DEPTH = 2  # units that a worker has at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed
 FULL = (OutOfDiskError, ObjectStoreFullError)
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError, OutOfMemoryError, *FULL)
-MEMORY_PAUSE_SECONDS = 5.0  # the first one before a worker is started where memory was short
+MEMORY_PAUSE_SECONDS = 5.0  # the first pause before a worker starts again after a lack of memory
 
 
 @dataclass
@@ -56,47 +56,47 @@ class _Member:
     ready: Any
     live: bool = False
     where: dict[str, Any] = field(default_factory=dict)
-    shards: set[Held] = field(default_factory=set)
+    shards: set[Shard] = field(default_factory=set)
     running: dict[Any, Unit] = field(default_factory=dict)
-    tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
-    given_at: dict[Any, float] = field(default_factory=dict)  # by the clock of `time.monotonic`
-    leaving: bool = False  # gets nothing more, and ends when it is done with what it has
-    sums: set[str] = field(default_factory=set)  # passes whose sums it keeps until they are collected
+    tensors: dict[Any, list[Any]] = field(default_factory=dict)  # the tensors that a running unit will return
+    started_at: dict[Any, float] = field(default_factory=dict)  # by the clock of `time.monotonic`
+    leaving: bool = False  # receives no more units, and ends after its last
+    sums: set[str] = field(default_factory=set)  # passes whose sums it holds until they are collected
 
     @property
     def name(self) -> str:
-        """The worker's own, once it is ready."""
+        """The worker's name, once it is ready."""
         return str(self.where.get("worker", ""))
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do but what goes beside others."""
-        return self.in_hand(beside=False) == 0
+        """True if the worker runs no unit, or only `BesideUnit`s."""
+        return self.unit_count(beside=False) == 0
 
-    def in_hand(self, beside: bool) -> int:
-        """How many units it has that go beside the others, or how many others; without what it gives away."""
+    def unit_count(self, beside: bool) -> int:
+        """Return how many `BesideUnit`s, or how many other units, the worker has; `Collect` units do not count."""
         running = (unit for unit in self.running.values() if not isinstance(unit, Collect))
         return sum(isinstance(unit, BesideUnit) == beside for unit in running)
 
 
 class RayPool(UnitAccounts):
-    """See `pipeline.driver.interfaces.Pool`."""
+    """Implements `pipeline.driver.interfaces.Pool` by Ray actors."""
 
     def __init__(
         self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]
     ) -> None:
-        """Asks Ray for `workers.max` actors and returns when `workers.min` of them are ready.
+        """Start `workers.max` actors, and return when `workers.min` of them are ready.
 
         Args:
             stop: set by a signal handler; `wait` then raises Interrupted.
-            note: takes lines for the log.
+            note: writes a line to the log.
 
         Raises:
             WorkerError: workers cannot start.
         """
         super().__init__()
         self.watch = watch_ray(note)
-        self.watch.check()  # Ray's core would end the process instead of putting anything
+        self.watch.check()  # without Ray, `ray.put` would end the process
         self.setup = ray.put(setup)
         self.stop = stop
         self.note = note
@@ -130,30 +130,30 @@ class RayPool(UnitAccounts):
 
     @property
     def size(self) -> int:
-        """How many workers are ready."""
+        """The number of workers that are ready."""
         return len(self._ready())
 
     @property
     def nodes(self) -> Sequence[Sequence[str]]:
-        """Names of the workers that are ready, node by node."""
-        found: dict[str, list[str]] = {}
+        """The names of the workers that are ready, for each node."""
+        names: dict[str, list[str]] = {}
         for member in self._ready():
-            found.setdefault(str(member.where.get("node")), []).append(member.name)
-        return list(found.values())
+            names.setdefault(str(member.where.get("node")), []).append(member.name)
+        return list(names.values())
 
     def resize(self, workers: int) -> None:
-        """Asks for another number of workers, from 1 to the number of shards; units in hand are finished first.
+        """Change the number of workers, from 1 to the number of shards; running units finish first.
 
-        May be called from another thread: `wait` sees to it.
+        May be called from another thread: `wait` starts and ends the workers.
         """
         self.wanted = min(max(1, workers), self.most)
 
     def submit(self, unit: Unit) -> None:
-        """Queues a unit."""
+        """Queue a unit."""
         self.waiting.append(unit)
 
     def wait(self) -> tuple[Unit, Any]:
-        """The next finished unit. See `pipeline.driver.interfaces.Pool.wait`."""
+        """Return the next finished unit and its result. See `pipeline.driver.interfaces.Pool.wait`."""
         while True:
             if self.stop.is_set():
                 raise Interrupted("stopped by a signal; run the same command again to go on")
@@ -166,7 +166,7 @@ class RayPool(UnitAccounts):
                 self._complain(1)
 
     def cancel_pending(self) -> None:
-        """Waits for what runs, forgets everything submitted."""
+        """Discard all submitted units, and wait for those that run."""
         self.waiting.clear()
         while any(member.running for member in self.members):
             if self.stop.is_set():
@@ -178,23 +178,22 @@ class RayPool(UnitAccounts):
             member.sums.clear()
 
     def forget(self) -> None:
-        """Lets workers forget all hidden states. Their next unit comes after it."""
+        """Make workers discard all hidden states before their next unit."""
         for member in self.members:
             member.shards.clear()
             member.actor.forget.remote()
 
     def busy(self) -> dict[str, str]:
-        """Worker -> the unit it is at, for the status."""
-        # From another thread: what was running may be done a moment later.
+        """Worker -> its running unit, for the status. May be called from another thread."""
         running = {worker_name(member.where): list(member.running.values()) for member in list(self.members)}
         return {name: units[0].key for name, units in running.items() if units}
 
-    def show(self, phase: str, done: int, units: int) -> None:
-        """Tells Prometheus how far a phase is. May be called from another thread."""
-        self.meters.progress(phase, done, units)
+    def show(self, phase: str, finished: int, units: int) -> None:
+        """Report a phase's progress to Prometheus. May be called from another thread."""
+        self.meters.progress(phase, finished, units)
 
     def close(self) -> None:
-        """Ends all workers."""
+        """End all workers."""
         for member in self.members:
             ray.kill(member.actor)
         self.members = []
@@ -212,7 +211,7 @@ class RayPool(UnitAccounts):
         return [member for member in self.members if member.live and not member.leaving]
 
     def _await_members(self, count: int) -> None:
-        # `wanted` may fall meanwhile: a worker of another kind is sent away, and none comes in its place.
+        # `wanted` falls if a worker with other hardware is rejected.
         while self.size < min(count, self.wanted):
             if self.stop.is_set():
                 raise Interrupted("stopped by a signal before any worker was ready")
@@ -220,7 +219,7 @@ class RayPool(UnitAccounts):
             self._complain(min(count, self.wanted))
 
     def _complain(self, count: int) -> None:
-        """Says so, now and then, while there are fewer workers than the job needs; see `Shortage.watch`."""
+        """Log from time to time that the job has too few workers; see `Shortage.watch`."""
         self.shortage.watch(
             self.size,
             count,
@@ -229,7 +228,7 @@ class RayPool(UnitAccounts):
         )
 
     def _fit(self) -> None:
-        """Starts workers up to the number wanted; lets those go that are too many, the idlest first."""
+        """Start workers up to `wanted`; dismiss those beyond it, the ones with the fewest shards first."""
         staying = [member for member in self.members if not member.leaving]
         for member in sorted(staying, key=lambda member: (member.live, len(member.shards)))[: -self.wanted]:
             member.leaving = True
@@ -242,7 +241,7 @@ class RayPool(UnitAccounts):
             self.members += [self._start() for _ in range(self.wanted - len(staying))]
 
     def _step(self, timeout_s: float) -> None:
-        """Takes in whatever is ready: new members, finished units, deaths. Raises WorkerError when Ray has ended."""
+        """Process new members, finished units and deaths. Raise WorkerError if Ray has ended."""
         self.watch.check()
         self.deaths.report(Counter(str(member.where.get("node")) for member in self._ready()))
         self._fit()
@@ -252,15 +251,15 @@ class RayPool(UnitAccounts):
         if not owners:
             self.stop.wait(timeout_s)
             return
-        done, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s, fetch_local=False)
-        for ref in done:
+        finished, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s, fetch_local=False)
+        for ref in finished:
             member = owners[ref]
             if member in self.members:
                 self._take(member, ref)
 
     def _longest_s(self) -> float:
-        given = [at for member in self.members for at in member.given_at.values()]
-        return time.monotonic() - min(given) if given else 0.0
+        starts = [at for member in self.members for at in member.started_at.values()]
+        return time.monotonic() - min(starts) if starts else 0.0
 
     def _take(self, member: _Member, ref: Any) -> None:
         try:
@@ -269,14 +268,14 @@ class RayPool(UnitAccounts):
             self._replace(member, error)
         except RayTaskError as error:
             unit = member.running.pop(ref, None)
-            what = unit.key if unit else "starting a worker"
-            raise WorkerError(f"{what}: {error}") from None
+            action = unit.key if unit else "starting a worker"
+            raise WorkerError(f"{action}: {error}") from None
         else:
             if ref == member.ready:
                 self._welcome(member, value)
                 return
             unit = member.running.pop(ref)
-            del member.given_at[ref]
+            del member.started_at[ref]
             self.failures.forgive(failure_key(unit))
             self.pause.end()
             if isinstance(unit, Collect):
@@ -286,8 +285,11 @@ class RayPool(UnitAccounts):
             self.finished.append((unit, replace(value, result=result)))
 
     def _welcome(self, member: _Member, where: dict[str, Any]) -> None:
-        """A worker is ready. One that would compute other bytes than the first, or has more threads than its node has
-        cores, is sent away, and none in its place."""
+        """Accept a worker that is ready.
+
+        A worker that would compute other bytes than the first, or has more threads than its node has cores, is rejected
+        and not replaced.
+        """
         member.where = where
         if others := differing(self.versions, where["versions"]):
             raise InputError(
@@ -307,7 +309,7 @@ class RayPool(UnitAccounts):
         self.note(f"{refused}; the job goes on with at most {self.wanted} workers")
 
     def _refusal(self, member: _Member) -> str | None:
-        """Why a worker that is ready gets no units; None: it gets some."""
+        """Return why a worker that is ready is rejected, or None."""
         name, where = worker_name(member.where), member.where
         if fault := thread_fault(self.workers.cpus, where["cores"], f"the node of worker {name}"):
             return fault
@@ -319,9 +321,9 @@ class RayPool(UnitAccounts):
         return None
 
     def _replace(self, member: _Member, error: Exception) -> None:
-        """Queues a dead worker's units again; another will be started for it."""
+        """Queue a dead worker's units again; `_fit` starts another worker."""
         self.members.remove(member)
-        ray.kill(member.actor)  # only its result may be gone; its shards are somebody else's now
+        ray.kill(member.actor)  # it may live, if only its result was lost, but its shards pass to others
         lost = list(member.running.values())
         self.meters.worker_died(len(lost))
         if isinstance(error, OutOfMemoryError) and others_hold_most(str(error)):
@@ -350,48 +352,48 @@ class RayPool(UnitAccounts):
     # -- units -------------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Gives units to the workers that have room, one each in turn, the least busy first."""
+        """Assign units to workers that have room, one each in turn, the least busy first."""
         self._dispatch_collects()
         live = self._ready()
         for beside in (False, True):
-            given = True
-            while given and self.waiting:
-                given = False
-                for member in sorted(live, key=lambda member: member.in_hand(beside)):
-                    room = member.in_hand(beside) < DEPTH
+            assigned = True
+            while assigned and self.waiting:
+                assigned = False
+                for member in sorted(live, key=lambda member: member.unit_count(beside)):
+                    room = member.unit_count(beside) < DEPTH
                     index = choose(self.waiting, member, live, beside) if room else None
                     if index is not None:
-                        self._give(member, live, index)
-                        given = True
+                        self._assign(member, live, index)
+                        assigned = True
 
     def _dispatch_collects(self) -> None:
-        """Gives each to the worker that it is for, who may be leaving; of one that is gone there is nothing to have."""
+        """Assign each `Collect` to its worker, which may be leaving. If that has died, the result is empty."""
         for unit in [unit for unit in self.waiting if isinstance(unit, Collect)]:
             holder = next((member for member in self.members if member.where.get("worker") == unit.worker), None)
             if holder is None:
                 self.waiting.remove(unit)
                 self._finish_gone([unit])
             else:
-                self._give(holder, [], self.waiting.index(unit))
+                self._assign(holder, [], self.waiting.index(unit))
 
     def _finish_gone(self, units: list[Collect]) -> None:
         self.finished.extend((unit, Outcome(None, None, 0.0, 0.0, 0)) for unit in units)
 
-    def _give(self, member: _Member, live: list[_Member], index: int) -> None:
+    def _assign(self, member: _Member, live: list[_Member], index: int) -> None:
         unit = self.waiting[index]
         del self.waiting[index]
         if isinstance(unit, ShardUnit):
             for other in live:
-                other.shards.discard(held(unit))
-            member.shards.add(held(unit))
+                other.shards.discard(shard_of(unit))
+            member.shards.add(shard_of(unit))
             if isinstance(unit, Summable) and unit.sums is not None:
                 member.sums.add(unit.sums.name)
         count = handle_count(unit)
-        asked: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}
+        options: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}
         if isinstance(unit, BesideUnit):
-            asked["concurrency_group"] = "giving" if isinstance(unit, Collect) else "beside"
-        returned = member.actor.execute.options(**asked).remote(unit)
+            options["concurrency_group"] = "giving" if isinstance(unit, Collect) else "beside"
+        returned = member.actor.execute.options(**options).remote(unit)
         outcome, *tensors = returned if count else [returned]
         member.running[outcome] = unit
         member.tensors[outcome] = tensors
-        member.given_at[outcome] = time.monotonic()
+        member.started_at[outcome] = time.monotonic()

@@ -1,5 +1,4 @@
-"""Windows of tokens through a model, on a worker, and sums over its logits: what tokens cost, how far two models are
-apart.
+"""Runs windows of tokens through a model and sums losses, or the divergence between two models, over the logits.
 
 Legend: M windows of a shard, S their length, B of these at a time, D hidden, T tokens, V vocabulary.
 """
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.kernels.checks import all_finite
 from pipeline.units.scores import Score, Scored, WindowForward, Windows
+from pipeline.units.units import ShardDone
 from stores.activations import ActivationStore
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
@@ -28,12 +27,12 @@ from workers.embedding_and_head import embedding, head
 from workers.hidden import WINDOWS, HiddenStates, InMemory
 from workers.layers import LayerReader
 
-ROWS_PER_LOGITS = 256  # as few as a product is still fast with: what follows it stays in a cache
-LogitRows = tuple[tuple[Tensor, ...], Tensor]  # logits (T, V) of each of some models, and the tokens (T,) that came
+ROWS_PER_LOGITS = 256  # enough for a fast product, and few enough that its result stays in a cache
+LogitRows = tuple[tuple[Tensor, ...], Tensor]  # logits (T, V) of one or more models, and the next tokens (T,)
 
 
 def summed_loss(parts: Iterable[LogitRows]) -> Scored:
-    """Under one model."""
+    """Sum the losses of tokens under one model."""
     total, count = 0.0, 0
     for (logits_TV,), target_T in parts:
         total += functional.cross_entropy(logits_TV, target_T, reduction="none").double().sum().item()
@@ -42,12 +41,12 @@ def summed_loss(parts: Iterable[LogitRows]) -> Scored:
 
 
 def summed_divergence(parts: Iterable[LogitRows]) -> Scored:
-    """Of the second model from the first, a dense one."""
+    """Sum the divergence of the second model from the first, which is dense, and the losses under both."""
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for (dense_TV, compressed_TV), target_T in parts:
         dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
         losses = [-log_p.gather(1, target_T[:, None]).double().sum() for log_p in (dense_TV, compressed_TV)]
-        gain_TV = compressed_TV.sub_(dense_TV)  # in place: these are the largest tensors there are
+        gain_TV = compressed_TV.sub_(dense_TV)  # in place, because these tensors are the largest
         divergence_T = -gain_TV.mul_(dense_TV.exp_()).sum(dim=1, dtype=torch.float64)
         sums += torch.stack([divergence_T.sum(), *losses]).cpu()
         count += len(target_T)
@@ -55,15 +54,8 @@ def summed_divergence(parts: Iterable[LogitRows]) -> Scored:
     return Scored(compressed_loss, count, dense_loss, divergence)
 
 
-class Passed(NamedTuple):
-    """Records of what was stored, and how many tokens went through."""
-
-    outputs: ArrayRecord | None
-    tokens: int
-
-
 class ScorePass:
-    """Does `WindowForward` and `Score` units for a worker, in their own dtype, with its hidden states."""
+    """Runs `WindowForward` and `Score` units of a worker, in a dtype of their own."""
 
     def __init__(
         self,
@@ -80,54 +72,58 @@ class ScorePass:
         self.computing = computing
         self.reader: LayerReader | None = None
 
-    def forward(self, unit: WindowForward) -> Passed:
-        """One shard through one layer. Raises as `Worker.execute` does."""
+    def forward(self, unit: WindowForward) -> ShardDone:
+        """Run one shard through one layer. Raises as `Worker.execute` does."""
         shard = _Shard(self, unit)
         inputs = shard.inputs()
         record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged))
         if unit.store and unit.layer + 1 == self.setup.geometry.num_layers:
             self.hidden.release_shard(shard.lineage, unit.shard)
-        return Passed(record if unit.store else None, shard.windows_M * shard.length)
+        return ShardDone({}, None, record if unit.store else None, shard.windows_M * shard.length)
 
     def score(self, unit: Score) -> Scored:
-        """Of one shard. Raises as `Worker.execute` does."""
+        """Score one shard. Raises as `Worker.execute` does."""
         shard = _Shard(self, unit)
         inputs, last = shard.inputs(), unit.staged
         if unit.dense is None:
-            found = summed_loss(shard.logits((inputs, last)))
+            scored = summed_loss(shard.logits((inputs, last)))
         else:
-            found = summed_divergence(shard.logits((self.activations.open(unit.dense), None), (inputs, last)))
+            scored = summed_divergence(shard.logits((self.activations.open(unit.dense), None), (inputs, last)))
         self.hidden.release_shard(shard.lineage, unit.shard)
-        return found
+        return scored
 
     def layers(self, windows: Windows) -> LayerReader:
-        """Layers in the dtype of the pass; one is held at a time."""
+        """Return the reader of layers in the dtype of the windows."""
         dtype = getattr(torch, windows.dtype)
         if self.reader is None or self.reader.setup.dtype != dtype:
             self.reader = LayerReader(replace(self.setup, dtype=dtype), self.device)
         return self.reader
 
     def release(self) -> None:
-        """Lets go of what is on the device, and of what was read ahead."""
+        """Free the device, and forget what was read ahead."""
         if self.reader is not None:
             self.reader.release()
             self.reader.ahead = None
 
 
 class _Shard:
-    """One unit's shard on its way."""
+    """The shard of one unit."""
 
     def __init__(self, owner: ScorePass, unit: WindowForward | Score) -> None:
         self.owner = owner
         self.unit = unit
         self.layers = owner.layers(unit.windows)
         self.lineage = f"{WINDOWS}{unit.model}"
-        self.length = self._length(unit.windows)
+        setup = owner.setup
+        self.token_source = next(
+            source for source in (unit.windows.tokens, setup.token_ids, setup.tokens) if source is not None
+        )
+        self.length = int(self.token_source.shape[1])
         self.first, end = unit.windows.ranges[unit.shard]
         self.windows_M = end - self.first
 
     def inputs(self) -> HiddenReader:
-        """What goes into the unit's layer: held, committed, or made from the last that are."""
+        """Return the inputs of the unit's layer; see `HiddenStates.inputs`."""
         return self.owner.hidden.inputs(self.lineage, self.unit, self._embedded, self._replay)
 
     def through(
@@ -138,7 +134,7 @@ class _Shard:
         store: bool = False,
         ahead: tuple[int | None, StagedLayer | None] = (None, None),
     ) -> ArrayRecord | None:
-        """A layer's outputs, which are held then; their record if they were stored."""
+        """Run a layer and hold its outputs. Return their record if they were stored."""
         block = self.layers.block(layer, staged)
         self.layers.read_ahead(*ahead)
 
@@ -152,20 +148,20 @@ class _Shard:
         return self._keep(layer + 1, outputs(), store=store)
 
     def logits(self, *outputs: tuple[HiddenReader, StagedLayer | None]) -> Iterator[LogitRows]:
-        """Logits (T, V) behind each of some last layers' outputs, and the tokens that came; some rows at a time."""
+        """Yield logits (T, V) for each of the last layers' outputs, and the next tokens, some rows at a time."""
         heads = {last and last.path: head(self.layers, last) for _, last in outputs}
         for start, stop in self._micro_batches():
             hidden = [reader.read(start, stop).to(self.layers.device)[:, :-1].flatten(0, 1) for reader, _ in outputs]
             target_T = self._tokens(start, stop)[:, 1:].flatten()
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
-                found = tuple(
+                logits = tuple(
                     heads[last and last.path](hidden_TD[part])
                     for hidden_TD, (_, last) in zip(hidden, outputs, strict=True)
                 )
-                if not all(all_finite(logits_TV) for logits_TV in found):
+                if not all(all_finite(logits_TV) for logits_TV in logits):
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
-                yield found, target_T[part]
+                yield logits, target_T[part]
 
     def _embedded(self) -> HiddenReader:
         first = self.unit.replay[0] if self.unit.layer else self.unit.staged
@@ -187,33 +183,22 @@ class _Shard:
         return hidden.keep(shard_key, writer)
 
     def _held(self, layer: int) -> HiddenReader:
-        held = self.owner.hidden.get((self.lineage, layer, self.unit.shard))
-        assert held is not None
-        return held
-
-    def _length(self, windows: Windows) -> int:
-        """Of a window."""
-        record, ids = windows.tokens or self.owner.setup.tokens, self.owner.setup.token_ids
-        return int(ids.shape[1] if windows.tokens is None and ids is not None else _known(record).shape[1])
+        reader = self.owner.hidden.get((self.lineage, layer, self.unit.shard))
+        assert reader is not None
+        return reader
 
     @cached_property
     def ids(self) -> HiddenReader:
-        """Of all windows; most layers do without."""
-        windows, ids = self.unit.windows, self.owner.setup.token_ids
-        if windows.tokens is None and ids is not None:
-            return InMemory(ids)
-        return self.owner.activations.open(_known(windows.tokens or self.owner.setup.tokens))
+        """Token ids of all windows; only the embedding and the head read them."""
+        if isinstance(self.token_source, Tensor):
+            return InMemory(self.token_source)
+        return self.owner.activations.open(self.token_source)
 
     def _tokens(self, start: int, stop: int) -> Tensor:
-        """Ids (B, S) of some of the shard's windows."""
+        """Return token ids (B, S) of some of the shard's windows."""
         return self.ids.read(self.first + start, self.first + stop).long().to(self.layers.device)
 
     def _micro_batches(self) -> list[tuple[int, int]]:
-        """(start, stop) within the shard."""
+        """Return (start, stop) of each micro-batch within the shard."""
         batch = self.unit.windows.micro_batch
         return [(start, min(start + batch, self.windows_M)) for start in range(0, self.windows_M, batch)]
-
-
-def _known(record: ArrayRecord | None) -> ArrayRecord:
-    assert record is not None, "windows of no record are those that the workers were given"
-    return record

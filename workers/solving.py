@@ -1,9 +1,10 @@
-"""Solutions as tensors of the checkpoint: a method's of one group, and all of a layer."""
+"""Solves a group by its method and names the factors as in the checkpoint; collects the tensors of a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -29,71 +30,56 @@ from pipeline.units.units import SolveDone, Write
 from workers.config import WorkerConfig
 from workers.tensor_transfer import TensorTransfer, get_all
 
-# Factors by their names in the checkpoint, the solution that they are of, and the schemes of rounded matrices by the
-# path of their module.
+# Factors by their names in the checkpoint, their solution, and the schemes of rounded matrices by module path.
 Solved = tuple[dict[str, Tensor], Solution, dict[str, Scheme]]
 
 
-def solve_group(
-    method: Method,
-    group: Group,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-    ranks: Ranks,
-    before: Mapping[str, Tensor],
-    quantize: Quantize | None = None,
-) -> Solved:
-    """One group at some ranks.
+@dataclass(frozen=True)
+class GroupProblem:
+    """A group of a layer, and how to compress it. `weights`: dense, by `role.weight` / `role.bias`."""
 
-    `geometry`: of the group's layer. `weights`: dense, by `role.weight` / `role.bias`. `before`: the factors that the
-    group's last correction gave; those of roles that this one changes are replaced.
+    method: Method
+    group: Group
+    geometry: LayerGeometry
+    weights: Mapping[str, Tensor]
+    quantize: Quantize | None = None
+
+
+def solve_group(
+    problem: GroupProblem, statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor] = MappingProxyType({})
+) -> Solved:
+    """Solve one group at some ranks.
+
+    `before`: factors of the group's last correction; those of roles that this one changes are replaced.
     """
-    if statistics.unseen:  # nothing is known of these weights' inputs
+    group, geometry, weights = problem.group, problem.geometry, problem.weights
+    if statistics.unseen:  # no token has reached these weights: they stay dense
         solution = Solution({} if before else dict(weights), {}, {"unseen": sorted(set(statistics.unseen))})
     elif _pair(statistics) is None:
-        solution = method.compress(group, geometry, weights, statistics, ranks)
+        solution = problem.method.compress(group, geometry, weights, statistics, ranks)
     else:
-        assert isinstance(method, Correcting)
+        assert isinstance(problem.method, Correcting)
         names = {key: geometry.tensor_name(key, group.roles) for key in weights}
-        known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
-        solution = method.correct(group, geometry, weights, statistics, ranks, known)
-    return _named(group, geometry, weights, statistics, ranks, before, quantize, solution)
+        factors = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
+        solution = problem.method.correct(group, geometry, weights, statistics, ranks, factors)
+    return _named(problem, statistics, ranks, before, solution)
 
 
-def solve_sizes(
-    method: Method,
-    group: Group,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-    sizes: Sequence[Ranks],
-    quantize: Quantize | None = None,
-) -> Iterator[Solved]:
-    """As `solve_group` at each of some ranks, of which nothing was corrected; one after another."""
-    if statistics.unseen:
-        for ranks in sizes:
-            yield solve_group(method, group, geometry, weights, statistics, ranks, {}, quantize)
-        return
-    if isinstance(method, SharingSizes):
-        solutions = method.compress_sizes(group, geometry, weights, statistics, sizes)
+def solve_sizes(problem: GroupProblem, statistics: Statistics, sizes: Sequence[Ranks]) -> Iterator[Solved]:
+    """Yield the solution of a group at each of several ranks, without a correction."""
+    if isinstance(problem.method, SharingSizes) and not statistics.unseen:
+        solutions = problem.method.compress_sizes(problem.group, problem.geometry, problem.weights, statistics, sizes)
+        for ranks, solution in zip(sizes, solutions, strict=True):
+            yield _named(problem, statistics, ranks, {}, solution)
     else:
-        solutions = (method.compress(group, geometry, weights, statistics, ranks) for ranks in sizes)
-    for ranks, solution in zip(sizes, solutions, strict=True):
-        yield _named(group, geometry, weights, statistics, ranks, {}, quantize, solution)
+        yield from (solve_group(problem, statistics, ranks) for ranks in sizes)
 
 
 def _named(
-    group: Group,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-    ranks: Ranks,
-    before: Mapping[str, Tensor],
-    quantize: Quantize | None,
-    solution: Solution,
+    problem: GroupProblem, statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor], solution: Solution
 ) -> Solved:
-    """A solution, rounded, by the checkpoint's names."""
+    """Round a solution and name its factors as in the checkpoint."""
+    group, geometry, weights, quantize = problem.group, problem.geometry, problem.weights, problem.quantize
     rounded: dict[str, Scheme] = {}
     if quantize is not None:
         bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
@@ -107,26 +93,41 @@ def _named(
     factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
     for key, tensor in solution.tensors.items():
         factors[geometry.tensor_name(key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights, solution.forms))
-    if refitted := _refitted(group, geometry, weights, factors, solution):
+    if refitted := _refitted(problem, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
     return factors, solution, rounded
 
 
+def _refitted(problem: GroupProblem, factors: Mapping[str, Tensor], solution: Solution) -> list[str]:
+    """Return the roles that stay dense but whose weights have changed."""
+    changed = set()
+    for key, dense in problem.weights.items():
+        role = key.partition(".")[0]
+        factor = factors.get(problem.geometry.tensor_name(key, problem.group.roles))
+        if role not in solution.forms and factor is not None and not torch.equal(factor, dense.to(factor)):
+            changed.add(role)
+    return sorted(changed)
+
+
+def _changes(solution: Solution, role: str) -> bool:
+    return role in solution.forms or any(key.startswith(f"{role}.") for key in solution.tensors)
+
+
 def _pair(statistics: Statistics) -> Moment | None:
-    """That of a correction, if it is one."""
+    """Return the moment of a correction, or None."""
     return next((moment for moment in statistics.moments if moment.kind == "pair"), None)
 
 
-def handed_over(solved: Solved, transfer: TensorTransfer) -> SolveDone:
-    """With the factors where other workers have them from."""
+def solve_done(solved: Solved, transfer: TensorTransfer) -> SolveDone:
+    """Put the factors where other workers get them. Return the unit's result."""
     factors, solution, rounded = solved
     return SolveDone(transfer.put(factors), solution.forms, solution.report, rounded)
 
 
 def layer_tensors(write: Write, setup: WorkerConfig, transfer: TensorTransfer) -> dict[str, Tensor]:
-    """All that is written of a layer: the factors of its groups, and what is copied from the source.
+    """Return all tensors of a compressed layer: the factors of its groups, and copies from the source.
 
-    Raises LostInputError: factors went with their node.
+    Raises LostInputError if factors were lost with their node.
     """
     geometry, source = setup.geometry.layers[write.layer], setup.source
     tensors: dict[str, Tensor] = {}
@@ -136,23 +137,3 @@ def layer_tensors(write: Write, setup: WorkerConfig, transfer: TensorTransfer) -
     names = (name for name in source.tensors if name.startswith(geometry.prefix))
     tensors.update(source.read([name for name in names if not name.startswith(claimed)]))
     return tensors
-
-
-def _refitted(
-    group: Group,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    factors: Mapping[str, Tensor],
-    solution: Solution,
-) -> list[str]:
-    """The roles that stay dense with other numbers: what they read, or what is behind them, has changed."""
-    changed = set()
-    for key, dense in weights.items():
-        role, found = key.partition(".")[0], factors.get(geometry.tensor_name(key, group.roles))
-        if role not in solution.forms and found is not None and not torch.equal(found, dense.to(found)):
-            changed.add(role)
-    return sorted(changed)
-
-
-def _changes(solution: Solution, role: str) -> bool:
-    return role in solution.forms or any(key.startswith(f"{role}.") for key in solution.tensors)

@@ -1,4 +1,4 @@
-"""What a worker has summed of a layer's moments over the shards that it did (docs/methods.md#sums-without-an-order).
+"""Sums a layer's moments over the shards of a worker (docs/methods.md#sums-without-an-order).
 
 Legend: F features, G groups, d = F / heads, b rows of a band.
 """
@@ -25,13 +25,13 @@ from pipeline.units.units import Forward, Summable
 from workers.block import Tap, overflow_advice
 from workers.tensor_transfer import TensorTransfer
 
-NORMS = "norms-"  # how the names of what is given besides a sum's bands begin
+NORMS = "norms-"  # prefix of the names of samples' norms, which travel with the bands of a sum
 
 
 class LayerSums:
-    """A worker's sums of passes of shards: a single triangle of each moment, on the device, and which shards.
+    """A worker's sums of the current pass: one triangle of each moment, on the device, and the shards in it.
 
-    While the sums of one pass are given away, in another thread, those of the next are made.
+    Another thread collects the sums of one pass while those of the next are computed.
     """
 
     def __init__(self, transfer: TensorTransfer, device: torch.device, geometry: Geometry) -> None:
@@ -41,20 +41,19 @@ class LayerSums:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.passes: dict[str, _PassSums] = {}
-        self.latest = ""  # the name of the pass that was begun last
+        self.latest = ""  # name of the latest pass
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
-        """What adds a unit's moments, at their points; none for a shard that is in the sums already."""
+        """Return taps that add a unit's moments; none if the sums already contain its shard."""
         add = self.adder(unit)
         if add is None:
             return []
         return [(moment.point, _checked(unit.layer, moment, add)) for moment in _summed(unit)]
 
     def adder(self, unit: Summable) -> Callable[..., None] | None:
-        """What adds the values of a micro-batch, or of a pair both, to a unit's moments; None for a shard that is in
-        the sums already.
+        """Return a function that adds a micro-batch to a moment; None if the sums already contain the unit's shard.
 
-        Of the passes that were begun before, only the last stays: others were given up.
+        The first unit of a pass discards all passes but the latest: they were abandoned.
         """
         if unit.sums is None:
             return None
@@ -70,7 +69,7 @@ class LayerSums:
 
     @contextmanager
     def adding(self, unit: Summable) -> Iterator[None]:
-        """In here a shard goes through: at the end it is in the sums, or there are none any more."""
+        """Within this context a shard is added. An exception discards the sums, which may contain part of it."""
         passed = None if unit.sums is None else self.passes[unit.sums.name]
         try:
             yield
@@ -82,7 +81,7 @@ class LayerSums:
             raise
 
     def collect(self, unit: Collect) -> CollectDone:
-        """Gives the sums of a pass away; beside what is computed, on a stream of its own."""
+        """Hand over the sums of a pass, on a CUDA stream of their own, parallel to computation."""
         passed = self.passes.pop(unit.sums, None)
         if passed is None:
             return CollectDone({}, {}, ())
@@ -97,14 +96,14 @@ class LayerSums:
         return CollectDone(partials, diagonals, tuple(sorted(passed.shards)), self.node, tokens)
 
     def _cut(self, named: dict[str, Tensor], parts: int) -> tuple[Any, ...]:
-        """Handles of parts of much the same size: every worker deals the bands alike, and what else it has last."""
+        """Put a sum in parts of similar size; return their handles. All workers split the bands alike."""
         names = sorted(named)
-        dealt = min(parts, sum(not name.startswith(NORMS) for name in names))
-        return tuple(self.transfer.put({name: named[name] for name in names[part::dealt]}) for part in range(dealt))
+        count = min(parts, sum(not name.startswith(NORMS) for name in names))
+        return tuple(self.transfer.put({name: named[name] for name in names[part::count]}) for part in range(count))
 
 
 class _PassSums:
-    """The sums of one pass, and how many tokens passed the point of each moment. No token may pass a rare one."""
+    """The sums of one pass, and how many tokens passed the point of each moment, which may be none."""
 
     def __init__(self, grids: dict[Moment, Grid], device: torch.device, layer: LayerGeometry) -> None:
         self.grids = grids
@@ -112,14 +111,17 @@ class _PassSums:
         self.layer = layer
         self.tokens: dict[Moment, int] = {}
         self.sums: dict[Moment, MomentSum | DiagonalSum | PairSum] = {}
-        self.waiting: dict[Moment, list[tuple[Tensor, ...]]] = {}  # rows of the shard at hand, too few for a product
-        self.norms: dict[Moment, list[Tensor]] = {}  # of gradients: of the samples (G,) of the shard at hand
-        self.norms_of: dict[Moment, dict[int, Tensor]] = {}  # of shards (M, G)
+        self.waiting: dict[Moment, list[tuple[Tensor, ...]]] = {}  # rows of the current shard, too few for a product
+        self.norms: dict[Moment, list[Tensor]] = {}  # of gradients: of each sample (G,) of the current shard
+        self.norms_of: dict[Moment, dict[int, Tensor]] = {}  # shard -> (M, G)
         self.shards: set[int] = set()
 
     def add(self, moment: Moment, *values: Tensor) -> None:
-        """Adds a micro-batch, or keeps it until the shard has enough for a product, or ends: adding to float64 sums
-        costs as much for few tokens as for many. `values`: (..., F), of gradients a sample's; of a pair x and e."""
+        """Add a micro-batch. `values`: (..., F); for gradients, of one sample; for a pair, x and e.
+
+        Rows wait until there are enough for a product, or until the shard ends, because adding to float64 sums costs as
+        much for few tokens as for many.
+        """
         if moment.kind == "gradient":
             norms_G = sample_square_norms(values[0], moment.heads, moment.groups, moment.diagonal)
             self.norms.setdefault(moment, []).append(norms_G)
@@ -130,7 +132,7 @@ class _PassSums:
             self._multiply(moment)
 
     def end(self, shard: int) -> None:
-        """All of a shard is through."""
+        """Finish a shard: add the rows that wait."""
         for moment in self.waiting:
             self._multiply(moment)
         for moment, norms in self.norms.items():
@@ -139,8 +141,8 @@ class _PassSums:
         self.shards.add(shard)
 
     def named(self, moment: Moment) -> dict[str, Tensor]:
-        """What is given away of a sum: its bands by their place, and what shards have besides, by the shard."""
-        bands = {f"{place:05d}": band for place, band in enumerate(self.sum_of(moment).bands())}
+        """Return the bands of a sum, named by their index, and the norms of gradients, named by their shard."""
+        bands = {f"{index:05d}": band for index, band in enumerate(self.sum_of(moment).bands())}
         return bands | {f"{NORMS}{shard:05d}": norms for shard, norms in self.norms_of.get(moment, {}).items()}
 
     def _multiply(self, moment: Moment) -> None:
@@ -154,7 +156,7 @@ class _PassSums:
             total.add_(*(values for (values,) in parts))
 
     def sum_of(self, moment: Moment) -> MomentSum | DiagonalSum | PairSum:
-        """Return the sum of a moment; of one whose point no token passed yet, zeros."""
+        """Return the sum of a moment: zeros if no token has passed its point yet."""
         if moment not in self.sums:
             self.sums[moment] = self._new_sum(moment)
         return self.sums[moment]
@@ -169,31 +171,31 @@ class _PassSums:
 
 
 class Squares:
-    """Sums of squares of a first micro-batch, by which the grids are chosen of sums over `tokens` tokens.
+    """Chooses the grids of sums over `tokens` tokens by the squares of a first micro-batch.
 
-    `silent`: moments of which nothing was seen but zeros.
+    `silent`: moments whose values were all zero so far.
     """
 
     def __init__(self, tokens: int, layer: LayerGeometry) -> None:
         self.tokens = tokens
         self.layer = layer
-        self.found: dict[Moment, Grid] = {}
+        self.by_moment: dict[Moment, Grid] = {}
         self.silent: set[Moment] = set()
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
-        """At the points of all moments that are summed."""
+        """Return taps for all moments that are summed."""
         return [(moment.point, _checked(unit.layer, moment, self.see)) for moment in _summed(unit)]
 
     def see_pair(self, moment: Moment, values: Tensor, errors: Tensor) -> None:
-        """Of a pair, whose values are finite."""
-        self.found[moment] = choose_pair_grid(values, errors, self.tokens)
+        """Choose the grid of a pair, whose values must be finite."""
+        self.by_moment[moment] = choose_pair_grid(values, errors, self.tokens)
 
     def grids(self, unit: Summable) -> dict[Moment, Grid]:
         """Return the grid of every moment of the unit; a point that no token has passed yet counts as silent."""
         for moment in _summed(unit):
-            if moment not in self.found:
+            if moment not in self.by_moment:
                 self._see_nothing(moment)
-        return self.found
+        return self.by_moment
 
     def _see_nothing(self, moment: Moment) -> None:
         values_1F = torch.zeros(1, self.layer.features(moment.point))
@@ -203,25 +205,25 @@ class Squares:
             self.see(moment, values_1F)
 
     def see(self, moment: Moment, values: Tensor) -> None:
-        """What passes a point; once more for a moment that was silent."""
-        if moment in self.found and moment not in self.silent:
+        """Choose the grid of a moment, unless an earlier micro-batch with other values than zeros did."""
+        if moment in self.by_moment and moment not in self.silent:
             return
         heads_of_a_group = moment.heads // moment.groups
         rows = values.numel() // values.shape[-1] * heads_of_a_group
         squares_Gd = sample_squares(values, moment.heads, moment.groups)
-        self.found[moment] = choose_grid(squares_Gd, rows, self.tokens * heads_of_a_group, values.dtype)
+        self.by_moment[moment] = choose_grid(squares_Gd, rows, self.tokens * heads_of_a_group, values.dtype)
         (self.silent.discard if bool(squares_Gd.any()) else self.silent.add)(moment)
 
 
 def _summed(unit: Summable) -> tuple[Moment, ...]:
-    """Those of a unit's moments of which the worker keeps a sum."""
+    """Return the unit's moments that the worker sums."""
     return tuple(moment for moment in unit.moments if moment.kind in SUMMED)
 
 
 def _checked(layer: int, moment: Moment, take: Callable[[Moment, Tensor], None]) -> Tap:
-    """A tap that takes finite values only. It raises NumericsError, naming layer and point."""
+    """Return a tap that raises NumericsError, naming layer and point, unless values are finite."""
 
-    def see(values: Tensor) -> None:
+    def check(values: Tensor) -> None:
         try:
             require_finite("values", values)
         except ValueError as error:
@@ -229,4 +231,4 @@ def _checked(layer: int, moment: Moment, take: Callable[[Moment, Tensor], None])
             raise NumericsError(f"layer {layer}: activations at {moment.point}: {error}; {advice}") from error
         take(moment, values)
 
-    return see
+    return check

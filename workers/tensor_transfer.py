@@ -1,4 +1,4 @@
-"""How tensors pass from worker to worker: put for a handle, got again by whoever has the handle."""
+"""Passes tensors from worker to worker: `put` returns a handle, by which any worker gets them."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ Packed = dict[str, tuple[str, Any]]
 
 
 class TensorTransfer(Protocol):
-    """A place for named tensors that other workers can read."""
+    """Stores named tensors for other workers."""
 
     def put(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Stores a copy; returns a small picklable handle."""
+        """Store a copy; return a small picklable handle."""
         ...
 
     def get(self, handle: Any) -> dict[str, Tensor]:
-        """The tensors of a handle, on the CPU; not to be written to. Raises LostInputError: their holder is gone."""
+        """Return the tensors of a handle, on the CPU and read-only. Raise LostInputError if their node is gone."""
         ...
 
 
 @dataclass(frozen=True)
 class Handle:
-    """Tensors that a unit left behind in Ray's object store, and the key of that unit."""
+    """Tensors in Ray's object store, and the key of the unit that produced them."""
 
     producer: str
     reference: Any
 
 
 def handle_count(unit: Unit) -> int:
-    """How many handles the result of a unit holds."""
+    """Return how many handles the result of a unit holds."""
     return unit.handles if isinstance(unit, TensorUnit) else 0
 
 
 def attach_handles(unit: Unit, result: Any, references: Sequence[Any]) -> Any:
-    """A unit's result with a `Handle` for each place in `references`, what the unit left in the object store."""
+    """Return a unit's result with its indices into `references` replaced by handles."""
     if not references or result is None:
         return result
-    return result.with_handles(lambda place: Handle(unit.key, references[place]))
+    return result.with_handles(lambda index: Handle(unit.key, references[index]))
 
 
 def get_all(transfer: TensorTransfer, handles: Sequence[Any]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each handle, one at a time. Raises LostInputError at the end, naming all that are lost."""
+    """Yield the tensors of each handle. Raise LostInputError at the end, with the keys of all lost units."""
     lost: list[LostInputError] = []
     for handle in handles:
         try:
@@ -61,20 +61,20 @@ def get_all(transfer: TensorTransfer, handles: Sequence[Any]) -> Iterator[dict[s
         raise LostInputError(str(lost[0]), tuple(key for error in lost for key in error.producers))
 
 
-def get_left(transfer: TensorTransfer, handles: Sequence[Any]) -> dict[str, Tensor]:
-    """The tensors of all handles, but those that were lost."""
-    found: dict[str, Tensor] = {}
+def get_available(transfer: TensorTransfer, handles: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the tensors of all handles that are not lost."""
+    tensors: dict[str, Tensor] = {}
     for handle in handles:
         with suppress(LostInputError):
-            found |= transfer.get(handle)
-    return found
+            tensors |= transfer.get(handle)
+    return tensors
 
 
 class LocalTransfer(TensorTransfer):
-    """Within one process: handles are the tensors themselves."""
+    """Passes tensors within one process: a handle is the tensors themselves."""
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with torch.inference_mode(False):  # what comes from another process is no inference tensor either
+        with torch.inference_mode(False):  # as if they came from another process, they are no inference tensors
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def get(self, handle: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class LocalTransfer(TensorTransfer):
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Packed:
-    """As numpy arrays, which Ray shares without copying; bfloat16 travels as int16."""
+    """Convert tensors to numpy arrays, which Ray shares without copying; bfloat16 becomes int16."""
     packed: Packed = {}
     hosts = {name: _on_host(tensor.detach()) for name, tensor in tensors.items()}
     if any(tensor.is_cuda for tensor in tensors.values()):
@@ -94,7 +94,7 @@ def pack(tensors: Mapping[str, Tensor]) -> Packed:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """In one piece; from a GPU by way of pinned memory, which is several times as fast, and yet to be waited for."""
+    """Copy to contiguous host memory. From a GPU the copy is asynchronous: the caller synchronizes."""
     if not tensor.is_cuda:
         return tensor.cpu().contiguous()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -102,8 +102,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def unpack(packed: Packed) -> dict[str, Tensor]:
-    """The tensors of `pack`. They may share read-only memory: not to be written to."""
+    """Return the tensors of `pack`. They may share read-only memory, so callers must not write to them."""
     with warnings.catch_warnings():
-        # What Ray gives is read-only, which torch cannot express.
+        # Ray's arrays are read-only, which torch cannot express.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
         return {name: torch.from_numpy(array).view(getattr(torch, dtype)) for name, (dtype, array) in packed.items()}

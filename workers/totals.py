@@ -1,8 +1,7 @@
-"""What becomes of the sums that workers have given away: added, held against their grids, stored, solved from.
+"""Adds the sums of several workers, checks them against their grids, stores them, and returns them for solving.
 
-They come from where tensors are passed on, in the host's memory, and are added on the device, on a stream of their own,
-so that what is computed there does not wait. The tensors of a sum are its bands (`pipeline.kernels.exact_sums`), by
-their place as text.
+The sums arrive in host memory. They are added on the device, on a CUDA stream of their own, so that computation does
+not wait. The tensors of a sum are its bands (`pipeline.kernels.exact_sums`), named by their index.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from workers.tensor_transfer import TensorTransfer, get_all
 
 
 class Totals:
-    """Holds nothing between its calls: they may be made beside a worker's other units."""
+    """Has no state between calls, so that other units of the worker may run at the same time."""
 
     def __init__(
         self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device, tokens_shape: tuple[int, int]
@@ -42,7 +41,7 @@ class Totals:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def add(self, unit: Add) -> AddDone:
-        """Adds a part of some sums, in any order."""
+        """Add a part of several workers' sums, in any order."""
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             return AddDone(self.transfer.put(_added(get_all(self.transfer, unit.partials), self._brought)))
 
@@ -50,7 +49,7 @@ class Totals:
         return self.copies.arrived(self.copies.bring(tensor))
 
     def check(self, unit: CheckGrids) -> CheckGridsDone:
-        """Wider grids for the moments that exceed theirs. Raises NumericsError when there is none."""
+        """Return wider grids for moments that exceed theirs. Raise NumericsError if there is none."""
         wider: dict[Moment, object] = {}
         for moment, handle in unit.grids.items():
             grid = Grid.unpacked(self.transfer.get(handle))
@@ -61,7 +60,7 @@ class Totals:
         return CheckGridsDone(wider)
 
     def store(self, unit: Total) -> ArrayRecord:
-        """Stores a moment, a row of tiles at a time."""
+        """Store a moment, one row of tiles at a time."""
         grid, named = self._summed(unit.summed)
         gradients, bands = unit.moment.kind == "gradient", _bands(named)
         name = unit.moment.key if gradients else f"{unit.lineage}-{unit.moment.key}"
@@ -76,18 +75,18 @@ class Totals:
         return record if passed == math.prod(self.tokens_shape) else CountedRecord(**dict(record), tokens=passed)
 
     def _of_gradients(self, record: ArrayRecord, named: dict[str, Tensor]) -> GradientRecord:
-        """With what is known of the samples, each of one sequence; sums of theirs are rounded once."""
+        """Add to a record the samples' squared norms, each summed with one rounding, and their number."""
         norms_MG = torch.cat([norms for name, norms in sorted(named.items()) if name.startswith(NORMS)])
         squares = [math.fsum(norms_M) for norms_M in norms_MG.T.tolist()]
         sequences = len(norms_MG)
         tokens = sequences * self.tokens_shape[1]
         return GradientRecord(**dict(record), square_norms=tuple(squares), sequences=sequences, tokens=tokens)
 
-    def moment(self, moment: Moment, found: ArrayRecord | Summed) -> Tensor:
-        """A moment (G, d, d) float64 on the device, of a pair (1, F + D, F)."""
-        if isinstance(found, ArrayRecord):
-            return self.statistics.read(found, self._brought)
-        grid, named = self._summed(found)
+    def moment(self, moment: Moment, source: ArrayRecord | Summed) -> Tensor:
+        """Return a moment (G, d, d), or of a pair (1, F + D, F), in float64 on the device."""
+        if isinstance(source, ArrayRecord):
+            return self.statistics.read(source, self._brought)
+        grid, named = self._summed(source)
         bands = _bands(named)
         whole = whole_pair if moment.kind == "pair" else whole_moment
         return whole(self.copies.bring_all(bands), grid)
@@ -103,13 +102,12 @@ def _bands(named: dict[str, Tensor]) -> list[Tensor]:
 def _added(
     parts: Iterable[dict[str, Tensor]], brought: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> dict[str, Tensor]:
-    """The sum of all parts where they are brought to, by name: what only one of them has is as it is, not to be written
-    to."""
+    """Add all parts by name, where `brought` puts them. A tensor that only one part has is returned without a copy."""
     total: dict[str, Tensor] = {}
     own: set[str] = set()
     for part in parts:
-        for name, given in part.items():
-            tensor = brought(given)
+        for name, tensor in part.items():
+            tensor = brought(tensor)
             if name in own:
                 total[name].add_(tensor)
             elif name in total:
@@ -124,5 +122,5 @@ def _raised(layer: int, moment: Moment, grid: Grid, beyond_Gd: Tensor) -> Grid:
     try:
         return grid.raised(beyond_Gd)
     except ValueError as error:
-        what = "gradients" if moment.kind == "gradient" else "activations"
-        raise NumericsError(f"layer {layer}: {what} at {moment.point}: {error}") from error
+        kind = "gradients" if moment.kind == "gradient" else "activations"
+        raise NumericsError(f"layer {layer}: {kind} at {moment.point}: {error}") from error

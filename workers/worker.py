@@ -1,4 +1,4 @@
-"""A worker: does units one after another. Knows neither Ray nor which method or family it serves.
+"""Runs units of work, one after another. Independent of Ray, and of any method or family.
 
 Legend: M samples of a shard, S sequence, D hidden, B micro-batch, V vocabulary.
 """
@@ -18,11 +18,10 @@ from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, CountedRecord, GradientRecord, StagedLayer
-from pipeline.families.family import LayerGeometry
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
-from pipeline.methods.method import Group, Measuring, Moment, Statistics
+from pipeline.methods.method import Measuring, Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.units.scores import Compare, CompareDone, Score, WindowForward
@@ -65,14 +64,14 @@ from workers.layers import LayerReader
 from workers.memory import return_freed_pages
 from workers.pairing import PairPass
 from workers.score_pass import ScorePass
-from workers.solving import handed_over, layer_tensors, solve_group, solve_sizes
+from workers.solving import GroupProblem, layer_tensors, solve_done, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
-from workers.tensor_transfer import TensorTransfer, get_all, get_left
+from workers.tensor_transfer import TensorTransfer, get_all, get_available
 from workers.totals import Totals
 
 
 class Worker:
-    """Holds the hidden states of the shards it was given, and one layer."""
+    """Holds the hidden states of its shards, and one layer."""
 
     def __init__(self, setup: WorkerConfig, transfer: TensorTransfer) -> None:
         self.name = uuid.uuid4().hex
@@ -93,15 +92,15 @@ class Worker:
         self.totals = Totals(self.transfer, self.statistics, self.device, setup.tokens_shape)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
-        self.compute_seconds = 0.0  # spent inside products and decompositions
+        self.compute_seconds = 0.0  # inside products and decompositions
 
     def execute(self, unit: Unit) -> Any:
-        """Does one unit. Doing it again does no harm. A `BesideUnit` may be done by another thread meanwhile.
+        """Run one unit; units may be repeated. Another thread may run a `BesideUnit` at the same time.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and tensor.
-            CorruptError: stored data that was read is damaged.
-            LostInputError: hidden states that only this worker had are damaged, or a result went with its node.
+            CorruptError: stored data are damaged.
+            LostInputError: hidden states that only this worker had are damaged, or a result was lost with its node.
             StorageError: a write failed.
         """
         handlers: dict[type, Callable[[Any], Any]] = {
@@ -122,37 +121,37 @@ class Worker:
             Solve: self._solve,
             SolveSizes: self._solve_sizes,
             Write: self._write,
-            WindowForward: self._window_forward,
+            WindowForward: self.scores.forward,
             Score: self.scores.score,
             Compare: self._compare,
         }
         if not isinstance(unit, BesideUnit):
             self._release_others(unit)
         try:
-            # The backward pass builds on autograd, which takes no tensor made in inference mode.
+            # The backward pass uses autograd, which accepts no tensors of inference mode.
             with torch.no_grad(), torch.inference_mode(not isinstance(_passing(unit), Backward)):
                 return handlers[type(unit)](unit)
         except CorruptError as error:
-            # Or the next attempt would read the same.
+            # Otherwise the next attempt would read the same data.
             if self.hidden.forget(error.path):
                 raise LostInputError(f"{unit.key}: spilled hidden states are damaged: {error}") from error
             raise
 
     def forget(self) -> None:
-        """Lets go of all hidden states: what comes next is of another model."""
+        """Discard all hidden states: the next units are of another model."""
         self.hidden.forget("")
 
     def close(self) -> None:
-        """Ends its threads, for a process that goes on."""
+        """End the threads, for a process that continues."""
         self.layers.thread.shutdown(cancel_futures=True)
 
     def _release_others(self, unit: Unit) -> None:
-        """Lets go of the layers that units of another kind were at, so that one is held at a time."""
+        """Release the layers of other kinds of units, so that one layer is held at a time."""
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(_passing(unit), Pair):
             self.pairs.release()
         if isinstance(unit, SolveUnit):
-            return_freed_pages()  # what forward passes left: a solve holds the most
+            return_freed_pages()  # after forward passes, because a solve needs the most memory
         if scoring:
             self.layers.release()
         else:
@@ -163,7 +162,7 @@ class Worker:
     def _forward(self, unit: Forward) -> ShardDone:
         inputs = self._inputs(unit)
         block = self._block(unit)
-        self.layers.read_ahead(unit.ahead, shared=partial(get_left, self.transfer, unit.ahead_weights))
+        self.layers.read_ahead(unit.ahead, shared=partial(get_available, self.transfer, unit.ahead_weights))
         samples: dict[Moment, Tensor] = {}
         taps = self._taps(unit, samples)
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
@@ -194,13 +193,13 @@ class Worker:
         if isinstance(unit.staged, Unwritten):
             write = unit.staged.write
             return self.layers.unwritten_block(unit.staged, lambda: layer_tensors(write, self.setup, self.transfer))
-        return self.layers.block(unit.layer, unit.staged, partial(get_left, self.transfer, unit.weights))
+        return self.layers.block(unit.layer, unit.staged, partial(get_available, self.transfer, unit.weights))
 
     def _read_part(self, unit: ReadLayer) -> ReadDone:
         return ReadDone(self.transfer.put(self.layers.read_part(unit.layer, unit.part, unit.parts)))
 
     def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
-        """Stores the inputs of the samples that the backward pass will take."""
+        """Store the inputs of the samples that the backward pass will run."""
         count = self.setup.gradient_count(unit.shard)
         shape_MSD = (count, self._sequence, self.setup.geometry.hidden)
         with self.activations.writer("inputs", unit.layer, unit.shard, shape_MSD, self.setup.dtype) as writer:
@@ -209,20 +208,16 @@ class Worker:
             return writer.commit()
 
     def _backward(self, unit: Backward) -> ShardDone:
-        add = self.sums.adder(unit)
-        with tensor_cores(self.setup.dtype), self.sums.adding(unit):
-            record = self.backward.run(unit, add)
-        stored = record if unit.store else None
-        tokens = self.setup.gradient_count(unit.shard) * self._sequence
-        return ShardDone({}, None, stored, tokens, worker=self.name)
+        return self._summed_pass(unit, self.backward.run, self.setup.gradient_count(unit.shard))
 
     def _pair(self, unit: Pair) -> ShardDone:
+        return self._summed_pass(unit, self.pairs.run, self.setup.samples_of(unit.shard))
+
+    def _summed_pass(self, unit: Any, run: Callable[..., ArrayRecord | None], samples: int) -> ShardDone:
         add = self.sums.adder(unit)
         with tensor_cores(self.setup.dtype), self.sums.adding(unit):
-            record = self.pairs.run(unit, add)
-        stored = record if unit.store else None
-        tokens = self.setup.samples_of(unit.shard) * self._sequence
-        return ShardDone({}, None, stored, tokens, worker=self.name)
+            record = run(unit, add)
+        return ShardDone({}, None, record if unit.store else None, samples * self._sequence, worker=self.name)
 
     def _inputs(self, unit: Forward) -> HiddenReader:
         return self.hidden.inputs(unit.lineage, unit, partial(self._embedded, unit), partial(self._replay, unit))
@@ -237,7 +232,7 @@ class Worker:
         return self.hidden.keep_reader(shard_key, hidden_writer)
 
     def _replay(self, unit: Forward, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
-        """A layer once more, for its outputs alone."""
+        """Run a layer again, for its outputs alone."""
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, staged)
         hidden_writer = self._hidden_writer(shard_key, store=False)
@@ -249,7 +244,7 @@ class Worker:
         return self.hidden.keep_reader(shard_key, hidden_writer)
 
     def _taps(self, unit: Forward, samples: dict[Moment, Tensor]) -> list[tuple[str, Tap]]:
-        """What takes the unit's moments, at their points; a shard that is in the sums already is not added again."""
+        """Return taps for the unit's moments. A shard that the sums contain is not added again."""
         taps = [
             (moment.point, self._sample_tap(unit, moment, samples))
             for moment in unit.moments
@@ -277,7 +272,7 @@ class Worker:
         )
 
     def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:
-        """Keeps the values of those tokens of the shard that are among the sample's."""
+        """Return a tap that keeps the shard's values of the tokens in a sample."""
         token = self.setup.sample_range(unit.shard)[0] * self._sequence
 
         def keep(values_BSF: Tensor) -> None:
@@ -297,18 +292,18 @@ class Worker:
         return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
 
     def _measure(self, unit: Measure) -> Any:
-        (method, _), weights = self.methods[unit.task.method], self._group_weights(unit.task)
-        assert isinstance(method, Measuring)
+        problem = self._problem(unit.task)
+        assert isinstance(problem.method, Measuring)
         with self._computing():
-            return method.measure(unit.task, self._geometry(unit.task), weights)
+            return problem.method.measure(problem.group, problem.geometry, problem.weights)
 
     def _curve(self, unit: CurveUnit) -> Any:
-        (method, quantize), weights = self.methods[unit.task.method], self._group_weights(unit.task)
+        problem = self._problem(unit.task)
         with self._computing(), tensor_cores(self.setup.dtype):
-            return curve_result(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
+            return curve_result(unit, problem, self._statistics)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed], hint: str = "") -> Statistics:
-        """Return statistics as methods receive them: sums of values, shrunk means of gradients."""
+        """Return statistics for a method: sums of values, shrunk means of gradients, and the hint of their curve."""
         moments, passed = {}, {}
         for moment, record in records.items():
             moments[moment] = self.totals.moment(moment, record)
@@ -320,28 +315,23 @@ class Worker:
         passed = {moment: tokens for moment, tokens in passed.items() if tokens != self._calibration_tokens}
         return Statistics(moments, self._calibration_tokens, hint, passed)
 
-    def _group_weights(self, group: Group) -> dict[str, Tensor]:
-        """`role.weight` / `role.bias` of a group's roles."""
-        names = {key: name for key, (name, _) in self._geometry(group).tensors(group.roles).items()}
-        return self.layers.dense_weights(group.layer, names)
-
-    def _geometry(self, group: Group) -> LayerGeometry:
-        return self.setup.geometry.layers[group.layer]
+    def _problem(self, task: Task) -> GroupProblem:
+        (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]
+        names = {key: name for key, (name, _) in geometry.tensors(task.roles).items()}
+        return GroupProblem(method, task, geometry, self.layers.dense_weights(task.layer, names), quantize)
 
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
-        method, quantize = self.methods[unit.task.method]
-        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.hint)
+        problem, statistics = self._problem(unit.task), self._statistics(unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
-            solved = solve_group(method, unit.task, *given, unit.ranks, before, quantize)
-        return handed_over(solved, self.transfer)
+            solved = solve_group(problem, statistics, unit.ranks, before)
+        return solve_done(solved, self.transfer)
 
     def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
-        method, quantize = self.methods[unit.task.method]
-        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.hint)
+        problem, statistics = self._problem(unit.task), self._statistics(unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
-            each = solve_sizes(method, unit.task, *given, unit.sizes, quantize)
-            return SizesSolved(tuple(handed_over(solved, self.transfer) for solved in each))
+            each = solve_sizes(problem, statistics, unit.sizes)
+            return SizesSolved(tuple(solve_done(solved, self.transfer) for solved in each))
 
     def _write(self, unit: Write) -> Any:
         tensors = layer_tensors(unit, self.setup, self.transfer)
@@ -354,16 +344,12 @@ class Worker:
         with self._computing():
             return compare_some(unit, self.setup, self.device, self.transfer)
 
-    def _window_forward(self, unit: WindowForward) -> ShardDone:
-        found = self.scores.forward(unit)
-        return ShardDone({}, None, found.outputs, found.tokens)
-
     @contextmanager
     def _computing(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
         if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # not the device, on which copies and sums are under way besides
+            torch.cuda.current_stream().synchronize()  # not the device, on which copies and sums also run
         self.compute_seconds += time.perf_counter() - started
 
     # -- samples -----------------------------------------------------------------------------------------------------
@@ -381,7 +367,7 @@ class Worker:
         return self.setup.gradient_samples * self._sequence
 
     def _tokens(self, start: int, stop: int) -> Tensor:
-        """Token ids (B, S) of samples of the whole calibration set."""
+        """Return token ids (B, S) of calibration samples start to stop."""
         assert self.tokens is not None
         return self.tokens.read(start, stop).long().to(self.device)
 
@@ -391,6 +377,5 @@ class Worker:
 
 
 def _passing(unit: Unit) -> Unit:
-    """The unit whose shard goes through a layer: itself, or the one that grids are chosen by."""
-    found: Unit = unit.forward if isinstance(unit, ChooseGrids) else unit
-    return found
+    """Return the unit that runs a shard through a layer: `unit` itself, or the one that chooses grids."""
+    return unit.forward if isinstance(unit, ChooseGrids) else unit

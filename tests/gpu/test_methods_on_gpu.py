@@ -23,7 +23,7 @@ from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import make_statistics
 from tests.methods.test_by_loss import manifest, problem
 from workers.curves import curve_result
-from workers.solving import solve_group
+from workers.solving import GroupProblem, solve_group
 
 pytestmark = pytest.mark.gpu
 LOSS = {"allocation": "loss"}
@@ -82,17 +82,17 @@ def made_of(
 ) -> dict[str, Any]:
     """The losses of the curve, and of a point in the middle what it is solved to: as it is, and rounded."""
     geometry, made = where.layers[0], dict[str, Any]()
-    curve = curve_result(Predict(task, {}), method, None, geometry, weights, lambda _: statistics)
+    problem = GroupProblem(method, task, geometry, weights)
+    curve = curve_result(Predict(task, {}), problem, lambda _: statistics)
     points = from_columns(curve)
     made |= {f"loss {number}": point.loss for number, point in enumerate(points)}
     if isinstance(method, LossAwareMethod) and task.name != "mlp":
         auto = Quantize(bits="auto", group=32)
-        rounded = curve_result(Predict(task, {}), method, auto, geometry, weights, lambda _: statistics)
+        rounded = curve_result(Predict(task, {}), replace(problem, quantize=auto), lambda _: statistics)
         made |= {f"loss rounded {number}": point.loss for number, point in enumerate(from_columns(rounded))}
     for quantize in (None, Quantize(bits=4, group=None)):
-        factors, solution, _ = solve_group(
-            method, task, geometry, weights, statistics, points[len(points) // 2].ranks, {}, quantize
-        )
+        rounding = replace(problem, quantize=quantize)
+        factors, solution, _ = solve_group(rounding, statistics, points[len(points) // 2].ranks)
         made |= {f"{quantize} {name}": tensor for name, tensor in factors.items()}
         made |= {f"{quantize} {name}": value for name, value in solution.report.items() if isinstance(value, float)}
     return made

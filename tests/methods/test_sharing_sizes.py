@@ -17,7 +17,7 @@ from pipeline.methods.svd_llm import SVDLLMMethod
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import make_statistics, make_weights
-from workers.solving import Solved, solve_group, solve_sizes
+from workers.solving import GroupProblem, Solved, solve_group, solve_sizes
 
 WHERE = llama("gqa")
 METHODS = {
@@ -44,8 +44,9 @@ def test_each_has_the_bytes_that_it_has_alone(name: str) -> None:
     for group in (group for group in method.claims(WHERE) if group.layer == 0):
         weights, statistics = make_weights(WHERE, group.roles), make_statistics(WHERE, group)
         sizes = sizes_of(method, group, weights, statistics)
-        alone = [solve_group(method, group, WHERE.layers[0], weights, statistics, ranks, {}) for ranks in sizes]
-        shared = solve_sizes(method, group, WHERE.layers[0], weights, statistics, sizes)
+        problem = GroupProblem(method, group, WHERE.layers[0], weights)
+        alone = [solve_group(problem, statistics, ranks) for ranks in sizes]
+        shared = solve_sizes(problem, statistics, sizes)
         for expected, found in zip(alone, shared, strict=True):
             assert same(found, expected)
 

@@ -18,6 +18,7 @@ from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from tests.families.geometries import llama, other
 from tests.methods.loss_aware_weights import make_statistics, make_weights
 from workers.curves import curve_result
+from workers.solving import GroupProblem
 
 
 class _Making:
@@ -32,9 +33,8 @@ class _Making:
 
     def do(self, unit: CurveUnit) -> object:
         weights = make_weights(self.where, self.task.roles)
-        made = curve_result(
-            unit, self.method, self.quantize, self.where.layers[0], weights, lambda _: self._statistics()
-        )
+        problem = GroupProblem(self.method, self.task, self.where.layers[0], weights, self.quantize)
+        made = curve_result(unit, problem, lambda _: self._statistics())
         return made if isinstance(made, Curve) else json.loads(json.dumps(made))
 
     def _statistics(self) -> Statistics:

@@ -357,7 +357,7 @@ def test_some_units_go_beside_the_others(make: Any) -> None:
         pool.submit(unit)
     pool._dispatch()
     (member,) = pool.members
-    assert (member.in_hand(beside=False), member.in_hand(beside=True), len(member.running)) == (2, 2, 5)
+    assert (member.unit_count(beside=False), member.unit_count(beside=True), len(member.running)) == (2, 2, 5)
     assert [group for group in fake.groups if group] == ["giving", "beside", "beside"]
     assert fake.beside == {"beside": 1, "giving": 1}
     for _ in range(13):
