@@ -64,8 +64,9 @@ def test_a_group_whose_inputs_no_token_reached_stays_dense() -> None:
     weights, statistics = make_weights(WHERE, group.roles), make_statistics(WHERE, group)
     (ranks, *_) = sizes_of(method, group, weights, statistics)[2:]
     unseen = replace(statistics, passed={Moment("down.in"): 0})
-    alone = solve_group(method, group, WHERE.layers[0], weights, unseen, ranks, {})
-    (shared,) = solve_sizes(method, group, WHERE.layers[0], weights, unseen, [ranks])
+    problem = GroupProblem(method, group, WHERE.layers[0], weights)
+    alone = solve_group(problem, unseen, ranks)
+    (shared,) = solve_sizes(problem, unseen, [ranks])
     for factors, solution, _ in (alone, shared):
         assert (solution.forms, solution.report) == ({}, {"unseen": ["down.in"]})
         names = {WHERE.layers[0].tensor_name(key, group.roles): weight for key, weight in weights.items()}
