@@ -1,6 +1,6 @@
 """Predict the time of jobs on large models, on a simulator's clock: `python -m tools.simulate`.
 
-docs/plan.md explains the arithmetic, and holds the tables that this prints.
+docs/plan.md explains the arithmetic; docs/results.md holds the tables that this prints.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@ text."""
 
 from __future__ import annotations
 
-IMPORTANCE_TOKENS = 262_144  # 64 windows of 256 tokens tell t_l to 1 % (docs/methods.md#importance)
+IMPORTANCE_TOKENS = 262_144  # 64 windows of 256 tokens tell t_l to 1 % (docs/results.md#choices-that-were-measured)
 LEAST_SHARDS = 16  # so that workers have something to share
 TOKENS_PER_HIDDEN = 16
 GRID_TOKENS = 128  # of a sample, by which the grids of a layer's sums are chosen
 HELD_OUT = 10  # one window is held out for so many samples
 HELD_OUT_TOKENS = (
-    32_768  # of all texts together at most: a divergence is then known to 3 % (docs/plan.md#work-of-a-layer)
+    32_768  # at most, of all texts: a divergence is then known to 3 % (docs/results.md#choices-that-were-measured)
 )
 LEAST_TOKENS = 16_384  # a narrow model's gradient is noisy at 16 tokens a number, and costs next to nothing
 
