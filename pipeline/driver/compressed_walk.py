@@ -65,15 +65,15 @@ class CompressedWalk:
 
         `emit`: starts to compute its outputs.
         """
-        moments, gradients = layer_moments(self.job.tasks, layer), self.stored.of_backward_pass(layer)
+        moments, result = layer_moments(self.job.tasks, layer), None
         entered = self.session.journal.get(statistics_key(layer))
-        if entered is not None or not moments:
-            moments_entered = entered.statistics if entered else {}
-            return (yield from self._solve(layer, base, {**moments_entered, **gradients}, ranks, None, emit))
-        units = self.session.forwards.units("compressed", layer, None, moments, base, emit=False)
-        result = yield from self.reductions.run(moments, units, self.job.keep_statistics)
-        summed = yield from self.reductions.summed(result)
-        statistics: dict[str, ArrayRecord | Summed] = {**result.samples, **summed, **gradients}
+        statistics: dict[str, ArrayRecord | Summed] = {**self.stored.of_backward_pass(layer)}
+        if entered is not None:
+            statistics |= entered.statistics
+        elif moments:
+            units = self.session.forwards.units("compressed", layer, None, moments, base, emit=False)
+            result = yield from self.reductions.run(moments, units, self.job.keep_statistics)
+            statistics |= {**result.samples, **(yield from self.reductions.summed(result))}
         return (yield from self._solve(layer, base, statistics, ranks, result, emit))
 
     def _solve(

@@ -31,12 +31,8 @@ from stores.storage import contains, open_storage
 from workers.config import FORWARD_DTYPES
 
 T = TypeVar("T")
-STORED_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float64: "float64",
-}
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STORED_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES}
 
 
 @dataclass(frozen=True)
