@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from manifests.schema import Manifest
 from pipeline.console.amounts import duration
-from pipeline.cost_model import probe
 from pipeline.cost_model.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes, rank_remarks
-from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, phase_seconds, solve_seconds
-from pipeline.cost_model.probe import ProbedShape, mean_rates, measured_rates
+from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, phase_seconds
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
-from pipeline.cost_model.solve_work import SolveWork
 from pipeline.cost_model.work import layer_work
 from pipeline.families.family import Geometry
 from pipeline.job import plan_report as planning
@@ -484,45 +479,6 @@ def test_fewer_tokens_than_a_moment_has_columns(method: str, samples: int, said:
     for remark in remarks:
         assert f"calibration: {samples} samples of 8 are {8 * samples} tokens, fewer than the {said}" in remark
         assert "raise calibration.samples or calibration.sequence_length" in remark
-
-
-def test_rates_are_measured_on_this_machine() -> None:
-    """What is assumed is as it stands."""
-    found = measured_rates(torch.device("cpu"), torch.float32, 1, 3, ProbedShape(300, 200, 64, 256, 128))
-    measured = (
-        found.products,
-        found.backward,
-        found.moments,
-        found.factors,
-        found.single,
-        found.double,
-        found.eigen,
-        found.memory,
-        found.link,
-        found.digest,
-    )
-    assert min(measured) > 1e6
-    assert (found.disk, found.workers_per_node) == (probe.DISK, 3)
-
-
-def test_what_is_measured_is_a_layer_of_the_job_s_shape_or_a_narrower_one() -> None:
-    asked = manifest(calibration=calibration(sequence_length=40))
-    assert ProbedShape.of(llama(), asked) == ProbedShape(48, 80, 40, 64, 32)
-    assert ProbedShape(8192, 28672, 4096, 8192, 1024).at_most(2048, 512) == ProbedShape(2048, 7168, 512, 2048, 256)
-    assert ProbedShape(1000, 10, 7, 1000, 200).at_most(2048, 512) == ProbedShape(960, 10, 7, 960, 192)
-    assert ProbedShape(8, 10, 7, 8, 8).at_most(2048, 512) == ProbedShape(64, 10, 7, 64, 64)
-
-
-def test_workers_that_were_measured_at_a_time_are_averaged() -> None:
-    fast, slow = replace(NOMINAL_CPU, products=3.0), replace(NOMINAL_CPU, products=1.0)
-    assert mean_rates([fast, slow]) == replace(NOMINAL_CPU, products=2.0)
-    assert isinstance(mean_rates([fast, slow]).workers_per_node, int)
-
-
-def test_eigenproblems_go_at_a_rate_of_their_own() -> None:
-    solve = SolveWork("task", 40.0, 0, eigen_flops=20.0, factor_flops=10.0, moved_bytes=7.0)
-    rates = replace(NOMINAL_CPU, double=10.0, eigen=2.0, factors=5.0, memory=3.5)
-    assert solve_seconds(solve, rates) == 1.0 + 10.0 + 2.0 + 2.0
 
 
 @pytest.mark.parametrize(
