@@ -156,7 +156,7 @@ def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
 
 def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
     """Of the matrices that read an input, behind its root: their singular values by a gram, and the factors."""
-    matrices = (geometry.matrices[role] for role in task.roles)
+    matrices = (geometry.matrices[role] for role in task.roles if role in geometry.matrices)
     outputs = sum(matrix.outputs for matrix in matrices if matrix.inputs == inputs)
     least = min(outputs, inputs)
     eigen, rank = EIGEN_FLOPS * float(least) ** 3, CUT_SHARE * least

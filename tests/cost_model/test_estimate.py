@@ -15,6 +15,7 @@ from pipeline.cost_model.estimate import PROCESS_BYTES, Plan, _solve_bytes, make
 from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, phase_seconds
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
+from pipeline.cost_model.solve_work import solve_work
 from pipeline.cost_model.work import layer_work
 from pipeline.families.family import Geometry
 from pipeline.job import plan_report as planning
@@ -201,6 +202,9 @@ def test_what_rounding_takes() -> None:
     assert len(work.rounding) == 3 * where.num_layers + 2
     seconds = phase_seconds(work, rates_of("H200"), Pass(6, 4, 1, importance=0, compressed=False))
     assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
+    (head,) = (with_moments(task, job, where.layers[task.layer]) for task in tasks if task.roles == ("head",))
+    assert head.moments
+    assert solve_work(head, where.layers[head.layer], 100).flops == (10 + 4) * 64**3  # the root of its moment
 
 
 def test_the_size_of_a_rounded_checkpoint() -> None:
