@@ -24,6 +24,7 @@ from stores.durable import (
     fsync_directory,
     make_directory,
     partial_path,
+    read_into,
     storage_error,
     storage_errors,
     sweep_partials,
@@ -280,12 +281,9 @@ class DiskFile(Readable):
             return _read_fully(self._file, max(0, end - begin))
 
     def read_into(self, begin: int, view: memoryview) -> int:
-        count_bytes = 0  # read without an intermediate copy
         with storage_errors("reading", self._path):
             self._file.seek(begin)
-            while count_bytes < len(view) and (count := self._file.readinto(view[count_bytes:])):
-                count_bytes += count
-        return count_bytes
+            return read_into(self._file, view)
 
     def sha256(self, begin: int = 0, end: int | None = None) -> str:
         # One buffer that fits into the processor's cache.

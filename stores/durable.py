@@ -218,3 +218,11 @@ def sweep_partials(directory: str | Path, below: bool = True) -> int:
             if not below:
                 children.clear()
     return removed
+
+
+def read_into(file: BinaryIO, view: memoryview) -> int:
+    """Fills `view` from an unbuffered file; returns the number of bytes read, fewer only at the end of the file."""
+    size = 0
+    while size < len(view) and (count := file.readinto(view[size:])):  # type: ignore[attr-defined]
+        size += count
+    return size

@@ -88,7 +88,7 @@ def _stale_files(api: Any, repository: str, revision: str | None, record_file: s
             content = json.loads(record.read_bytes())
             listed = {*content["shards"], *content.get("files", ())}
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{repository}: {record_file} there is not legible; give another repository") from error
+            raise InputError(f"{repository}: {record_file} there is not readable; give another repository") from error
     foreign = sorted(name for name in present - listed - uploads if "/" not in name and name.endswith(WEIGHTS))
     if foreign:
         raise InputError(

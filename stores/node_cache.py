@@ -18,7 +18,7 @@ from pathlib import Path
 
 from manifests.errors import StorageError
 from stores.backend import Readable
-from stores.durable import partial_path
+from stores.durable import partial_path, read_into
 
 CHECKSUM_BYTES = 4
 RANGE_SUFFIX = ".range"
@@ -44,10 +44,7 @@ class NodeCache:
         path = self._path(key)
         try:
             with open(path, "rb", buffering=0) as file:
-                size = 0
-                while size < len(view) and (count := file.readinto(view[size:])):
-                    size += count
-                whole = size == len(view) and file.read() == _checksum(view)
+                whole = read_into(file, view) == len(view) and file.read() == _checksum(view)
             if whole:
                 os.utime(path)
             return whole

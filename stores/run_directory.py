@@ -226,17 +226,17 @@ class RunDirectory:
             raise InputError(self._refusal(list(differing.values())))
         return FingerprintCheck("adapted", content, tuple(differing))
 
-    def bind(self, standing: FingerprintCheck, adapt: Callable[[], None] = lambda: None) -> None:
+    def bind(self, check: FingerprintCheck, adapt: Callable[[], None] = lambda: None) -> None:
         """Makes the directory the job's, in an order that is safe against a crash between two steps.
 
         `adapt` undoes the work that depends on the differing fields; it is called for `adapted`. Raises StorageError.
         """
-        if standing.kind == "fresh" or (standing.kind == "new" and standing.differing):
+        if check.kind == "fresh" or (check.kind == "new" and check.differing):
             self._forget()
-        elif standing.kind == "adapted":
+        elif check.kind == "adapted":
             adapt()
-        if not standing.reuses_entries:
-            content = {**standing.content, "sha256": _digest(standing.content)}
+        if not check.reuses_entries:
+            content = {**check.content, "sha256": _digest(check.content)}
             self.storage.replace(FINGERPRINT, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
 
     def _has_work(self, before_work: Collection[str]) -> bool:

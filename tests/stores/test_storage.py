@@ -188,7 +188,7 @@ class TestDisk(StorageConformance):
         (tmp_path / "folder").mkdir()
         (tmp_path / "link").symlink_to(tmp_path / "nowhere")
         os.mkfifo(tmp_path / "pipe")
-        for name, words in {"folder": "a directory", "pipe": "no regular", "link": "a link to nothing"}.items():
+        for name, words in {"folder": "a directory", "pipe": "not a regular", "link": "a link to nothing"}.items():
             with pytest.raises(ValueError, match=words):
                 Disk(tmp_path).read(name)
 
