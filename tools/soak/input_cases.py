@@ -53,7 +53,7 @@ def _options(world: World, rng: Random) -> Case:
     """`--set`, and options of the other commands."""
     stop = "finished" if rng.random() < 0.3 else None
     world.fresh(stop)
-    value = rng.choice(OPTION_VALUES if rng.random() < 0.5 else (str(rng.choice(HOSTILE)())[:2000],)).replace("\0", "0")
+    value = rng.choice(OPTION_VALUES if rng.random() < 0.5 else (str(rng.choice(HOSTILE))[:2000],)).replace("\0", "0")
     option = f"{rng.choice(OPTION_FIELDS)}={value}"
     scored, number, place = evaluate("model"), rng.choice(NUMBERS), rng.choice((*PLACES, "model"))
     commands: tuple[Command, ...] = (

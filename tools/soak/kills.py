@@ -45,8 +45,7 @@ from tests.end_to_end.jobs import Job, file_digests
 from tests.faults import Proxy
 
 FLAT, LESTD, JOINT, LOSS = ({"method": name} for name in ("flat_llm", "lestd", "joint_rank_k", "loss_aware"))
-LORC = {"method": "lorc", "cache_keep": 0.5}
-INPUT = {"weighting": "input"}
+LORC, INPUT = {"method": "lorc", "cache_keep": 0.5}, {"weighting": "input"}
 DENSE = {"calibration.propagate": "dense"}
 JOBS: dict[str, dict[str, Any]] = {
     "flat_llm": {"methods": [FLAT]},
@@ -78,8 +77,7 @@ RAY_S, EARLY_S, BOOT_S, STOP_S, PATIENCE_S = 10.0, 8.0, 0.1, 30.0, 120.0
 REFUSED = 2
 Digests = dict[str, str]
 Outcome = tuple[str, Counter[str], str]  # a job, its interruptions by kind, and what is wrong
-Beside = Callable[[Job, Path], tuple[str, list[str]]]
-BESIDE: dict[str, Beside] = {  # name -> command and arguments that run beside a job
+BESIDE: dict[str, Callable[[Job, Path], tuple[str, list[str]]]] = {  # name -> command and arguments beside a job
     "the same manifest": lambda job, _: ("run", [str(job.manifest)]),
     "another manifest": lambda job, _: ("run", [str(job.manifest), "--set", "budget.keep=0.8"]),
     "another run_dir": lambda job, other: ("run", [str(job.manifest), "--set", f"run_dir={other}"]),
@@ -279,12 +277,7 @@ def signalled(job: Job, last: bool, coin: random.Random, whole_s: float) -> Life
     """Send SIGTERM or SIGINT, early or at a random time: the command stops in time, resumable."""
     number = coin.choice([signal.SIGTERM, signal.SIGINT])
     after_s = math.inf if last else coin.uniform(BOOT_S, coin.choice([EARLY_S, whole_s]))
-
-    def send(process: subprocess.Popen[bytes]) -> bool:
-        process.send_signal(number)
-        return True
-
-    life, seconds = live_with_ray(job, number.name, after_s, send)
+    life, seconds = live_with_ray(job, number.name, after_s, lambda process: process.send_signal(number) is None)
     wrong = life.code not in (0, 75) or seconds > STOP_S or "Traceback" in life.log or "*** SIG" in life.log
     return replace(life, fault=f"exit {life.code} after {seconds:.1f} s" if wrong else "")
 

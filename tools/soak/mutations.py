@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -14,30 +14,26 @@ DEEP = 3000
 Keys = tuple[Any, ...]
 
 
-HOSTILE: tuple[Callable[[], Any], ...] = (
-    lambda: None, lambda: True, lambda: False, lambda: 0, lambda: 1, lambda: -1, lambda: 2, lambda: 3, lambda: 7,
-    lambda: 2**31, lambda: 2**31 - 1, lambda: 2**32, lambda: 2**63, lambda: 2**64, lambda: -(2**63), lambda: 10**30,
-    lambda: 10**400, lambda: 0.0, lambda: 0.5, lambda: 1.0, lambda: -0.5, lambda: 1e308, lambda: -1e308,
-    lambda: 5e-324, lambda: float("nan"), lambda: float("inf"), lambda: -float("inf"), lambda: "", lambda: " ",
-    lambda: "\0", lambda: "a\0b", lambda: "\n", lambda: "\x1b[31m\x07", lambda: "‮evil", lambda: "é" * 50,
-    lambda: "😀", lambda: "x" * 70_000, lambda: "../../outside", lambda: "/nowhere/at/all", lambda: "/", lambda: ".",
-    lambda: "..", lambda: "~", lambda: "${HOME}", lambda: "$(touch x)", lambda: "%s%n", lambda: "-1", lambda: "1",
-    lambda: "1e999", lambda: "nan", lambda: "null", lambda: "s3://bucket/x", lambda: "file:///nowhere",
-    lambda: [], lambda: {}, lambda: [[]], lambda: [None], lambda: {"": {}}, lambda: {"a": 1}, lambda: [1, "a", {}],
-    lambda: list(range(5000)), lambda: {str(n): n for n in range(2000)}, lambda: nested(40), lambda: "a" * 200,
-)  # fmt: skip
-RAW = (
-    '"\\ud800"', '"a\\udfff"', "NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "-0", "1E400", "[" * DEEP,
-    "[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "0x10", "'a'", "undefined", '"unended', "01",
-)  # fmt: skip
-
-
 def nested(depth: int) -> Any:
     """Return a list within a list, and so on, `depth` times."""
     value: Any = 1
     for _ in range(depth):
         value = [value]
     return value
+
+
+HOSTILE: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**31 - 1, 2**32, 2**63, 2**64, -(2**63), 10**30, 10**400, 0.0, 0.5,
+    1.0, -0.5, 1e308, -1e308, 5e-324, float("nan"), float("inf"), -float("inf"), "", " ", "\0", "a\0b", "\n",
+    "\x1b[31m\x07", "‮evil", "é" * 50, "😀", "x" * 70_000, "../../outside", "/nowhere/at/all", "/", ".", "..", "~",
+    "${HOME}", "$(touch x)", "%s%n", "-1", "1", "1e999", "nan", "null", "s3://bucket/x", "file:///nowhere", [], {},
+    [[]], [None], {"": {}}, {"a": 1}, [1, "a", {}], list(range(5000)), {str(n): n for n in range(2000)}, nested(40),
+    "a" * 200,
+)  # fmt: skip
+RAW = (
+    '"\\ud800"', '"a\\udfff"', "NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "-0", "1E400", "[" * DEEP,
+    "[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "0x10", "'a'", "undefined", '"unended', "01",
+)  # fmt: skip
 
 
 def mutate_bytes(data: bytes, rng: Random) -> bytes:
@@ -70,33 +66,33 @@ def mutate_bytes(data: bytes, rng: Random) -> bytes:
     return bytes(mutable)
 
 
-def mutate_tree(value: Any, rng: Random, hostile: tuple[Callable[[], Any], ...] = HOSTILE) -> Any:
+def mutate_tree(value: Any, rng: Random, hostile: tuple[Any, ...] = HOSTILE) -> Any:
     """Change a tree of dicts and lists once or twice: replace, remove, rename, add, wrap or scale a value."""
     tree = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2))):
         paths = list(_paths(tree))
         if not paths:
-            return rng.choice(hostile)()
+            return copy.deepcopy(rng.choice(hostile))
         *parents, last = rng.choice(paths)
         owner = tree
         for part in parents:
             owner = owner[part]
         match rng.randrange(10):
             case 0 | 1 | 2 | 3 | 4:
-                owner[last] = rng.choice(hostile)()
+                owner[last] = copy.deepcopy(rng.choice(hostile))
             case 5:
                 del owner[last]
             case 6 if isinstance(owner, dict):
                 owner[rng.choice(("", "x", "../x", "a\0", str(last).upper(), f"{last} ", "y" * 5000))] = owner.pop(last)
             case 7 if isinstance(owner, dict):
                 name = rng.choice(("unknown", "__class__", "__proto__", "auto_map", "version", ""))
-                owner[name] = rng.choice(hostile)()
+                owner[name] = copy.deepcopy(rng.choice(hostile))
             case 8:
                 owner[last] = rng.choice(([owner[last]], {"a": owner[last]}, [owner[last]] * 3))
             case 9:
                 owner[last] = _scaled(owner[last], rng)
             case _:
-                owner[last] = rng.choice(hostile)()
+                owner[last] = copy.deepcopy(rng.choice(hostile))
     return tree
 
 
@@ -121,7 +117,7 @@ def _paths(value: Any, prefix: Keys = ()) -> Iterator[Keys]:
         yield from _paths(child, (*prefix, key))
 
 
-def mutate_json(text: bytes, rng: Random, hostile: tuple[Callable[[], Any], ...] = HOSTILE) -> bytes:
+def mutate_json(text: bytes, rng: Random, hostile: tuple[Any, ...] = HOSTILE) -> bytes:
     """Change a JSON document as bytes, as a tree, or by text that no encoder writes."""
     kind = rng.randrange(10)
     if kind < 2:
@@ -132,7 +128,7 @@ def mutate_json(text: bytes, rng: Random, hostile: tuple[Callable[[], Any], ...]
     document = json.loads(text)
     if kind == 3:
         marker = "\0raw\0"
-        tree = mutate_tree(document, rng, (lambda: marker,))
+        tree = mutate_tree(document, rng, (marker,))
         return json.dumps(tree).replace(json.dumps(marker), rng.choice(RAW)).encode()
     if kind == 4:  # the first key of an object twice
         encoded = json.dumps(document)
