@@ -1,4 +1,4 @@
-"""`make quickstart`: train a small model, compress it at three sizes with the real commands, compare what comes out."""
+"""`make quickstart`: train a small model, compress it at three sizes with the real commands, compare the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = "Anna had four cups. She gave"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """A model in the table."""
 
     name: str
     perplexity: float
@@ -41,11 +41,11 @@ class Row:
 
 
 def main() -> int:
-    """Trains a small model, compresses it at three sizes, prints what each costs. Returns the exit code."""
+    """Train a small model, compress it at three sizes, print the cost of each. Return the exit code."""
     argparse.ArgumentParser(prog="python -m deploy.quickstart", description=__doc__).parse_args()
     transformers.utils.logging.disable_progress_bar()
     if not MANIFEST.is_file():
-        print(f"quickstart: {MANIFEST} is not here; run it in the root of the repository", file=sys.stderr)
+        print(f"quickstart: {MANIFEST} does not exist here; run this in the root of the repository", file=sys.stderr)
         return 2
     model = FOLDER / "model"
     recipe = Recipe()
@@ -87,7 +87,7 @@ def _row(name: str, model: Path, perplexity: float) -> Row:
 
 
 def continue_prompt(directory: Path) -> str:
-    """The rest of the line that begins with PROMPT, greedily."""
+    """Complete PROMPT greedily, to the end of the line."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
     prompt = tokenizer(PROMPT, return_tensors="pt")
@@ -97,7 +97,7 @@ def continue_prompt(directory: Path) -> str:
 
 
 def table_of(rows: list[Row]) -> Table:
-    """One line for each row; ratios are of the first's bytes."""
+    """Return the table; ratios are to the bytes of the first row."""
     table = Table(title="The same model at four sizes", show_lines=True)
     for heading in ("", "perplexity", "stored bytes", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""A small Llama, trained here in about a minute on two cores, saved as a hub has it: shards and an index.
+"""Train a small Llama, and save it like a model of the hub, in shards with an index.
 
 B windows in a batch, S tokens in a window (one more is drawn, for the targets), T tokens of the whole text.
 """
@@ -24,9 +24,9 @@ NUM_THREADS = 2  # fixed: sums are ordered by thread, and the same seed must giv
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights.
+    """The settings that decide the weights.
 
-    About 115,000 parameters. Deep and narrow: only weights that are used answer to compression.
+    About 115,000 parameters. Deep and narrow, so that compression changes the loss: unused weights would hide it.
     """
 
     vocab_size: int = 640
@@ -47,9 +47,9 @@ class Recipe:
 
 
 def make_model(directory: Path, recipe: Recipe, say: Callable[[str], None] = print) -> None:
-    """Writes `directory`/model, calibration.txt and evaluation.txt (stories the model was not trained on).
+    """Write `directory`/model, calibration.txt and evaluation.txt, with stories that the model was not trained on.
 
-    `model` appears last and complete, under a temporary name until then, so its presence means that all is there.
+    `model` is renamed to its name last, so that its presence means that everything is complete.
     """
     directory.mkdir(parents=True, exist_ok=True)
     text = story_text(recipe.train_bytes, recipe.seed)
@@ -67,7 +67,7 @@ def make_model(directory: Path, recipe: Recipe, say: Callable[[str], None] = pri
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens; <s> goes in front of every text it is given."""
+    """Train a byte-level BPE of `vocab_size` tokens, which puts <s> before every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def build_model(recipe: Recipe) -> LlamaForCausalLM:
-    """A Llama with grouped heads and untied embeddings, its weights drawn by the recipe's seed."""
+    """Build a Llama with grouped heads and untied embeddings, with random weights by the recipe's seed."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
@@ -100,7 +100,7 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, tokens_T: torch.Tensor, recipe: Recipe, say: Callable[[str], None]) -> float:
-    """Trains in place on random windows of `tokens_T`; returns the last loss, in nats per token."""
+    """Train in place on random windows of `tokens_T`. Return the last loss, in nats per token."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -120,7 +120,7 @@ def train(model: LlamaForCausalLM, tokens_T: torch.Tensor, recipe: Recipe, say: 
 
 
 def _draw_windows(tokens_T: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> torch.Tensor:
-    """(B, S + 1); every second window begins with <s>, as a prompt does, the others amid the text."""
+    """Draw windows (B, S + 1). Every second one begins with <s>, as a prompt does, the others amid the text."""
     length = recipe.window_tokens + 1
     starts_B = torch.randint(len(tokens_T) - length, (recipe.batch_windows,), generator=generator)
     windows_BS = tokens_T[starts_B[:, None] + torch.arange(length)]
@@ -129,7 +129,7 @@ def _draw_windows(tokens_T: torch.Tensor, recipe: Recipe, generator: torch.Gener
 
 
 def _schedule(step: int, num_steps: int) -> float:
-    """Share of the learning rate: linear warm-up over a twentieth of the steps, then a cosine to 2 %."""
+    """Return the share of the learning rate: linear warm-up over a twentieth of the steps, then a cosine to 2 %."""
     warm_up = max(1, num_steps // 20)
     if step < warm_up:
         return (step + 1) / warm_up

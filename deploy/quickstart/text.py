@@ -1,10 +1,10 @@
 """Seeded English-like text: short stories whose later sentences depend on earlier ones.
 
-In the fixed kinds a reader can predict much, but only by keeping track: who holds which object, where everybody is, how
-many things were given away (the numbers add up), he or she, one or many, a moral that follows from what was done. Facts
-of the world (which town is in which country, who eats what) hold in every story. The scenes are looser: what somebody
-does, to what and how follows habits, thousands of seeded conditional frequencies, as in natural text. They fill a
-model's layers, so that its perplexity answers when these are compressed.
+In the fixed kinds of story much can be predicted, but only by tracking state: the owner of an object, the place of each
+person, numbers that add up, pronouns, singular and plural, a moral that follows from an action. Facts of the world (the
+country of a town, the food of an animal) hold in every story. Scenes are looser: actions, objects and adverbs follow
+habits, thousands of seeded conditional frequencies, as in natural text. They fill a model's layers, so that its
+perplexity rises when these are compressed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TIMES = ["morning", "afternoon", "evening", "night"]
 
 
 def stories(seed: int) -> Iterator[str]:
-    """Endless stories, one paragraph each, the same for the same seed."""
+    """Yield endless stories, one paragraph each, the same for the same seed."""
     rng = random.Random(seed)
     kinds = (_errand, _counting, _animal, _journey, _mood, _portrait)
     while True:
@@ -85,7 +85,7 @@ def stories(seed: int) -> Iterator[str]:
 
 
 def story_text(num_bytes: int, seed: int) -> str:
-    """Whole stories, one to a line, until there are at least `num_bytes` bytes."""
+    """Return whole stories, one to a line, of at least `num_bytes` bytes in all."""
     lines: list[str] = []
     size = 0
     for story in stories(seed):
@@ -139,17 +139,17 @@ def _errand(rng: random.Random) -> str:
 def _counting(rng: random.Random) -> str:
     (giver, pronoun), (friend, _) = _two_people(rng)
     thing, start = rng.choice(THINGS), rng.randint(2, 9)
-    given = rng.randint(1, start - 1)
-    left = start - given
-    found = rng.randint(1, 12 - left)
-    verb = "was" if given == 1 else "were"
+    gifts = rng.randint(1, start - 1)
+    rest = start - gifts
+    more = rng.randint(1, 12 - rest)
+    verb = "was" if gifts == 1 else "were"
     she = pronoun.capitalize()
     return (
-        f"{giver} had {_many(start, thing)}. {she} gave {_many(given, thing)} to {friend}, and there {verb} "
-        f"{NUMBERS[given]} in the {rng.choice(('bag', 'pocket'))} of {friend}. So {giver} had {_many(left, thing)} "
-        f"left. Later {pronoun} found {_many(found, thing)} in the {rng.choice(sorted(PLACES))}. "
-        f"{NUMBERS[left].capitalize()} and {NUMBERS[found]} make {NUMBERS[left + found]}, "
-        f"so now {pronoun} has {_many(left + found, thing)}."
+        f"{giver} had {_many(start, thing)}. {she} gave {_many(gifts, thing)} to {friend}, and there {verb} "
+        f"{NUMBERS[gifts]} in the {rng.choice(('bag', 'pocket'))} of {friend}. So {giver} had {_many(rest, thing)} "
+        f"left. Later {pronoun} found {_many(more, thing)} in the {rng.choice(sorted(PLACES))}. "
+        f"{NUMBERS[rest].capitalize()} and {NUMBERS[more]} make {NUMBERS[rest + more]}, "
+        f"so now {pronoun} has {_many(rest + more, thing)}."
     )
 
 
@@ -177,7 +177,7 @@ def _journey(rng: random.Random) -> str:
 
 
 def _portrait(rng: random.Random) -> str:
-    """Somebody with a surname: home, trade, animal and colour are the same in every story, so they can be learnt."""
+    """A person with a surname, whose home, trade, animal and colour are the same in every story."""
     (name, pronoun), surname = _person(rng), rng.choice(SURNAMES)
     fixed = random.Random(f"{name} {surname}")
     town, trade = fixed.choice(sorted(TOWNS)), fixed.choice(sorted(TRADES))
@@ -201,14 +201,14 @@ def _mood(rng: random.Random) -> str:
 
 
 def _scene(rng: random.Random) -> str:
-    """Some sentences in one place; every word is drawn by habit from the words that it goes with."""
+    """Some sentences in one place; each word is drawn by habit from the words around it."""
     (hero, pronoun), (friend, _) = _two_people(rng)
     place = _habit(rng, sorted(PLACES), hero)
     lines, thing = [], ""
     for position in range(rng.randint(2, 5)):
         who = hero if position == 0 else rng.choice((pronoun, pronoun, friend)).capitalize()
         verb = _habit(rng, VERBS, hero if who != friend else friend, place)
-        # Half of the time it is the thing of the sentence before.
+        # Half of the time, repeat the thing of the sentence before.
         thing = thing if thing and rng.random() < 0.5 else _habit(rng, THINGS, verb, place)
         adjective, adverb = _habit(rng, ADJECTIVES, thing, place), _habit(rng, ADVERBS, verb, thing)
         lines.append(f"{who} {verb} the {adjective} {thing} {adverb}.")
@@ -217,7 +217,7 @@ def _scene(rng: random.Random) -> str:
 
 
 def _habit(rng: random.Random, options: Sequence[str], *conditions: str) -> str:
-    """One of `options`, the most usual with these `conditions` most often (frequency ~ 1 / rank^1.5)."""
+    """Draw one of `options`. `conditions` decide their order; the frequency is proportional to 1 / rank^1.5."""
     order = list(options)
     random.Random("|".join(conditions)).shuffle(order)
     return rng.choices(order, cum_weights=_cumulative(len(order)))[0]
