@@ -277,7 +277,12 @@ def signalled(job: Job, last: bool, coin: random.Random, whole_s: float) -> Life
     """Send SIGTERM or SIGINT, early or at a random time: the command stops in time, resumable."""
     number = coin.choice([signal.SIGTERM, signal.SIGINT])
     after_s = math.inf if last else coin.uniform(BOOT_S, coin.choice([EARLY_S, whole_s]))
-    life, seconds = live_with_ray(job, number.name, after_s, lambda process: process.send_signal(number) is None)
+
+    def send(process: subprocess.Popen[bytes]) -> bool:
+        process.send_signal(number)
+        return True
+
+    life, seconds = live_with_ray(job, number.name, after_s, send)
     wrong = life.code not in (0, 75) or seconds > STOP_S or "Traceback" in life.log or "*** SIG" in life.log
     return replace(life, fault=f"exit {life.code} after {seconds:.1f} s" if wrong else "")
 
