@@ -29,7 +29,7 @@ from tests.workers.bench import (
     sum_units,
 )
 from tests.workers.test_backward import gradient_moments
-from tests.workers.test_scoring import windows_of
+from tests.workers.test_score_pass import windows_of
 from workers.tensor_transfer import Packed, pack, unpack
 from workers.worker import Worker
 

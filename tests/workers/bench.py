@@ -193,7 +193,7 @@ def sum_layer(layer: int, moments: Sequence[Moment], holders: Sequence[Worker]) 
 
 
 def sum_units(units: Sequence[Summable], holders: Sequence[Worker]) -> tuple[list[Any], dict[Moment, Summed]]:
-    """What the units give, each done by the worker at its place, and what these have summed of their moments."""
+    """Run each unit on the worker at its index; return the results and the workers' sums of the moments."""
     moments = tuple(moment for moment in units[0].moments if moment.kind in SUMMED)
     if not moments:
         return [worker.execute(unit) for worker, unit in zip(holders, units, strict=True)], {}
@@ -213,7 +213,7 @@ def sum_units(units: Sequence[Summable], holders: Sequence[Worker]) -> tuple[lis
 
 
 def sum_gradients(units: Sequence[Backward], holders: Sequence[Worker]) -> tuple[list[Any], dict[Moment, Any]]:
-    """What the units of a layer give, and records of their moments."""
+    """Run the units of a layer; return the results and records of their moments."""
     done, sums = sum_units(units, holders)
     last, layer = holders[-1], units[0].layer
     return done, {moment: last.execute(Total("gradient", layer, moment, summed)) for moment, summed in sums.items()}

@@ -23,7 +23,7 @@ class Ref:
 
 
 class Watch:
-    """See `workers.liveness.RayWatch`."""
+    """Stands in for `workers.liveness.RayWatch`."""
 
     fault: Exception | None = None
     closed = False

@@ -62,7 +62,7 @@ def gradient_moments(setup: WorkerConfig) -> tuple[Moment, ...]:
 
 
 def kept_inputs(worker: Worker) -> list[list[Any]]:
-    """Of every layer, by shard: what the dense pass stores for the way back."""
+    """Return the inputs that the dense pass stores for the backward pass, by layer and shard."""
     inputs = []
     for layer in range(worker.setup.geometry.num_layers):
         units = [Forward("dense", layer, s, keep_inputs=True, replay=(None,) * layer) for s in range(SHARDS)]
@@ -198,7 +198,7 @@ def test_moments_are_those_of_autograd_over_the_whole_model(family: tuple[Worker
 
 @pytest.mark.slow
 def test_a_worker_that_held_nothing_gets_the_same_bits(family: tuple[Worker, Autograd]) -> None:
-    """From the head through every layer above, or from committed gradients."""
+    """It starts from the head, through every later layer, or from committed gradients."""
     worker, _ = family
     last = worker.setup.geometry.num_layers - 1
     moments = gradient_moments(worker.setup)
@@ -221,7 +221,7 @@ OUT = Moment("out", kind="gradient")
 
 
 def one_moment(worker: Worker, **settings: Any) -> list[Tensor]:
-    """Of every layer, the sum over both shards."""
+    """Return the sum over both shards, by layer."""
     return [
         sum((part["moment"] for part in found[OUT]), start=torch.zeros((), dtype=torch.float64))
         for found in go_back(worker, (OUT,), **settings)
@@ -229,7 +229,7 @@ def one_moment(worker: Worker, **settings: Any) -> list[Tensor]:
 
 
 def test_the_micro_batch_changes_no_bit(llama: Path, tmp_path: Path) -> None:
-    """Of the same stored inputs: samples go back one by one."""
+    """Samples go back one by one, from the same stored inputs."""
     workers = [
         make_worker(make_setup(llama, tmp_path / "run", micro_batch=batch, gradient_samples=SAMPLES))
         for batch in (1, 3)
@@ -283,7 +283,7 @@ def test_no_order_and_no_division_of_the_shards_shows(llama: Path, tmp_path: Pat
 
 
 def test_grids_are_chosen_by_a_sample_that_is_not_silent(llama: Path, tmp_path: Path) -> None:
-    """Of a model that is certain of a sample no gradient comes back: the next one tells how large they are."""
+    """A model that is certain of a sample returns no gradient, so the next sample decides the grid."""
     worker = make_worker(make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES))
     inputs = worker.execute(Forward("dense", 0, 1, keep_inputs=True)).inputs
     gradients = 1e-6 * torch.randn(3, SEQUENCE, 48, generator=torch.Generator().manual_seed(5))

@@ -65,7 +65,7 @@ def test_the_same_curve_for_any_cut(geometry: str) -> None:
 
 
 def test_bits_are_chosen_on_the_joined_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By statistics that the whole has, too."""
+    """They are chosen by the same statistics as for the whole curve."""
     given: list[tuple[Curve, Statistics]] = []
 
     def with_bits(curve: Curve, *arguments: Any) -> Curve:

@@ -1,4 +1,4 @@
-"""What a worker sets before it computes on a GPU, on a machine without one."""
+"""Settings of a worker for its GPU, tested without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands before the first layer and after the last: as in transformers' own model of the same weights."""
+"""Embedding and head compute the same as transformers' own model of the same weights."""
 
 from __future__ import annotations
 

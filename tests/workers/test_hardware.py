@@ -1,4 +1,4 @@
-"""What decides bytes is told in fields that can be compared, and is the same whoever asks on one machine."""
+"""The description of the hardware has comparable fields, and is the same for all processes of a machine."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_the_device_comes_first_then_the_host_then_the_store(store: ActivationSt
 
 
 def test_a_micro_batch_is_on_its_way_while_the_one_before_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stream: read and begun ahead, waited for on the device, and kept from being given out meanwhile."""
+    """With a stream, a copy starts ahead, the device waits for it, and its memory is not reused meanwhile."""
     done: list[str] = []
     copies = Copies(torch.device("cpu"))
     computing = SimpleNamespace(wait_stream=lambda stream: done.append(f"compute waits for {stream.name}"))

@@ -45,7 +45,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Behind:
-    """What passes a layer of the reference when other hidden states go in."""
+    """Records the values in a layer of the reference for other hidden states."""
 
     def __init__(self, reference: Reference, layer: int, hidden_MSD: Tensor) -> None:
         self.seen: dict[str, Tensor] = {"in": hidden_MSD}
@@ -80,7 +80,7 @@ class Behind:
         return keep
 
     def stream(self, point: str) -> Tensor:
-        """What is compared at a point."""
+        """Return the values that are compared at a point."""
         if point in ("attention.in", "mlp.in"):
             return self.seen[point]
         return self.seen["in"] + self.seen["o.out"] if point == "o.in" else self.seen["out"]

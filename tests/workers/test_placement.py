@@ -1,4 +1,4 @@
-"""Which unit a worker is given, by what it and the others hold."""
+"""A worker's next unit follows from the shards that it and the others hold."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_windows_are_taken_over_by_who_is_idle_where_they_are_stored() -> None:
 
 
 def test_a_solve_waits_for_an_idle_worker() -> None:
-    """Who has one in hand behind another's would keep it from a worker that is done first."""
+    """Behind another unit it would wait, while a worker that becomes idle first could run it."""
     busy, idle = worker(shards=(0,), idle=False), worker()
     assert choose([solve("a")], busy, [busy, idle]) is None
     assert choose([solve("a"), forward(0)], busy, [busy, idle]) == 1

@@ -165,7 +165,7 @@ def test_who_joins_late_gets_shards(make: Any) -> None:
 
 
 def test_one_shard_more_is_no_reason_to_take_one_over(make: Any) -> None:
-    """Who has nothing to do while another's units wait leaves them where their hidden states are."""
+    """An idle worker leaves units with the worker that holds their hidden states."""
     fake = FakeRay((0, 9, None), (100, 3, None))
     pool = make(fake, min=1, shards=19)
     for layer in range(20):
@@ -175,7 +175,7 @@ def test_one_shard_more_is_no_reason_to_take_one_over(make: Any) -> None:
 
 
 def test_two_shards_more_are_shared(make: Any) -> None:
-    """Who joins late takes over until nobody holds two more than it does, and no further."""
+    """A new worker takes shards over until no worker holds two more than it does."""
     fake = FakeRay((0, 5, None), (150, 5, None))
     pool = make(fake, min=1, shards=4)
     for layer in range(20):
@@ -365,12 +365,12 @@ def test_some_units_go_beside_the_others(make: Any) -> None:
 
 
 def answer(pool: RayPool, unit: Unit, result: Any) -> Any:
-    """What the pool makes of a worker's result."""
+    """Return the pool's result for a worker's result."""
     return answers(pool, [unit], [result])[0]
 
 
 def answers(pool: RayPool, units: Sequence[Unit], results: Sequence[Any]) -> list[Any]:
-    """What the pool makes of workers' results, as they come."""
+    """Return the pool's results for workers' results, in the order of arrival."""
     fake: Any = pool_module.ray
     for unit, result in zip(units, results, strict=True):
         fake.failures[unit.key] = Outcome(result, None, 1.0, 0.5, 10)
@@ -404,7 +404,7 @@ def test_sums_are_collected_from_the_worker_that_has_them(make: Any) -> None:
 
 @pytest.mark.parametrize("dies_at", [40, 9])
 def test_of_a_worker_that_is_gone_there_is_nothing_to_collect(make: Any, dies_at: int) -> None:
-    """Whether it is known to be gone, or dies on the unit: no other is asked, and the driver is told."""
+    """The result is empty, if the worker was known to be dead or dies on the unit; no other worker is asked."""
     fake = FakeRay((0, 1, None), (0, 30, dies_at), (0, 1, None))
     pool = make(fake)
     do(pool, summing(0, 1))

@@ -98,7 +98,7 @@ def test_what_is_collected_is_given_away(setup: WorkerConfig) -> None:
 
 
 def test_one_pass_is_given_away_while_the_next_is_made(setup: WorkerConfig) -> None:
-    """With the same sums as one after the other; of three passes the first is let go of."""
+    """The sums are the same as one after the other; a third pass discards the first."""
     worker = make_worker(setup)
     passes = [units(worker, f"pass-{number}") for number in range(3)]
     for made in passes[:2]:

@@ -104,7 +104,7 @@ def test_micro_batches_change_nothing_but_rounding(llama: Path, tmp_path: Path) 
 
 
 def sum_all(worker: Worker, moment: Moment) -> Any:
-    """Of layer 0, whose only shard is the first."""
+    """Sum a moment of layer 0 over its first shard alone."""
     unit = Forward("dense", 0, 0, moments=(moment,), emit=False)
     grids = worker.execute(ChooseGrids(unit)).grids
     unit = replace(unit, sums=Sums("pass-0", grids))

@@ -1,4 +1,4 @@
-"""What is said when the GPU's memory is full: for a solve the micro-batch would not help."""
+"""The error of a full GPU advises by the kind of unit: for a solve, the micro-batch would not help."""
 
 from __future__ import annotations
 
