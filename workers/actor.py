@@ -31,7 +31,7 @@ with quick_imports():
     from workers.memory import map_large_tensors
     from workers.metrics import WorkerMeters, run_name
     from workers.outcomes import do_unit
-    from workers.tensor_transfer import Handle, Packed, TensorTransfer, handle_count, pack, unpack
+    from workers.tensor_transfer import Handle, Packed, TensorTransfer, pack, unpack
 
 if TYPE_CHECKING:
     from pipeline.cost_model.probe import ProbedShape
@@ -110,12 +110,12 @@ class WorkerActor:
         }
 
     def execute(self, unit: Unit) -> Any:
-        """Run one unit. Return its Outcome, followed by `handle_count` packed tensors if the unit returns tensors."""
+        """Run one unit. Return its Outcome, followed by `unit.handles` packed tensors if there are any."""
         outcome = do_unit(self.worker, unit)
         with self.metering:
             self.meters.unit_done(unit, outcome)
         packed = self.transfer.emptied()
-        count = handle_count(unit)
+        count = unit.handles
         return [outcome, *packed, *[None] * (count - len(packed))] if count else outcome
 
     def forget(self) -> None:

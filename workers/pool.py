@@ -41,7 +41,7 @@ from workers.metrics import PoolMeters, run_name
 from workers.outcomes import Outcome, UnitAccounts, result_of, unit_kind
 from workers.placement import Shard, choose, shard_of
 from workers.shortage import Shortage
-from workers.tensor_transfer import attach_handles, handle_count
+from workers.tensor_transfer import attach_handles
 
 DEPTH = 2  # units that a worker has at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed
@@ -388,7 +388,7 @@ class RayPool(UnitAccounts):
             member.shards.add(shard_of(unit))
             if isinstance(unit, Summable) and unit.sums is not None:
                 member.sums.add(unit.sums.name)
-        count = handle_count(unit)
+        count = unit.handles
         options: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}
         if isinstance(unit, BesideUnit):
             options["concurrency_group"] = "giving" if isinstance(unit, Collect) else "beside"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import LostInputError
-from pipeline.units.units import TensorUnit, Unit
+from pipeline.units.units import Unit
 
 Packed = dict[str, tuple[str, Any]]
 
@@ -35,11 +35,6 @@ class Handle:
 
     producer: str
     reference: Any
-
-
-def handle_count(unit: Unit) -> int:
-    """Return how many handles the result of a unit holds."""
-    return unit.handles if isinstance(unit, TensorUnit) else 0
 
 
 def attach_handles(unit: Unit, result: Any, references: Sequence[Any]) -> Any:

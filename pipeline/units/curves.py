@@ -8,10 +8,11 @@ from typing import Any
 
 from manifests.records import ArrayRecord
 from pipeline.methods.method import Moment, Task
+from pipeline.units.base import WorkUnit
 
 
 @dataclass(frozen=True)
-class BeginCurve:
+class BeginCurve(WorkUnit):
     """Computes what all pieces of a group's curve share. The result is JSON."""
 
     task: Task
@@ -19,12 +20,11 @@ class BeginCurve:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"begincurve/{self.task.key}"
 
 
 @dataclass(frozen=True)
-class CurvePieces:
+class CurvePieces(WorkUnit):
     """Computes some pieces of a group's curve, by their numbers. The result is a list of JSON."""
 
     task: Task
@@ -34,12 +34,11 @@ class CurvePieces:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"curvepieces/{self.task.key}/{self.numbers[0]}"
 
 
 @dataclass(frozen=True)
-class Predict:
+class Predict(WorkUnit):
     """Computes the curve of one group: the predicted loss at each size. The result is a `Curve`.
 
     `begun`, `pieces`: results of `BeginCurve` and of all `CurvePieces`, in order, where workers shared the curve.
@@ -52,7 +51,6 @@ class Predict:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"predict/{self.task.key}"
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.units.mixins import Replaying
+from pipeline.units.base import HandleResult, Replaying, WorkUnit
 from pipeline.units.sharding import shard_range
 
 COMPARED_LAYERS = 4  # layers of both models in one `Compare`
@@ -77,7 +77,6 @@ class WindowForward(Replaying):
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"windowforward/{self.model}/{self.layer}/{self.shard}"
 
 
@@ -98,7 +97,6 @@ class Score(Replaying):
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"score/{self.model}/{self.shard}"
 
 
@@ -122,7 +120,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(WorkUnit):
     """Runs some layers of the dense model and of the staged one side by side on a few tokens. The result is a
     `CompareDone`.
 
@@ -141,23 +139,19 @@ class Compare:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"compare/{self.first}"
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return 1 - self.head
 
 
 @dataclass(frozen=True)
-class CompareDone:
+class CompareDone(HandleResult):
     """Figures for `manifests.records.ComparedFigures`, and a handle of the hidden states behind the last of these
     layers."""
 
+    handle_fields: ClassVar[tuple[str, ...]] = ("after",)
+
     figures: Mapping[str, Any]
     after: Any = None
-
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """Replaces the handle by `made(handle)`."""
-        return replace(self, after=made(self.after))

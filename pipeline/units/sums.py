@@ -5,11 +5,12 @@ See `pipeline.units.units`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from pipeline.methods.method import Moment
+from pipeline.units.base import HandleResult, WorkUnit
 
 SUMMED = ("value", "pair", "gradient")  # kinds of moments of which each worker keeps a sum
 
@@ -29,7 +30,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class ChooseGrids:
+class ChooseGrids(WorkUnit):
     """Chooses the grids of a layer's sums by the first micro-batch of one shard, backwards by its first sample that is
     not silent: a `ChooseGridsDone`.
 
@@ -45,28 +46,24 @@ class ChooseGrids:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"choosegrids/{self.forward.lineage}/{self.forward.layer}"
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return len(self.forward.moments)
 
 
 @dataclass(frozen=True)
-class ChooseGridsDone:
+class ChooseGridsDone(HandleResult):
     """Handles of the grids, by moment."""
+
+    handle_fields: ClassVar[tuple[str, ...]] = ("grids",)
 
     grids: Mapping[Moment, Any]
 
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """Replaces each handle by `made(handle)`."""
-        return replace(self, grids={moment: made(handle) for moment, handle in self.grids.items()})
-
 
 @dataclass(frozen=True)
-class Collect:
+class Collect(WorkUnit):
     """Collects the sums of one worker over a pass. The worker drops them.
 
     Each sum is given in up to `parts` parts. The result is a `CollectDone`, or None if the worker is gone, and its sums
@@ -82,17 +79,15 @@ class Collect:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"collect/{self.lineage}/{self.layer}/{self.worker}"
 
     @property
     def handles(self) -> int:
-        """The largest number of handles in its result."""
         return len(self.moments) * (self.parts + 1)
 
 
 @dataclass(frozen=True)
-class CollectDone:
+class CollectDone(HandleResult):
     """The sums of a worker; empty if it had none.
 
     Attributes:
@@ -103,21 +98,17 @@ class CollectDone:
         tokens: by moment, how many passed its point.
     """
 
+    handle_fields: ClassVar[tuple[str, ...]] = ("partials", "diagonals")
+
     partials: Mapping[Moment, tuple[Any, ...]]
     diagonals: Mapping[Moment, Any]
     shards: tuple[int, ...]
     node: str = ""
     tokens: Mapping[Moment, int] = field(default_factory=dict)
 
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """Replaces each handle by `made(handle)`."""
-        partials = {moment: tuple(map(made, parts)) for moment, parts in self.partials.items()}
-        diagonals = {moment: made(handle) for moment, handle in self.diagonals.items()}
-        return replace(self, partials=partials, diagonals=diagonals)
-
 
 @dataclass(frozen=True)
-class CheckGrids:
+class CheckGrids(WorkUnit):
     """Checks a layer's sums over all shards against their grids. The result is a `CheckGridsDone`.
 
     `diagonals`: of each moment, as all workers have given them.
@@ -130,28 +121,24 @@ class CheckGrids:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"checkgrids/{self.lineage}/{self.layer}"
 
     @property
     def handles(self) -> int:
-        """The largest number of handles in its result."""
         return len(self.grids)
 
 
 @dataclass(frozen=True)
-class CheckGridsDone:
+class CheckGridsDone(HandleResult):
     """Handles of wider grids for the moments that exceed theirs."""
+
+    handle_fields: ClassVar[tuple[str, ...]] = ("wider",)
 
     wider: Mapping[Moment, Any]
 
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """Replaces each handle by `made(handle)`."""
-        return replace(self, wider={moment: made(handle) for moment, handle in self.wider.items()})
-
 
 @dataclass(frozen=True)
-class Add:
+class Add(WorkUnit):
     """Adds one part of a moment over some workers. The result is an `AddDone`.
 
     `node`: that these are on, if there are others; `near`: names of workers there, one of whom does it.
@@ -167,24 +154,20 @@ class Add:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return "/".join(("add", self.lineage, f"{self.layer}", self.moment.key, f"{self.part}", self.node)).rstrip("/")
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return 1
 
 
 @dataclass(frozen=True)
-class AddDone:
+class AddDone(HandleResult):
     """A handle of one part of a moment, summed over those workers."""
 
-    part: Any
+    handle_fields: ClassVar[tuple[str, ...]] = ("part",)
 
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """Replaces the handle by `made(handle)`."""
-        return replace(self, part=made(self.part))
+    part: Any
 
 
 @dataclass(frozen=True)
@@ -197,7 +180,7 @@ class Summed:
 
 
 @dataclass(frozen=True)
-class Total:
+class Total(WorkUnit):
     """Stores a moment of a layer. The result is its record.
 
     Of gradients it holds besides what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`.
@@ -210,5 +193,4 @@ class Total:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"total/{self.lineage}/{self.layer}/{self.moment.key}"

@@ -5,14 +5,14 @@ Units and results are small and picklable; tensors travel between workers behind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
 from manifests.records import ArrayRecord, FormSpec, Scheme, StagedLayer
 from pipeline.methods.method import Moment, Task
+from pipeline.units.base import HandleResult, Replaying, WorkUnit
 from pipeline.units.curves import CurveUnit
-from pipeline.units.mixins import HoldsPartials, Replaying
 from pipeline.units.scores import Compare, Score, WindowForward
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
 
@@ -53,12 +53,10 @@ class Forward(Replaying):
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"forward/{self.lineage}/{self.layer}/{self.shard}/{'staged' if self.staged else 'dense'}"
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return sum(moment.kind == "sample" for moment in self.moments)
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
@@ -68,7 +66,7 @@ class Forward(Replaying):
 
 
 @dataclass(frozen=True)
-class ReadLayer:
+class ReadLayer(WorkUnit):
     """Reads one of `parts` parts of a layer's source tensors for the workers of all nodes.
 
     `near`: names of the workers of one node, one of whom does it.
@@ -81,28 +79,24 @@ class ReadLayer:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"readlayer/{self.layer}/{self.part}"
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return 1
 
 
 @dataclass(frozen=True)
-class ReadDone:
+class ReadDone(HandleResult):
     """A handle of source tensors, by name."""
+
+    handle_fields: ClassVar[tuple[str, ...]] = ("tensors",)
 
     tensors: Any
 
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """Replaces the handle by `made(handle)`."""
-        return replace(self, tensors=made(self.tensors))
-
 
 @dataclass(frozen=True)
-class ShardDone(HoldsPartials):
+class ShardDone(HandleResult):
     """The results of a shard's pass through a layer.
 
     Attributes:
@@ -113,6 +107,9 @@ class ShardDone(HoldsPartials):
         worker: who did it, and keeps the sums that the shard was added to.
     """
 
+    handle_fields: ClassVar[tuple[str, ...]] = ("partials",)
+
+    partials: Mapping[Moment, Any]
     cosine: tuple[float, int] | None
     activation: ArrayRecord | None
     tokens: int
@@ -147,12 +144,10 @@ class Pair(Replaying):
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"pair/{self.layer}/{self.step}/{self.shard}"
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return 0
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
@@ -161,7 +156,7 @@ class Pair(Replaying):
 
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(WorkUnit):
     """Takes the gradient samples of one calibration shard back through the dense layer.
 
     docs/methods.md#gradient-moments.
@@ -199,12 +194,10 @@ class Backward:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"backward/{self.layer}/{self.shard}"
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return 0
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
@@ -216,7 +209,7 @@ Summable = Forward | Pair | Backward  # whose worker adds its moments to its sum
 
 
 @dataclass(frozen=True)
-class Reduce:
+class Reduce(WorkUnit):
     """Joins samples of values in shard order and stores them. The result is their record."""
 
     lineage: Lineage
@@ -226,12 +219,11 @@ class Reduce:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"reduce/{self.lineage}/{self.layer}/{self.moment.key}"
 
 
 @dataclass(frozen=True)
-class Solve:
+class Solve(WorkUnit):
     """Compresses one group of one layer. With a pair among the statistics, it applies one correction.
 
     `statistics`: as they are stored, or as they were summed.
@@ -247,32 +239,28 @@ class Solve:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"solve/{self.task.key}"
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return 1
 
 
 @dataclass(frozen=True)
-class SolveDone:
+class SolveDone(HandleResult):
     """A compressed group: a handle of its factors, their forms, figures for the summary, and the rounding scheme of
     each matrix by the path of its module."""
+
+    handle_fields: ClassVar[tuple[str, ...]] = ("factors",)
 
     factors: Any
     forms: Mapping[str, FormSpec]
     report: Mapping[str, Any]
     rounded: Mapping[str, Scheme] = field(default_factory=dict)
 
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """Replaces the handle by `made(handle)`."""
-        return replace(self, factors=made(self.factors))
-
 
 @dataclass(frozen=True)
-class SolveSizes:
+class SolveSizes(WorkUnit):
     """Compresses one group at several sizes, without corrections. Work that the sizes share is done once."""
 
     task: Task
@@ -282,28 +270,24 @@ class SolveSizes:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"solvesizes/{self.task.key}"
 
     @property
     def handles(self) -> int:
-        """The number of handles in its result."""
         return len(self.sizes)
 
 
 @dataclass(frozen=True)
-class SizesSolved:
+class SizesSolved(HandleResult):
     """The results of `SolveSizes`, size by size."""
+
+    handle_fields: ClassVar[tuple[str, ...]] = ("sizes",)
 
     sizes: tuple[SolveDone, ...]
 
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """Replaces each handle by `made(handle)`."""
-        return replace(self, sizes=tuple(done.with_handles(made) for done in self.sizes))
-
 
 @dataclass(frozen=True)
-class Write:
+class Write(WorkUnit):
     """Writes one layer: the factors of its groups, and copies of the other tensors from the source.
 
     Attributes:
@@ -319,7 +303,6 @@ class Write:
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"write/{self.of}/{self.layer}" if self.of else f"write/{self.layer}"
 
 
@@ -339,14 +322,13 @@ class Unwritten:
 
 
 @dataclass(frozen=True)
-class Measure:
+class Measure(WorkUnit):
     """Measures one group on the dense weights, for the method's choice of ranks. The result is JSON."""
 
     task: Task
 
     @property
     def key(self) -> str:
-        """Names the unit in logs and results."""
         return f"measure/{self.task.key}"
 
 
@@ -358,5 +340,3 @@ SolveUnit = Solve | SolveSizes
 PassUnit = Summable | WindowForward | Score | Compare
 Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Write
 ShardUnit = Summable | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
-# Its result holds handles.
-TensorUnit = ReadLayer | Summable | ChooseGrids | Collect | CheckGrids | Add | SolveUnit | Compare

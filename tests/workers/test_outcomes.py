@@ -34,7 +34,7 @@ def test_a_full_gpu_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> No
     actor.worker = SimpleNamespace(execute=execute, compute_seconds=0.0)  # type: ignore[assignment]
     actor.meters = SimpleNamespace(unit_done=lambda *_: None)  # type: ignore[assignment]
     actor.metering = threading.Lock()
-    monkeypatch.setattr("workers.actor.handle_count", lambda _: 0)
+    monkeypatch.setattr(Solve, "handles", 0)
     outcome = actor.execute(unit(Solve))
     assert str(outcome.error).startswith("solve/3/0/mlp: out of GPU memory; a solve holds one layer's moments")
     assert "Tried to allocate 6.13 GiB" in str(outcome.error)

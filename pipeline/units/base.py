@@ -1,0 +1,63 @@
+"""What all units have in common, and all results that refer to tensors by handles."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from manifests.records import ArrayRecord, StagedLayer
+
+
+class WorkUnit(ABC):
+    """Work that one worker does at a time."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """Return the name of the unit in logs and results."""
+
+    @property
+    def handles(self) -> int:
+        """Return the largest number of handles in the result."""
+        return 0
+
+
+@dataclass(frozen=True)
+class HandleResult:
+    """A result with handles of tensors.
+
+    `handle_fields`: the fields that hold a handle, or tuples, mappings or results of handles.
+    """
+
+    handle_fields: ClassVar[tuple[str, ...]]
+
+    def with_handles(self, convert: Callable[[Any], Any]) -> Self:
+        """Return the result with `convert(handle)` in place of each handle."""
+        return replace(self, **{name: _converted(getattr(self, name), convert) for name in self.handle_fields})
+
+
+def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(value, HandleResult):
+        return value.with_handles(convert)
+    if isinstance(value, Mapping):
+        return {key: _converted(part, convert) for key, part in value.items()}
+    if type(value) is tuple:
+        return tuple(_converted(part, convert) for part in value)
+    return None if value is None else convert(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replaying(WorkUnit):
+    """A unit that takes a shard onward from the inputs of its layer, which its worker holds or computes again.
+
+    Attributes:
+        base: the layer whose inputs are committed (0: the token embeddings). A worker that does not hold the inputs
+            starts there, and goes through the layers of `replay` (staged records, or None for dense weights).
+        base_record: record of these committed inputs; None: the embeddings.
+    """
+
+    base: int = 0
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
