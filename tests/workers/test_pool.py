@@ -773,7 +773,7 @@ def test_who_is_at_what(make: Any) -> None:
 def test_a_ray_that_has_ended_ends_the_pool(make: Any, watch: Watch) -> None:
     """Before anybody asks it for anything, and whether or not units are waiting."""
     pool = make(FakeRay((0, 10**6, None), (0, 10**6, None)))
-    pool.submit(forward(0))
+    pool.submit(forward(0)[0])
     watch.fault = WorkerError("its raylet is gone")
     with pytest.raises(WorkerError, match="its raylet is gone"):
         pool.wait()
