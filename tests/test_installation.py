@@ -131,6 +131,7 @@ def test_an_import_changes_nothing_else(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_an_actor_is_imported_before_the_serving_package_can_be(tmp_path: Path) -> None:
     """Ray imports the actor's module before the constructor, which makes `lamina` importable, runs."""
     code = "import sys; sys.modules['lamina'] = None; import workers.actor"
