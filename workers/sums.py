@@ -162,9 +162,9 @@ class _PassSums:
         return self.sums[moment]
 
     def _new_sum(self, moment: Moment) -> MomentSum | DiagonalSum | PairSum:
-        grid, features = self.grids[moment], self.layer.features(moment.point)
-        if moment.kind == "pair":
-            return PairSum(grid, features, self.device)
+        grid = self.grids[moment]
+        if moment.kind == "pair":  # a compressed layer may have fewer features at a point than the dense one
+            return PairSum(grid, grid.exponents.shape[1] - self.layer.hidden, self.device)
         if moment.diagonal:
             return DiagonalSum(grid, moment.heads, self.device)
         return MomentSum(grid, moment.heads, self.device)

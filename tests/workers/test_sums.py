@@ -21,6 +21,7 @@ from pipeline.methods.method import Moment
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, Summed, Sums, Total
 from pipeline.units.units import Forward
 from stores.statistics import StatisticsStore
+from tests.families.geometries import llama as llama_geometry
 from tests.workers.bench import collect, make_setup, make_worker, rewrite
 from workers import sums
 from workers.config import WorkerConfig
@@ -329,3 +330,15 @@ def test_records_count_tokens_only_where_some_did_not_pass(setup: WorkerConfig) 
         stored = StatisticsEntry(statistics={"m": record}).as_json()
         assert type(StatisticsEntry.model_validate(stored).statistics["m"]) is kind
         assert ("tokens" in stored["statistics"]["m"]) == (kind is CountedRecord)
+
+
+def test_a_pair_has_the_features_of_the_compressed_layer() -> None:
+    """These may be fewer than the dense layer's, as when heads are gone."""
+    layer, pair, generator = llama_geometry().layers[0], Moment("o.in", kind="pair"), torch.Generator().manual_seed(0)
+    values, errors = (torch.randn(8, width, generator=generator) for width in (12, layer.hidden))
+    squares = sums.Squares(8, layer)
+    squares.see_pair(pair, values, errors)
+    passed = sums._PassSums(squares.by_moment, torch.device("cpu"), layer)
+    passed.add(pair, values, errors)
+    passed.end(0)
+    assert getattr(passed.sum_of(pair), "features", None) == 12
