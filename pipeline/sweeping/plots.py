@@ -68,8 +68,8 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
         legend_below(axes, 2)
 
     caption = (
-        f"{LOSSES[loss].capitalize()} by {SIZES[size]}. Ringed: no other point is as small and loses as little, nor "
-        f"does one of another curve with {TOLERANCE:.0%} of the dense model's bytes more lose less."
+        f"{LOSSES[loss].capitalize()} by {SIZES[size]}. A ring marks a point that no other beats: none as small loses "
+        f"as little, and none of another curve that is up to {TOLERANCE:.0%} of the dense size larger loses less."
     )
     legend_rows = math.ceil((len(lines) + 1) / 2)
     return draw(size, f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
