@@ -15,7 +15,7 @@ from pipeline.units.units import Forward, Lineage, ShardDone, Unwritten
 
 
 class ForwardPass:
-    """Of one job: which units, by what the journal holds."""
+    """Makes the forward units of one job, from the records in its journal."""
 
     def __init__(self, job: Job, journal: Journal) -> None:
         self.job = job
@@ -36,9 +36,17 @@ class ForwardPass:
         shards: Sequence[int] | None = None,
         weights: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ()),
     ) -> list[Forward]:
-        """Some shards, or all, through a layer, in shard order. `cosine`: of those that importance is measured on;
-        `base`: the last layer whose inputs are committed; `weights` as `LayerReading.weights` gives them. The next
-        layer is read by the pass that makes its inputs: before, while this one is solved, it would only take memory."""
+        """Return the units that take some shards, or all, through a layer, in shard order.
+
+        Only a pass that emits the next layer's inputs reads that layer ahead; while a layer is solved, it would only
+        take memory.
+
+        Args:
+            base: the last layer whose inputs are committed.
+            cosine: whether the shards that importance is measured on sum cosines.
+            keep: whether gradient samples keep their inputs.
+            weights: as `LayerReading.weights` gives them.
+        """
         activations = self.activations(lineage, base)
         shards = range(self.job.shards) if shards is None else shards
         committed = () if activations is None else self.job.committed_shards(lineage, len(activations))
@@ -68,7 +76,7 @@ class ForwardPass:
         ]
 
     def activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
-        """Records of the committed inputs of a layer, in shard order."""
+        """Return the records of the committed inputs of a layer, in shard order."""
         if layer == 0:
             return None
         if lineage == "dense":
@@ -78,16 +86,16 @@ class ForwardPass:
         return walked.activations if walked else None
 
     def last_committed(self, lineage: Lineage, layer: int) -> int:
-        """The last layer up to this one whose inputs are committed; 0: the embeddings."""
+        """Return the last layer up to this one whose inputs are committed; 0: the embeddings."""
         return next((at for at in range(layer, 0, -1) if self.activations(lineage, at)), 0)
 
 
-def dense_entry(done: Sequence[ShardDone], statistics: Mapping[str, ArrayRecord], *, inputs: bool) -> DenseEntry:
-    """What is entered of a dense pass through a layer; with `inputs`, what of these was kept of each shard."""
-    activations = tuple(result.activation for result in done if result.activation)
+def dense_entry(results: Sequence[ShardDone], statistics: Mapping[str, ArrayRecord], *, inputs: bool) -> DenseEntry:
+    """Return the ledger entry of a dense pass through a layer; `inputs`: with the kept inputs of each shard."""
+    activations = tuple(result.activation for result in results if result.activation)
     return DenseEntry(
-        cosine=tuple(result.cosine for result in done if result.cosine),
+        cosine=tuple(result.cosine for result in results if result.cosine),
         statistics=statistics,
         activations=activations or None,
-        inputs=tuple(result.inputs for result in done) if inputs else None,
+        inputs=tuple(result.inputs for result in results) if inputs else None,
     )

@@ -1,4 +1,4 @@
-"""What all units have in common, and all results that refer to tensors by handles."""
+"""Base classes of units, and of results that refer to tensors by handles."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class Forward(Replaying):
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
         """Returns a unit that takes only these moments of the same shard, without the layers that were read for it."""
-        asked = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
-        return replace(asked, ahead=None, weights=(), ahead_weights=())
+        unit = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
+        return replace(unit, ahead=None, weights=(), ahead_weights=())
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class ShardDone(HandleResult):
         partials: handles of samples of values, by moment.
         cosine: sum and count of the cosines between input and output.
         activation: record of what left the layer, at its outputs or, backwards, at its inputs.
-        inputs: of the inputs of its gradient samples.
-        worker: who did it, and keeps the sums that the shard was added to.
+        inputs: record of the inputs of its gradient samples.
+        worker: the worker that did it, and that keeps the sums that the shard was added to.
     """
 
     handle_fields: ClassVar[tuple[str, ...]] = ("partials",)
@@ -145,10 +145,6 @@ class Pair(Replaying):
     @property
     def key(self) -> str:
         return f"pair/{self.layer}/{self.step}/{self.shard}"
-
-    @property
-    def handles(self) -> int:
-        return 0
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
         """Returns a unit that takes only these moments of the same shard."""
@@ -195,10 +191,6 @@ class Backward(WorkUnit):
     @property
     def key(self) -> str:
         return f"backward/{self.layer}/{self.shard}"
-
-    @property
-    def handles(self) -> int:
-        return 0
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
         """Returns a unit that takes only these moments of the same shard."""
