@@ -20,28 +20,34 @@ def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
 
 
 def importance_shards(shards: int, samples: int, sequence_length: int) -> tuple[int, ...]:
-    """The shards on which importance is measured: as many as hold 262,144 tokens, 16 at least, evenly spread; at most
-    all. docs/methods.md#importance."""
-    wanted = -(-IMPORTANCE_TOKENS * shards // (samples * sequence_length))
-    count = min(shards, max(wanted, LEAST_SHARDS))
-    return tuple(place * shards // count for place in range(count))
+    """Return the shards on which importance is measured, evenly spread. docs/methods.md#importance.
+
+    They hold at least 262,144 tokens and are at least 16, or all.
+    """
+    enough = -(-IMPORTANCE_TOKENS * shards // (samples * sequence_length))
+    count = min(shards, max(enough, LEAST_SHARDS))
+    return tuple(index * shards // count for index in range(count))
 
 
 def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
-    """The number of samples of a shard, its first ones, that are among `chosen` ones spread evenly over all shards."""
+    """Return how many samples of a shard, its first ones, are among `chosen` ones spread evenly over all shards."""
     first, end = shard_range(shard, shards, samples)
     return end * chosen // samples - first * chosen // samples
 
 
-def gradient_samples(asked: int | None, samples: int, sequence_length: int, hidden: int) -> int:
-    """The number of samples of the backward pass: `asked`, or enough for 16 tokens per hidden number and 16,384 tokens;
-    at most all. docs/methods.md#gradient-moments."""
+def gradient_samples(count: int | None, samples: int, sequence_length: int, hidden: int) -> int:
+    """Return the number of samples of the backward pass. docs/methods.md#gradient-moments.
+
+    It is `count`, or enough for 16 tokens per hidden number and 16,384 tokens; at most all samples.
+    """
     tokens = max(TOKENS_PER_HIDDEN * hidden, LEAST_TOKENS)
-    return min(samples, asked if asked is not None else -(-tokens // sequence_length))
+    return min(samples, count if count is not None else -(-tokens // sequence_length))
 
 
 def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
-    """The number of windows held out of a text that gives `count` of the samples: a tenth as many, at most its share of
-    32,768 tokens."""
+    """Return the number of windows held out of a text that gives `count` of the samples.
+
+    It is a tenth as many, at most the text's share of 32,768 tokens.
+    """
     most = -(-HELD_OUT_TOKENS * count // (samples * sequence_length))
     return min(-(-count // HELD_OUT), most)
