@@ -67,7 +67,7 @@ def test_the_console_command(installed: Path, tmp_path: Path) -> None:
     shown = python(script, "--help", path=str(installed), folder=tmp_path)
     assert shown.returncode == 0
     assert "  run       Compresses a model by a manifest" in shown.stdout
-    assert "  plan      Says" in shown.stdout
+    assert "  plan      Estimates memory, disk and time" in shown.stdout
     for arguments, code, message in (
         (["run", "--help"], 0, "--connect-timeout"),
         (["run", "nowhere.yaml"], 2, "manifest nowhere.yaml: cannot be read"),
