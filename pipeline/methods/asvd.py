@@ -1,4 +1,4 @@
-"""A baseline: ASVD, every weight by its singular values behind scaled inputs. docs/methods.md#baselines."""
+"""A baseline: ASVD, the truncated SVD of every weight with scaled inputs. docs/methods.md#baselines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manifests.methods import ASVD
 from pipeline.kernels.lowrank import InputRoots
 from pipeline.methods.separate import SeparateMethod
 
-FLOOR = 1e-5  # of the largest size: inputs that are always nought would be scaled by nothing
+FLOOR = 1e-5  # of the largest size: inputs that are always zero would be scaled by zero
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class ASVDMethod(SeparateMethod[ASVD]):
     name: ClassVar[str] = "asvd"
 
     def roots(self, moment_FF: Tensor) -> InputRoots:
-        """S = diag(s)^alpha, s_i the root mean square of input i in units of their mean; the clipped ones are counted.
+        """Return S = diag(s)^alpha, s_i the root mean square of input i over their mean; clipped inputs are counted.
 
-        The paper takes the mean magnitude of an input for its size; a second moment tells the root mean square.
+        The paper uses the mean magnitude of an input; a second moment gives the root mean square.
         """
         size_F = moment_FF.diagonal().double().clamp_min(0.0).sqrt()
         largest = float(size_F.max())

@@ -1,4 +1,4 @@
-"""What methods say alike: a method is this, and what it says otherwise."""
+"""Base classes of methods, with the defaults of `Method`."""
 
 from __future__ import annotations
 
@@ -11,46 +11,47 @@ from manifests.methods import MethodEntry
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Group
 from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.importance import preserve_importance
 
 E = TypeVar("E", bound=MethodEntry)
 
 
 class MethodDefaults(ABC):
-    """What a method says of itself unless it says otherwise: see `Method`."""
+    """The defaults of `Method`."""
 
     name: ClassVar[str]
 
     @property
     def keep(self) -> float | None:
-        """No budget of its own."""
+        """Return None: the method shares the common budget."""
         return None
 
     @property
     def fixed_ranks(self) -> bool:
-        """Ranks follow a budget."""
+        """Return False: ranks follow a budget."""
         return False
 
     @property
     def uniform(self) -> bool:
-        """Each layer has ranks of its own."""
+        """Return False: each layer has ranks of its own."""
         return False
 
     @property
     def scores(self) -> frozenset[str]:
-        """Ranks follow nothing that comes from calibration text."""
+        """Return nothing: ranks do not depend on calibration text."""
         return frozenset()
 
     @property
     def config_fields(self) -> Mapping[str, Any]:
-        """The forms say all."""
+        """Return nothing: the forms describe the checkpoint."""
         return {}
 
     @abstractmethod
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """As `Method.claims`."""
+        """Return the claimed groups, as `Method.claims`."""
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """Those of every claimed group, with the shapes of its layer."""
+        """Return the variables of every claimed group."""
         return tuple(
             variable
             for group in self.claims(geometry)
@@ -59,19 +60,19 @@ class MethodDefaults(ABC):
 
     @abstractmethod
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """The integers to choose for one group."""
+        """Return the integers to choose for one group."""
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """Stored at the smallest rank, of a group with one."""
+        """Count the numbers stored at the smallest rank of a group that has one rank."""
         (variable,) = self.group_variables(group, geometry)
         return round(variable.cost(variable.least))
 
     def cache_target(self, geometry: Geometry) -> float | None:
-        """Stored numbers are what is budgeted."""
+        """Return None: the budget counts stored numbers."""
         return None
 
     def most_numbers(self, geometry: Geometry) -> float:
-        """At the largest ranks."""
+        """Count the numbers stored at the largest ranks."""
         return sum(variable.cost(variable.cap) for variable in self.rank_variables(geometry))
 
 
@@ -79,20 +80,30 @@ class MethodDefaults(ABC):
 class MethodBase(MethodDefaults, Generic[E]):
     """A method bound to its manifest entry, without `target_ranks` and `compress`.
 
-    With a `curve` besides, it is a `Predicting` one, for entries with `allocation: loss`.
+    Methods that accept `allocation: loss` add a `curve`, which makes them `Predicting`.
     """
 
     entry: E
 
     @property
     def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
+        """Return the entry's own budget, or None."""
         return self.entry.keep
 
     def chosen_layers(self, geometry: Geometry) -> tuple[LayerGeometry, ...]:
-        """The layers that the entry means, ascending. Raises ValueError if one does not exist."""
+        """Return the layers that the entry selects, ascending. Raises ValueError if one does not exist."""
         return tuple(geometry.layers[layer] for layer in self.entry.chosen_layers(geometry.num_layers))
 
+    def layer_shares(
+        self, geometry: Geometry, ratio: float, importance: Mapping[int, float] | None
+    ) -> dict[int, float]:
+        """Map each chosen layer to `ratio`, or, given importance, to a share by IPRS whose mean is `ratio`."""
+        layers = self.entry.chosen_layers(geometry.num_layers)
+        if importance is None:
+            return dict.fromkeys(layers, ratio)
+        shares = preserve_importance([importance[layer] for layer in layers], ratio)
+        return dict(zip(layers, shares, strict=True))
+
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed, where ranks follow predicted loss."""
+        """Return all claimed groups where ranks follow predicted loss, else none."""
         return self.claims(geometry) if self.entry.follows_curves else ()

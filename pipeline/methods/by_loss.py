@@ -1,4 +1,4 @@
-"""What methods of one rank a group share when ranks, or factors, follow the model's loss. docs/methods.md#curves.
+"""Losses, factors and curves of groups with one rank, weighted by the model's loss. docs/methods.md#curves.
 
 Legend: D inputs, m rows of a stack, r rank.
 """
@@ -17,7 +17,7 @@ from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 
 def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD: Tensor) -> Directions:
-    """In what order a low rank of a stack keeps its input: by its weights (none), its outputs (input), or the loss."""
+    """Order the directions of a stack's input by its weights (`none`), its outputs (`input`) or the loss (`loss`)."""
     if weighting == "loss":
         return input_directions(moment_DD, pull_DD)
     gram_DD = torch.zeros_like(moment_DD)
@@ -28,15 +28,15 @@ def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pul
 
 
 def losses(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD: Tensor) -> Tensor:
-    """(D + 1,): what each rank of a stack costs, in nats per token, as `directions` cut it."""
+    """Return the loss of each rank (D + 1,), in nats per token, of a stack that `directions` cut."""
     if weighting == "loss":
         return least_losses(moment_DD, pull_DD)
     return losses_by_rank(directions(weights, weighting, moment_DD, pull_DD), moment_DD, pull_DD)
 
 
-def factors(found: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """first (r, D), shared, and a second (m, r) of each weight; √ of a direction's size goes into each."""
-    decode_Dr, encode_rD = found.decode[:, :rank], found.encode[:rank]
+def factors(order: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a shared first (r, D) and a second (m, r) for each weight; √ of a direction's size goes into each."""
+    decode_Dr, encode_rD = order.decode[:, :rank], order.encode[:rank]
     seconds = [weight.double() @ decode_Dr for weight in weights]
     sizes_r = torch.stack([second.square().sum(dim=0) for second in seconds]).sum(dim=0).sqrt()
     inner_r = (sizes_r / torch.linalg.vector_norm(encode_rD, dim=1)).sqrt()
@@ -45,7 +45,7 @@ def factors(found: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Te
 
 
 def curve_of(variable: RankVariable, loss_at: Callable[[int], float], cache_at: Callable[[int], int]) -> Curve:
-    """The curve of a group with one rank; at its cap nothing is lost."""
+    """Return the curve of a group with one rank; at its cap nothing is lost."""
     points = [
         Point({variable.name: rank}, round(variable.cost(rank)), loss_at(rank), cache_at(rank))
         for rank in steps(variable.cap, variable.multiple)[:-1]
@@ -55,8 +55,8 @@ def curve_of(variable: RankVariable, loss_at: Callable[[int], float], cache_at: 
 
 
 def _useful(points: Sequence[Point], dense: Point) -> list[Point]:
-    """Those that store, or cache, less than the dense group; each undercut by none in numbers or none in cache."""
+    """Return the points below the dense group in numbers or cache that lie on the frontier of either."""
     smaller = [point for point in points if point.numbers < dense.numbers or point.cache < dense.cache]
     by_cache = frontier(smaller, lambda point: point.cache)
-    kept = {id(point) for point in (*frontier(smaller), *by_cache)}
-    return [point for point in smaller if id(point) in kept]
+    on_frontier = {id(point) for point in (*frontier(smaller), *by_cache)}
+    return [point for point in smaller if id(point) in on_frontier]

@@ -26,8 +26,8 @@ from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.methods.moments import input_moment, output_gradient
+from pipeline.methods.tensors import biases_of, channel_priority, encoded_values
 from pipeline.ranks.budget import RankVariable
-from pipeline.ranks.importance import preserve_importance
 
 VALUE, QUERY_KEY, MLP = "value", "query_key", "mlp"  # rank variables
 FORMS = {VALUE: "head_pca", QUERY_KEY: "head_low_rank", MLP: "pruned"}
@@ -41,17 +41,17 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
 
     @property
     def fixed_ranks(self) -> bool:
-        """Whether the entry gives ranks outright."""
+        """Return True if the entry gives ranks."""
         return self.entry.ranks is not None
 
     @property
     def uniform(self) -> bool:
-        """As the entry says."""
+        """Return True if the entry asks for the same rank in every layer."""
         return self.entry.uniform
 
     @property
     def scores(self) -> frozenset[str]:
-        """With `allocation: importance` ranks follow the layers' importance (IPRS)."""
+        """Return `importance` for `allocation: importance` (IPRS), unless ranks are fixed or uniform."""
         follows = self.entry.allocation == "importance" and not (self.fixed_ranks or self.uniform)
         return frozenset({"importance"}) if follows else frozenset()
 
@@ -75,11 +75,11 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return tuple(groups)
 
     def _check_ranks(self, geometry: LayerGeometry) -> None:
-        given = self.entry.ranks.model_dump() if self.entry.ranks is not None else {}
+        ranks = self.entry.ranks.model_dump() if self.entry.ranks is not None else {}
         on = {"value": self.entry.attention, "mlp": self.entry.mlp, "query_key": self.entry.query_key != "none"}
         head_dim = geometry.attention.head_dim
         full = {"value": head_dim, "mlp": max(mlp.width for mlp in geometry.mlps), "query_key": head_dim}
-        for name, rank in given.items():
+        for name, rank in ranks.items():
             if rank is not None and not on[name]:
                 raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")
             if rank is not None and rank > full[name]:
@@ -94,7 +94,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return (input_moment(block.writer), *felt)
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predicted loss by rank of the values, or by width of the MLP."""
+        """Predict the loss by rank of the values, or by width of the MLP."""
         (variable,) = self.group_variables(group, geometry)
         block = geometry.block_of(group.roles[0])
         writer = block.writer
@@ -113,29 +113,23 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: attention.kv_heads * rank)
 
     def _priority(self, hidden_NN: Tensor, chooses_DN: Tensor, least: int) -> Tensor:
-        """The channels in the order in which widths take them in."""
+        """Return the channels in the order in which growing widths include them."""
         if self.entry.selection == "leverage":
             scores_N, _ = ridge_leverage(hidden_NN, self.entry.ridge)
             return torch.sort(scores_N, descending=True, stable=True).indices
-        order_n = eliminate(hidden_NN, chooses_DN, least).order
-        stays_N = torch.ones(len(hidden_NN), dtype=torch.bool, device=order_n.device).index_fill_(0, order_n, False)
-        return torch.cat((stays_N.nonzero()[:, 0], order_n.flip(0)))
+        return channel_priority(eliminate(hidden_NN, chooses_DN, least).order, len(hidden_NN))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """One rank for each group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
+        """Choose one rank for each group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
         return (_rank_variable(group, geometry, self.entry.multiple(geometry.hidden)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """w_l · cap for every variable, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""
+        """Return w_l · cap, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the entry's ranks."""
         variables = self.rank_variables(geometry)
         if self.entry.ranks is not None:
-            given = self.entry.ranks.model_dump()
-            return {variable.key: float(given[variable.name] or variable.cap) for variable in variables}
-        layers = self.entry.chosen_layers(geometry.num_layers)
-        shares = [ratio] * len(layers)
-        if self.scores:
-            shares = preserve_importance([scores.importance[layer] for layer in layers], ratio)
-        share_of = dict(zip(layers, shares, strict=True))
+            fixed = self.entry.ranks.model_dump()
+            return {variable.key: float(fixed[variable.name] or variable.cap) for variable in variables}
+        share_of = self.layer_shares(geometry, ratio, scores.importance if self.scores else None)
         return {variable.key: share_of[variable.layer] * variable.cap for variable in variables}
 
     def compress(
@@ -155,7 +149,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return replace(solution, forms=forms)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """By the group: `head_pca`, `pruned`, or `head_low_rank`, where that stores less than the weights."""
+        """Map each role to the form of its group, or to none where `head_low_rank` would save nothing."""
         D, d = geometry.hidden, geometry.attention.head_dim
         name = _variable_name(group, geometry)
         if name == QUERY_KEY and ranks[name] * (D + d) >= d * D:
@@ -170,18 +164,13 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
     def _compress_attention(
         self, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
-        """W̃_v = E W_v and W̃_o = W_o D for the encoder E (r × d) and decoder D (d × r) of each KV head."""
+        """Return W̃_v = E W_v and W̃_o = W_o D for the encoder E (r × d) and decoder D (d × r) of each KV head."""
         value, writer = block.value_output
         output_DF = weights[writer.weight_key].double()
         encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = self._basis(block, output_DF, statistics, rank)
-        tensors = {
-            value.weight_key: encode_heads(encoder_Grd, weights[value.weight_key]),
-            writer.weight_key: project_heads(output_DF, repeat_groups(decoder_Gdr, block.heads)),
-        }
-        if value.bias:
-            tensors[value.bias_key] = encode_heads(encoder_Grd, weights[value.bias_key][:, None])[:, 0]
-        if writer.bias:
-            tensors[writer.bias_key] = weights[writer.bias_key].double()
+        output_DR = project_heads(output_DF, repeat_groups(decoder_Gdr, block.heads))
+        tensors = encoded_values(weights, value, encoder_Grd) | {writer.weight_key: output_DR}
+        tensors |= biases_of(weights, (writer,))
         report = {"error": dropped_share(eigenvalues_Gd, rank), "spectrum": spectrum(eigenvalues_Gd)}
         report |= {"clipped": clipped} if clipped else {}
         inputs: dict[str, Callable[[], Tensor]] = {}
@@ -194,7 +183,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
     def _basis(
         self, block: AttentionBlock, output_DF: Tensor, statistics: Statistics, rank: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Encoder (G, r, d), decoder (G, d, r), eigenvalues (G, d), clipped: as `weighted_head_pca`."""
+        """Return encoder (G, r, d), decoder (G, d, r), eigenvalues (G, d) and clipped, as `weighted_head_pca`."""
         moment_Gdd = statistics.moments[self._value_moment(block)]
         if self.entry.weighting == "none":
             decoder_Gdr, eigenvalues_Gd = head_pca(moment_Gdd, rank)
@@ -221,12 +210,9 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
                 felt_DN = factored(statistics.mean(output_gradient(writer))[0]).factor.T @ down_DN.double()
             kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, felt_DN)
         tensors = {writer.weight_key: refit_Dk}
-        for reader in block.readers:
-            tensors[reader.weight_key] = weights[reader.weight_key][kept_k].double()
-            if reader.bias:
-                tensors[reader.bias_key] = weights[reader.bias_key][kept_k].double()
-        if writer.bias:
-            tensors[writer.bias_key] = weights[writer.bias_key].double()
+        tensors |= {reader.weight_key: weights[reader.weight_key][kept_k].double() for reader in block.readers}
+        tensors |= {key: bias[kept_k] for key, bias in biases_of(weights, block.readers).items()}
+        tensors |= biases_of(weights, (writer,))
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
         inputs = {writer.role: lambda: moment_NN[kept_k][:, kept_k] / statistics.tokens}
         outputs = dict.fromkeys(roles_of(block.readers), kept_k)
@@ -242,7 +228,7 @@ def _encoded(encoder_Hrd: Tensor, context: Moment, statistics: Statistics) -> Te
 def _compress_query_key(
     block: AttentionBlock, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor], rank: int
 ) -> Solution:
-    """Q Qᵀ W per head, before RoPE, as two factors: first (n·r × D), second (n × d × r)."""
+    """Factor Q Qᵀ W per head, before RoPE: first (n·r × D), second (n × d × r)."""
     tensors: dict[str, Tensor] = {}
     report: dict[str, Any] = {}
     for matrix, moment in zip(block.query_key, _query_key_moments(block), strict=True):
@@ -265,7 +251,7 @@ def _query_key_moments(block: AttentionBlock) -> tuple[Moment, Moment]:
 
 
 def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:
-    """Q Qᵀ b per head."""
+    """Return Q Qᵀ b per head."""
     bias_nd1 = bias.double().reshape(basis_ndr.shape[0], -1, 1)
     return torch.bmm(basis_ndr, torch.bmm(basis_ndr.transpose(1, 2), bias_nd1)).flatten()
 

@@ -16,7 +16,7 @@ from manifests.methods import JointRankK
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import Matrix, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
-from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
+from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, rank_limit
 from pipeline.kernels.scales import equalize, scale_report
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
@@ -24,8 +24,8 @@ from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of, directions, factors, losses
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.methods.moments import input_moment, pull
+from pipeline.methods.tensors import factors_of
 from pipeline.ranks.budget import RankVariable
-from pipeline.ranks.importance import preserve_importance
 
 QUERY_KEY, MLP = "query_key", "mlp"  # rank variables
 Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
@@ -65,7 +65,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
 
     @property
     def fixed_ranks(self) -> bool:
-        """Whether the entry gives ranks outright."""
+        """Return True if the entry gives ranks."""
         return self.entry.ranks is not None
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -96,7 +96,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         return (pair.input,) if self.entry.weighting == "input" else ()
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predicted loss by rank; of separate weights the sum, without what correlates between them."""
+        """Predict the loss by rank. For separate weights it is the sum, as if their errors were uncorrelated."""
         pair = self._pairs(geometry)[group.name]
         input_DD = statistics.mean(pair.input)[0]
         lines = []
@@ -121,18 +121,15 @@ class JointRankKMethod(MethodBase[JointRankK]):
         return (RankVariable(group.layer, group.name, pair.variable, cap, multiple, cost),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The ranks given, or those that store `ratio` of the dense numbers: in every layer, or on average.
+        """Return the entry's ranks, or those that store `ratio` of the dense numbers, in every layer or on average.
 
-        Where another method of the budget follows the layers' importance (IPRS), so does this one.
+        Ranks follow the layers' importance (IPRS) where another method that shares the budget does.
         """
         if self.entry.ranks is not None:
-            given = self.entry.ranks.model_dump()
-            return {variable.key: float(given[variable.name]) for variable in self.rank_variables(geometry)}
-        layers = self.entry.chosen_layers(geometry.num_layers)
-        shares = [ratio] * len(layers)
-        if scores.importance and self.entry.keep is None:
-            shares = preserve_importance([scores.importance[layer] for layer in layers], ratio)
-        share_of = dict(zip(layers, shares, strict=True))
+            fixed = self.entry.ranks.model_dump()
+            return {variable.key: float(fixed[variable.name]) for variable in self.rank_variables(geometry)}
+        importance = scores.importance or None
+        share_of = self.layer_shares(geometry, ratio, importance if self.entry.keep is None else None)
         return {
             variable.key: min(
                 self._rank_at(geometry.layers[variable.layer], variable.group, share_of[variable.layer]),
@@ -144,7 +141,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
+        """Factor each weight in two; joint ones share the first. Keep weights where factors would save nothing."""
         pair = self._pairs(geometry)[group.name]
         rank, forms = ranks[pair.variable], self.forms(group, geometry, ranks)
         if not forms:
@@ -165,7 +162,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         return Solution(solution.tensors | biases, forms, solution.report | clipped)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Role -> form of the entry's, `low_rank` where weights are separate; none where factors would save nothing."""
+        """Map each role to its form; to none where factors would save nothing."""
         pair = self._pairs(geometry)[group.name]
         rank = ranks[pair.variable]
         if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, pair)):
@@ -187,9 +184,9 @@ class JointRankKMethod(MethodBase[JointRankK]):
                 f"query_key: joint_per_head pairs each query head with a key head of its own, but the model has "
                 f"{heads} query and {kv_heads} key heads; use joint or separate"
             )
-        given = self.entry.ranks.model_dump() if self.entry.ranks else {}
-        for pair in self._pairs(geometry).values() if given else ():
-            rank, limit = given[pair.variable], self._limit(geometry, pair)
+        fixed = self.entry.ranks.model_dump() if self.entry.ranks else {}
+        for pair in self._pairs(geometry).values() if fixed else ():
+            rank, limit = fixed[pair.variable], self._limit(geometry, pair)
             if rank > limit:
                 raise ValueError(f"ranks.{pair.variable}: {rank} saves nothing; the largest rank that does is {limit}")
 
@@ -247,15 +244,14 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
         if rank > rank_limit(*weight.shape):
             tensors[f"{role}.weight"] = weight
             continue
-        first_kD, second_mk, values = low_rank(weight, rank, roots, balanced=True)
-        tensors |= {f"{role}.first.weight": first_kD, f"{role}.second.weight": second_mk}
-        report[f"{role}_error"] = dropped_share(values.square(), rank)
-        report[f"{role}_spectrum"] = spectrum(values.square())
+        cut = factors_of(role, weight, rank, roots)
+        tensors |= cut.tensors
+        report |= cut.report
     return Solution(tensors, {}, report)
 
 
 def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
-    """[W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and a second for each."""
+    """Decompose [W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and two second ones."""
     stack, scales = equalize(list(weights.values()))
     first_kD, seconds, values = joint_low_rank(stack, rank, roots)
     seconds = [_times(second, scale) for second, scale in zip(seconds, scales, strict=True)]
@@ -268,12 +264,12 @@ def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -
 
 
 def _times(factor: Tensor, scale: float) -> Tensor:
-    """float64 only where it is needed: the factors of a wide MLP are the largest tensors of a solve."""
+    """Scale a factor, in float64 only where needed: factors of a wide MLP are the largest tensors of a solve."""
     return factor if scale == 1.0 else factor.double() * scale
 
 
 def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None) -> Solution:
-    """[W_q^h; W_k^h] (2d × D) for each head: first (H·k × D) shared, second (H × d × k) each."""
+    """Decompose [W_q^h; W_k^h] (2d × D) of each head: one first factor (H·k × D), two second ones (H × d × k)."""
     stack, scales = equalize(list(weights.values()))
     by_head = [weight.unflatten(0, (heads, -1)) for weight in stack]
     firsts, seconds, dropped, total = [], [], 0.0, 0.0

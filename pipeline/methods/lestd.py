@@ -50,7 +50,7 @@ class Solved:
     """A problem's decomposition; `energies` are those of Stage I, sweep by sweep."""
 
     choice: Choice
-    found: Tucker
+    tucker: Tucker
     energies: tuple[float, ...]
 
 
@@ -62,16 +62,16 @@ class LeSTDMethod(MethodBase[LeSTD]):
 
     @property
     def fixed_ranks(self) -> bool:
-        """Whether the ranks given say all: the core is not pruned."""
+        """Return True if the entry gives ranks and the core is not pruned."""
         return self.entry.fixed
 
     @property
     def config_fields(self) -> Mapping[str, Any]:
-        """How sparse cores lie in memory when the checkpoint is served."""
+        """Return the layout of sparse cores in the memory of a server."""
         return {"core_format": self.entry.core}
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `attention` (q, k, v, o) and `mlp` ((gate), up, down) of every chosen layer."""
+        """Claim groups `attention` (q, k, v, o) and `mlp` ((gate), up, down) of every chosen layer."""
         kinds = {"attention": AttentionBlock, "mlp": MLPBlock, "both": Block}[self.entry.target]
         return tuple(
             self._group(layer, block)
@@ -87,7 +87,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return Group(layer.index, block.name, block.roles, tuple(dict.fromkeys((*own, *felt))))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predicted loss by size, of cores that are not refined."""
+        """Predict the loss by size, with cores that are not refined."""
         block = geometry.block_of(group.roles[0])
         problems = self._problems(block, geometry, weights, statistics.moments)
         plain = replace(self, entry=self.entry.model_copy(update={"refine_sweeps": 0}))
@@ -95,7 +95,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         def loss_at(size: int) -> float:
             errors: dict[str, Tensor] = {}
             for problem, part_size in zip(problems, self._split(geometry, block, size), strict=True):
-                again = rebuild(plain._solve(problem, self._rule(geometry, block), part_size).found)
+                again = rebuild(plain._solve(problem, self._rule(geometry, block), part_size).tucker)
                 errors |= errors_of(problem, again, self._stacked_roles(block, problem))
             return lestd_loss.loss_of(lestd_loss.matrix_changes(block, errors), statistics)
 
@@ -115,14 +115,14 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return [(query,) if self._own_output else (query, output), (key, value)]
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """One, `size`: the numbers stored, with the index, without biases; cap: all that help."""
+        """Choose `size`, the numbers stored with the index and without biases; the cap is the largest useful size."""
         block = geometry.block_of(group.roles[0])
         least, cap = self._bounds(geometry, block)
         biases = sum(matrix.biases for matrix in block.matrices)
         return (RankVariable(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The share `ratio` of the dense numbers in every layer, or sizes at one threshold that add up to it."""
+        """Return the share `ratio` of the dense numbers in every layer, or sizes at one threshold that add up to it."""
         variables = self.rank_variables(geometry)
         if self.fixed_ranks:
             return {variable.key: float(variable.cap) for variable in variables}
@@ -137,11 +137,11 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return {variable.key: size for variable, size in zip(variables, sizes, strict=True)}
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
-        """With `threshold: model`, what is claimed: how many numbers a layer is worth depends on its spectrum."""
+        """Measure the claimed groups with `threshold: model`, as sizes then follow the spectra of the layers."""
         return self.claims(geometry) if self.entry.threshold == "model" else ()
 
     def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> dict[str, Any]:
-        """The size to choose at every threshold."""
+        """Return the size to choose at every threshold."""
         block = geometry.block_of(group.roles[0])
         (problem,) = self._problems(block, geometry, weights, {})
         squares, exponent = _squares(self._whole(problem))
@@ -151,9 +151,9 @@ class LeSTDMethod(MethodBase[LeSTD]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """`GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values` and `.core.mask`); biases as they are.
+        """Return `GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values`, `.core.mask`) and the biases.
 
-        At the size of the dense weights these stay.
+        At the size of the dense weights, return these.
         """
         size, block = ranks[SIZE], geometry.block_of(group.roles[0])
         if size >= self._dense(geometry, block):
@@ -172,14 +172,13 @@ class LeSTDMethod(MethodBase[LeSTD]):
 
     @property
     def _own_output(self) -> bool:
-        """Whether o, whose input is not that of q, k and v, is decomposed by itself."""
+        """Return True if o, whose input is not that of q, k and v, is decomposed by itself."""
         return self.entry.weighting == "input"
 
     def _rule(self, geometry: LayerGeometry, block: Block) -> Rule:
         multiple = self.entry.multiple(geometry.hidden)
-        wide = (
-            isinstance(block, MLPBlock) or not self.entry.prune
-        )  # d × d is next to nothing, and its core can be pruned instead
+        # Attention's d × d is small, and its core can be pruned instead.
+        wide = isinstance(block, MLPBlock) or not self.entry.prune
         return Rule(self.entry.ranks, self.entry.prune, not self._own_output, wide, multiple)
 
     def _layouts(self, geometry: LayerGeometry, block: Block) -> list[Layout]:
@@ -199,13 +198,13 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return sum(layout.part.dense for layout in self._layouts(geometry, block))
 
     def _bounds(self, geometry: LayerGeometry, block: Block) -> tuple[int, int]:
-        """The smallest size that can be stored, and the largest that is worth anything."""
+        """Return the smallest size that can be stored, and the largest useful one."""
         rule, parts = self._rule(geometry, block), [layout.part for layout in self._layouts(geometry, block)]
         dense = sum(part.dense for part in parts)
         return min(sum(rule.least(part) for part in parts), dense), min(sum(rule.most(part) for part in parts), dense)
 
     def _split(self, geometry: LayerGeometry, block: Block, size: int) -> list[int]:
-        """A size among the problems of a group, by their dense numbers."""
+        """Divide a size among the problems of a group by their dense numbers."""
         rule, parts = self._rule(geometry, block), [layout.part for layout in self._layouts(geometry, block)]
         size = max(size, self._bounds(geometry, block)[0])
         if len(parts) == 1:
@@ -220,13 +219,13 @@ class LeSTDMethod(MethodBase[LeSTD]):
             return
         parts = [layout.part for layout in self._layouts(geometry, block)]
         limits = tuple(max(part.full[mode] for part in parts) for mode in range(3))
-        given = list(self.entry.ranks)
-        if any(rank > limit for rank, limit in zip(given, limits, strict=True)):
-            raise ValueError(f"ranks: {given} for {block.name}; this model allows up to {list(limits)}")
+        ranks = list(self.entry.ranks)
+        if any(rank > limit for rank, limit in zip(ranks, limits, strict=True)):
+            raise ValueError(f"ranks: {ranks} for {block.name}; this model allows up to {list(limits)}")
         stored, dense = self._bounds(geometry, block)[0], self._dense(geometry, block)
         if stored >= dense:
             what = "with one core entry" if self.entry.prune else "and a dense core"
-            raise ValueError(f"ranks: {given} {what} store {stored:,} numbers, no fewer than the weights' {dense:,}")
+            raise ValueError(f"ranks: {ranks} {what} store {stored:,} numbers, no fewer than the weights' {dense:,}")
 
     def _problems(
         self, block: Block, geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
@@ -251,14 +250,14 @@ class LeSTDMethod(MethodBase[LeSTD]):
         ]
 
     def _whole(self, problem: Problem) -> Tucker:
-        """The HOSVD at full rank, whose leading blocks say what smaller ranks keep."""
+        """Return the HOSVD at full rank, whose leading blocks give the energy that smaller ranks keep."""
         return shared_tucker(problem.tensors, problem.layout.part.full, 1, self.entry.tolerance)
 
     def _solve(self, problem: Problem, rule: Rule, size: int) -> Solved:
-        """Both stages, at the ranks that promise the least error before factors are turned.
+        """Run both stages at the ranks with the least predicted error.
 
-        Turned to the sparse core, the next larger R1 often errs less on the weights, at twice the work; measured on
-        `wiki-llama-mha-6m` it then raises the perplexity as often as it lowers it, so that it is not tried.
+        After refinement, the next larger R1 often has a smaller error of the weights, at twice the work. Measured on
+        `wiki-llama-mha-6m`, it raises the perplexity as often as it lowers it, so it is not tried.
         """
         part = problem.layout.part
         if rule.ranks is not None:
@@ -266,10 +265,10 @@ class LeSTDMethod(MethodBase[LeSTD]):
         options = list(choices(part, rule, size))
         choice = options[0] if len(options) == 1 else best_choice(options, _squares(self._whole(problem))[0])
         sweeps, tolerance = self.entry.sweeps, self.entry.tolerance
-        found = whole = shared_tucker(problem.tensors, choice.ranks, sweeps, tolerance)
+        tucker = whole = shared_tucker(problem.tensors, choice.ranks, sweeps, tolerance)
         if choice.count is not None:
-            found = refine_sparse(problem.tensors, whole, choice.count, self.entry.refine_sweeps, tolerance)
-        return Solved(choice, found, whole.energies)
+            tucker = refine_sparse(problem.tensors, whole, choice.count, self.entry.refine_sweeps, tolerance)
+        return Solved(choice, tucker, whole.energies)
 
 
 def _context(block: AttentionBlock) -> Moment:
@@ -281,32 +280,32 @@ def _cost(least: int, cap: int, biases: int) -> Any:
 
 
 def _cut(ranks: Ranks3, part: Part) -> Ranks3:
-    """R3 is given for q, k, v, o together; a problem with fewer projections has no more."""
+    """Limit R3, given for q, k, v, o together, to the projections of a problem."""
     return ranks[0], ranks[1], min(ranks[2], part.full[2])
 
 
 def _squares(whole: Tucker) -> tuple[list[Tensor], int]:
-    """(g / 2^e)² in float32, as only sizes are chosen by them, and e: 0 unless the squares would leave float32."""
+    """Return (g / 2^e)² in float32, enough to choose sizes by, and e: 0 unless the squares would leave float32."""
     exponent = math.frexp(max(float(core.abs().max()) for core in whole.cores))[1]
     exponent = 0 if abs(exponent) <= SAFE_EXPONENT else exponent
     return [(core * 2.0**-exponent).square().to(torch.float32) for core in whole.cores], exponent
 
 
 def _stored(problem: Problem, solved: Solved) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Name -> tensor of a solved problem, and the numbers of core entries for its form."""
-    layout, choice, found = problem.layout, solved.choice, solved.found
-    first, second = found.first, found.second
+    """Map names to the tensors of a solved problem, and `nnz` names to the core entries for its form."""
+    layout, choice, tucker = problem.layout, solved.choice, solved.tucker
+    first, second = tucker.first, tucker.second
     if problem.rows is not None:
         first = problem.rows.inverse @ first
     if problem.columns is not None:
         second = problem.columns.inverse @ second
     tensors = {f"first{layout.own}": first, f"second{layout.own}": second}
     entries = {}
-    for suffix, third, core, parts in zip(layout.cores, found.thirds, found.cores, problem.parts, strict=True):
+    for suffix, third, core, parts in zip(layout.cores, tucker.thirds, tucker.cores, problem.parts, strict=True):
         third = third * third.new_tensor(parts)[:, None]
-        kept = (core != 0).contiguous()
-        if not kept.any():
-            kept.view(-1)[0] = True  # forms know no empty core
+        mask = (core != 0).contiguous()
+        if not mask.any():
+            mask.view(-1)[0] = True  # a form cannot have an empty core
         if problem.scales is not None:
             core = core / problem.scales
         if layout.own:
@@ -316,8 +315,8 @@ def _stored(problem: Problem, solved: Solved) -> tuple[dict[str, Tensor], dict[s
         if choice.count is None:
             tensors[f"core{suffix}"] = core.contiguous()
         else:
-            tensors |= {f"core{suffix}.values": core[kept], f"core{suffix}.mask": pack_bits(kept)}
-            entries[f"nnz{suffix}"] = int(kept.sum())
+            tensors |= {f"core{suffix}.values": core[mask], f"core{suffix}.mask": pack_bits(mask)}
+            entries[f"nnz{suffix}"] = int(mask.sum())
     return tensors, entries
 
 
@@ -326,18 +325,18 @@ def _form(layout: Layout, choice: Choice) -> dict[str, Any]:
 
 
 def _report(problem: Problem, solved: Solved, entries: int) -> dict[str, Any]:
-    """Relative squared error (of the weighted weights, where they are weighted), ranks, numbers stored, energies.
+    """Return relative squared error (of weighted weights where they are weighted), ranks, numbers stored, energies.
 
     `energies` are shares of the whole: after each sweep of Stage I, and `pruned` after the first cut of Stage II.
     """
-    part, end, choice, found = problem.layout.part, problem.layout.own, solved.choice, solved.found
-    total = found.total or 1.0
-    pruned = {} if choice.count is None else {f"pruned{end}": found.energies[0] / total}
+    part, end, choice, tucker = problem.layout.part, problem.layout.own, solved.choice, solved.tucker
+    total = tucker.total or 1.0
+    pruned = {} if choice.count is None else {f"pruned{end}": tucker.energies[0] / total}
     core = sum(part.positions(choice.ranks)) if choice.count is None else entries
     index = 0 if choice.count is None else part.index(choice.ranks)
     clipped: Sequence[InputRoots] = [roots for roots in (problem.rows, problem.columns) if roots is not None]
     return {
-        f"error{end}": found.error / total,
+        f"error{end}": tucker.error / total,
         f"tucker_ranks{end}": list(choice.ranks),
         f"core{end}": core,
         f"numbers{end}": part.factors(choice.ranks) + index + core,

@@ -1,4 +1,4 @@
-"""What a Tucker decomposition of a size costs the model's loss. docs/methods.md#curves for LeSTD.
+"""Predicted loss of Tucker decompositions by size. docs/methods.md#curves for LeSTD.
 
 Legend: D hidden, F outputs of a projection, H heads.
 """
@@ -58,15 +58,17 @@ def curve(variable: RankVariable, cache: int, loss_at: Callable[[int], float]) -
     while variable.cost(least) == variable.cost(min(least * 2, cap)) and least * 2 < cap:
         least *= 2  # sizes below the smallest that can be stored cost the same
     sizes = sorted({round(least + share * (cap - least)) for share in SEEN} - {cap})
-    seen = [(size, loss_at(size)) for size in sizes]
+    solved = [(size, loss_at(size)) for size in sizes]
     choices = [size for size in steps(cap, variable.multiple, CHOICES, sizes[0]) if size < cap]
-    points = [Point({variable.name: size}, round(variable.cost(size)), _between(seen, size), cache) for size in choices]
+    points = [
+        Point({variable.name: size}, round(variable.cost(size)), _between(solved, size), cache) for size in choices
+    ]
     return to_columns([*points, Point({variable.name: cap}, round(variable.cost(cap)), 0.0, cache)])
 
 
-def _between(seen: list[tuple[int, float]], size: int) -> float:
-    below = max((pair for pair in seen if pair[0] <= size), default=seen[0])
-    above = min((pair for pair in seen if pair[0] > size), default=seen[-1])
+def _between(solved: list[tuple[int, float]], size: int) -> float:
+    below = max((pair for pair in solved if pair[0] <= size), default=solved[0])
+    above = min((pair for pair in solved if pair[0] > size), default=solved[-1])
     if below[0] == above[0] or min(below[1], above[1]) <= 0.0:
         return below[1]
     share = (size - below[0]) / (above[0] - below[0])

@@ -28,11 +28,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of a layout, weighted, and what takes the weighting out of the factors again.
+    """The weighted tensors of a layout, and the means to undo the weighting.
 
     Attributes:
-        rows: what undoes the weighting of mode 1, D × D; `columns` of mode 2; `scales` (h) of the heads.
-        parts: for each tensor, what its projections (mode 3) were divided by, since they differ too much in size.
+        rows: the weighting of mode 1 (D × D); `columns` that of mode 2; `scales` (h) that of the heads.
+        parts: for each tensor, the divisors of its projections (mode 3), which differ too much in size.
     """
 
     layout: Layout
@@ -44,13 +44,13 @@ class Problem:
 
 
 def weighted_inputs(layout: Layout, tensors: list[Tensor], moment_DD: Tensor) -> Problem:
-    """S = M^{1/2} on mode 1: the error is that of the outputs of q, k and v."""
+    """Weight mode 1 by S = M^{1/2}, so that the error is that of the outputs of q, k and v."""
     roots = input_roots(moment_DD)
     return Problem(layout, [torch.tensordot(roots.root, tensor, dims=1) for tensor in tensors], rows=roots)
 
 
 def weighted_output(layout: Layout, tensor_Dd1H: Tensor, moment_Hdd: Tensor) -> Problem:
-    """Mode 2 of o by the root of the heads' mean covariance, and each head by its own root mean square.
+    """Weight mode 2 of o by the root of the heads' mean covariance, and each head by its own root mean square.
 
     U₂ is shared, so that a root of each head's own cannot be taken out of it again; correlations between heads are
     passed over.
@@ -63,18 +63,18 @@ def weighted_output(layout: Layout, tensor_Dd1H: Tensor, moment_Hdd: Tensor) -> 
 
 
 def errors_of(problem: Problem, again: Sequence[Tensor], roles: Sequence[tuple[str, ...]]) -> dict[str, Tensor]:
-    """role -> what a solution leaves of its part (D, width, H), without weighting and scales."""
+    """Map each role to the error (D, width, H) of its part, without weighting and scales."""
     rows = problem.rows.inverse if problem.rows is not None else None
     columns = problem.columns.inverse if problem.columns is not None else None
     errors: dict[str, Tensor] = {}
-    for tensor, found, names, sizes in zip(problem.tensors, again, roles, problem.parts, strict=True):
-        left = _unweighted(tensor.double() - found, rows, columns, problem.scales)
-        errors |= {name: left[:, :, place] * sizes[place] for place, name in enumerate(names)}
+    for tensor, rebuilt, names, sizes in zip(problem.tensors, again, roles, problem.parts, strict=True):
+        error = _unweighted(tensor.double() - rebuilt, rows, columns, problem.scales)
+        errors |= {name: error[:, :, place] * sizes[place] for place, name in enumerate(names)}
     return errors
 
 
 def _unweighted(error_xyth: Tensor, rows: Tensor | None, columns: Tensor | None, scales: Tensor | None) -> Tensor:
-    """A tensor's error (D, width, t, H) with the weighting of rows, columns and heads taken out again."""
+    """Undo the weighting of rows, columns and heads of an error (D, width, t, H)."""
     if rows is not None:
         error_xyth = torch.tensordot(rows, error_xyth, dims=1)
     if columns is not None:

@@ -1,4 +1,4 @@
-"""What a sparse Tucker decomposition stores, and which ranks give the least error at a size. docs/methods.md#lestd.
+"""Sizes of sparse Tucker decompositions, and the ranks of least error at a size. docs/methods.md#lestd.
 
 Legend: D hidden, W width of mode 2 (head_dim d, or N), t projections stacked, h heads, R1 R2 R3 ranks, g core entries.
 """
@@ -37,41 +37,41 @@ class Part:
 
     @property
     def full(self) -> Ranks3:
-        """The ranks at which nothing is cut off."""
+        """Return the ranks at which nothing is cut off."""
         return self.hidden, self.width, max(t for t, _ in self.stacks)
 
     @property
     def dense(self) -> int:
-        """Numbers of the weights."""
+        """Count the numbers of the weights."""
         return self.hidden * self.width * sum(t * h for t, h in self.stacks)
 
     def positions(self, ranks: Ranks3) -> list[int]:
-        """Entries of each core."""
+        """Count the entries of each core."""
         return [ranks[0] * ranks[1] * min(ranks[2], t) * h for t, h in self.stacks]
 
     def factors(self, ranks: Ranks3) -> int:
-        """Numbers of U₁, U₂ and every U₃."""
+        """Count the numbers of U₁, U₂ and every U₃."""
         return self.hidden * ranks[0] + self.width * ranks[1] + sum(t * min(ranks[2], t) for t, _ in self.stacks)
 
     def index(self, ranks: Ranks3) -> int:
-        """The bitmaps, in numbers."""
+        """Return the size of the bitmaps, in numbers."""
         return sum(math.ceil(math.ceil(count / 8) * 8 / self.bits) for count in self.positions(ranks))
 
     def with_dense_core(self, ranks: Ranks3) -> int:
-        """Numbers stored when the cores are stored whole, without index."""
+        """Count the numbers stored with whole cores, without index."""
         return self.factors(ranks) + sum(self.positions(ranks))
 
     def sparse_room(self, ranks: Ranks3, size: int) -> int:
-        """How many entries of the cores may be kept at a size; one of each core that falls empty is counted off."""
+        """Return how many core entries fit into a size, less one for each further core, which cannot be empty."""
         return size - self.factors(ranks) - self.index(ranks) - (len(self.stacks) - 1)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which choices there are.
+    """Limits the choices of ranks and core entries.
 
     Attributes:
-        ranks: given outright, or None.
+        ranks: the entry's ranks, or None.
         prune: whether cores are made sparse.
         whole: whether, when pruning, a core may also be stored whole where that is better.
         search_width: whether R2 is searched; else it is W.
@@ -85,7 +85,7 @@ class Rule:
     multiple: int = 1
 
     def least(self, part: Part) -> int:
-        """The smallest size at which there is a choice."""
+        """Return the smallest size at which there is a choice."""
         least = min(self.multiple, part.hidden), min(self.multiple, part.width) if self.search_width else part.width
         ranks = self.ranks or (*least, part.full[2])
         sparse = part.factors(ranks) + part.index(ranks) + len(part.stacks)
@@ -93,7 +93,7 @@ class Rule:
         return sparse if self.prune and not self.whole else min(sparse, whole) if self.prune else whole
 
     def most(self, part: Part) -> int:
-        """The size beyond which nothing gets better: of the dense weights, or of the ranks given with a whole core."""
+        """Return the largest useful size: of the dense weights, or of the entry's ranks with a whole core."""
         if self.ranks is None:
             return part.dense
         return max(part.with_dense_core(self.ranks), self.least(part))
@@ -108,7 +108,7 @@ class Choice:
 
 
 def choices(part: Part, rule: Rule, size: int) -> Iterator[Choice]:
-    """What fits into a size (or the least one): ranks by eighths and halvings, and R1 as far as a whole core fits."""
+    """Yield choices that fit into a size (or the least one): ranks by eighths and halvings, and the largest R1."""
     size = max(size, rule.least(part))
     for ranks in _grid(part, rule):
         if part.with_dense_core(ranks) <= size and (rule.whole or not rule.prune):
@@ -126,7 +126,7 @@ def choices(part: Part, rule: Rule, size: int) -> Iterator[Choice]:
 
 
 def best_choice(options: Sequence[Choice], squares: Sequence[Tensor]) -> Choice:
-    """The choice whose cores keep the most energy; of equals the first.
+    """Return the choice whose cores keep the most energy; of equals the first.
 
     `squares`: g² of the cores at full rank, in the basis of the HOSVD, whose leading blocks stand for the cores at
     smaller ranks (exactly so for R1 alone).
@@ -135,7 +135,7 @@ def best_choice(options: Sequence[Choice], squares: Sequence[Tensor]) -> Choice:
 
 
 def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, Any]:
-    """The size to choose at a threshold τ, for τ = 2^(j / GRID_PER_OCTAVE), j = first, first + 1, …; falls with τ.
+    """Return the size to choose at thresholds τ = 2^(j / GRID_PER_OCTAVE), j = first, first + 1, …; it falls with τ.
 
     At every τ it is the size that minimises squared error + τ² · stored numbers over all ranks: cores are cut at τ, and
     each number of the factors and of the index must be worth as much as a core entry. `squares` as in `best_choice`.
@@ -155,8 +155,8 @@ def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, A
         fixed = part.factors(ranks) + part.index(ranks) + len(part.stacks) - 1
         offers.append((fixed + above.clamp_min(1), total - energy))
         if rule.whole:
-            kept = torch.full_like(price, float(energy[0]))
-            offers.append((torch.full_like(price, part.with_dense_core(ranks)), total - kept))
+            whole_energy = torch.full_like(price, float(energy[0]))
+            offers.append((torch.full_like(price, part.with_dense_core(ranks)), total - whole_energy))
     for size, error in offers:
         cost = error.clamp_min(0.0) + price * size
         better = cost < best_cost
@@ -165,7 +165,7 @@ def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, A
 
 
 def sizes_at_common_threshold(curves: Sequence[Mapping[str, Any]], most: Sequence[int], target: float) -> list[float]:
-    """The sizes of the curves at the one threshold at which they add up to `target`; before its first, `most`."""
+    """Return the sizes of the curves at the threshold at which they add up to `target`; below its first, `most`."""
     low = min(curve["first"] for curve in curves) - 1.0
     high = float(max(curve["first"] + len(curve["sizes"]) for curve in curves))
 
@@ -181,23 +181,23 @@ def sizes_at_common_threshold(curves: Sequence[Mapping[str, Any]], most: Sequenc
     return at(high)
 
 
-def pack_bits(kept: Tensor) -> Tensor:
-    """A mask as a bitmap (ceil(n / 8),) of uint8: bit i % 8, least significant first, of byte i // 8 is entry i."""
-    flat = kept.reshape(-1).to(torch.uint8)
+def pack_bits(mask: Tensor) -> Tensor:
+    """Pack a mask into a bitmap (ceil(n / 8),) of uint8: entry i is bit i % 8, from the lowest, of byte i // 8."""
+    flat = mask.reshape(-1).to(torch.uint8)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=flat.device)).sum(dim=1, dtype=torch.uint8)
 
 
 def _size_at(curve: Mapping[str, Any], most: int, position: float) -> float:
-    """Between two thresholds by a straight line."""
+    """Interpolate linearly between two thresholds."""
     sizes, place = curve["sizes"], position - curve["first"]
     if place <= -1.0:
         return float(most)
     below = math.floor(place)
     if below >= len(sizes) - 1:
         return float(sizes[-1])
-    left = most if below < 0 else sizes[below]
-    return float(left + (place - below) * (sizes[below + 1] - left))
+    lower = most if below < 0 else sizes[below]
+    return float(lower + (place - below) * (sizes[below + 1] - lower))
 
 
 def _grid(part: Part, rule: Rule) -> list[Ranks3]:
@@ -211,7 +211,7 @@ def _widths(part: Part, rule: Rule) -> list[int]:
 
 
 def _steps(limit: int, multiple: int) -> list[int]:
-    """Eighths, and below the first one halvings down to one multiple; each cut to a multiple, but for the limit."""
+    """Return eighths of a limit and, below the first, halvings, each cut to a multiple except the limit."""
     even = {limit * eighth // 8 for eighth in range(1, 9)} | {limit >> half for half in range(3, 32)}
     cut = {step // multiple * multiple for step in even} | {min(multiple, limit), limit}
     return sorted(step for step in cut if step >= min(multiple, limit))
@@ -222,7 +222,7 @@ def _blocks(cores: Sequence[Tensor], ranks: Ranks3) -> list[Tensor]:
 
 
 def _kept_energy(blocks: Sequence[Tensor], count: int | None) -> float:
-    """Sum of the `count` largest squares."""
+    """Sum the `count` largest squares."""
     flat = torch.cat(list(blocks))
     if count is None or count >= len(flat):
         return float(flat.sum(dtype=torch.float64))
@@ -232,13 +232,13 @@ def _kept_energy(blocks: Sequence[Tensor], count: int | None) -> float:
 
 
 def _bins(square: Tensor, first: int, count: int) -> Tensor:
-    """Number of the largest threshold that is no larger than |g|, from 1; 0 below the first."""
+    """Return the number, from 1, of the largest threshold that |g| reaches; 0 below the first."""
     place = torch.floor(0.5 * GRID_PER_OCTAVE * square.log2()) - first + 1
     return place.clamp_(0, count).to(torch.int16)
 
 
 def _above(bins: Sequence[Tensor], squares: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """How many entries reach each threshold, and their energy."""
+    """Count the entries that reach each threshold, and sum their energy."""
     places = torch.cat(list(bins)).long()
     numbers = torch.bincount(places, minlength=count + 1).double().cpu()
     # Not by weights of `bincount`, which a GPU adds in another order in each run.

@@ -42,11 +42,11 @@ class LoRCMethod(MethodBase[LoRC]):
 
     @property
     def fixed_ranks(self) -> bool:
-        """Whether the cache share, and not a budget of stored numbers, decides."""
+        """Return True if the entry gives the share of the cache, so that no budget of stored numbers applies."""
         return self.entry.cache_keep is not None
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `key` (k) and `value` (v, o) of every chosen layer.
+        """Claim groups `key` (k) and `value` (v, o) of every chosen layer.
 
         Raises ValueError on layers that do not exist, and on a share of the cache below the smallest rank.
         """
@@ -75,13 +75,13 @@ class LoRCMethod(MethodBase[LoRC]):
         return (input_moment(matrix),) if self.entry.weighting == "input" else ()
 
     def cache_target(self, geometry: Geometry) -> float | None:
-        """`cache_keep` of what is claimed of the dense cache."""
+        """Return the share `cache_keep` of the claimed part of the dense cache."""
         share = self.entry.cache_keep
         cached = sum(_cached(geometry.layers[group.layer]) for group in self.claims(geometry))
         return None if share is None else share * cached
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predicted loss by rank; the cache holds the latents."""
+        """Predict the loss by rank; the cache holds the latents."""
         matrix = geometry.matrices[group.roles[0]]
         input_DD, pull_DD = statistics.mean(input_moment(matrix))[0], statistics.mean(pull((matrix,)))[0]
         lost = losses([weights[matrix.weight_key]], self.entry.weighting, input_DD, pull_DD)
@@ -97,13 +97,13 @@ class LoRCMethod(MethodBase[LoRC]):
         )
 
     def most_numbers(self, geometry: Geometry) -> float:
-        """Of all ranks that cache no more than `cache_keep`, whatever condition numbers or losses they follow."""
+        """Bound the numbers stored at any ranks that cache no more than `cache_keep`."""
         lines = [self._corners(variable, geometry.layers[variable.layer]) for variable in self.rank_variables(geometry)]
         target = self.cache_target(geometry)
         return super().most_numbers(geometry) if target is None else most_numbers(lines, target)
 
     def _corners(self, variable: RankVariable, geometry: LayerGeometry) -> list[Point]:
-        """Cached and stored numbers at the ranks between which both are linear."""
+        """Return cached and stored numbers at the ranks between which both are linear."""
         head_dim = geometry.attention.head_dim
         ends = (1, head_dim, head_dim + 1, variable.cap - 1, variable.cap)
         ranks = sorted({rank for rank in ends if 1 <= rank <= variable.cap})
@@ -111,14 +111,17 @@ class LoRCMethod(MethodBase[LoRC]):
         return [Point({}, variable.cost(rank), 0.0, full if rank >= full else rank) for rank in ranks]
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """One rank for each group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
+        """Choose one rank for each group: `key`, `value`, cap min(C, D); from C on the group stays dense."""
         cap, multiple = min(geometry.attention.key.shape), self.entry.multiple(geometry.hidden)
         cost = partial(self._cost, geometry, group.name)
         return (RankVariable(group.layer, group.name, group.name, cap, multiple, cost),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Eq. 13 (progressive) or the same share everywhere; the mean is `cache_keep` of the dense cache, or else the
-        ratio of the cap. No latent is wider than D: a layer that asks for more leaves the rest to the others."""
+        """Return ranks by eq. 13 (progressive) or the same share everywhere.
+
+        Their mean is `cache_keep` of the dense cache, or else the ratio of the cap. No latent is wider than D: the rest
+        of a layer that would have more goes to the others.
+        """
         keep, variables = self.entry.cache_keep, self.rank_variables(geometry)
         layers = self.chosen_layers(geometry)
         if keep is None:
@@ -140,34 +143,34 @@ class LoRCMethod(MethodBase[LoRC]):
         return _cache_ranks(variables, targets, cached, keep)
 
     def _shares(self, geometry: Geometry, mean: float, most: Mapping[int, float], scores: Scores) -> dict[int, float]:
-        """Layer -> its share, with this mean before none but the dense ones is above its `most`."""
+        """Map each layer to its share: this mean, then cut to `most` except in layers that stay dense."""
         layers = self.entry.chosen_layers(geometry.num_layers)
         if mean == 1.0 == self.entry.cache_keep:
             return dict.fromkeys(layers, 1.0)
         if self.entry.allocation == "uniform":
             return {layer: min(mean, most[layer]) for layer in layers}
         cumulative = cumulative_log_conditions(_log_conditions(geometry, scores))
-        found = progressive_shares([cumulative[layer] for layer in layers], mean, self.entry.skip_above)
-        skipped = {layers[position] for position in found.skipped}
+        progressive = progressive_shares([cumulative[layer] for layer in layers], mean, self.entry.skip_above)
+        skipped = {layers[position] for position in progressive.skipped}
         return {
             layer: share if layer in skipped else min(share, most[layer])
-            for layer, share in zip(layers, found.shares, strict=True)
+            for layer, share in zip(layers, progressive.shares, strict=True)
         }
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
-        """That a share of the cache is out of reach, because smaller latents lose nothing; what decoding costs."""
+        """Report a cache share that is out of reach, as smaller latents lose nothing, and the cost of decoding."""
         return tuple(dict.fromkeys(remark for layer in self.chosen_layers(geometry) for remark in self._remarks(layer)))
 
     def _remarks(self, geometry: LayerGeometry) -> Iterator[str]:
-        asked, most = self.entry.cache_keep, _exact_share(geometry)
-        if asked is not None and most < asked < 1.0:
+        keep, most = self.entry.cache_keep, _exact_share(geometry)
+        if keep is not None and most < keep < 1.0:
             yield (
-                f"cache_keep: {asked:g} is not reached: latents of {geometry.hidden} numbers, as wide as the hidden "
+                f"cache_keep: {keep:g} is not reached: latents of {geometry.hidden} numbers, as wide as the hidden "
                 f"state, already give all {_cached(geometry)} cached ones exactly; it becomes {most:.4g}, without loss"
             )
-        if self.entry.key and asked != 1.0:
-            rank, cached = round(min(asked or 1.0, most) * _cached(geometry)), _cached(geometry)
-            upto = "up to " if asked is None else ""
+        if self.entry.key and keep != 1.0:
+            rank, cached = round(min(keep or 1.0, most) * _cached(geometry)), _cached(geometry)
+            upto = "up to " if keep is None else ""
             yield (
                 f"keys of rank {upto}{rank:,} take {upto}{rank * cached:,} products for each cached token and layer of "
                 f"a decoding step; that is faster than to read dense ones on devices of more than "
@@ -176,21 +179,23 @@ class LoRCMethod(MethodBase[LoRC]):
             )
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
-        """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth. Nothing
-        where the whole cache stays."""
+        """Measure W_k and W_v of all layers, as progressive ranks follow κ̃_l, a product over depth.
+
+        Nothing is measured where the whole cache stays.
+        """
         if self.entry.allocation != "progressive" or self.entry.cache_keep == 1.0:
             return ()
         cached = ((layer.index, (layer.attention.key, layer.attention.value)) for layer in geometry.layers)
         return tuple(Group(layer, CONDITION, roles_of(matrices)) for layer, matrices in cached)
 
     def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> dict[str, list[float]]:
-        """ln κ of the two matrices."""
+        """Return ln κ of the two matrices."""
         return {"log_condition": [log_condition(weights[f"{role}.weight"])[0] for role in group.roles]}
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
+        """Factor k or v: first (r × D) gives the latents, second (C × r) rebuilds the heads or is absorbed into W_o."""
         rank, matrix, forms = ranks[group.name], geometry.matrices[group.roles[0]], self.forms(group, geometry, ranks)
         if not forms:
             return Solution(dict(weights), {}, {"dense": True})
@@ -205,7 +210,7 @@ class LoRCMethod(MethodBase[LoRC]):
         return Solution(tensors, forms, report)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """`latent`, with `absorbed` for o where v's second factor is absorbed into it; none where the group stays."""
+        """Map k or v to `latent`, and o to `absorbed` if it absorbs v's second factor; none where all stays dense."""
         rank = ranks[group.name]
         if self._stays_dense(geometry, group.name, rank):
             return {}
@@ -219,7 +224,7 @@ class LoRCMethod(MethodBase[LoRC]):
     def _latent(
         self, matrix: Matrix, weight_CD: Tensor, rank: int, statistics: Statistics
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """first (r, D), second (C, r), and the figures for the report."""
+        """Return first (r, D), second (C, r) and figures for the report."""
         if self.entry.weighting == "loss":
             input_DD, pull_DD = statistics.mean(input_moment(matrix))[0], statistics.mean(pull((matrix,)))[0]
             order = directions([weight_CD], "loss", input_DD, pull_DD)
@@ -231,12 +236,12 @@ class LoRCMethod(MethodBase[LoRC]):
         return first_rD, second_Cr, report | ({"clipped": roots.clipped} if roots else {})
 
     def _stays_dense(self, geometry: LayerGeometry, name: str, rank: int) -> bool:
-        """At full rank; and, when stored numbers are what is saved, where the factors would save none."""
+        """Return True at full rank and, under a budget of stored numbers, where the factors would save none."""
         full = rank >= self._full(geometry)
         return full or (not self.fixed_ranks and _factored(geometry, name, rank) >= _dense(geometry, name))
 
     def _full(self, geometry: LayerGeometry) -> int:
-        """The rank from which a group stays dense. A latent of D < C numbers is exact, and smaller in the cache."""
+        """Return the rank from which a group stays dense. Latents of D < C numbers are exact, with a smaller cache."""
         return _cached(geometry) if self.fixed_ranks else min(geometry.attention.key.shape)
 
     def _cost(self, geometry: LayerGeometry, name: str, rank: float) -> float:
@@ -250,8 +255,11 @@ class LoRCMethod(MethodBase[LoRC]):
 def _cache_ranks(
     variables: Sequence[RankVariable], targets: Mapping[Key, float], dense: Mapping[int, int], keep: float
 ) -> dict[Key, float]:
-    """Allowed ranks near the targets that cache no more than these together; a group at its layer's `dense` stays as it
-    is. Shares whose mean is `keep` are `keep` of the cache only where all layers cache the same; else the ranks are."""
+    """Return allowed ranks near the targets that cache no more than the targets do together.
+
+    A group at its layer's `dense` numbers stays dense. Where layers differ in size, shares whose mean is `keep` are not
+    `keep` of the cache; there the ranks add up to it.
+    """
     latent = [
         replace(variable, cost=lambda rank: rank)
         for variable in variables
@@ -259,25 +267,25 @@ def _cache_ranks(
     ]
     total = sum(targets[variable.key] for variable in latent)
     if len(set(dense.values())) > 1:
-        left = {variable.key for variable in latent}
+        latent_keys = {variable.key for variable in latent}
         whole = sum(dense[variable.layer] for variable in variables)
-        total = keep * whole - sum(dense[variable.layer] for variable in variables if variable.key not in left)
+        total = keep * whole - sum(dense[variable.layer] for variable in variables if variable.key not in latent_keys)
     ranks = fit_ranks(latent, targets, total + _ROUNDING)
     return {variable.key: float(ranks.get(variable.key, dense[variable.layer])) for variable in variables}
 
 
 def _cached(geometry: LayerGeometry) -> int:
-    """C: numbers that the dense cache holds per token, of keys or of values."""
+    """Return C, the numbers that the dense cache holds per token, of keys or of values."""
     return geometry.attention.key.outputs
 
 
 def _exact_share(geometry: LayerGeometry) -> float:
-    """The widest latent, of the cache: min(C, D) / C."""
+    """Return min(C, D) / C, the share of the cache that the widest latent takes."""
     return min(geometry.attention.key.shape) / _cached(geometry)
 
 
 def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
-    """ln κ of W_k and W_v by layer."""
+    """Return ln κ of W_k and W_v by layer."""
     layers = range(geometry.num_layers)
     if scores.measured is None:
         return [[1.0, 1.0] for _ in layers]
@@ -285,7 +293,7 @@ def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
 
 
 def _factored(geometry: LayerGeometry, name: str, rank: float) -> float:
-    """Numbers stored by a group with latents."""
+    """Count the numbers stored by a group with latents."""
     block = geometry.attention
     D, C, HD = geometry.hidden, _cached(geometry), block.heads * geometry.hidden
     rebuilt = rank * (D + C) + sum(matrix.biases for matrix in _matrices(block, name))
@@ -305,18 +313,18 @@ def _matrices(block: AttentionBlock, name: str) -> tuple[Matrix, ...]:
 
 
 def _absorbs(block: AttentionBlock, rank: float) -> bool:
-    """Whether W_o takes in the second factor: where latents are no wider than a value head, it saves everywhere.
+    """Return True if W_o takes in the second factor: where latents are no wider than a value head.
 
     D·r per query head is then less than the second factor and W_o together, and so are the products of a token; heads
-    of r <= d numbers move no more than before. Wider ones would store less for a while yet, but a prefill pads queries
-    and keys to their width. v's bias must go somewhere.
+    of r <= d numbers move no more than before. Somewhat wider ones would still store less, but a prefill pads queries
+    and keys to their width. v's bias needs a bias of W_o to join.
     """
     has_room = not block.value.bias or block.writer.bias
     return has_room and rank <= block.head_dim
 
 
 def _absorbed_output(block: AttentionBlock, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
-    """W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
+    """Return W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
     H, G, (value, writer) = block.heads, block.kv_heads, block.value_output
     output_DF = weights[writer.weight_key].double()
     tensors = {writer.weight_key: project_heads(output_DF, repeat_groups(second_Cr.double().unflatten(0, (G, -1)), H))}

@@ -41,11 +41,11 @@ class MagnitudeMethod(MethodBase[Magnitude]):
         return (RankVariable(group.layer, group.name, WIDTH, block.width, multiple, block.numbers),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The ratio of N."""
+        """Return the ratio of N."""
         return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """`pruned` at the width."""
+        """Map each role to `pruned` at the width."""
         return dict.fromkeys(group.roles, FormSpec(form="pruned", rank=ranks[WIDTH]))
 
     def compress(

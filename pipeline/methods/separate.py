@@ -1,4 +1,4 @@
-"""Every linear weight of a layer by itself as two factors, at one share: what the SVD baselines have in common.
+"""The base of the SVD baselines: each linear weight of a layer becomes two factors, at one share for all.
 
 docs/methods.md#baselines. Legend: m outputs, D inputs of a weight, F features of a moment, r rank.
 """
@@ -16,23 +16,23 @@ from torch import Tensor
 from manifests.records import FormSpec
 from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
-from pipeline.kernels.lowrank import InputRoots, low_rank, rank_limit
-from pipeline.kernels.spectra import dropped_share, spectrum
+from pipeline.kernels.lowrank import InputRoots, rank_limit
 from pipeline.methods.base import E, MethodBase
 from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.methods.moments import input_moment
+from pipeline.methods.tensors import factors_of
 from pipeline.ranks.budget import RankVariable
 
 
 @dataclass(frozen=True)
 class SeparateMethod(MethodBase[E]):
-    """Says all but how the inputs of a weight count: `roots`."""
+    """Factors each weight by itself; subclasses define `roots`, the weighting of its inputs."""
 
     needs_inputs: ClassVar[bool] = True
 
     @abstractmethod
     def roots(self, moment_FF: Tensor) -> InputRoots:
-        """S and S⁻¹ of the inputs with this second moment: ‖(W − W')S‖ is least."""
+        """Return S and S⁻¹ for inputs with this second moment; the factors W' minimise ‖(W − W')S‖."""
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim every matrix of each chosen layer; matrices that read the same input are one group."""
@@ -44,7 +44,7 @@ class SeparateMethod(MethodBase[E]):
         )
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """One for each role; from its cap on the weight stays as it is, as two factors would store no less."""
+        """Choose a rank for each role; at its cap the weight stays dense, as two factors would store no less."""
         multiple = self.entry.multiple(geometry.hidden)
         variables = []
         for role in group.roles:
@@ -54,7 +54,7 @@ class SeparateMethod(MethodBase[E]):
         return tuple(variables)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The rank at which the two factors of a weight store `ratio` of its numbers."""
+        """Return the ranks at which the two factors of each weight store `ratio` of its numbers."""
         targets: dict[Key, float] = {}
         for group in self.claims(geometry):
             for role in group.roles:
@@ -65,18 +65,18 @@ class SeparateMethod(MethodBase[E]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """first (r, D) and second (m, r) of each weight; biases, and weights beyond `rank_limit`, as they are."""
+        """Factor each weight into first (r, D) and second (m, r); biases, and weights above `rank_limit`, stay."""
         return next(self.compress_sizes(group, geometry, weights, statistics, [ranks]))
 
     def compress_sizes(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, sizes: Sequence[Ranks]
     ) -> Iterator[Solution]:
-        """As `compress`; the roots of the inputs are taken once."""
+        """Compress to several sizes; the roots of the inputs are computed once."""
         roots = self.roots(statistics.moments[group.moments[0]][0]) if self.needs_inputs else None
         return (self._cut(weights, roots, self.forms(group, geometry, ranks)) for ranks in sizes)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """`low_rank` for each weight whose two factors store less than it does."""
+        """Map each weight whose two factors store less than it does to `low_rank`."""
         cut = (role for role in group.roles if ranks[role] <= rank_limit(*geometry.weight_shape(role)))
         return {role: FormSpec(form="low_rank", rank=ranks[role]) for role in cut}
 
@@ -89,10 +89,9 @@ class SeparateMethod(MethodBase[E]):
             if kind != "weight" or rank is None:
                 tensors[key] = weight
                 continue
-            first_rD, second_mr, values = low_rank(weight, rank, roots, balanced=True)
-            tensors |= {f"{role}.first.weight": first_rD, f"{role}.second.weight": second_mr}
-            report[f"{role}_error"] = dropped_share(values.square(), rank)
-            report[f"{role}_spectrum"] = spectrum(values.square())
+            factors = factors_of(role, weight, rank, roots)
+            tensors |= factors.tensors
+            report |= factors.report
         clipped = {"clipped": roots.clipped} if roots else {}
         return Solution(tensors, forms, report | clipped)
 

@@ -1,4 +1,4 @@
-"""A baseline: every weight by its own singular values, whatever it reads. docs/methods.md#baselines."""
+"""A baseline: the truncated SVD of every weight. docs/methods.md#baselines."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class SVDMethod(SeparateMethod[SVD]):
     needs_inputs: ClassVar[bool] = False
 
     def roots(self, moment_FF: Tensor) -> InputRoots:
-        """None are asked for: all inputs count alike."""
+        """Raise NotImplementedError: without `needs_inputs`, all inputs count alike and nothing calls this."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A baseline: SVD-LLM, every weight by its singular values behind whitened inputs. docs/methods.md#baselines."""
+"""A baseline: SVD-LLM, the truncated SVD of every weight with whitened inputs. docs/methods.md#baselines."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class SVDLLMMethod(SeparateMethod[SVDLLM]):
     name: ClassVar[str] = "svd_llm"
 
     def roots(self, moment_FF: Tensor) -> InputRoots:
-        """S = M^{1/2}: with S Sᵀ = M, a Cholesky factor as in the paper or this one, the best product is the same."""
+        """Return S = M^{1/2}. The best product is the same for any S Sᵀ = M, as for the paper's Cholesky factor."""
         return input_roots(moment_FF)

@@ -1,4 +1,4 @@
-"""What no method of the manifest claims, as it is: so that all of it can be rounded. docs/methods.md#rounding."""
+"""Matrices that no method claims stay dense, in groups, so that they can be rounded. docs/methods.md#rounding."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WHOLE, BITS = "whole", "bits"
 
 @dataclass(frozen=True)
 class Unchanged(MethodDefaults):
-    """Claims every linear role that `others` leave, but those of `skip`; roles that read the same go together.
+    """Claims every linear role that `others` do not claim, except those of `skip`.
 
-    `outer`: roles outside of the layers, claimed besides. They have no ranks to choose, and no part in the budget's
-    numbers; see `outer_ranks`.
+    `outer`: further roles, outside of the layers. They have no ranks to choose, and the budget does not count them; see
+    `outer_ranks`.
     """
 
     others: Sequence[Method]
@@ -36,21 +36,21 @@ class Unchanged(MethodDefaults):
 
     @property
     def fixed_ranks(self) -> bool:
-        """No budget applies, but where bits are chosen."""
+        """Return True, as no budget applies, unless bits are chosen."""
         return not self.chosen_bits
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All of the layers, where bits are chosen."""
+        """Return all groups of the layers where bits are chosen, else none."""
         return self._inside(geometry) if self.chosen_bits else ()
 
     def curve(
         self, group: Group, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics
     ) -> Curve:
-        """One point, at which nothing is lost."""
+        """Return one point, at which nothing is lost."""
         return to_columns([Point({WHOLE: 1}, geometry.numbers(group.roles), 0.0)])
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim what others leave: matrices that read the same input as one group, and each outer role by itself.
+        """Claim the rest: matrices that read the same input as one group, and each outer role by itself.
 
         Raises ValueError as the others do.
         """
@@ -61,12 +61,12 @@ class Unchanged(MethodDefaults):
         return tuple(Group(layer, role, (role,)) for layer, role in outer)
 
     def outer_ranks(self, geometry: Geometry, bits: int) -> dict[tuple[int, str], dict[str, int]]:
-        """Layer and group -> ranks, of what is outside of the layers; with `bits`, where they are chosen."""
+        """Map layer and group, of roles outside of the layers, to ranks; with `bits` where bits are chosen."""
         ranks = {WHOLE: 1, BITS: bits} if self.chosen_bits else {WHOLE: 1}
         return {(group.layer, group.name): dict(ranks) for group in self._outside(geometry)}
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """Of the groups inside of the layers."""
+        """Return the variables of the groups inside of the layers."""
         inside = self._inside(geometry)
         return tuple(v for group in inside for v in self.group_variables(group, geometry.layers[group.layer]))
 
@@ -83,15 +83,15 @@ class Unchanged(MethodDefaults):
         return tuple(groups)
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """One of a single value: it is there."""
+        """Return one variable with a single value."""
         return (RankVariable(group.layer, group.name, WHOLE, 1, 1, partial(_numbers, geometry, group.roles)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """All of it."""
+        """Return 1 for every variable: nothing is cut."""
         return {variable.key: 1.0 for variable in self.rank_variables(geometry)}
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """All stay dense."""
+        """Return none: all stay dense."""
         return {}
 
     def compress(
@@ -102,7 +102,7 @@ class Unchanged(MethodDefaults):
         statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
-        """The weights."""
+        """Return the weights."""
         return Solution(dict(weights), {}, {})
 
 

@@ -10,10 +10,12 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from manifests.records import Curve
 
 Cost = Callable[["Point"], float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,14 @@ def steps(limit: int, multiple: int = 1, count: int = 256, least: int | None = N
     return [*range(-(-first // multiple) * multiple, limit, stride), limit]
 
 
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Return at most `count` of some items, evenly spread from the first to the last."""
+    count = min(count, len(items))
+    return [items[place * (len(items) - 1) // max(1, count - 1)] for place in range(count)]
+
+
 def _slope(point: Point, dearer: Point, cost: Cost) -> float:
-    """Loss saved per cost."""
+    """Return the loss saved per cost."""
     return (point.loss - dearer.loss) / (cost(dearer) - cost(point))
 
 

@@ -22,7 +22,7 @@ from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, 
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.rounded_size import INDEX_BITS, beside, rounded_share
 from pipeline.methods.unchanged import BITS
-from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
+from pipeline.ranks.curves import Point, from_columns, frontier, spread, to_columns
 from pipeline.rounding.solutions import (
     RIDGE,
     Feedbacks,
@@ -92,7 +92,7 @@ def with_bits(
 
     points = []
     for line in _alike(from_columns(curve)):
-        sampled, known = _sampled(line), []
+        sampled, sampled_losses = spread(line, SAMPLED), []
         indexed, odd = set[str](), set[str]()
         for point in sampled:  # one at a time: dense matrices
             solution = solve(point.ranks)
@@ -100,10 +100,11 @@ def with_bits(
             odd |= roles_of_odd_groups(solution, quantize)
             before = multiplied(solution, {})
             each = ((choice, rounding(solution, choice)) for choice in CHOICES)
-            known.append([predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each])
+            sampled_losses.append([predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each])
         shapes = [_counted_shape(weights[f"{role}.weight"], quantize.group, role in odd) for role in roles]
         sizes = torch.tensor([point.numbers for point in line])
-        losses_PB = interpolate([point.numbers for point in sampled], torch.tensor(known, dtype=torch.float64), sizes)
+        losses_SB = torch.tensor(sampled_losses, dtype=torch.float64)
+        losses_PB = interpolate([point.numbers for point in sampled], losses_SB, sizes)
         for point, lost in zip(line, losses_PB.tolist(), strict=True):
             kept = plain + sum(math.ceil(INDEX_BITS * point.ranks[name] / bits) for name in indexed)
             for choice, loss in zip(CHOICES, lost, strict=True):
@@ -128,12 +129,6 @@ def _alike(points: Sequence[Point]) -> list[list[Point]]:
     for point in points:
         found.setdefault(tuple(rank == most[name] for name, rank in point.ranks.items()), []).append(point)
     return list(found.values())
-
-
-def _sampled(points: Sequence[Point]) -> list[Point]:
-    """SAMPLED of them at most, from the first to the last."""
-    last, count = len(points) - 1, min(SAMPLED, len(points))
-    return [points[last * place // max(1, count - 1)] for place in range(count)]
 
 
 class _Predictor:

@@ -17,7 +17,7 @@ from manifests.methods import LossAware
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, roles_of
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.heads import diagonal_blocks, encode_heads, project_heads, repeat_groups
+from pipeline.kernels.heads import diagonal_blocks, project_heads, repeat_groups
 from pipeline.kernels.moments import head_moment
 from pipeline.kernels.sensitivity import (
     change_loss,
@@ -31,9 +31,10 @@ from pipeline.kernels.sensitivity import (
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output, output_of, value_output_problem
 from pipeline.methods.loss_aware.pairs import carry, complete
-from pipeline.methods.loss_aware.stacks import Stack, biases_of
+from pipeline.methods.loss_aware.stacks import Stack
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pair
+from pipeline.methods.tensors import biases_of, encoded_values
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 VALUE, OUTPUT = "value", "output"
@@ -63,7 +64,7 @@ def corrections(block: AttentionBlock) -> tuple[Moment, ...]:
 
 
 def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
-    """Every rank of o on each of a few ranks of the value basis."""
+    """Compare every rank of o on each of a few ranks of the value basis."""
     fits, options = _Fits(entry, geometry.attention, weights, statistics), []
     for rank in steps(geometry.attention.head_dim, entry.multiple(geometry.hidden), count=BASES):
         dropped, losses = fits.losses(rank)
@@ -77,7 +78,7 @@ def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tenso
 
 
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
-    """Stored at the smallest ranks."""
+    """Count the numbers stored at the smallest ranks."""
     multiple = entry.multiple(geometry.hidden)
     rank = min(multiple, geometry.attention.head_dim)
     return _stack(entry, geometry, rank).least(multiple) + _other_numbers(geometry, rank)
@@ -86,7 +87,7 @@ def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
 def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks
 ) -> Solution:
-    """v and o on the basis of rank `value`; then o at rank `output`."""
+    """Reduce v and o to a basis of rank `value`, then o to rank `output`."""
     rank, stack = ranks[VALUE], _stack(entry, geometry, ranks[VALUE])
     block = geometry.attention
     whole_basis, whole_output = rank >= block.head_dim, ranks[OUTPUT] >= stack.full
@@ -94,8 +95,8 @@ def solve(
         return Solution(dict(weights), {}, {"dense": True})
     reduced, based = _based(entry, block, weights, statistics, rank)
     cut = _cut(entry, geometry, reduced.output, reduced.moment, statistics, ranks)
-    kept = {key: tensor for key, tensor in based.tensors.items() if key != block.writer.weight_key}
-    tensors = kept | cut.tensors | biases_of(weights, (block.writer,))
+    others = {key: tensor for key, tensor in based.tensors.items() if key != block.writer.weight_key}
+    tensors = others | cut.tensors | biases_of(weights, (block.writer,))
     return Solution(tensors, based.forms | cut.forms, inputs={block.writer.role: lambda: reduced.moment})
 
 
@@ -107,7 +108,7 @@ def correct(
     ranks: Ranks,
     before: Mapping[str, Tensor],
 ) -> Solution:
-    """First v and its basis for the input as it now comes, with a full-rank o; then o, by what is missing behind it."""
+    """Fit v and its basis to the input behind compressed layers, with a full-rank o; then o to the remaining error."""
     block = geometry.attention
     read, written = corrections(block)
     if read in statistics.moments:
@@ -121,17 +122,14 @@ def correct(
 def _based(
     entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
 ) -> tuple[Reduced, Solution]:
-    """v and o on the basis of a rank; o is not cut."""
+    """Reduce v and o to a basis of a rank, without a rank of o."""
     tensors, (value, writer) = dict(weights), block.value_output
     if rank >= block.head_dim:
         moment_FF = statistics.mean(input_moment(writer))[0]
         return Reduced(None, weights[writer.weight_key].double(), moment_FF), Solution(tensors, {})
     reduced = _Fits(entry, block, weights, statistics).reduced(rank)
     assert reduced.encode is not None
-    tensors[value.weight_key] = encode_heads(reduced.encode, weights[value.weight_key])
-    if value.bias:
-        tensors[value.bias_key] = encode_heads(reduced.encode, weights[value.bias_key][:, None])[:, 0]
-    tensors[writer.weight_key] = reduced.output
+    tensors |= encoded_values(weights, value, reduced.encode) | {writer.weight_key: reduced.output}
     form = FormSpec(form="head_pca", rank=rank)
     return reduced, Solution(tensors, dict.fromkeys(roles_of(block.value_output), form))
 
@@ -144,7 +142,7 @@ def _cut(
     statistics: Statistics,
     ranks: Ranks,
 ) -> Solution:
-    """o behind the basis at its own rank."""
+    """Cut o behind the basis to its own rank."""
     stack, rank = _stack(entry, geometry, ranks[VALUE]), ranks[OUTPUT]
     block, writer = geometry.attention, geometry.attention.writer
     if rank >= stack.full:
@@ -158,20 +156,20 @@ def _cut(
 
 
 def _other_numbers(geometry: LayerGeometry, rank: int) -> int:
-    """Of v at a rank, and of the biases."""
+    """Count the numbers of v at a rank and of the biases."""
     block = geometry.attention
     return block.kv_heads * rank * (geometry.hidden + block.value.bias) + block.writer.biases
 
 
 def _solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
-    """What errors of the output are weighed by where factors are chosen: the gradient, or nothing."""
+    """Return the metric of output errors by which factors are chosen: the gradient's moment, or the identity."""
     if entry.weighting == "loss":
         return metric_DD
     return torch.eye(metric_DD.shape[0], dtype=metric_DD.dtype, device=metric_DD.device)
 
 
 class _Fits:
-    """Values and o at any rank of the basis, and what they cost."""
+    """Fits values and o at any rank of the basis, and predicts their loss."""
 
     def __init__(
         self, entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics
@@ -189,7 +187,7 @@ class _Fits:
         self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, block.head_dim)[0]
 
     def reduced(self, rank: int) -> Reduced:
-        """At a rank."""
+        """Return v and o reduced to a rank."""
         if rank >= self.width:
             return Reduced(None, self.output_DF, self.context_FF)
         fitted = fit_value_output(self.problem, self.start_Gdd[:, :rank])
@@ -199,7 +197,7 @@ class _Fits:
         return Reduced(fitted.encode, output_DR, project_heads(half_FR.T.contiguous(), wide_Hdr))
 
     def losses(self, rank: int) -> tuple[float, Tensor]:
-        """What the basis costs, in nats per token, and what o does besides by its rank."""
+        """Return the loss of the basis, in nats per token, and the additional loss of each rank of o."""
         if not self.by_loss:
             reduced = self.reduced(rank)
             directions = output_directions(reduced.output, reduced.moment, self.solving)
@@ -211,7 +209,7 @@ class _Fits:
         return fitted.loss, gram_losses(fitted.outputs, self.problem.scale)
 
     def _dropped(self, reduced: Reduced) -> float:
-        """½ tr(G Δ C Δᵀ)."""
+        """Return ½ tr(G Δ C Δᵀ)."""
         if reduced.encode is None:
             return 0.0
         wide_Hrd = repeat_groups(reduced.encode, self.heads)

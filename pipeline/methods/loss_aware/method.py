@@ -1,15 +1,13 @@
-"""`method: loss_aware`: what it claims, which statistics it needs, its curves and solutions.
+"""`method: loss_aware`: its claims, statistics, curves and solutions.
 
 docs/methods.md#loss-aware.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
-
-from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import Curve
@@ -27,35 +25,38 @@ QUERY_KEY, ATTENTION = "query_key", "attention"
 class AttentionPart(Protocol):
     """A module that compresses two matrices of an attention block."""
 
-    @property
-    def moments(self) -> Callable[[AttentionBlock], tuple[Moment, ...]]:
+    def moments(self, block: AttentionBlock, /) -> tuple[Moment, ...]:
         """Return the statistics that `curve` and `solve` need."""
         ...
 
-    @property
-    def corrections(self) -> Callable[[AttentionBlock], tuple[Moment, ...]]:
+    def corrections(self, block: AttentionBlock, /) -> tuple[Moment, ...]:
         """Return the pairs that `correct` is called with, one after another."""
         ...
 
-    @property
-    def curve(self) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics], Curve]:
+    def curve(self, entry: LossAware, geometry: LayerGeometry, weights: Weights, statistics: Statistics, /) -> Curve:
         """Return every choice of ranks that no other undercuts in both size and loss."""
         ...
 
-    @property
-    def least_numbers(self) -> Callable[[LossAware, LayerGeometry], int]:
+    def least_numbers(self, entry: LossAware, geometry: LayerGeometry, /) -> int:
         """Count the numbers stored at the smallest ranks."""
         ...
 
-    @property
     def correct(
         self,
-    ) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics, Ranks, Mapping[str, Tensor]], Solution]:
+        entry: LossAware,
+        geometry: LayerGeometry,
+        weights: Weights,
+        statistics: Statistics,
+        ranks: Ranks,
+        before: Weights,
+        /,
+    ) -> Solution:
         """Apply one correction, as `Correcting.correct`."""
         ...
 
-    @property
-    def solve(self) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics, Ranks], Solution]:
+    def solve(
+        self, entry: LossAware, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks, /
+    ) -> Solution:
         """Return the factors at chosen ranks."""
         ...
 

@@ -24,8 +24,8 @@ from pipeline.ranks.curves import Point, frontier, merged, to_columns
 
 
 class Begun(TypedDict):
-    """`order`: the channels, those that stay longest first. `losses`: of the widths, ascending, by themselves.
-    `probed`: those at which the activation is looked at."""
+    """The channels in `order`, those that stay longest first; the `losses` of the widths alone, ascending; and the
+    widths at which a sample is `probed` through the activation."""
 
     order: list[int]
     losses: list[float]
@@ -33,8 +33,10 @@ class Begun(TypedDict):
 
 
 class Piece(TypedDict):
-    """Of one width, by rank: what gate and up are predicted to lose, were the activation linear, and down; and by
-    share of `PROBES` what gate and up are seen to lose, by that; empty at widths that are not looked at."""
+    """Predicted losses of one width by rank, of the readers as if the activation were linear, and of down.
+
+    `bends` are the measured losses over those of the readers, for each of `PROBES`; empty at widths without a probe.
+    """
 
     gate_up: list[float]
     down: list[float]
@@ -98,13 +100,13 @@ def _begun(solver: Solver) -> Begun:
     return Begun(order=solver.priority.tolist(), losses=losses, probed=probed)
 
 
-def _pieces(solver: Solver, begun: Begun, asked: Sequence[int]) -> list[Piece]:
+def _pieces(solver: Solver, begun: Begun, widths: Sequence[int]) -> list[Piece]:
     pruned = dict(zip(solver.sizes.widths, begun["losses"], strict=True))
     by_width = {}
-    for width, linear, down in solver.losses(asked, begun["probed"]):
+    for width, linear, down in solver.losses(widths, begun["probed"]):
         bends = solver.bends(solver.kept(width), linear, pruned[width]) if width in begun["probed"] else []
         by_width[width] = Piece(gate_up=linear.tolist(), down=down.tolist(), bends=bends)
-    return [by_width[width] for width in asked]
+    return [by_width[width] for width in widths]
 
 
 def _options(sizes: Sizes, begun: Begun, each: Mapping[int, Piece]) -> Iterator[Point]:
@@ -116,22 +118,22 @@ def _options(sizes: Sizes, begun: Begun, each: Mapping[int, Piece]) -> Iterator[
 
 
 def _bent(block: MLPBlock, begun: Begun, each: Mapping[int, Piece], width: int) -> Tensor:
-    """Predict what the readers lose by rank: the linear prediction, times the bend that a few ranks were seen to have.
+    """Predict the loss of the readers by rank: the linear prediction, times the bend measured at a few ranks.
 
-    Between the widths that were looked at, bends are interpolated.
+    Bends are interpolated between the probed widths.
     """
     linear, ranks = _column(each[width]["gate_up"]), probed_ranks(block, width)
     probed = begun["probed"]
     if not probed or not ranks or width > probed[-1]:
         return linear
-    known = [width] if width in probed else probed
-    seen = torch.stack([_column(each[other]["bends"]) for other in known])
-    (by_share,) = interpolate(known, seen, torch.tensor([width]))
+    near = [width] if width in probed else probed
+    measured = torch.stack([_column(each[other]["bends"]) for other in near])
+    (by_share,) = interpolate(near, measured, torch.tensor([width]))
     by_place = by_share[list(ranks.values())]
-    # Nothing was seen below the smallest of these ranks: there no more is promised than the linear prediction does.
+    # Nothing was measured below the smallest of these ranks: predict no less than the linear prediction there.
     bends = torch.cat((by_place[:1].clamp_min(1.0), by_place))
     by_rank = linear * interpolate([0, *ranks], bends, torch.arange(len(linear)))
-    return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
+    return by_rank.flip(0).cummax(0).values.flip(0)  # measured losses are noisy, but a larger rank never loses more
 
 
 def _column(values: Sequence[float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the curve and the solution of one MLP are made of. docs/methods.md#curves.
+"""The computations that the curve and the solution of one MLP share. docs/methods.md#curves.
 
 Legend: D hidden, N intermediate, k channels kept, m rows of the stack of the readers, T tokens of the sample.
 
@@ -32,9 +32,10 @@ from pipeline.kernels.sensitivity import (
     weighted_losses,
 )
 from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
-from pipeline.methods.loss_aware.stacks import biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient
+from pipeline.methods.tensors import biases_of, channel_priority
+from pipeline.ranks.curves import spread
 
 SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
 LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
@@ -56,13 +57,13 @@ class _Cut(NamedTuple):
     biases: Mapping[Matrix, Tensor]
 
     def at(self, rank: int) -> _Cut:
-        """At a smaller rank."""
+        """Return the readers at a smaller rank."""
         assert self.first is not None
         return _Cut(self.first[:rank], {reader: part[:, :rank] for reader, part in self.parts.items()}, self.biases)
 
 
 class Solver:
-    """What curve and solution of one MLP share."""
+    """Computes losses, channels and refits of one MLP from its statistics."""
 
     def __init__(
         self,
@@ -73,8 +74,11 @@ class Solver:
         order: Sequence[int] | None = None,
         remembered_bytes: int = 0,
     ) -> None:
-        """`least`: the smallest width that is asked for. `order`: the channels, those that stay longest first, where an
-        elimination down to it has told that. `remembered_bytes`: of the sample's outputs, for sizes to come."""
+        """Args:
+        least: the smallest width that is asked for.
+        order: the channels, those that stay longest first, if an elimination down to `least` has been done.
+        remembered_bytes: memory in which outputs of the sample are kept for further sizes.
+        """
         self.remembered_bytes = remembered_bytes
         self._outputs: dict[tuple[int, int], Tensor] = {}  # by the first token of a part, and how many are fitted
         self.order, self.least, self.hint = order, least, statistics.hint
@@ -91,22 +95,20 @@ class Solver:
         self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
     def sees(self, width: int) -> bool:
-        """Whether the sample has tokens enough to fit so many channels."""
+        """Return True if the sample has enough tokens to fit so many channels."""
         return len(self.sample_TD) >= TOKENS_OF_FIT * width
 
     @cached_property
     def priority(self) -> Tensor:
-        """All channels: those that stay longest first."""
+        """Return all channels, those that stay longest first."""
         if self.order is not None:
             return torch.tensor(self.order, device=self.down_DN.device)
         chooses_DN = self._felt_down if self.by_loss else self.down_DN
-        order = eliminate(self.hidden_NN, chooses_DN, self.least).order
-        stays_N = torch.ones(self.block.width, dtype=torch.bool, device=order.device)
-        return torch.cat((stays_N.index_fill(0, order, False).nonzero()[:, 0], order.flip(0)))
+        return channel_priority(eliminate(self.hidden_NN, chooses_DN, self.least).order, self.block.width)
 
     @cached_property
     def width_losses(self) -> Tensor:
-        """Predicted loss by width."""
+        """Return the predicted loss by width."""
         return self._metric.scale * nested_losses(self._felt_outputs)
 
     @cached_property
@@ -119,11 +121,10 @@ class Solver:
         return nested_outputs(self.hidden_NN, self._felt_down, self.priority)
 
     def losses(self, widths: Collection[int], directed: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of widths among `widths_of`, ascending: what each rank of gate and up is predicted to lose, as if the
-        activation were linear, and of down. `directed`: those whose directions are asked for when it is their turn.
+        """Yield width, and the predicted loss by rank of the readers, as if the activation were linear, and of down.
 
-        Both follow from moments that grow with the channels, by steps of all widths, so that which are asked for
-        changes no bit.
+        Widths ascend. `directed`: the widths at which the caller asks for directions next. Moments grow by the channels
+        of each width in turn, so that the choice of `widths` changes no bit.
         """
         before, pull_DD, spread_DD = 0, torch.zeros_like(self.input_DD), torch.zeros_like(self.metric_DD)
         for width in self.sizes.widths:
@@ -142,7 +143,7 @@ class Solver:
                 yield width, weighted_losses(pull_DD, self._input.scale), weighted_losses(spread_DD, self._metric.scale)
 
     def _losses_of_others(self, width: int) -> tuple[Tensor, Tensor]:
-        """Where what chooses directions is not the loss."""
+        """Return both losses where directions are not chosen by the loss."""
         kept_k = self.kept(width)
         upper = losses_by_rank(self.reader_directions(kept_k), self.input_DD, self._pull(kept_k))
         refit_Dk, moment_kk = self.refit(kept_k)[0], self.moment(kept_k)
@@ -152,7 +153,7 @@ class Solver:
         return upper, lower
 
     def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
-        """gate and up on the channels that stay, at their rank."""
+        """Return the readers on the channels that stay, at their rank."""
         width, rank, readers = kept_k.numel(), ranks[self.block.reader_group], self.block.readers
         stack = self.sizes.reader_stack(width)
         parts = {reader.role: self.weights[reader.weight_key][kept_k].double() for reader in readers}
@@ -166,7 +167,7 @@ class Solver:
         return Solution(tensors | biases, forms)
 
     def written(self, weight_Dk: Tensor, moment_kk: Tensor, ranks: Ranks) -> Solution:
-        """down on the channels that stay, whose inputs have this moment, at its rank."""
+        """Return down on the channels that stay, at its rank. `moment_kk`: of its inputs."""
         width, rank, writer = weight_Dk.shape[1], ranks[self.block.writer_group], self.block.writer
         stack, biases = self.sizes.writer_stack(width), biases_of(self.weights, (writer,))
         if rank >= stack.full:
@@ -180,7 +181,7 @@ class Solver:
         return dict.fromkeys(roles_of(matrices), form) if width < self.block.width else {}
 
     def kept(self, width: int) -> Tensor:
-        """The channels that stay, ascending."""
+        """Return the channels that stay, ascending."""
         if width >= self.block.width:
             return torch.arange(self.block.width, device=self.down_DN.device)
         widths = self.sizes.widths
@@ -192,7 +193,7 @@ class Solver:
         return self.priority[:width].sort().values
 
     def reader_directions(self, kept_k: Tensor) -> Directions:
-        """Of the stack of gate and up on the channels that stay."""
+        """Return the directions of the stack of readers on the channels that stay."""
         width = kept_k.numel()
         if width not in self._directions:
             felt_DD = self._pull(kept_k, self._input.factor, by_loss=self.by_loss)
@@ -200,11 +201,11 @@ class Solver:
         return self._directions[width]
 
     def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
-        """By share of `PROBES`: what a rank of gate/up is seen to cost on the probe, by what `linear` says.
+        """Return, for each of `PROBES`, the loss measured on the probe over the `linear` prediction.
 
-        down is fitted again to what is left of gate and up; then little is left of what the activation bends. Outputs
-        are seen as the loss feels them, through a few random mixtures where there are many: what they leave varies by
-        a hundredth or so, and alike for all ranks. `pruned`: what the width costs by itself.
+        down is refitted to the cut readers, which removes most of the activation's effect. Errors of the outputs are
+        weighted by the loss; where there are many outputs, a few random mixtures stand for them: the estimate varies by
+        a hundredth or so, and equally for all ranks. `pruned`: the predicted loss of the width itself.
         """
         width, factors = kept_k.numel(), [1.0] * len(PROBES)
         ranks = probed_ranks(self.block, width)
@@ -223,7 +224,7 @@ class Solver:
         return factors
 
     def refit(self, kept_k: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """down on the channels that stay."""
+        """Return down refitted on the channels that stay, and figures for the report."""
         width = kept_k.numel()
         if width not in self._refits:
             refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
@@ -231,7 +232,7 @@ class Solver:
         return self._refits[width]
 
     def refit_again(self, kept_k: Tensor, rank: int) -> Refit:
-        """down on what the channels that stay give with gate and up at a rank, of as much of the sample as they need.
+        """Refit down to the outputs of the readers at a rank, on as many tokens of the sample as the channels need.
 
         Targets are rounded as the forward pass rounds them.
         """
@@ -248,9 +249,9 @@ class Solver:
         return refit(pairs(), self.refit(kept_k)[0])
 
     def _targets(self, start: int, tokens: int, part_TD: Tensor) -> Tensor:
-        """What the dense MLP gives of a part of the sample; kept for another size, if all of it is small."""
-        if (known := self._outputs.get((start, tokens))) is not None:
-            return known
+        """Return the dense MLP's outputs on a part of the sample; cache them if those of all parts are small enough."""
+        if (cached := self._outputs.get((start, tokens))) is not None:
+            return cached
         hidden_TN = self._hidden(part_TD, self._whole)
         targets_TD = hidden_TN @ self.weights[self.block.writer.weight_key].to(hidden_TN.dtype).T
         if tokens * part_TD.shape[1] * part_TD.itemsize <= self.remembered_bytes:
@@ -258,11 +259,11 @@ class Solver:
         return targets_TD
 
     def fitted_tokens(self, width: int) -> int:
-        """Of the sample, on which so many channels are fitted."""
+        """Return the number of tokens of the sample to which so many channels are fitted."""
         return min(len(self.sample_TD), _sampled(width))
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
-        """Of the refitted down, whose inputs have this moment."""
+        """Return the directions of the refitted down. `moment_kk`: of its inputs."""
         metric = (
             self._metric
             if self.by_loss
@@ -271,16 +272,16 @@ class Solver:
         return output_directions(refit_Dk, moment_kk, metric)
 
     def moment(self, kept_k: Tensor) -> Tensor:
-        """Of the channels that stay."""
+        """Return the moment of the channels that stay."""
         return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
 
     def _probe(self, width: int) -> Tensor:
-        """An even part of the sample."""
+        """Return an evenly spread part of the sample."""
         return self.sample_TD[:: max(1, len(self.sample_TD) // probe_tokens(width))]
 
     @cached_property
     def _felt_mixtures(self) -> Tensor:
-        """(q, D): X with XᵀX the metric, or in the mean over random signs, of which there are `PROBE_OUTPUTS`."""
+        """Return X (q, D) with XᵀX the metric, exactly or in the mean over random signs of `PROBE_OUTPUTS` rows."""
         felt_DD: Tensor = self._metric.scale**0.5 * self._metric.factor.T
         if len(felt_DD) <= PROBE_OUTPUTS:
             return felt_DD
@@ -320,7 +321,7 @@ class Solver:
         return activated * values[1] if self.block.gated else activated
 
     def _pull(self, kept_k: Tensor, factor_DD: Tensor | None = None, by_loss: bool = True) -> Tensor:
-        """Σ s w wᵀ of some channels of gate and up, as it stands or as the factor feels it."""
+        """Return Σ s w wᵀ over some channels of the readers, in the basis of `factor_DD` if that is given."""
         pull_DD = torch.zeros_like(self.input_DD)
         for reader, squares_N in self.gradients_N.items():
             weight_kD = self.weights[reader.weight_key][kept_k].double()
@@ -335,7 +336,7 @@ def _square(values_kD: Tensor) -> Tensor:
 
 
 def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
-    """In float32 or better: the weight is of no dtype of the checkpoint's."""
+    """Multiply in float32 or better, as the weight has none of the checkpoint's dtypes."""
     dtype = torch.promote_types(values_TF.dtype, torch.float32)
     return values_TF.to(dtype) @ weight_qF.to(dtype).T
 
@@ -350,7 +351,7 @@ def _sampled(width: int) -> int:
 
 
 def probe_tokens(width: int) -> int:
-    """Of the sample, where the activation is looked at with so many channels."""
+    """Return the number of tokens that are run through the activation with so many channels."""
     return max(LEAST_PROBE, PROBE_TOKENS * width)
 
 
@@ -360,9 +361,7 @@ def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
     A few suffice: what the activation bends changes little from width to width.
     """
     tokens = sample_of(sizes.block).tokens if tokens is None else tokens
-    fitted = [width for width in sizes.widths if tokens >= TOKENS_OF_FIT * width]
-    count = min(PROBED, len(fitted))
-    return [fitted[place * (len(fitted) - 1) // max(1, count - 1)] for place in range(count)]
+    return spread([width for width in sizes.widths if tokens >= TOKENS_OF_FIT * width], PROBED)
 
 
 def probed_ranks(block: MLPBlock, width: int) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What the pairs of `correct: output` say. docs/methods.md#corrections.
+"""Fits weights to the pairs of `correct: output`. docs/methods.md#corrections.
 
 Legend: D hidden, F features at a point, a_d and a_c what the dense and the compressed layers read there.
 """
@@ -19,7 +19,7 @@ READERS_RIDGE, WRITERS_RIDGE = 1e-3, 1e-4  # of the mean diagonal of what is rea
 
 
 class Carried(NamedTuple):
-    """`weights` with W A for W, A = `transfer` (D, D) the best of a_d = A a_c; `moment` E[a_c a_cᵀ]."""
+    """`weights` with W A in place of W, where A = `transfer` (D, D) best fits a_d = A a_c; `moment` is E[a_c a_cᵀ]."""
 
     weights: dict[str, Tensor]
     transfer: Tensor
@@ -44,13 +44,13 @@ def carry(statistics: Statistics, moment: Moment, weights: Mapping[str, Tensor],
 
 
 def complete(statistics: Statistics, moment: Moment, weight_DF: Tensor) -> Completed:
-    """A weight with what the dense model has more in the residual stream behind it."""
+    """Add to a weight the least-squares fit of the difference to the dense model in the residual stream behind it."""
     moment_FF, error_DF = _sums(statistics, moment)
     return Completed(weight_DF.double() + correction(error_DF, moment_FF, WRITERS_RIDGE), moment_FF)
 
 
 def _sums(statistics: Statistics, moment: Moment) -> tuple[Tensor, Tensor]:
-    """E[x xᵀ] (F, F) and E[e xᵀ] (D, F), per token."""
+    """Return E[x xᵀ] (F, F) and E[e xᵀ] (D, F), per token."""
     whole_PF = statistics.mean(moment)[0]
     width = whole_PF.shape[1]
     return whole_PF[:width], whole_PF[width:]

@@ -16,9 +16,10 @@ from pipeline.families.blocks import AttentionBlock, roles_of
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
 from pipeline.methods.loss_aware.pairs import carry
-from pipeline.methods.loss_aware.stacks import Stack, biases_of
+from pipeline.methods.loss_aware.stacks import Stack
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, pair, pull
+from pipeline.methods.tensors import biases_of
 from pipeline.ranks.curves import Point, frontier, to_columns
 
 NAME = "query_key"
@@ -35,7 +36,7 @@ def corrections(block: AttentionBlock) -> tuple[Moment, ...]:
 
 
 def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
-    """One point for each rank of the stack [q; k]."""
+    """Return a point for each rank of the stack [q; k]."""
     block = geometry.attention
     pull_DD, input_DD = statistics.mean(pull(block.query_key))[0], statistics.mean(input_moment(block.query))[0]
     if entry.weighting == "loss":
@@ -49,14 +50,14 @@ def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tenso
 
 
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
-    """Stored at the smallest rank."""
+    """Count the numbers stored at the smallest rank."""
     return _stack(entry, geometry).least(entry.multiple(geometry.hidden)) + _bias_numbers(geometry.attention)
 
 
 def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks
 ) -> Solution:
-    """The stack at its rank; biases as they are."""
+    """Cut the stack to its rank; biases stay."""
     if ranks[NAME] >= _stack(entry, geometry).full:
         return Solution(dict(weights), {}, {"dense": True})
     order = _directions(entry, geometry.attention, weights, statistics)
@@ -71,7 +72,7 @@ def correct(
     ranks: Ranks,
     before: Mapping[str, Tensor],
 ) -> Solution:
-    """The stack for the input as it comes behind compressed layers."""
+    """Fit the stack to the input behind compressed layers, and cut it to its rank."""
     block = geometry.attention
     moved = carry(statistics, pair(block.input), weights, block.query_key)
     if ranks[NAME] >= _stack(entry, geometry).full:
