@@ -1,4 +1,4 @@
-"""What a compression method declares and computes; the only view of a method that driver and workers have.
+"""The interface of compression methods; driver and workers know methods through it alone.
 
 Legend: D hidden, F features of a tap, G groups, L layers.
 """
@@ -100,7 +100,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Scores:
-    """What ranks may follow; only what a method of the job asks for is filled in.
+    """Scores that ranks may follow; only those that a method of the job needs are present.
 
     Attributes:
         importance: layer -> t_l, how far it turns its input on calibration text. docs/methods.md#importance.
@@ -147,7 +147,7 @@ class Task(Group):
 
     @property
     def key(self) -> str:
-        """See `task_key`."""
+        """Return the key, as `task_key`."""
         return task_key(self.layer, self.method, self.name)
 
 
@@ -157,7 +157,7 @@ def task_key(layer: int, method: int, group: str) -> str:
 
 
 class TaskName(NamedTuple):
-    """What the key of a task says."""
+    """The parts of a task's key."""
 
     layer: int
     method: int
@@ -165,7 +165,7 @@ class TaskName(NamedTuple):
 
 
 def read_task_key(key: str) -> TaskName:
-    """What `task_key` made of it, as ledgers keep it."""
+    """Split a key of `task_key` into its parts."""
     layer, method, group = key.split("/", 2)
     return TaskName(int(layer), int(method), group)
 
@@ -177,7 +177,7 @@ def group_key(layer: int, group: str) -> str:
 
 @dataclass(frozen=True)
 class Solution:
-    """What compressing a group gives.
+    """The compressed tensors of a group.
 
     Attributes:
         tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, or the tensor itself; `GROUP.FORM.…`,
@@ -225,44 +225,44 @@ class Method(Protocol):
 
     @property
     def name(self) -> str:
-        """As the manifest calls it."""
+        """Return the name in the manifest."""
         ...
 
     @property
     def keep(self) -> float | None:
-        """A budget of its own, instead of the common one."""
+        """Return a budget of its own, instead of the common one, or None."""
         ...
 
     @property
     def fixed_ranks(self) -> bool:
-        """Whether the entry gives ranks, so that no budget applies."""
+        """Return True if the entry gives ranks, so that no budget applies."""
         ...
 
     @property
     def uniform(self) -> bool:
-        """Whether all layers of a group get one rank."""
+        """Return True if all layers of a group get one rank."""
         ...
 
     @property
     def scores(self) -> frozenset[str]:
-        """The fields of `Scores` that the ranks follow and that come from calibration text: `importance`."""
+        """Return the fields of `Scores` from calibration text that the ranks follow: `importance`."""
         ...
 
     @property
     def config_fields(self) -> Mapping[str, Any]:
-        """What the checkpoint's config.json says beside the forms; two methods may not disagree."""
+        """Return further fields of the checkpoint's config.json; two methods may not disagree."""
         ...
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The groups this method takes, over all layers. Raises ValueError when the geometry does not allow it."""
+        """Return the claimed groups of all layers. Raises ValueError if the geometry does not allow them."""
         ...
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """The integers to choose, with what each costs in stored numbers."""
+        """Return the integers to choose, with their costs in stored numbers."""
         ...
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The real-valued rank of every variable at a common `ratio` in (0, 1]."""
+        """Return the real-valued rank of every variable at a common `ratio` in (0, 1]."""
         ...
 
     def most_numbers(self, geometry: Geometry) -> float:
@@ -295,7 +295,7 @@ class Remarking(Protocol):
     """A method that may have to say, before anything is computed, that its entry asks for what cannot be."""
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
-        """What is not as the entry asks, why, and what will be instead; nothing when all is."""
+        """Return a remark for each setting that cannot be met: the reason, and the value used instead."""
         ...
 
 
@@ -328,7 +328,7 @@ class Dividing(Predicting, Protocol):
     """
 
     def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Any:
-        """What all pieces follow from."""
+        """Compute the part that all pieces share."""
         ...
 
     def curve_pieces(
@@ -386,7 +386,7 @@ class Correcting(Protocol):
         ranks: Ranks,
         before: Mapping[str, Tensor],
     ) -> Solution:
-        """What the one pair among the statistics changes: a role's tensors and form replace all that it had.
+        """Return the changes by the one pair among the statistics: a role's tensors and form replace its earlier ones.
 
         `before`: `role.weight` and `role.bias` as the correction before this one left them, where they are stored so.
         """

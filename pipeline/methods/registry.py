@@ -1,4 +1,4 @@
-"""From manifest entries to methods, what they claim together, and the ranks that meet the budget."""
+"""Builds the methods of a manifest, collects their claims, and allocates ranks that meet the budget."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pipeline.ranks.allocation import (
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
 
-Weights = Mapping[str, float]  # of a number, by task
+Weights = Mapping[str, float]  # task -> weight of each of its numbers in the budget
 
 METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
     FlatLLM: FlatLLMMethod,
@@ -54,7 +54,7 @@ METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
 
 
 def build_methods(manifest: Manifest) -> tuple[Method, ...]:
-    """The methods of a manifest, in its order; where it asks for fewer bits, one more for what they leave."""
+    """Return the methods of a manifest in its order, and with `quantize` an `Unchanged` for the unclaimed roles."""
     multiple = manifest.rank_multiple
     methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple)) for entry in manifest.methods)
     if manifest.quantize is None:
@@ -64,7 +64,7 @@ def build_methods(manifest: Manifest) -> tuple[Method, ...]:
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
-    """Every group of every method, by layer. Raises InputError on a tensor claimed twice or an impossible claim."""
+    """Return every group of every method, by layer. Raises InputError on tensors claimed twice or impossible claims."""
     tasks: list[Task] = []
     owner: dict[tuple[int, str], str] = {}
     for position, method in enumerate(methods):
@@ -85,13 +85,13 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
 
 
 def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
-    """What must be measured before ranks are chosen, by layer."""
+    """Return the groups to measure before ranks are chosen, by layer."""
     measuring = [(position, method) for position, method in enumerate(methods) if isinstance(method, Measuring)]
     return _by_layer(Task.of(position, group) for position, method in measuring for group in method.measures(geometry))
 
 
 def predict_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
-    """What curves are to be taken of before ranks are chosen, by layer."""
+    """Return the groups whose curves are computed before ranks are chosen, by layer."""
     predicting = [(position, method) for position, method in enumerate(methods) if isinstance(method, Predicting)]
     return _by_layer(Task.of(position, group) for position, method in predicting for group in method.predicts(geometry))
 
@@ -101,12 +101,12 @@ def _by_layer(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 def layers_of(tasks: Iterable[Task]) -> list[int]:
-    """The layers that have a task, ascending."""
+    """Return the layers that have a task, ascending."""
     return sorted({task.layer for task in tasks})
 
 
 def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
-    """What the checkpoint's config.json says beside the forms. Raises InputError where two methods disagree."""
+    """Return further fields of the checkpoint's config.json. Raises InputError where two methods disagree."""
     fields: dict[str, Any] = {}
     for position, method in enumerate(methods):
         for name, value in method.config_fields.items():
@@ -119,12 +119,12 @@ def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
 
 
 def layer_moments(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
-    """What a layer needs of its activations, each once, in a fixed order."""
+    """Return the statistics of activations that a layer needs, each once, in a fixed order."""
     return tuple(moment for moment in _all_moments(tasks, layer) if moment.kind != "gradient")
 
 
 def layer_gradients(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
-    """The moments of gradients that a layer needs, each once, in a fixed order; none anywhere: no backward pass."""
+    """Return the moments of gradients that a layer needs, each once, in a fixed order."""
     return tuple(moment for moment in _all_moments(tasks, layer) if moment.kind == "gradient")
 
 
@@ -135,7 +135,7 @@ def _all_moments(tasks: Sequence[Task], layer: int) -> list[Moment]:
 def allocate_ranks(
     manifest: Manifest, methods: Sequence[Method], geometry: Geometry, scores: Scores
 ) -> dict[str, dict[str, int]]:
-    """`Task.key` -> ranks that meet the budget; without those whose curves are still to be taken.
+    """Map each `Task.key` to ranks that meet the budget; tasks whose curves are still missing are left out.
 
     Raises:
         InputError: the budget cannot be met; the message says the reachable range.
@@ -155,7 +155,7 @@ def allocate_ranks(
     _check_max_loss(manifest, entries)
 
     def shared(own_numbers: float) -> Budget | None:
-        """keep · total less what nobody claims, and what has a budget of its own."""
+        """Return keep · total, less the unclaimed numbers and those with a budget of their own."""
         budget = manifest.budget
         if budget is None or (budget.keep, budget.bytes, budget.max_loss) == (None, None, None):
             return None
@@ -169,9 +169,9 @@ def allocate_ranks(
             inside = (geometry.layers[layer].num_bytes((role,)) for layer, role in claimed if role not in OUTER_ROLES)
             untouched_units = units - 8 * sum(inside) / geometry.bits
             return Budget("budget.bytes", budget.bytes, units, untouched_units - saved + own_numbers)
-        whole, taken = numbers_of_bytes(manifest, geometry, claimed)
+        whole, reserved = numbers_of_bytes(manifest, geometry, claimed)
         own_numbers *= most_by_bits(manifest.quantize, geometry.bits)
-        return Budget("budget.bytes", budget.bytes, whole, taken - beyond + untouched + own_numbers)
+        return Budget("budget.bytes", budget.bytes, whole, reserved - beyond + untouched + own_numbers)
 
     return allocate(entries, shared) | _outer_ranks(methods, geometry)
 
@@ -188,7 +188,7 @@ def _check_max_loss(manifest: Manifest, entries: Sequence[Entry]) -> None:
 
 
 def _outer_ranks(methods: Sequence[Method], geometry: Geometry) -> dict[str, dict[str, int]]:
-    """Of what is outside of the layers: it has no part in the budget."""
+    """Return the ranks of groups outside of the layers, which the budget does not count."""
     return {
         task_key(layer, position, group): ranks
         for position, method in enumerate(methods)
@@ -198,7 +198,7 @@ def _outer_ranks(methods: Sequence[Method], geometry: Geometry) -> dict[str, dic
 
 
 def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
-    """How many numbers fewer are stored by those methods that say so themselves, by ranks or a `keep` of their own."""
+    """Count the numbers saved by methods with ranks or a `keep` of their own."""
     saved = 0.0
     alike = Scores(dict.fromkeys(range(geometry.num_layers), 1.0))
     for position, method in enumerate(methods):
@@ -211,7 +211,7 @@ def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
 
 
 def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
-    """Layer -> t_l, from the mean cosine between each layer's input and output. docs/methods.md#importance."""
+    """Map each layer to t_l, from its mean cosine between input and output. docs/methods.md#importance."""
     return dict(enumerate(angular_importance(mean_cosines)))
 
 
@@ -222,15 +222,15 @@ def _entry(
     scores: Scores,
     weights: Weights = MappingProxyType({}),
 ) -> Entry:
-    """A method as the allocation sees it, which knows groups by the keys of their tasks."""
+    """Return a method as an entry of the allocation, with groups named by the keys of their tasks."""
     own = _own(scores, position, method, geometry)
 
     def targets(ratio: float) -> dict[Key, float]:
         try:
-            found = method.target_ranks(geometry, ratio, own)
-        except ValueError as error:  # fields that do not go together on this model
+            ranks = method.target_ranks(geometry, ratio, own)
+        except ValueError as error:  # fields that contradict each other on this model
             raise InputError(f"methods.{position} ({method.name}): {error}") from error
-        return {(layer, task_key(layer, position, group), name): rank for (layer, group, name), rank in found.items()}
+        return {(layer, task_key(layer, position, group), name): rank for (layer, group, name), rank in ranks.items()}
 
     variables = method.rank_variables(geometry)
     entry = Entry(
@@ -252,7 +252,7 @@ def _entry(
 
 
 def _weights(manifest: Manifest, position: int, method: Method, geometry: Geometry) -> Weights:
-    """By task, what a number counts where a budget of bytes meets several dtypes; else nothing."""
+    """Map each task to the weight of its numbers under a budget of bytes with several dtypes; else nothing."""
     mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
     chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
     weighed_already = chosen_bits and isinstance(method, Predicting) and method.predicts(geometry)
@@ -267,7 +267,7 @@ def _weights(manifest: Manifest, position: int, method: Method, geometry: Geomet
 def _overcounted(
     manifest: Manifest, entry: Entry, weights: Weights, groups: Sequence[Group], geometry: Geometry
 ) -> float:
-    """`overcounted` of what an entry claims inside the layers. `weights`: of its groups, in their order."""
+    """Sum `overcounted` over an entry's groups inside the layers. `weights`: of its groups, in their order."""
     return sum(
         overcounted(
             manifest, geometry.layers[group.layer], group.roles, entry.heaviest if entry.keeps_share else weight
@@ -280,7 +280,7 @@ def _overcounted(
 def _prediction(
     position: int, method: Method, geometry: Geometry, scores: Scores, weights: Weights
 ) -> Prediction | None:
-    """The curves of a method whose ranks follow predicted loss."""
+    """Return the curves of a method whose ranks follow predicted loss, else None."""
     groups = method.predicts(geometry) if isinstance(method, Predicting) else ()
     if not groups or not isinstance(method, Predicting):
         return None
@@ -298,14 +298,14 @@ def _prediction(
 
 
 def _most_numbers(method: Method, geometry: Geometry, scores: Scores) -> float:
-    """What a method with a size of its own stores at most, as long as its ranks follow what is not measured."""
+    """Bound the numbers of a method with a size of its own while its measurements or curves are missing; else 0."""
     measures = isinstance(method, Measuring) and scores.measured is None and method.measures(geometry)
     predicts = isinstance(method, Predicting) and scores.curves is None and method.predicts(geometry)
     return method.most_numbers(geometry) if method.fixed_ranks and (measures or predicts) else 0.0
 
 
 def _own(scores: Scores, position: int, method: Method, geometry: Geometry) -> Scores:
-    """The scores as one method sees them: what was measured for it."""
+    """Return the scores for one method: of all measurements only its own."""
     if scores.measured is None or not isinstance(method, Measuring):
         return scores
     tasks = [Task.of(position, group) for group in method.measures(geometry)]

@@ -1,4 +1,4 @@
-"""Bytes of numbers that are rounded: between `budget.bytes` and the share of numbers that ranks follow.
+"""Converts `budget.bytes` into the share of numbers that ranks follow, where numbers are rounded.
 
 A rounded number of a matrix takes ρ = bits / (bits of the dtype) + 1 / group of what it took before, its share of a
 scale counted; norms, biases, skipped roles and what lies outside the layers take all of it.
@@ -23,19 +23,19 @@ PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits o
 
 
 def scope_numbers(geometry: Geometry, scope: str) -> int:
-    """Stored numbers of the dense model that the budget's share is of."""
+    """Return the dense numbers of which the budget is a share."""
     return geometry.model_numbers() if scope == "model" else geometry.decoder_numbers()
 
 
 def rounded_share(bits: int, group: int | None, dtype_bits: int, scale: float = 1.0) -> float:
-    """ρ for codes of `bits` bits. `scale`: what a scale takes, in numbers of the dtype."""
+    """Return ρ for codes of `bits` bits. `scale`: the size of a scale, in numbers of the dtype."""
     return bits / dtype_bits + (scale / group if group else 0.0)
 
 
 def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) -> float:
-    """f: n numbers of the matrices of these roles take what f n of those that `numbers_of_bytes` counts do, or less.
+    """Return f: n numbers of these roles' matrices take at most the bytes of f n numbers of `numbers_of_bytes`.
 
-    It is of the widest matrix that ranks or codes make smaller.
+    It follows from the widest matrix that is factored or rounded.
     """
     matrices = [role for role in roles if _is_counted(manifest, role, layer)]
     widest = max((layer.bits_of(f"{role}.weight") / layer.bits for role in matrices), default=1.0)
@@ -46,37 +46,38 @@ def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) ->
 
 
 def overcounted(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str], weight: float) -> float:
-    """Numbers by which `weight` n, n with all that these roles store, and their part of what `numbers_of_bytes` says is
-    taken are more than what they take at any rank.
+    """Return by how much `weight` times these roles' numbers, and their reserved ones, exceed their size.
 
-    A tensor of p numbers that is neither factored nor rounded, as a bias, takes ω p, and (ω - 1) p of that is in what
-    is taken. Where a bias may be cut and weighs less than the matrices, it counts as they do.
+    A tensor of p numbers that is neither factored nor rounded, such as a bias, takes ω p, of which `numbers_of_bytes`
+    reserves (ω - 1) p. A bias that may be cut and weighs less than the matrices counts as they do.
     """
-    found = 0.0
+    excess = 0.0
     for key, (_, shape) in layer.tensors(roles).items():
         role, _, part = key.partition(".")
         if part == "weight" and _is_counted(manifest, role, layer):
             continue
         own = layer.bits_of(key) / layer.bits / _share(manifest, layer.bits)
         stays = part == "bias" and not (role in layer.matrices and layer.matrices[role].feeds_matrix)
-        found += math.prod(shape) * ((weight - own if stays or weight <= own else 0.0) + own - 1.0)
-    return found
+        excess += math.prod(shape) * ((weight - own if stays or weight <= own else 0.0) + own - 1.0)
+    return excess
 
 
 def _is_counted(manifest: Manifest, role: str, layer: LayerGeometry) -> bool:
-    """Tell whether bytes of a role's matrix follow from its numbers at ρ: it is rounded, where anything is."""
+    """Return True if the bytes of a role's matrix are ρ times its numbers: nothing is rounded, or it is."""
     return manifest.quantize is None or (role in layer.matrices and role not in manifest.quantize.skip)
 
 
 def scope_units(geometry: Geometry, scope: str) -> float:
-    """The dense bytes that the budget's share is of, in numbers of the dtype that most are stored in."""
+    """Return the dense bytes of which the budget is a share, in numbers of the most common dtype."""
     return 8 * (geometry.model_bytes() if scope == "model" else geometry.decoder_bytes()) / geometry.bits
 
 
-def beside(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtype_bits: int) -> float:
-    """What rounded matrices of these dense shapes store beyond ρ of their numbers, in numbers of the dtype: their
-    shapes, the ends of rows, and more scales where `group` does not divide the columns, or is none: then one for each
-    row, of a first factor's, too."""
+def rounding_overhead(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtype_bits: int) -> float:
+    """Return the overhead of rounded matrices of these dense shapes beyond ρ of their numbers, in numbers of the dtype.
+
+    It holds their shapes, the padding of rows, and further scales where `group` does not divide the columns; without
+    groups, a scale for each row, of a first factor too.
+    """
     extra = 0.0
     for rows, columns in shapes:
         if group is None:
@@ -89,18 +90,18 @@ def beside(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtyp
 
 
 def numbers_of_bytes(manifest: Manifest, geometry: Geometry, claimed: Claimed = None) -> tuple[float, float]:
-    """How many numbers all of the dense bytes would hold once they are rounded, and how many of these are taken by what
-    keeps the dtype, beyond its own, by what is stored in a wider one, and by what lies beside codes.
+    """Return how many rounded numbers fit into the dense bytes, and how many of them are reserved.
 
+    Reserved are the excess of numbers that keep their dtype, that of wider dtypes, and the overhead beside codes.
     `claimed`: layers and roles that methods claim; None: all.
     """
     assert manifest.budget is not None
     share, total = _share(manifest, geometry.bits), scope_units(geometry, manifest.budget.scope)
-    return total / share, _taken(manifest, geometry, claimed) / share
+    return total / share, _reserved(manifest, geometry, claimed) / share
 
 
-def _taken(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float:
-    """What is stored beyond ρ of the numbers, matrices as `weight_of` weighs them, in numbers of the dtype."""
+def _reserved(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float:
+    """Return the size beyond ρ of the numbers, with matrices weighed by `weight_of`, in numbers of the dtype."""
     assert manifest.budget is not None
     numbers, units = (count(geometry, manifest.budget.scope) for count in (scope_numbers, scope_units))
     plain, plain_units, widest = float(numbers), units, 1.0
@@ -108,13 +109,13 @@ def _taken(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float:
         wide = layer.bits_of(f"{role}.weight") / layer.bits
         plain, plain_units, widest = plain - math.prod(shape), plain_units - wide * math.prod(shape), max(widest, wide)
     share = _share(manifest, geometry.bits)
-    return plain_units - plain + plain * (1.0 - share) + widest * _beside(manifest, geometry)
+    return plain_units - plain + plain * (1.0 - share) + widest * _total_overhead(manifest, geometry)
 
 
 def _counted(
     manifest: Manifest, geometry: Geometry, claimed: Claimed
 ) -> Iterator[tuple[LayerGeometry, str, tuple[int, ...]]]:
-    """Layer, role and shape of each matrix whose bytes follow from its numbers."""
+    """Yield layer, role and shape of each matrix whose bytes are ρ times its numbers."""
     for layer in geometry.layers:
         for role in layer.linear_roles:
             is_claimed = claimed is None or (layer.index, role) in claimed
@@ -124,18 +125,18 @@ def _counted(
 
 
 def _share(manifest: Manifest, dtype_bits: int) -> float:
-    """ρ; 1 where nothing is rounded."""
+    """Return ρ; 1 where nothing is rounded."""
     quantize = manifest.quantize
     return 1.0 if quantize is None else rounded_share(least_bits(quantize), quantize.group, dtype_bits)
 
 
 def least_bits(quantize: Quantize) -> int:
-    """Those asked for, or the fewest to choose from."""
+    """Return the bits of the manifest, or the fewest to choose from."""
     return LEAST_BITS if quantize.bits == "auto" else quantize.bits
 
 
 def most_by_bits(quantize: Quantize | None, dtype_bits: int) -> float:
-    """How many times as much what is rounded may take as with `least_bits`."""
+    """Return the largest size of rounded numbers over their size with `least_bits`."""
     if quantize is None or quantize.bits != "auto":
         return 1.0
     least, most = (rounded_share(bits, quantize.group, dtype_bits) for bits in (LEAST_BITS, MOST_BITS))
@@ -143,32 +144,33 @@ def most_by_bits(quantize: Quantize | None, dtype_bits: int) -> float:
 
 
 def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
-    """Numbers of the dtype that rounding saves outside of the layers, where the budget is of the whole model and bits
-    are chosen inside of them."""
+    """Return the numbers of the dtype that rounding saves outside of the layers if the budget is of the whole model."""
     saved, quantize = 0.0, manifest.quantize
     for layer, role, shape in _outer(manifest, geometry):
         assert quantize is not None
         wide = layer.bits_of(f"{role}.weight") / layer.bits
         saved += math.prod(shape) * (wide - rounded_share(OUTER_BITS, quantize.group, layer.bits, wide))
-        saved -= max(1.0, wide) * beside([shape], OUTER_BITS, quantize.group, layer.bits)
+        saved -= max(1.0, wide) * rounding_overhead([shape], OUTER_BITS, quantize.group, layer.bits)
     return saved
 
 
 def _outer(manifest: Manifest, geometry: Geometry) -> list[tuple[LayerGeometry, str, tuple[int, ...]]]:
-    """Of what is rounded outside of the layers, where that is in scope: the layer that it goes with, role and shape."""
+    """Return layer, role and shape of each matrix rounded outside of the layers, if the budget counts it."""
     if manifest.quantize is None or manifest.budget is None or manifest.budget.scope != "model":
         return []
     roles = manifest.quantize.outer_roles
     return [(layer, role, shape) for layer in geometry.layers for role, _, shape in layer.outer if role in roles]
 
 
-def _beside(manifest: Manifest, geometry: Geometry) -> float:
-    """As `beside`, of all layers, and indices at most."""
+def _total_overhead(manifest: Manifest, geometry: Geometry) -> float:
+    """Sum `rounding_overhead` over the model, with a bound on indices."""
     if manifest.quantize is None:
         return 0.0
     bits, group = least_bits(manifest.quantize), manifest.quantize.group
-    extra = [beside(_rounded_shapes(manifest, layer), bits, group, geometry.bits) for layer in geometry.layers]
-    outside = beside([shape for _, _, shape in _outer(manifest, geometry)], bits, group, geometry.bits)
+    extra = [
+        rounding_overhead(_rounded_shapes(manifest, layer), bits, group, geometry.bits) for layer in geometry.layers
+    ]
+    outside = rounding_overhead([shape for _, _, shape in _outer(manifest, geometry)], bits, group, geometry.bits)
     if any(isinstance(entry, LossAware) and entry.factors == "pivoted" for entry in manifest.methods):
         indices = PIVOTED * geometry.hidden * INDEX_BITS / geometry.bits  # no rank is above the hidden size
         extra = [numbers + indices for numbers in extra]

@@ -1,1 +1,1 @@
-"""How much to keep: importance (IPRS), uniform and progressive ratios, and the exact budget."""
+"""Ranks for a budget: importance (IPRS), progressive ratios, predicted loss, and exact rounding."""

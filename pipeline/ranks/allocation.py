@@ -20,10 +20,10 @@ Chosen = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What an entry whose ranks follow predicted loss chooses from.
+    """The choices of an entry whose ranks follow predicted loss.
 
     Attributes:
-        curves: task -> points; None before they are taken.
+        curves: task -> points; None before they are computed.
         least: the numbers that its smallest points store.
         cache_target: the cache's numbers per token that it may keep; None: stored numbers are what is budgeted.
     """
@@ -63,36 +63,36 @@ class Entry:
 
     @property
     def has_own_size(self) -> bool:
-        """Whether no common budget applies."""
+        """Return True if no common budget applies."""
         return self.fixed or self.keep is not None
 
     @property
     def keeps_share(self) -> bool:
-        """Whether its ranks follow a `keep` of its own."""
+        """Return True if its ranks follow a `keep` of its own."""
         return self.keep is not None and not self.fixed
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`keep` (of the manifest's `field`) of `total` numbers, `taken` of which are spoken for."""
+    """The share `keep` (of the manifest's `field`) of `total` numbers, of which `reserved` are not to be chosen."""
 
     field: str
     keep: float
     total: float
-    taken: float
+    reserved: float
 
     @property
     def target(self) -> int:
-        """What may be stored. The products of floats are forgiven their last bits."""
-        numbers = self.keep * self.total - self.taken
+        """Return the numbers that may be stored, tolerating the rounding of floats."""
+        numbers = self.keep * self.total - self.reserved
         return math.floor(numbers + 1e-6 + 1e-12 * abs(numbers))
 
     def least_keep(self, numbers: float) -> float:
-        """The smallest `keep`, to three digits, that leaves room for so many numbers."""
-        return math.ceil((self.taken + numbers) / self.total * 1000 - 1e-9) / 1000
+        """Return the smallest `keep`, to three digits, that leaves room for so many numbers."""
+        return math.ceil((self.reserved + numbers) / self.total * 1000 - 1e-9) / 1000
 
     def require(self, least: float, dense_numbers: int) -> None:
-        """Raises InputError, saying what is reachable, if even the least that is claimed does not fit."""
+        """Raise InputError with the reachable range if even the smallest ranks do not fit."""
         if self.target < least:
             raise InputError(
                 f"{self.field}: {self.keep:g} leaves {max(0, self.target):,} numbers for what is claimed, which takes "
@@ -101,7 +101,7 @@ class Budget:
             )
 
     def require_room(self) -> None:
-        """Raises InputError if what is taken is more than the budget, where nothing can be chosen any more."""
+        """Raise InputError if the reserved numbers alone exceed the budget."""
         if self.target >= 0:
             return
         asks = self.least_keep(0.0)
@@ -114,11 +114,11 @@ class Budget:
 
 
 def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget | None]) -> Chosen:
-    """Task -> ranks. Entries with ranks, a cache or a `keep` of their own first; the others share one budget.
+    """Map each task to its ranks: first entries with ranks, a cache or a `keep` of their own; others share a budget.
 
-    `shared` gives that budget, if there is one, from the numbers that the former store. Tasks whose curves are still to
-    be taken are left out, once it is known that their least fits. Raises InputError if a budget cannot be met, saying
-    what can, if there is none to share, and where entries that share one do not go by the same.
+    `shared` returns that budget, if there is one, from the numbers that the former store. Tasks whose curves are still
+    missing are left out, after a check that their smallest sizes fit. Raises InputError if a budget cannot be met, with
+    the reachable range, if there is none to share, or if only some entries of one budget follow predicted loss.
     """
     chosen: Chosen = {}
     sharing: list[Entry] = []
@@ -155,15 +155,15 @@ def _required(budget: Budget | None, sharing: Sequence[Entry]) -> Budget:
 
 
 def tied(entry: Entry) -> Entry:
-    """The entry with one rank for all layers of a group: a variable, or a curve, that costs what all of them cost."""
+    """Return the entry with one rank for all layers of a group, whose cost is the sum over the layers."""
     by_name: dict[tuple[str, str], list[RankVariable]] = {}
     for variable in entry.variables:
         by_name.setdefault((_beyond_layer(variable.group), variable.name), []).append(variable)
     groups = [*by_name.values()]
 
     def targets(ratio: float) -> dict[Key, float]:
-        found = entry.targets(ratio)
-        return {group[0].key: fmean(found[variable.key] for variable in group) for group in groups}
+        by_layer = entry.targets(ratio)
+        return {group[0].key: fmean(by_layer[variable.key] for variable in group) for group in groups}
 
     return replace(
         entry,
@@ -175,8 +175,10 @@ def tied(entry: Entry) -> Entry:
 
 
 def weighed(entry: Entry, weights: Mapping[str, float]) -> Entry:
-    """The entry with numbers multiplied by the weights of its tasks. A `keep` of its own goes on counting each as one,
-    and where others share a budget, all of them weigh as much as the heaviest."""
+    """Return the entry with numbers multiplied by the weights of its tasks.
+
+    A `keep` of its own counts each number as one; in the shared budget, all of its numbers get the largest weight.
+    """
     heaviest = max(1.0, *weights.values())
     if entry.keeps_share:
         return replace(entry, heaviest=heaviest)
@@ -189,7 +191,7 @@ def _weighed_cost(variable: RankVariable, weight: float, rank: float) -> float:
 
 
 def _beyond_layer(task: str) -> str:
-    """METHOD/GROUP of a task's key."""
+    """Return METHOD/GROUP of a task's key."""
     return task.partition("/")[2]
 
 
@@ -198,7 +200,7 @@ def _summed_cost(group: Sequence[RankVariable], rank: float) -> float:
 
 
 def _tied_prediction(prediction: Prediction) -> Prediction:
-    """The curves of a group's layers added up, at the ranks that all of them have."""
+    """Sum the curves of a group's layers at the ranks that all of them have."""
     if prediction.curves is None:
         return prediction
     by_group: dict[str, list[str]] = {}
@@ -211,12 +213,12 @@ def _tied_prediction(prediction: Prediction) -> Prediction:
 
 
 def fixed_numbers(entry: Entry) -> float:
-    """What an entry whose ranks are fixed stores."""
+    """Count the numbers that an entry with fixed ranks stores."""
     return _counted(entry, {key: max(1, round(rank)) for key, rank in entry.targets(1.0).items()})[1]
 
 
 def _fit(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
-    """Ranks of entries that share a budget, and the numbers they store."""
+    """Return ranks of entries that share a budget, and the numbers they store."""
     predicted = [entry for entry in entries if entry.prediction is not None]
     if not predicted:
         return _by_ratio(entries, budget)
@@ -232,18 +234,18 @@ def _fit(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
 def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
     dense = sum(entry.dense_numbers for entry in entries)
     curves = [prediction.curves for prediction in predictions]
-    if any(found is None for found in curves):
+    if any(by_task is None for by_task in curves):
         least = sum(prediction.least for prediction in predictions)
         budget.require(least, dense)
         return {}, budget.target
-    points = {key: line for found in curves if found is not None for key, line in found.items()}
+    points = {key: line for by_task in curves if by_task is not None for key, line in by_task.items()}
     budget.require(sum(lower_hull(line)[0].numbers for line in points.values()), dense)
-    found = choose(points, budget.target)
-    return _ranks(found), sum(stored_numbers(point) for point in found.values())
+    chosen = choose(points, budget.target)
+    return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())
 
 
 def _by_cache(entry: Entry, prediction: Prediction, target: float) -> tuple[Chosen, float]:
-    """Ranks of least predicted loss whose cache stays within the target."""
+    """Return the ranks of least predicted loss whose cache stays within the target."""
     if prediction.curves is None:
         return {}, 0.0
     least = sum(lower_hull(line, cache_numbers)[0].cache for line in prediction.curves.values())
@@ -252,12 +254,12 @@ def _by_cache(entry: Entry, prediction: Prediction, target: float) -> tuple[Chos
             f"{entry.where}.cache_keep: leaves {target:,.0f} numbers per token for the cache, which takes {least:,} at "
             "the least; keep more"
         )
-    found = choose(prediction.curves, target, cache_numbers)
-    return _ranks(found), sum(stored_numbers(point) for point in found.values())
+    chosen = choose(prediction.curves, target, cache_numbers)
+    return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())
 
 
 def _by_ratio(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
-    """Ranks at the largest common ratio whose stored numbers stay within the budget."""
+    """Return the ranks at the largest common ratio whose stored numbers stay within the budget."""
     variables = [variable for entry in entries for variable in entry.variables]
     least = sum(variable.cost(min(variable.multiple, variable.cap)) for variable in variables)
     most = sum(variable.cost(variable.cap) for variable in variables)

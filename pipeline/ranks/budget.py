@@ -1,4 +1,4 @@
-"""Exact budgets: integers near the wanted ranks whose stored numbers meet a target and never pass it.
+"""Exact budgets: integers near target ranks whose stored numbers approach a limit and never exceed it.
 
 docs/methods.md#budget.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Key = tuple[int, str, str]
-# Knobs whose steps cost at most this many times the finest variable's step share its level.
+# Variables whose steps cost at most this many times the finest variable's step share its level.
 _LEVEL_SPREAD = 2.0
 _BISECTIONS = 200
 _NOTHING = 1e-9
@@ -36,22 +36,22 @@ class RankVariable:
 
     @property
     def key(self) -> Key:
-        """Names the variable among those of a method."""
+        """Return the name of the variable among those of a method."""
         return (self.layer, self.group, self.name)
 
     @property
     def least(self) -> int:
-        """The smallest allowed rank."""
+        """Return the smallest allowed rank."""
         return min(self.multiple, self.cap)
 
     def nearest(self, want: float) -> int:
-        """The allowed rank nearest to `want`; the lower one of two equally near."""
+        """Return the allowed rank nearest to `want`, the lower of two equally near."""
         below = min(max(int(want // self.multiple) * self.multiple, self.least), self.cap)
         above = self.above(below)
         return below if above is None or want - below <= above - want else above
 
     def above(self, rank: int) -> int | None:
-        """The next higher allowed rank."""
+        """Return the next higher allowed rank, or None."""
         return min(rank // self.multiple * self.multiple + self.multiple, self.cap) if rank < self.cap else None
 
     def below(self, rank: int) -> int | None:
@@ -60,7 +60,7 @@ class RankVariable:
 
 
 def solve_ratio(cost_at: Callable[[float], float], target: float) -> float:
-    """The largest ratio in (0, 1] with `cost_at(ratio)` <= target, for a non-decreasing cost; by bisection.
+    """Bisect for the largest ratio in (0, 1] with `cost_at(ratio)` <= target, for a non-decreasing cost.
 
     Raises ValueError if the target is below the cost of the smallest ratio, naming both.
     """
@@ -83,7 +83,7 @@ def solve_ratio(cost_at: Callable[[float], float], target: float) -> float:
 
 
 def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, int]:
-    """Allowed ranks near `targets` (by key) whose total cost is never above `target`, and as near to it as steps allow.
+    """Return allowed ranks near `targets` (by key) with a total cost at most `target`, as near to it as steps allow.
 
     The targets are first scaled by one factor to cost the target, and rounded to the nearest allowed ranks. What
     rounding leaves over or short is taken up by the variables with the finest steps (MLP widths, as a rule): by the one
@@ -117,18 +117,18 @@ def _cap(variable: RankVariable) -> int:
 
 
 def _check(variables: Sequence[RankVariable], targets: Mapping[Key, float]) -> None:
-    seen: set[Key] = set()
+    keys: set[Key] = set()
     for variable in variables:
-        if variable.key in seen:
+        if variable.key in keys:
             raise ValueError(f"two variables are called {variable.key}")
-        seen.add(variable.key)
+        keys.add(variable.key)
         want = targets.get(variable.key, math.nan)
         if not 0.0 <= want < math.inf:
             raise ValueError(f"{variable.key}: a rank that is finite and not negative must be wanted, not {want}")
 
 
 def _scaled(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, float]:
-    """The targets times one factor, within [least, cap], so that their real-valued cost is the target."""
+    """Scale the targets by one factor, within [least, cap], so that their real-valued cost is the target."""
 
     def at(factor: float) -> dict[Key, float]:
         return {
@@ -140,13 +140,13 @@ def _scaled(variables: Sequence[RankVariable], targets: Mapping[Key, float], tar
         ranks = at(factor)
         return math.fsum(variable.cost(ranks[variable.key]) for variable in variables)
 
-    # Beyond this factor every variable is at its cap, but for targets of next to nothing.
+    # Beyond this factor every variable is at its cap, except for tiny targets.
     limit = max(variable.cap / max(targets[variable.key], _NOTHING * variable.cap) for variable in variables)
     return at(limit * solve_ratio(lambda share: cost(share * limit), target))
 
 
 def _levels(variables: Sequence[RankVariable]) -> list[list[RankVariable]]:
-    """The variables by the mean cost of a step, finest first, alike ones together."""
+    """Group the variables by the mean cost of a step, finest first."""
     movable = [variable for variable in variables if variable.cap > variable.least]
     ordered = sorted(movable, key=lambda variable: (_step_cost(variable), variable.key))
     levels: list[list[RankVariable]] = []

@@ -29,12 +29,12 @@ class Point:
 
 
 def stored_numbers(point: Point) -> float:
-    """What a budget of stored numbers counts."""
+    """Return the cost of a point in a budget of stored numbers."""
     return point.numbers
 
 
 def cache_numbers(point: Point) -> float:
-    """What a budget of the cache counts."""
+    """Return the cost of a point in a budget of the cache."""
     return point.cache
 
 
@@ -58,7 +58,7 @@ def to_columns(points: Sequence[Point], told: str = "") -> Curve:
 
 
 def from_columns(curve: Curve) -> list[Point]:
-    """The points of a curve."""
+    """Return the points of a curve."""
     rows = zip(*curve.ranks.values(), strict=True)
     return [
         Point(dict(zip(curve.ranks, row, strict=True)), numbers, loss, cache)
@@ -67,16 +67,16 @@ def from_columns(curve: Curve) -> list[Point]:
 
 
 def frontier(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
-    """Those that no other undercuts in both cost and loss, by ascending cost (so by falling loss)."""
-    found: list[Point] = []
+    """Return the Pareto-optimal points by ascending cost, and so by falling loss."""
+    optimal: list[Point] = []
     for point in sorted(points, key=lambda point: (cost(point), point.loss)):
-        if not found or point.loss < found[-1].loss:
-            found.append(point)
-    return found
+        if not optimal or point.loss < optimal[-1].loss:
+            optimal.append(point)
+    return optimal
 
 
 def lower_hull(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
-    """The corners of the lower convex hull of (cost, loss), by ascending cost, down to the least loss."""
+    """Return the corners of the lower convex hull of (cost, loss), by ascending cost, down to the least loss."""
     hull: list[Point] = []
     for point in frontier(points, cost):
         while len(hull) >= 2 and _slope(hull[-2], hull[-1], cost) <= _slope(hull[-2], point, cost):
@@ -86,7 +86,7 @@ def lower_hull(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Poi
 
 
 def merged(first: Sequence[Point], second: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
-    """The hull of all sums of a point of one curve and a point of another: two parts whose losses add up.
+    """Return the hull of all sums of a point of one curve and a point of another, whose losses add up.
 
     Ranks are joined, and so must not share a name; corners by ascending cost.
     """
@@ -101,10 +101,10 @@ def merged(first: Sequence[Point], second: Sequence[Point], cost: Cost = stored_
 
 
 def summed(curves: Sequence[Sequence[Point]]) -> list[Point]:
-    """One curve of several that get the same ranks: points that all of them have, everything added up."""
+    """Sum several curves with common ranks, at the points that all of them have."""
     by_ranks = [{tuple(sorted(point.ranks.items())): point for point in curve} for curve in curves]
-    common = [ranks for ranks in by_ranks[0] if all(ranks in found for found in by_ranks)]
-    rows = [[found[ranks] for found in by_ranks] for ranks in common]
+    common = [ranks for ranks in by_ranks[0] if all(ranks in points for points in by_ranks)]
+    rows = [[points[ranks] for points in by_ranks] for ranks in common]
     return [
         Point(
             row[0].ranks,
@@ -117,7 +117,7 @@ def summed(curves: Sequence[Sequence[Point]]) -> list[Point]:
 
 
 def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = stored_numbers) -> dict[str, Point]:
-    """One point of each curve, of least total loss within `target`.
+    """Choose one point of each curve, of least total loss within `target`.
 
     Segments of all hulls are taken by loss saved per cost, as long as they fit; then, as long as any fits, the step to
     a point, on a hull or not, that saves most. Deterministic: of equal ones the first key. Raises ValueError if even
@@ -135,7 +135,7 @@ def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = st
 
 
 def most_numbers(lines: Sequence[Sequence[Point]], cache: float) -> float:
-    """A bound on the numbers stored by one point of each line, if their cache numbers add up to `cache` at most.
+    """Bound the numbers stored by one point of each line whose cache numbers add up to at most `cache`.
 
     The optimum over all mixtures of two points of a line, whatever their losses.
     """
@@ -151,22 +151,22 @@ def most_numbers(lines: Sequence[Sequence[Point]], cache: float) -> float:
 
 
 def predicted_loss(curves: Mapping[str, Curve], ranks: Mapping[str, Mapping[str, int]]) -> float:
-    """Nats per token that a choice is predicted to cost: the sum over curves, each at the point of its ranks.
+    """Return the predicted loss of a choice in nats per token: the sum over curves, each at the point of its ranks.
 
     Raises ValueError where a curve has no point of these ranks.
     """
     total = 0.0
     for key, curve in curves.items():
-        wanted = dict(ranks[key])
-        found = next((point for point in from_columns(curve) if dict(point.ranks) == wanted), None)
-        if found is None:
-            raise ValueError(f"{key}: its curve has no point at {wanted}")
-        total += found.loss
+        chosen = dict(ranks[key])
+        point = next((point for point in from_columns(curve) if dict(point.ranks) == chosen), None)
+        if point is None:
+            raise ValueError(f"{key}: its curve has no point at {chosen}")
+        total += point.loss
     return total
 
 
 def steps(limit: int, multiple: int = 1, count: int = 256, least: int | None = None) -> list[int]:
-    """At most about `count` multiples of `multiple` from `least` on, ascending and even; the last is `limit` itself."""
+    """Return about `count` multiples of `multiple` from `least` on, ascending and even, and last `limit` itself."""
     first = max(multiple, least or 0)
     stride = multiple * max(1, math.ceil((limit - first) / multiple / count))
     return [*range(-(-first // multiple) * multiple, limit, stride), limit]
@@ -189,7 +189,7 @@ def _sum(one: Point, other: Point) -> Point:
 
 
 def _take_segments_(hulls: Mapping[str, Sequence[Point]], chosen: dict[str, Point], slack: float, cost: Cost) -> float:
-    """Moves along the hulls; returns what is left of the slack."""
+    """Moves along the hulls; returns the remaining slack."""
     heap = [(-_slope(hull[0], hull[1], cost), key, 1) for key, hull in hulls.items() if len(hull) > 1]
     heapq.heapify(heap)
     while heap:

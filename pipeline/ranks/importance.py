@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
-# A layer of no importance at all keeps a sliver, so that every ratio is positive.
+# A layer without importance keeps this share, so that every ratio is positive.
 _LEAST_SHARE = 1e-9
 
 
 def angular_importance(mean_cosines: Sequence[float]) -> list[float]:
-    """t_l = arccos(c_l) / π in [0, 1], from each layer's mean cosine between input and output (eq. 9).
+    """Return t_l = arccos(c_l) / π in [0, 1], from each layer's mean cosine between input and output (eq. 9).
 
     Cosines are clamped to [-1, 1]. Raises ValueError on NaN or infinity.
     """
@@ -17,7 +17,7 @@ def angular_importance(mean_cosines: Sequence[float]) -> list[float]:
 
 
 def preserve_importance(importance: Sequence[float], mean_ratio: float) -> list[float]:
-    """w_l in (0, 1] with Σ w_l = L · `mean_ratio`, proportional to `importance` where below 1 (Algorithm 1, IPRS).
+    """Return w_l in (0, 1] with Σ w_l = L · `mean_ratio`, in proportion to `importance` below 1 (Algorithm 1, IPRS).
 
     Ratios above 1 are clipped and the excess is shared among the others in proportion, until none is above. Importance
     that is zero everywhere counts as equal. Raises ValueError unless 0 < mean_ratio <= 1, and on importance that is
@@ -36,14 +36,14 @@ def preserve_importance(importance: Sequence[float], mean_ratio: float) -> list[
     active, budget = list(range(layers)), layers * mean_ratio
     while active:
         whole = math.fsum(shares[layer] for layer in active)
-        wanted = {layer: shares[layer] / whole * budget for layer in active}
-        clipped = [layer for layer in active if wanted[layer] > 1.0]
+        proportional = {layer: shares[layer] / whole * budget for layer in active}
+        clipped = [layer for layer in active if proportional[layer] > 1.0]
         if not clipped:
             for layer in active:
-                ratios[layer] = wanted[layer]
+                ratios[layer] = proportional[layer]
             break
-        active = [layer for layer in active if wanted[layer] <= 1.0]
-        # What is left is positive, but for rounding.
+        active = [layer for layer in active if proportional[layer] <= 1.0]
+        # The rest is positive, except for rounding errors.
         budget = max(budget - len(clipped), _LEAST_SHARE * len(active))
     return ratios
 

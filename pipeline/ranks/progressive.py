@@ -32,7 +32,7 @@ def cumulative_log_conditions(log_conditions: Sequence[Sequence[float]]) -> list
 def progressive_shares(
     cumulative: Sequence[float], cache_keep: float, skip_above: float | None = None, floor: float = 0.05
 ) -> ProgressiveShares:
-    """Eq. 13 per layer, with r_min solved so that the mean share is `cache_keep`; shallow layers keep more.
+    """Apply eq. 13 to each layer, with r_min solved so that the mean share is `cache_keep`; shallow layers keep more.
 
     `cumulative` are natural logs; layers whose log10 κ̃ exceeds `skip_above` keep share 1 and count in the mean. Eq. 13
     with r_max = G·d cannot go below a mean of about one half: where r_min would fall below `floor` x r_max, r_min /
@@ -49,7 +49,7 @@ def progressive_shares(
     limit = math.inf if skip_above is None else skip_above * math.log(10.0)
     skipped = tuple(layer for layer, value in enumerate(cumulative) if value > limit)
     rest = [layer for layer in range(len(cumulative)) if layer not in set(skipped)]
-    # What the layers that are compressed may keep in all, of len(rest).
+    # The sum of the shares of the compressed layers, out of len(rest).
     allowed = len(cumulative) * cache_keep - len(skipped)
     if cache_keep < 1.0 and allowed <= 0.0:
         least = len(skipped) / len(cumulative)
@@ -65,13 +65,13 @@ def progressive_shares(
 
 
 def _depth(cumulative: Sequence[float]) -> list[float]:
-    """(max log κ̃ − log κ̃_l) / (max − min): 0 for the layer of largest κ̃, 1 for the smallest."""
+    """Return (max log κ̃ − log κ̃_l) / (max − min): 0 for the layer of largest κ̃, 1 for the smallest."""
     high, low = max(cumulative), min(cumulative)
     return [(high - value) / (high - low) if high > low else 0.0 for value in cumulative]
 
 
 def _solve(depth: Sequence[float], allowed: float, floor: float) -> tuple[float, float]:
-    """r_max as a share, and r_min / r_max, with Σ r_max (1 − depth (1 − r_min / r_max)) = allowed."""
+    """Solve Σ r_max (1 − depth (1 − r_min / r_max)) = allowed for r_max, as a share, and r_min / r_max."""
     missing, whole = len(depth) - allowed, math.fsum(depth)
     if missing <= 0.0:
         return 1.0, 1.0

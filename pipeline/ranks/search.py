@@ -1,4 +1,4 @@
-"""The smallest size whose measured loss stays below a limit, to within CLOSE: predictions propose, measurements decide.
+"""Searches the smallest size whose measured loss stays below a limit, to within CLOSE, guided by predictions.
 
 Sizes are thousandths of `keep`, so that a try has a name. Each try compresses the model and scores it, which is why the
 search stops CLOSE thousandths above a size that failed.
@@ -17,10 +17,10 @@ def next_size(limit: float, tries: Mapping[int, float], least: int, predicted: C
     """The size to try next; one that was tried already is the answer.
 
     Args:
-        limit: of the loss, nats per token.
+        limit: the largest loss, in nats per token.
         tries: size -> measured loss.
-        least: the smallest size that can be made.
-        predicted: size -> predicted loss; falls with the size. Scaled by what the nearest try was off.
+        least: the smallest size that is possible.
+        predicted: size -> predicted loss; it falls with the size. The nearest try scales it.
 
     Returns WHOLE, tried and above the limit, when nothing stays below it.
     """
@@ -36,14 +36,14 @@ def next_size(limit: float, tries: Mapping[int, float], least: int, predicted: C
         return enough
     if len(tries) >= TRUSTED:
         return (short + enough) // 2
-    wanted = limit / _off_by(tries, limit, predicted)
-    size = _smallest(lambda size: predicted(size) <= wanted, short + 1, enough)
+    scaled_limit = limit / _off_by(tries, limit, predicted)
+    size = _smallest(lambda size: predicted(size) <= scaled_limit, short + 1, enough)
     nearest_untried = enough - 1 if size >= enough else size
     return max(short + 1, nearest_untried)
 
 
 def _off_by(tries: Mapping[int, float], limit: float, predicted: Callable[[int], float]) -> float:
-    """Measured over predicted loss, of the try nearest to the limit; 1 before there is any."""
+    """Return measured over predicted loss of the try nearest to the limit; 1 without tries."""
     useful = {size: loss for size, loss in tries.items() if loss > 0 and predicted(size) > 0}
     if not useful:
         return 1.0
@@ -52,7 +52,7 @@ def _off_by(tries: Mapping[int, float], limit: float, predicted: Callable[[int],
 
 
 def _smallest(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest size from `low` to `high` from which on it holds; `high` if it holds nowhere before."""
+    """Bisect for the smallest size from `low` at which a monotone condition holds; `high` if there is none."""
     while low < high:
         middle = (low + high) // 2
         if holds(middle):
@@ -63,5 +63,5 @@ def _smallest(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def least_size(possible: Callable[[int], bool]) -> int:
-    """The smallest size that can be made; WHOLE always can."""
+    """Return the smallest possible size; WHOLE always is."""
     return _smallest(possible, 1, WHOLE)

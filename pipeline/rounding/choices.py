@@ -20,7 +20,7 @@ from pipeline.kernels.gptq import round_with_feedback
 from pipeline.kernels.interpolation import interpolate
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pull
-from pipeline.methods.rounded_size import INDEX_BITS, beside, rounded_share
+from pipeline.methods.rounded_size import INDEX_BITS, rounded_share, rounding_overhead
 from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, frontier, spread, to_columns
 from pipeline.rounding.solutions import (
@@ -106,39 +106,41 @@ def with_bits(
         losses_SB = torch.tensor(sampled_losses, dtype=torch.float64)
         losses_PB = interpolate([point.numbers for point in sampled], losses_SB, sizes)
         for point, lost in zip(line, losses_PB.tolist(), strict=True):
-            kept = plain + sum(math.ceil(INDEX_BITS * point.ranks[name] / bits) for name in indexed)
+            unrounded = plain + sum(math.ceil(INDEX_BITS * point.ranks[name] / bits) for name in indexed)
             for choice, loss in zip(CHOICES, lost, strict=True):
-                codes = math.ceil(max(0, point.numbers - kept) * rounded_share(choice, quantize.group, bits, scale))
-                more = math.ceil(max(1.0, scale) * beside(shapes, choice, quantize.group, bits))
-                numbers = codes + min(kept, point.numbers) + wider + more
+                codes = math.ceil(
+                    max(0, point.numbers - unrounded) * rounded_share(choice, quantize.group, bits, scale)
+                )
+                more = math.ceil(max(1.0, scale) * rounding_overhead(shapes, choice, quantize.group, bits))
+                numbers = codes + min(unrounded, point.numbers) + wider + more
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
     return to_columns(frontier(points), curve.told)
 
 
 def _counted_shape(weight_OI: Tensor, group: int | None, odd: bool) -> tuple[int, int]:
-    """By which `beside` counts a role: of whole groups, where none of its matrices has others."""
+    """Return the shape by which `rounding_overhead` counts a role: one group wide unless some groups are smaller."""
     rows, columns = weight_OI.shape
     return (rows, columns) if odd or group is None else (rows, group)
 
 
 def _alike(points: Sequence[Point]) -> list[list[Point]]:
-    """The points by which of their ranks are at the most, each ascending."""
+    """Group the points by the set of their ranks that are full, each in order."""
     most = {name: max(point.ranks[name] for point in points) for name in points[0].ranks}
-    found: dict[tuple[bool, ...], list[Point]] = {}
+    groups: dict[tuple[bool, ...], list[Point]] = {}
     for point in points:
-        found.setdefault(tuple(rank == most[name] for name, rank in point.ranks.items()), []).append(point)
-    return list(found.values())
+        groups.setdefault(tuple(rank == most[name] for name, rank in point.ranks.items()), []).append(point)
+    return list(groups.values())
 
 
 class _Predictor:
-    """What rounding solutions of a group to some bits is predicted to lose, in nats per token.
+    """Predicts the loss of rounding solutions of a group to some bits, in nats per token: ½ tr(G Δ C Δᵀ).
 
-    ½ tr(G Δ C Δᵀ). Of what is written to the stream G is whole. Of what reads it G is known of the dense outputs, one
-    by one: right for errors that are each row's own, as those of whole matrices and of second factors are. The error
-    of a first factor errs in all outputs together, and counts by what the loss feels of their common input. Behind gate
-    and up, channels that stay are felt more where down is fitted again for those that went: by how much, its columns
-    tell. Value heads in another basis, whose G is not known, count by the share of their squares that is lost.
+    For a matrix that writes to the stream, G is whole. For readers, only the diagonal of G at the dense outputs is
+    known, which suffices where rows err independently, as in whole matrices and second factors. The error of a first
+    factor is common to all outputs, so it is weighted by the gradient at their common input. Where down was refitted to
+    the channels that stay, these channels count more, by the gain of down's columns. Value heads in another basis,
+    whose G is unknown, count by the share of their squares that is lost.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class _Predictor:
             self.whole[role] = 0.5 * float(errors_O @ felt_O), share
 
     def loss_of(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor], rounded: RoundedSolution) -> float:
-        """Of a rounded solution; `before`: the exact one, multiplied out."""
+        """Predict the loss of a rounded solution. `before`: the exact one, multiplied out."""
         felt = self._felt_outputs(solution, before)
         firsts = self._first_errors(solution, rounded, felt)
         total = sum(first.loss for first in firsts.values())
@@ -223,8 +225,8 @@ class _Predictor:
             return {}
         felt_DD = self.statistics.mean(output_gradient(writer))[0]
         dense_DN = self.weights[writer.weight_key].to(torch.float64)
-        kept = solution.outputs.get(block.readers[-1].role)
-        dense_Dk = dense_DN if kept is None else dense_DN[:, kept]
+        channels_k = solution.outputs.get(block.readers[-1].role)
+        dense_Dk = dense_DN if channels_k is None else dense_DN[:, channels_k]
         if dense_Dk.shape != before[writer.role,].shape:
             return {}
         now_k, then_k = (((felt_DD @ down_Dk) * down_Dk).sum(dim=0) for down_Dk in (before[writer.role,], dense_Dk))
@@ -234,13 +236,13 @@ class _Predictor:
     def _first_errors(
         self, solution: Solution, rounded: RoundedSolution, felt: Mapping[str, Tensor]
     ) -> dict[str, _FirstError]:
-        """By role, of those whose first factor is rounded and of whose common input the gradient is known.
+        """Map the roles whose first factor is rounded, and whose common input has a gradient moment, to its error.
 
         With P_A = C Aᵀ (A C Aᵀ)⁻¹ A, the second factors are W P_A of the dense W, and W' T x = W Q x with T = P_Â − I
         and Q = P_A T: the loss is ½ tr(J Q C Qᵀ), J = E[j jᵀ] of the pull j = Wᵀ g, times the share of what the loss
         feels of the dense outputs that it feels of those that the solution gives.
         """
-        found: dict[str, _FirstError] = {}
+        errors: dict[str, _FirstError] = {}
         for key, roles in readers_of_firsts(solution).items():
             matrices = [self.matrices[role] for role in roles]
             if key not in rounded.rounded or pull(matrices) not in self.statistics.moments:
@@ -252,13 +254,13 @@ class _Predictor:
             change_II = _projection(solution.tensors[key].to(torch.float64), moment_II) @ turn_II
             loss = 0.5 * float(((pull_II @ change_II) * (change_II @ moment_II)).sum())
             share = self._share(solution, matrices, moment_II, felt)
-            found |= {role: _FirstError(share * loss if role == roles[0] else 0.0, turn_II) for role in roles}
-        return found
+            errors |= {role: _FirstError(share * loss if role == roles[0] else 0.0, turn_II) for role in roles}
+        return errors
 
     def _share(
         self, solution: Solution, matrices: Sequence[Matrix], moment_II: Tensor, felt: Mapping[str, Tensor]
     ) -> float:
-        """Of Σ_o G_o E[y_o²] over the dense outputs y, what the outputs that the solution gives have."""
+        """Return the share of Σ_o G_o E[y_o²] over the dense outputs y that the solution's outputs have."""
         now = dense = 0.0
         for matrix in matrices:
             role = matrix.role
@@ -270,15 +272,19 @@ class _Predictor:
 
 
 class _FirstError(NamedTuple):
-    """Of a first factor A that is rounded to Â: `turn` T (I, I), so that second factors that are fitted again give
-    W' + W' T of W' = B A; and of the first role of those that share it the predicted loss, of others 0."""
+    """The error of a first factor A that is rounded to Â.
+
+    Attributes:
+        loss: the predicted loss for the first of the roles that share the factor; 0 for the others.
+        turn: T (I, I): refitted second factors give W' + W' T in place of W' = B A.
+    """
 
     loss: float
     turn: Tensor
 
 
 def _projection(first_rI: Tensor, moment_II: Tensor) -> Tensor:
-    """C Aᵀ (A C Aᵀ)⁻¹ A."""
+    """Return C Aᵀ (A C Aᵀ)⁻¹ A."""
     read_Ir = moment_II @ first_rI.T
     latents_rr = first_rI @ read_Ir
     latents_rr.diagonal().add_(RIDGE * latents_rr.diagonal().mean())
@@ -287,5 +293,5 @@ def _projection(first_rI: Tensor, moment_II: Tensor) -> Tensor:
 
 
 def _squares(matrix_OI: Tensor, moment_II: Tensor) -> Tensor:
-    """(O,) mean squares of what each row gives."""
+    """Return the mean square of each output, (O,)."""
     return ((matrix_OI @ moment_II) * matrix_OI).sum(dim=1).clamp_min(0.0)

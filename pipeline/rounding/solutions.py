@@ -42,8 +42,12 @@ class Matrix(NamedTuple):
 
 
 class RoundedSolution(NamedTuple):
-    """With packed tensors in place of its matrices; their schemes by key, without `.weight`; and by key what they
-    are."""
+    """A solution with packed tensors in place of its matrices.
+
+    Attributes:
+        schemes: module path -> scheme.
+        rounded: key of a matrix -> its codes and scales.
+    """
 
     solution: Solution
     schemes: dict[str, Scheme]
@@ -51,20 +55,20 @@ class RoundedSolution(NamedTuple):
 
 
 class Feedbacks:
-    """What errors are made up for by, once for all that reads the same moment of the calibration text."""
+    """Caches error feedback by the moment of the calibration text that matrices read."""
 
     def __init__(self) -> None:
-        self.known: dict[Moment, Feedback | None] = {}
+        self.cached: dict[Moment, Feedback | None] = {}
 
     def of(self, point: Moment | None, moment_II: Tensor | None) -> Feedback | None:
-        """Of `moment`, which is that of `point`; None where it is nobody else's. None without a moment, or of zeros."""
+        """Return the feedback of a moment; None without a moment or of zeros. It is cached unless `point` is None."""
         if moment_II is None:
             return None
         if point is None:
             return error_feedback(moment_II)
-        if point not in self.known:
-            self.known[point] = error_feedback(moment_II)
-        return self.known[point]
+        if point not in self.cached:
+            self.cached[point] = error_feedback(moment_II)
+        return self.cached[point]
 
 
 def input_moments(roles: Sequence[str], reads: Reads) -> tuple[Moment, ...]:
@@ -92,7 +96,7 @@ def round_solution(
     reads: Reads,
     feedbacks: Feedbacks | None = None,
 ) -> RoundedSolution:
-    """Rounds every matrix of a solution.
+    """Round every matrix of a solution.
 
     First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
     before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
@@ -105,14 +109,14 @@ def round_solution(
     """
     tensors, worst = dict(solution.tensors), 0.0
     schemes: dict[str, Scheme] = {}
-    done: dict[str, Rounded] = {}
+    by_key: dict[str, Rounded] = {}
     nearest: list[str] = []
     feedbacks, fed = Feedbacks() if feedbacks is None else feedbacks, quantize.feedback is not False
     for together in _reading_the_same(rounded_matrices(solution, quantize.skip), solution, weights, reads):
         first = together[0]
         dtype = stored_dtype(first.key, solution.tensors[first.key], weights, solution.forms)
         read = [
-            _as_read(matrix, solution, moments, done, reads) if fed else (solution.tensors[matrix.key], None)
+            _as_read(matrix, solution, moments, by_key, reads) if fed else (solution.tensors[matrix.key], None)
             for matrix in together
         ]
         weight_OI, moment_II = torch.cat([weight_oI for weight_oI, _ in read]), read[0][1]
@@ -128,46 +132,48 @@ def round_solution(
             path = matrix.key.removesuffix(WEIGHT)
             del tensors[matrix.key]
             tensors |= packed_tensors(path, codes_oI, scales_oS, scheme)
-            schemes[path], done[matrix.key] = scheme, Rounded(codes_oI, scales_oS, rounded.damping)
-            worst = max(worst, _error(weight_oI, done[matrix.key], moment_II))
+            schemes[path], by_key[matrix.key] = scheme, Rounded(codes_oI, scales_oS, rounded.damping)
+            worst = max(worst, _error(weight_oI, by_key[matrix.key], moment_II))
             nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if nearest and moments and fed:
         report["nearest"] = sorted(nearest)
-    return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, done)
+    return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, by_key)
 
 
 def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple[str, ...], Tensor]:
-    """The matrices (O, I) float64 that a solution's are factors of, by the roles that share them; `rounded`: what is
-    stored of its tensors, where that is not what it says."""
+    """Multiply out a solution's factors: the roles that share a matrix -> the matrix (O, I), float64.
 
-    def held(key: str) -> Tensor:
+    `rounded`: the stored values of the tensors that are rounded.
+    """
+
+    def stored(key: str) -> Tensor:
         return rounded[key].values if key in rounded else solution.tensors[key].to(torch.float64)
 
-    found = {}
+    products = {}
     for matrix in rounded_matrices(solution, ()):
         path, _, part = matrix.key.rpartition(".pivoted.")
         if path and f"pivoted.{part}" == COEFFICIENTS:
-            rows, indices = held(f"{path}.{ROWS}"), solution.tensors[f"{path}.pivoted.indices"].to(torch.int64)
-            found[matrix.roles] = expand(Pivoted(rows, held(matrix.key), indices))
+            rows, indices = stored(f"{path}.{ROWS}"), solution.tensors[f"{path}.pivoted.indices"].to(torch.int64)
+            products[matrix.roles] = expand(Pivoted(rows, stored(matrix.key), indices))
         elif matrix.behind is not None:
-            found[matrix.roles] = held(matrix.key) @ held(matrix.behind)
+            products[matrix.roles] = stored(matrix.key) @ stored(matrix.behind)
         elif not path and not matrix.key.endswith(FIRST):
-            found[matrix.roles] = held(matrix.key)
-    return found
+            products[matrix.roles] = stored(matrix.key)
+    return products
 
 
 def readers_of_firsts(solution: Solution) -> dict[str, tuple[str, ...]]:
-    """The key of each first factor, and of pivot rows -> the roles whose second ones read what it gives, in order."""
-    found: dict[str, set[str]] = {}
+    """Map the key of each first factor, or of pivot rows, to the roles whose second factors read it, in order."""
+    readers: dict[str, set[str]] = {}
     for matrix in rounded_matrices(solution, ()):
         if matrix.behind is not None:
-            found.setdefault(matrix.behind, set()).update(matrix.roles)
-    return {key: tuple(role for role in solution.forms if role in roles) for key, roles in found.items()}
+            readers.setdefault(matrix.behind, set()).update(matrix.roles)
+    return {key: tuple(role for role in solution.forms if role in roles) for key, roles in readers.items()}
 
 
 def roles_of_odd_groups(solution: Solution, quantize: Quantize) -> set[str]:
-    """Those with a matrix whose columns the groups do not divide, so that its own are smaller."""
+    """Return the roles with a matrix whose columns the groups do not divide, so that it has smaller ones."""
     return {
         role
         for matrix in rounded_matrices(solution, quantize.skip)
@@ -177,7 +183,7 @@ def roles_of_odd_groups(solution: Solution, quantize: Quantize) -> set[str]:
 
 
 def fitting_group(columns: int, group: int | None) -> int | None:
-    """The columns that share a scale in a matrix of so many: `group`, or what it has in common with them.
+    """Return how many of a matrix's columns share a scale: the greatest common divisor with `group`.
 
     Raises ValueError where that is less than LEAST_GROUP.
     """
@@ -188,8 +194,8 @@ def fitting_group(columns: int, group: int | None) -> int | None:
 
 
 def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
-    """Those of a solution's tensors that are to be rounded, first factors before those that read what they give."""
-    found = []
+    """Return the matrices of a solution to round, first factors before those that read their outputs."""
+    matrices = []
     for key in sorted(solution.tensors):
         owner, _, part = key.partition(".")
         shared = tuple(role for role, form in solution.forms.items() if form.group == owner)
@@ -197,25 +203,25 @@ def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
         if not roles or any(role in skip for role in roles):
             continue
         if part in ("weight", FIRST, ROWS):
-            found.append(Matrix(key, roles))
+            matrices.append(Matrix(key, roles))
         elif part == COEFFICIENTS:
-            found.append(Matrix(key, roles, f"{owner}.{ROWS}"))
+            matrices.append(Matrix(key, roles, f"{owner}.{ROWS}"))
         elif part == SECOND:
-            found.append(Matrix(key, roles, f"{_owner_of_first(owner, solution)}.{FIRST}"))
-    return sorted(found, key=lambda matrix: matrix.behind is not None)
+            matrices.append(Matrix(key, roles, f"{_owner_of_first(owner, solution)}.{FIRST}"))
+    return sorted(matrices, key=lambda matrix: matrix.behind is not None)
 
 
 def _owner_of_first(role: str, solution: Solution) -> str:
-    """The role under whose name the first factor lies that this role's second one reads."""
+    """Return the role that names the first factor read by this role's second one."""
     group = solution.forms[role].group
     sharing = [other for other, form in solution.forms.items() if group and form.group == group]
     return next(other for other in (role, *sharing) if f"{other}.{FIRST}" in solution.tensors)
 
 
 def _as_read(
-    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], done: Mapping[str, Rounded], reads: Reads
+    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], by_key: Mapping[str, Rounded], reads: Reads
 ) -> tuple[Tensor, Tensor | None]:
-    """The weight to round, and the moment of what it reads, float64, or None."""
+    """Return the weight to round, and the moment of its input, float64, or None."""
     weight_OI = solution.tensors[matrix.key]
     input_II = _input(matrix.roles[0], solution, moments, reads)
     before_rI = None if matrix.behind is None else solution.tensors[matrix.behind].to(torch.float64)
@@ -224,14 +230,14 @@ def _as_read(
         return weight_OI, None
     if before_rI is None:
         return weight_OI, input_II
-    rounded_rI = done[matrix.behind].values if matrix.behind and matrix.behind in done else before_rI
+    rounded_rI = by_key[matrix.behind].values if matrix.behind and matrix.behind in by_key else before_rI
     read_Ir = input_II @ rounded_rI.T
     latents_rr = rounded_rI @ read_Ir
     return _refit(weight_OI.to(torch.float64), before_rI @ read_Ir, latents_rr), latents_rr
 
 
 def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> float:
-    """As `rounding_error`, of some rows, evenly spread: products with the moment are more work than rounding."""
+    """Estimate `rounding_error` on evenly spread rows: products with the moment are more work than rounding."""
     rows = slice(None, None, max(1, len(weight_OI) // ERROR_ROWS))
     stored_oI = scaled(rounded.codes[rows], rounded.scales[rows].to(torch.float64))
     return rounding_error(weight_OI[rows], stored_oI, moment_II)
@@ -240,14 +246,13 @@ def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> flo
 def _reading_the_same(
     matrices: Sequence[Matrix], solution: Solution, weights: Weights, reads: Reads
 ) -> list[list[Matrix]]:
-    """In order, those together that read the same calibration moment, are as wide as it is, and are stored in one
-    dtype: their columns are rounded at once."""
-    found: dict[Any, list[Matrix]] = {}
+    """Group matrices of one dtype that read the same calibration moment at its width: they are rounded together."""
+    groups: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
         tensor, point = solution.tensors[matrix.key], _read_by(matrix, solution, reads)
         dtypes = tensor.dtype, stored_dtype(matrix.key, tensor, weights, solution.forms)
-        found.setdefault((point, tensor.shape[1], *dtypes) if point else matrix.key, []).append(matrix)
-    return list(found.values())
+        groups.setdefault((point, tensor.shape[1], *dtypes) if point else matrix.key, []).append(matrix)
+    return list(groups.values())
 
 
 def _read_by(matrix: Matrix, solution: Solution, reads: Reads) -> Moment | None:
@@ -258,7 +263,7 @@ def _read_by(matrix: Matrix, solution: Solution, reads: Reads) -> Moment | None:
 
 
 def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor], reads: Reads) -> Tensor | None:
-    """The moment of what a role's stored matrix reads, float64."""
+    """Return the moment of the input of a role's stored matrix, float64, or None."""
     if role in solution.inputs:
         return solution.inputs[role]().to(torch.float64)
     dense = moments.get(Moment(reads[role])) if role in reads else None
@@ -266,7 +271,7 @@ def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor], read
 
 
 def _refit(second_Or: Tensor, cross_rr: Tensor, latents_rr: Tensor) -> Tensor:
-    """B' of least Σ‖B z − B' ẑ‖², with z the latents before and ẑ those behind the rounded first factor."""
+    """Return B' of least Σ‖B z − B' ẑ‖², with z the latents before and ẑ those behind the rounded first factor."""
     mean = latents_rr.diagonal().mean()
     if not mean > 0.0:
         return second_Or

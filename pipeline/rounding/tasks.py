@@ -1,4 +1,4 @@
-"""What rounding asks of a job before it computes: moments of what is read, groups that divide."""
+"""Adds the moments that rounding needs to tasks, and checks that groups of columns fit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from pipeline.rounding.solutions import LEAST_GROUP, input_moments
 
 
 def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry) -> tuple[Task, ...]:
-    """The tasks with the moments that rounding with error feedback needs.
+    """Add to tasks the moments that rounding with error feedback needs.
 
-    Raises InputError for what cannot be rounded: Tucker forms, dense widths or given ranks that no
-    group fits.
+    Raises InputError for Tucker forms, and for dense widths or fixed ranks that no group fits.
     """
     assert manifest.quantize is not None
     _refuse_methods(manifest)
@@ -32,7 +31,7 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
 
 
 def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
-    """The task with what rounding it, and choosing its bits, needs besides."""
+    """Add to a task the moments for rounding it and for choosing its bits."""
     if manifest.quantize is None or not manifest.rounds_by_feedback:
         return task
     roles = [role for role in task.roles if role not in manifest.quantize.skip]
@@ -62,9 +61,9 @@ def _check_multiples(manifest: Manifest, group: int | None) -> None:
 
 
 def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
-    """Of ranks given outright, but those of value heads."""
-    given = getattr(entry, "ranks", None)
-    for name, rank in given.model_dump().items() if given is not None else ():
+    """Check fixed ranks, except those of value heads."""
+    ranks = getattr(entry, "ranks", None)
+    for name, rank in ranks.model_dump().items() if ranks is not None else ():
         if group and rank and math.gcd(rank, group) < LEAST_GROUP and name != "value":
             raise InputError(
                 f"methods.{position}.ranks.{name}: groups of {group} (quantize.group) have less than {LEAST_GROUP} in "
@@ -73,7 +72,7 @@ def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
 
 
 def _check_value_ranks(manifest: Manifest, geometry: Geometry) -> None:
-    """Of ranks given outright: value heads lie side by side in what o reads."""
+    """Check fixed ranks of value heads, which lie side by side in the input of o."""
     quantize = manifest.quantize
     assert quantize is not None
     for position, entry in enumerate(manifest.methods):
@@ -115,7 +114,7 @@ def _check_groups(quantize: Quantize, geometry: Geometry) -> None:
 
 
 def _odd_widths(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]:
-    """Role and what it reads in the dense model, where groups do not divide it; each once."""
+    """Return each role and the width of its dense input where groups do not divide it, without repetition."""
     widths = {
         (role, layer.weight_shape(role)[1]): None
         for layer in geometry.layers
@@ -126,7 +125,7 @@ def _odd_widths(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]
 
 
 def rounding_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
-    """What is not as the manifest asks, and what will be instead."""
+    """Return a remark for each setting of the manifest that cannot be met."""
     quantize = manifest.quantize
     if quantize is None:
         return ()
