@@ -1,4 +1,4 @@
-"""What rounding takes, from the geometry and the tasks alone. docs/plan.md#work-of-a-layer.
+"""The work of rounding, from the geometry and the tasks alone. docs/plan.md#work-of-a-layer.
 
 Legend: O outputs, I inputs of a matrix as it is stored; N intermediate.
 """
@@ -20,8 +20,14 @@ CHOSEN = 1 + 3 * 2 * 3  # roundings of a task whose bits are chosen: at each of 
 
 @dataclass(frozen=True)
 class RoundWork:
-    """One task: float64 operations of factors, float32 ones of what is fed on, columns that wait for one another, and
-    bytes of memory."""
+    """The rounding work of one task.
+
+    Attributes:
+        flops: float64 operations of factors.
+        fed_flops: float32 operations of error feedback.
+        steps: columns that wait for one another.
+        moved_bytes: bytes of memory moved.
+    """
 
     name: str
     flops: float
@@ -33,7 +39,7 @@ class RoundWork:
 def rounding_work(
     tasks: Iterable[Task], manifest: Manifest, layers: Sequence[LayerGeometry], kept: float
 ) -> tuple[RoundWork, ...]:
-    """Of every task of the job that rounds something; nothing without `quantize`.
+    """Return the rounding work of every task of the job that rounds something; nothing without `quantize`.
 
     I³/3 for the factor of each input, whose readers are rounded together, O I² for each matrix. `kept`: the share of an
     MLP's channels that stays where a method eliminates. Matrices count as whole: what they are factored into takes
@@ -42,7 +48,7 @@ def rounding_work(
     if manifest.quantize is None:
         return ()
     fed, times = manifest.rounds_by_feedback, CHOSEN if manifest.quantize.bits == "auto" else 1
-    found = []
+    works = []
     for task in tasks:
         layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
         rounded = {*layer.matrices, *manifest.quantize.outer_roles} - {*manifest.quantize.skip}
@@ -55,17 +61,17 @@ def rounding_work(
             flops = sum(width**3 / 3 for width in widths)
             fed_flops = float(sum(rows * columns**2 for rows, columns in sizes))
             steps = sum(widths)
-            found.append((task.name, flops, fed_flops, steps, numbers * float(TRIED_BYTES + FED_BYTES)))
+            works.append((task.name, flops, fed_flops, steps, numbers * float(TRIED_BYTES + FED_BYTES)))
         elif numbers:
-            found.append((task.name, 0.0, 0.0, 0, numbers * float(NEAREST_BYTES)))
+            works.append((task.name, 0.0, 0.0, 0, numbers * float(NEAREST_BYTES)))
     return tuple(
         RoundWork(name, times * flops, times * fed_flops, times * steps, times * moved)
-        for name, flops, fed_flops, steps, moved in found
+        for name, flops, fed_flops, steps, moved in works
     )
 
 
 def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, int]:
-    """Rows and columns of a matrix, with that share of an MLP's channels."""
+    """Return rows and columns of a matrix with the share `kept` of an MLP's channels."""
     rows, columns = layer.weight_shape(role)
     for block in layer.mlps:
         if role == block.writer.role:
@@ -76,6 +82,6 @@ def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, in
 
 
 def round_seconds(work: RoundWork, rates: Rates) -> float:
-    """One task on one worker."""
+    """Return the seconds of one task on one worker."""
     computing = work.flops / rates.double + work.fed_flops / rates.single
     return computing + work.moved_bytes / rates.memory + work.steps * rates.column_s

@@ -1,4 +1,4 @@
-"""What solving a task, or comparing its sizes, takes on any worker. docs/plan.md#work-of-a-layer.
+"""The work of solving a task, or of comparing its sizes, on any worker. docs/plan.md#work-of-a-layer.
 
 Legend: D hidden, H heads, d head_dim, N intermediate, F width of a moment, R readers of the MLP's input.
 """
@@ -35,12 +35,18 @@ WIDTH_BYTES = 200  # for each of D² numbers and width of an MLP's curve: two mo
 
 @dataclass(frozen=True)
 class SolveWork:
-    """One task: float64 operations, of them those of eigenproblems and those of factors (Cholesky, LU, QR, triangular
-    solves, and what is updated by few columns at a time); those on a sample in the checkpoint's dtype, removals that
-    wait for one another, and bytes of device memory that elementwise work moves.
+    """The work of one task.
 
-    Of a curve: `pieces` into which it may be cut, of the above what is done before (`begun`, None: it is not cut), and
-    the float64 operations that each part does again.
+    Attributes:
+        flops: float64 operations, those of eigenproblems and factors included.
+        steps: removals of channels that wait for one another.
+        sample_flops: operations on a sample, in the checkpoint's dtype.
+        pieces: into how many a curve may be cut.
+        begun: the part of this work that is done before the pieces; None if the curve is not cut.
+        eigen_flops: float64 operations of eigenproblems.
+        factor_flops: float64 operations of Cholesky, LU, QR, triangular solves, and updates by few columns.
+        moved_bytes: bytes of device memory that elementwise work moves.
+        again_flops: float64 operations that each piece of a curve repeats.
     """
 
     name: str
@@ -55,7 +61,7 @@ class SolveWork:
     again_flops: float = 0.0
 
     def plus(self, *others: SolveWork) -> SolveWork:
-        """What this takes and others take; of a curve cut in pieces as this is."""
+        """Add the work of others; the result is cut into pieces as this one is."""
         every = (self, *others)
         return replace(
             self,
@@ -69,7 +75,7 @@ class SolveWork:
 
 
 def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
-    """Numbers of one triangle of each group's moment; of a diagonal one, its length."""
+    """Count the numbers of one triangle of each group's moment, or of its diagonal."""
     width = moment_width(moment, geometry)
     return moment.groups * (width if moment.diagonal else width * (width + 1) // 2)
 
@@ -80,10 +86,10 @@ def moment_width(moment: Moment, geometry: LayerGeometry) -> int:
 
 
 def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:
-    """What comparing a task's sizes takes. docs/plan.md#work-of-a-layer.
+    """Return the work of comparing a task's sizes. docs/plan.md#work-of-a-layer.
 
-    Of an MLP whose widths are compared, of v and o at each rank of the basis, of what reads the layer's input, where it
-    goes by the loss; of others, what solving them takes.
+    Curves of MLPs, of v and o, and of matrices that read the layer's input and follow the loss have models of their
+    own; any other curve takes as long as solving the task.
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     context = geometry.attention.writer.reads
@@ -133,21 +139,21 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, told: bool = Fa
 
 
 def _elementwise(task: Task, geometry: LayerGeometry) -> SolveWork:
-    """What any task does with its weights and moments before and after: elementwise."""
+    """Return the elementwise work on a task's weights and moments before and after solving."""
     numbers = [triangle_numbers(moment, geometry) for moment in task.moments if moment.kind != "sample"]
     moved = WEIGHT_BYTES * geometry.numbers(task.roles) + MOMENT_BYTES * 2.0 * sum(numbers)
     return SolveWork(task.name, 0.0, 0, moved_bytes=moved)
 
 
 def _directions(hidden: int) -> SolveWork:
-    """Of a metric of this order: its factor, what another moment is in it, the eigenvectors, and back."""
+    """Return the work of directions in a metric: its factor, another moment in it, the eigenvectors, and back."""
     cube = float(hidden) ** 3
     eigen, factors = EIGEN_FLOPS * cube, cube / 3 + cube
     return SolveWork("", eigen + factors + 6.0 * cube, 0, eigen_flops=eigen, factor_flops=factors)
 
 
 def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
-    """Of a matrix of this rank, by a QR of its left factor, an LU, two solves and swaps. kernels/pivoted.py."""
+    """Return the work of a pivoted form: a QR of its left factor, an LU, two solves and swaps. kernels/pivoted.py."""
     orthogonal = 4.0 * (outputs * rank**2 - rank**3 / 3)
     factors = orthogonal * 1.25 + 2.0 * (2.0 * rank**3 / 3 + 2.0 * outputs * rank**2)
     moved = SWAPS * SWAPPED_BYTES * outputs * rank
@@ -155,7 +161,7 @@ def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
 
 
 def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
-    """Of the matrices that read an input, behind its root: their singular values by a gram, and the factors."""
+    """Return the work of factoring matrices behind the root of their input: singular values by a gram, and factors."""
     matrices = (geometry.matrices[role] for role in task.roles if role in geometry.matrices)
     outputs = sum(matrix.outputs for matrix in matrices if matrix.inputs == inputs)
     least = min(outputs, inputs)
@@ -166,7 +172,7 @@ def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
 
 
 def _directed_stack(task: Task, geometry: LayerGeometry) -> SolveWork:
-    """Of matrices that read the layer's input."""
+    """Return the work of factoring matrices that read the layer's input by the loss."""
     hidden, outputs = geometry.hidden, sum(geometry.weight_shape(role)[0] for role in task.roles)
     rank = CUT_SHARE * min(outputs, hidden)
     product = SolveWork("", 2.0 * outputs * hidden * rank, 0)
@@ -174,7 +180,7 @@ def _directed_stack(task: Task, geometry: LayerGeometry) -> SolveWork:
 
 
 def _directed_output(geometry: LayerGeometry) -> SolveWork:
-    """Of v and o: the fit of both at a rank of the values, then o's own rank behind it."""
+    """Return the work on v and o: the fit of both at a rank of the values, then o's own rank behind it."""
     hidden, features = geometry.attention.writer.shape
     reduced = BASIS_SHARE * features
     rank = CUT_SHARE * min(reduced, hidden)
@@ -185,13 +191,12 @@ def _directed_output(geometry: LayerGeometry) -> SolveWork:
 
 
 def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork:
-    """Of values and o at so many numbers of all heads. kernels/value_output.py."""
+    """Return the work of fitting values and o at `reduced` numbers of all heads. kernels/value_output.py."""
     hidden, features = geometry.attention.writer.shape
     solved = (turns + 1) * (reduced**3 / 3 + hidden * reduced**2) + (turns + 1) * hidden * reduced**2
     steps = turns * GRADIENT_STEPS
-    solved += (
-        steps * 2.0 * geometry.attention.head_dim * reduced * (reduced + features)
-    )  # head by head: few columns at a time
+    # Head by head: few columns at a time.
+    solved += steps * 2.0 * geometry.attention.head_dim * reduced * (reduced + features)
     products = turns * 2.0 * hidden * reduced**2
     stepped = 32.0 * reduced * features + 8.0 * (reduced**2 + features**2)  # both products of a step and copies between
     refitted = 24.0 * reduced * (features + reduced + 2 * hidden)
@@ -201,8 +206,10 @@ def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork
 
 
 def _mlp_curve(task: Task, block: MLPBlock, tokens: int) -> SolveWork:
-    """An elimination down to the smallest width and a factor in its order; moments that grow from width to width, and
-    their eigenvalues; at three widths the directions of gate and up, and a sample of so many tokens.
+    """Return the work of an MLP's curve.
+
+    It eliminates channels down to the smallest width, factors in their order, adds moments from width to width and
+    takes their eigenvalues; at three widths it takes the directions of the readers and runs a sample.
     """
     hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     widths = [inner * place / task.pieces for place in range(1, task.pieces + 1)]
@@ -232,7 +239,7 @@ def _spaced(widths: Sequence[float]) -> list[float]:
 
 
 def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
-    """A fit of values and o at each rank of the basis, and the eigenvalues by which a rank of o is told."""
+    """Return the work of fitting values and o at each rank of the basis, with eigenvalues for the ranks of o."""
     hidden, features = geometry.attention.writer.shape
     flops = hidden**3 / 3 + 4.0 * hidden**3 + 4.0 * hidden * features * (hidden + features)
     eigen = VALUES_FLOPS * hidden**3
@@ -246,7 +253,7 @@ def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
 
 
 def _elimination(block: MLPBlock, share: float, refit: bool = False) -> SolveWork:
-    """Of a share of an MLP's channels. kernels/elimination.py.
+    """Return the work of eliminating a share of an MLP's channels. kernels/elimination.py.
 
     N³ for the inverse, 3 n² for each removal from n channels, D N² for W_down's gram; 2 D n for each removal with its
     refit.
@@ -261,23 +268,21 @@ def _elimination(block: MLPBlock, share: float, refit: bool = False) -> SolveWor
 
 
 def _refit_flops(block: MLPBlock, kept: float) -> float:
-    """Of down on a part of the channels, from their moment."""
+    """Count the operations of refitting down on a part of the channels, from their moment."""
     if kept >= block.width:
         return 0.0
     return kept**3 / 3 + 2.0 * block.writer.outputs * kept * block.width
 
 
 def _fits(block: MLPBlock, tokens: int) -> SolveWork:
-    """Of an MLP that has a sample, where a share of its channels goes and of the rank of gate and up, and of down:
-    besides elimination and eigenproblems.
-    """
+    """Return the work of solving an MLP that has a sample, besides elimination and eigenproblems."""
     hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     kept = (1 - REMOVED_SHARE) * inner
     rank = CUT_SHARE * min(readers * kept, hidden)
     metrics = 8.0 * hidden**3 + 2.0 * hidden**2 * inner + (4.0 * readers + 2.0) * hidden**2 * kept
     fits = _refit_flops(block, kept) + kept**3 / 3 + 4.0 * hidden * kept**2 + 2.0 * readers * hidden * rank * kept
     whole = 2.0 * (readers + 1) * hidden * inner
-    seen = whole + 2.0 * rank * (hidden + readers * kept) + 2.0 * hidden * kept + kept**2
+    per_token = whole + 2.0 * rank * (hidden + readers * kept) + 2.0 * hidden * kept + kept**2
     fitted = min(tokens, max(LEAST_SAMPLE, SAMPLE_TOKENS * kept))
     stored = _pivoted(readers * kept, hidden, rank), _pivoted(hidden, kept, CUT_SHARE * min(hidden, kept))
-    return SolveWork("", metrics + fits, 0, fitted * seen).plus(*stored)
+    return SolveWork("", metrics + fits, 0, fitted * per_token).plus(*stored)

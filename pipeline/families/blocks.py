@@ -58,7 +58,7 @@ class Matrix:
 
     @property
     def feeds_matrix(self) -> bool:
-        """Tell whether another matrix reads what this one gives, so that both can lose the same channels."""
+        """Tell whether another matrix reads these outputs, so that both can lose the same channels."""
         return bool(self.feeds) and not self.writes_stream
 
 
@@ -117,17 +117,17 @@ class AttentionBlock(Block):
 
     @property
     def query(self) -> Matrix:
-        """(heads · head_dim, hidden)."""
+        """Return the matrix of the queries, (heads · head_dim, hidden)."""
         return self.readers[0]
 
     @property
     def key(self) -> Matrix:
-        """(kv_heads · head_dim, hidden)."""
+        """Return the matrix of the keys, (kv_heads · head_dim, hidden)."""
         return self.readers[1]
 
     @property
     def value(self) -> Matrix:
-        """(kv_heads · head_dim, hidden)."""
+        """Return the matrix of the values, (kv_heads · head_dim, hidden)."""
         return self.readers[2]
 
     @property

@@ -1,4 +1,4 @@
-"""Every field of a family's config class in transformers, and what Lamina does with it.
+"""Every field of a family's config class in transformers, and its treatment by Lamina.
 
 A field is *kept* (the standard config holds it, and `source_config` writes it back), *fixed* (one value is supported,
 any other is refused by name) or *unread* (it changes no logits). A field of the class that is none of these is refused
@@ -46,20 +46,20 @@ UNREAD_FIELDS: Mapping[str, str] = {
 
 
 def config_class(family: Family) -> type[PreTrainedConfig]:
-    """The family's config class in transformers."""
+    """Return the family's config class in transformers."""
     classes: Any = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    found: type[PreTrainedConfig] = classes[family.model_type]
-    return found
+    config_type: type[PreTrainedConfig] = classes[family.model_type]
+    return config_type
 
 
 def listed_fields(family: Family) -> dict[str, Any]:
-    """Field of the config class → its default."""
+    """Map each field of the config class to its default."""
     fields = dataclasses.fields(config_class(family))
     return {field.name: field.default for field in fields}
 
 
 def standard_fields(family: Family) -> dict[str, str]:
-    """The family's own name of a field → the standard name of the same value."""
+    """Map the family's own name of each field to the standard name of the same value."""
     listed = listed_fields(family)
     copied = {config_class(family).attribute_map.get(name, name): name for name in COPIED_FIELDS}
     renamed = {own_name(family, name): name for name in RENAMED_FIELDS}
@@ -70,7 +70,7 @@ def standard_fields(family: Family) -> dict[str, str]:
 
 
 def kept_fields(family: Family) -> dict[str, str]:
-    """Every field that the standard config holds, by the family's own name → the standard field that holds it."""
+    """Map each kept field, by the family's own name, to the standard field that holds it."""
     rotary = {"interleaved": "rotary_dim", "half": "rope_parameters"}.get(family.block["rotary"])
     switches = [name for name in SWITCH_FIELDS if "layer_types" in family.windows]
     biases = [name for name in family.block["biases"].values() if isinstance(name, str)]
@@ -79,22 +79,22 @@ def kept_fields(family: Family) -> dict[str, str]:
 
 
 def fixed_fields(family: Family) -> dict[str, Any]:
-    """Field → the only value that is supported; for fields of `family.equal`, the name of the field that says it."""
+    """Map each field to its only supported value or, for fields of `family.equal`, to the name of the equal field."""
     return {**FIXED_FIELDS, **family.requires, **family.equal}
 
 
 def unread_fields(family: Family) -> dict[str, str]:
-    """Field → why its value changes no logits."""
+    """Map each field to the reason why its value changes no logits."""
     return {**UNREAD_FIELDS, **family.unread}
 
 
 def own_name(family: Family, standard_name: str) -> Any:
-    """The family's own name of a standard field; a constant where it is no string."""
+    """Return the family's own name of a standard field, or a constant that is no string."""
     return family.fields.get(standard_name, "rms_norm_eps" if standard_name == "norm_eps" else standard_name)
 
 
 def refuse_other_values(family: Family, source: PreTrainedConfig, config: Mapping[str, Any]) -> None:
-    """Raises InputError where a fixed field has another value, or a field of the class is set that nobody here knows.
+    """Raise InputError if a fixed field has another value, or if an unknown field of the class is set.
 
     `source`: the config that transformers makes of `config`, the content of config.json.
     """
@@ -104,9 +104,9 @@ def refuse_other_values(family: Family, source: PreTrainedConfig, config: Mappin
     for name, other in family.equal.items():
         if (value := getattr(source, name)) != (needed := getattr(source, other)):
             raise InputError(f"config.json: {name}: {value} differs from {other}: {needed}, which is not supported")
-    known = {*kept_fields(family), *fixed_fields(family), *unread_fields(family)}
+    supported = {*kept_fields(family), *fixed_fields(family), *unread_fields(family)}
     for name, default in listed_fields(family).items():
-        if name not in known and config.get(name, default) != default:
+        if name not in supported and config.get(name, default) != default:
             raise InputError(
                 f"config.json: {name} is {config[name]!r:.80}, a field of {family.model_type} in transformers "
                 f"{transformers.__version__} that this version of Lamina does not know; a newer Lamina may"

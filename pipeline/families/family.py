@@ -1,4 +1,4 @@
-"""What a model family is, as data: where its tensors are called what, and which numbers its config gives.
+"""Model families as data: the names of tensors, the meaning of config fields, and the geometry of layers.
 
 Legend: V vocabulary.
 """
@@ -19,18 +19,17 @@ TRAINING = "training alone"
 
 @dataclass(frozen=True)
 class Family:
-    """One family of decoder models. A new family is one such value in a file of its own, listed in `registry.py`.
+    """One family of decoder models, defined in a file of its own and listed in `registry.py`.
 
     Attributes:
-        block: what a layer is, as the `block` of a checkpoint's config.json says it (`lamina.block_lamina` lists the
-            keys and checks them): module paths, roles, norm, rotation. `biases` map a role to True, or to the name of
-            the config field that says whether the module has a bias.
+        block: the `block` of a checkpoint's config.json: module paths, roles, norm, rotation (`lamina.block_lamina`
+            lists and checks its keys). `biases` map a role to True, or to the config field that switches the bias on.
         fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
         requires: config field -> the only value that is supported.
         equal: config field -> another one that it must equal.
         unread: config field -> why it changes no logits. `config_fields` has those of all families.
         unlisted: fields that the family's model in transformers reads though its config class does not list them.
-        windows: which of `sliding_window` and `layer_types` the family heeds; others carry them without effect.
+        windows: those of `sliding_window` and `layer_types` that the family obeys; others carry them without effect.
     """
 
     model_type: str
@@ -176,7 +175,7 @@ class LayerGeometry:
         return self.prefix + ".".join(inside)
 
     def tensor_name(self, key: str, roles: tuple[str, ...]) -> str:
-        """Checkpoint name of `ROLE.PART`, or `GROUP.PART` for the group of `roles`; GROUP.pivoted may be a role's."""
+        """Return the checkpoint's name of `ROLE.PART`, or of `GROUP.PART` for the group of `roles`."""
         for role in (*self.roles, *self._outside(roles)):
             part = key.removeprefix(f"{role}.")
             if part != key and not part.startswith("pivoted."):
@@ -185,7 +184,7 @@ class LayerGeometry:
         return f"{self.group_path(roles, group)}.{part}"
 
     def tensors(self, roles: Collection[str] | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """`role.weight` / `role.bias` -> (tensor name in the checkpoint, shape), of all or only some of its roles."""
+        """Map `role.weight` and `role.bias`, of all or some roles, to tensor name in the checkpoint and shape."""
         return {
             f"{role}.{part}": (f"{self.path(role)}.{part}", shape)
             for role in (*self.roles, *self._outside(roles or ()))
@@ -194,19 +193,19 @@ class LayerGeometry:
         }
 
     def _outside(self, roles: Collection[str]) -> tuple[str, ...]:
-        """Those of some roles that lie outside of the layer."""
+        """Return the roles that lie outside of the layer."""
         return tuple(role for role, _, _ in self.outer if role in roles)
 
     def numbers(self, roles: Collection[str] | None = None) -> int:
-        """How many numbers the dense layer (or only some of its roles) stores."""
+        """Count the numbers that the dense layer, or some of its roles, stores."""
         return sum(math.prod(shape) for _, shape in self.tensors(roles).values())
 
     def bits_of(self, key: str) -> int:
-        """Bits of a stored number of `role.weight` or `role.bias`."""
+        """Return the bits of a stored number of `role.weight` or `role.bias`."""
         return dict(self.own_bits).get(key, self.bits)
 
     def num_bytes(self, roles: Collection[str] | None = None) -> int:
-        """Stored by the dense layer (or only some of its roles), each tensor in its own dtype."""
+        """Count the bytes of the dense layer, or of some of its roles, each tensor in its own dtype."""
         return sum(math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in self.tensors(roles).items())
 
 
@@ -216,12 +215,12 @@ def _shapes(weight: tuple[int, ...], bias: bool) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The numbers of one model of a family: what is the whole model's, and `layers`, each by itself.
+    """The sizes of one model: those of the whole model, and `layers`.
 
     Attributes:
-        layers: in order; whatever reads a layer's sizes takes that layer's, and a total is a sum over them.
+        layers: in order; sizes may differ from layer to layer.
         outer: (name, shape) of every tensor outside of the layers.
-        outer_bits: name -> bits of a number, of those of them that are stored in another dtype than the layers.
+        outer_bits: name -> bits of a number, for outer tensors in another dtype than the layers.
     """
 
     model_type: str
@@ -235,35 +234,35 @@ class Geometry:
 
     @property
     def bits(self) -> int:
-        """Of most stored numbers, by which indices are counted; the same in all layers."""
+        """Return the bits of most stored numbers, in which indices are counted; the same in all layers."""
         return self.layers[0].bits
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Count the layers."""
         return len(self.layers)
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the checkpoint must hold -> its shape."""
+        """Map every tensor that the checkpoint must hold to its shape."""
         expected = dict(self.outer)
         for layer in self.layers:
             expected.update(layer.tensors().values())
         return expected
 
     def decoder_numbers(self) -> int:
-        """How many numbers the dense layers store."""
+        """Count the numbers of the dense layers."""
         return sum(layer.numbers() for layer in self.layers)
 
     def model_numbers(self) -> int:
-        """How many numbers the whole dense model stores; tied embeddings once."""
+        """Count the numbers of the whole dense model, tied embeddings once."""
         return self.decoder_numbers() + sum(math.prod(shape) for _, shape in self.outer)
 
     def decoder_bytes(self) -> int:
-        """Stored by the dense layers, each tensor in its own dtype."""
+        """Count the bytes of the dense layers, each tensor in its own dtype."""
         return sum(layer.num_bytes() for layer in self.layers)
 
     def model_bytes(self) -> int:
-        """Stored by the whole dense model; tied embeddings once."""
+        """Count the bytes of the whole dense model, tied embeddings once."""
         own = dict(self.outer_bits)
         return self.decoder_bytes() + sum(
             math.prod(shape) * own.get(name, self.bits) // 8 for name, shape in self.outer

@@ -1,4 +1,4 @@
-"""From a config.json to a family, its geometry, and the config of the checkpoint that Lamina writes."""
+"""Reads a config.json into a family and a geometry, and builds the config of Lamina's checkpoints."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ NORM_ROLES = ("input_norm", "mlp_norm")
 HEAD_NORM_ROLES = ("q_norm", "k_norm")
 COMMON_ACTIVATIONS = frozenset({"silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"})
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
-BY_LAYER = "per_layer_config"  # of a source's config.json, as transformers has it: layer -> the fields it has otherwise
+BY_LAYER = "per_layer_config"  # field of a source's config.json in transformers: layer -> its differing fields
 MAX_LAYERS = 10_000  # a config makes lists of this length
 MAX_SIZE = 2**31
 
 
 def supported_families() -> tuple[str, ...]:
-    """The `model_type`s that can be compressed."""
+    """Return the `model_type`s that can be compressed."""
     return tuple(sorted(FAMILIES))
 
 
 def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a source model under standard names, as a Lamina checkpoint stores it, every form dense.
+    """Return the config of a source model under standard names, as a Lamina checkpoint stores it, every form dense.
 
     Raises:
         InputError: unsupported `model_type`, a value of the wrong type, or an unsupported variant of the family.
@@ -80,9 +80,9 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def geometry_of(
     standard: Mapping[str, Any], bits: int = 16, stored_bits: Mapping[str, int] = MappingProxyType({})
 ) -> Geometry:
-    """The geometry of a model from its standard config (of a dense model or of a Lamina checkpoint).
+    """Return the geometry of a model from its standard config (of a dense model or of a Lamina checkpoint).
 
-    `bits`: of most numbers that its checkpoint stores; `stored_bits`: tensor -> those of its numbers, where known.
+    `bits`: the size of most stored numbers; `stored_bits`: tensor -> the size of its numbers, for tensors that exist.
     """
     block = standard["block"]
     hidden, vocab = standard["hidden_size"], standard["vocab_size"]
@@ -125,7 +125,7 @@ def geometry_of(
 
 
 def _norms(block: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[Norm, ...]:
-    """The norms of a layer: of the residual stream, and of single query and key heads."""
+    """Return the norms of a layer: of the residual stream, and of single query and key heads."""
     layer_norm = block["norm"] == "layer"
     sizes = dict.fromkeys(HEAD_NORM_ROLES, head_dim) | dict.fromkeys(NORM_ROLES, hidden)
     return tuple(
@@ -134,7 +134,7 @@ def _norms(block: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[Norm, 
 
 
 def _own_bits(layer: LayerGeometry, stored_bits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """`LayerGeometry.own_bits`."""
+    """Return `LayerGeometry.own_bits`."""
     roles = (*layer.roles, *(role for role, _, _ in layer.outer))
     named = layer.tensors(roles) if stored_bits else {}
     bits = {key: stored_bits.get(name, layer.bits) for key, (name, _) in named.items()}
@@ -142,7 +142,7 @@ def _own_bits(layer: LayerGeometry, stored_bits: Mapping[str, int]) -> tuple[tup
 
 
 def _outer_matrices(standard: Mapping[str, Any], layer: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """`LayerGeometry.outer`; nothing of a model that ties both."""
+    """Return `LayerGeometry.outer`; nothing for tied embeddings."""
     shape = (standard["vocab_size"], standard["hidden_size"])
     owners = {"embed": 0, "head": standard["num_hidden_layers"] - 1}
     if standard["tie_word_embeddings"]:
@@ -151,7 +151,7 @@ def _outer_matrices(standard: Mapping[str, Any], layer: int) -> tuple[tuple[str,
 
 
 def sizes_by_layer(standard: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fields of LAYER_FIELDS of each layer: the model's, but for what `layer_sizes` says."""
+    """Return the LAYER_FIELDS of each layer: the model's, overridden by `layer_sizes`."""
     common = {name: standard[name] for name in LAYER_FIELDS}
     own = standard.get("layer_sizes") or [{}] * standard["num_hidden_layers"]
     return [common | sizes for sizes in own]
@@ -164,7 +164,7 @@ def activation_of(block: MLPBlock) -> Callable[[Tensor], Tensor]:
 
 
 def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, Any]:
-    """The config.json of a compressed checkpoint: the standard config with the forms of every layer."""
+    """Return the config.json of a compressed checkpoint: the standard config with the forms of every layer."""
     return {
         **standard,
         "model_type": "lamina",
@@ -184,7 +184,7 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise InputError(f"config.json: model_type {model_type!r} is not supported; supported: {supported_families()}")
-    # A copy: transformers fills in what is missing inside of it. What layers have otherwise is read by `_layer_sizes`.
+    # A copy, as transformers fills in missing values in place. `_layer_sizes` reads the sizes of single layers.
     fields = copy.deepcopy({name: value for name, value in config.items() if name not in ("model_type", BY_LAYER)})
     for name in ("num_hidden_layers", "n_layer"):
         if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
@@ -200,21 +200,21 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
 
 
 def _head_dim(family: Family, source: PreTrainedConfig) -> int | None:
-    """As the config says it; None where it does not, or where the family's model does not read it."""
+    """Return the config's `head_dim`; None where it is missing or the family's model does not read it."""
     return getattr(source, "head_dim", None) if "head_dim" in kept_fields(family) else None
 
 
 def _layer_sizes(
     family: Family, source: PreTrainedConfig, by_layer: Any, standard: Mapping[str, Any]
 ) -> list[dict[str, int]]:
-    """What each layer has otherwise than the model, under standard names; empty where all layers are alike."""
+    """Return each layer's differing sizes under standard names; an empty list where all layers are alike."""
     count = source.num_hidden_layers
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
         raise InputError(f"config.json: {BY_LAYER}: {by_layer!r:.80} is no mapping of layers to their fields")
     names = {name: own for name in LAYER_FIELDS if isinstance(own := family.fields.get(name, name), str)}
-    found: list[dict[str, int]] = [{} for _ in range(min(count, MAX_LAYERS))]
+    by_index: list[dict[str, int]] = [{} for _ in range(min(count, MAX_LAYERS))]
     for layer, fields in by_layer.items():
-        if not str(layer).isdecimal() or int(layer) >= len(found):
+        if not str(layer).isdecimal() or int(layer) >= len(by_index):
             raise InputError(f"config.json: {BY_LAYER}: {layer!r:.80} is none of the {count} layers")
         if unknown := sorted(set(fields) - set(names.values())):
             raise InputError(
@@ -224,12 +224,12 @@ def _layer_sizes(
         sizes = {name: fields[own] for name, own in names.items() if own in fields}
         if "num_attention_heads" in sizes and _head_dim(family, source) is None:
             sizes["head_dim"] = source.hidden_size // max(1, sizes["num_attention_heads"])
-        found[int(layer)] = {name: size for name, size in sizes.items() if size != standard[name]}
-    return found if any(found) else []
+        by_index[int(layer)] = {name: size for name, size in sizes.items() if size != standard[name]}
+    return by_index if any(by_index) else []
 
 
 def check_fields(standard: Mapping[str, Any]) -> None:
-    """The sizes and the like of a standard config. Raises InputError with every fault."""
+    """Check the values of a standard config. Raises InputError with every fault."""
     faults = _size_faults(standard)
     own = standard.get("layer_sizes") or []
     if not isinstance(own, list) or not all(isinstance(sizes, Mapping) for sizes in own):
@@ -254,12 +254,12 @@ def check_fields(standard: Mapping[str, Any]) -> None:
 
 
 def _is_activation(name: str) -> bool:
-    """Whether transformers knows it: its table of all takes seconds to import, and 85 MiB."""
+    """Return True if transformers has it; common names avoid its table, which takes seconds and 85 MiB to import."""
     return name in COMMON_ACTIVATIONS or name in transformers.activations.ACT2FN
 
 
 def _size_faults(sizes: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the sizes of a model, or of one of its layers."""
+    """Return the faults in the sizes of a model or of one of its layers."""
     faults = [
         f"{name}: {sizes.get(name)!r:.80} is no positive integer below {limit}"
         for name in POSITIVE_FIELDS
@@ -296,7 +296,7 @@ def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) ->
 
 
 def _block(family: Family, source: PreTrainedConfig) -> dict[str, Any]:
-    """The family's block with the biases that this model has, as a list of roles."""
+    """Return the family's block with the biases of this model as a list of roles."""
     biases = family.block["biases"]
     has_bias = {role: bias if isinstance(bias, bool) else getattr(source, bias) for role, bias in biases.items()}
     block = copy.deepcopy(dict(family.block))

@@ -1,4 +1,4 @@
-"""The config.json of a dense model in its family's own words: `standard_config` the other way round."""
+"""Writes the config.json of a dense model under its family's own names: the inverse of `standard_config`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLIDING = "sliding_attention"
 
 
 def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config.json of the dense model with this standard config.
+    """Return the config.json of the dense model with this standard config.
 
     Raises:
         InputError: the family's config cannot say all of it.
@@ -48,7 +48,7 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _window_switches(standard: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether layers slide, and from which on: `layer_types` says it of each, but some engines read these alone."""
+    """Return the switch and the first sliding layer, which some engines read instead of `layer_types`."""
     if standard["sliding_window"] is None:
         return {"use_sliding_window": False}
     types = standard["layer_types"]
