@@ -261,7 +261,7 @@ SOUND = {
     "workers.cluster": "import ray",
     "workers.pool": "import ray\nfrom workers import actor, block",
     "workers.actor": "from ray import remote\nfrom pipeline.kernels import moments",
-    "workers.block": "import lamina\nimport stores",
+    "workers.tapped_layer": "import lamina\nimport stores",
     "lamina": "from .modeling import LaminaModel",
     "lamina.modeling": "import torch, transformers",
     "lamina.processor_lamina": "import torch",
@@ -300,7 +300,7 @@ def test_sound_tree_has_no_violation() -> None:
         ("pipeline.cost_model.work", "import lamina.modeling", "lamina.modeling: not in the table"),
         ("pipeline.driver.driver", "from pipeline.methods import lorc", "only the registry names a method"),
         ("pipeline.driver.driver", "from pipeline.cost_model import work", "cost_model.work: not in the table"),
-        ("workers.block", "from pipeline.methods.flat_llm import mlp", "only the registry names a method"),
+        ("workers.tapped_layer", "from pipeline.methods.flat_llm import mlp", "only the registry names a method"),
         ("pipeline.inputs.sources", "from pipeline.job import stages", "pipeline.job.stages: not in the table"),
         ("pipeline.job.more", "import ray", "pipeline.job.more imports ray: forbidden here"),
         (
@@ -327,7 +327,7 @@ def test_sound_tree_has_no_violation() -> None:
         ),
         ("stores.zarrs", "__import__('ray')", "stores.zarrs imports ray: forbidden here"),
         ("workers.more", "from ray.util import metrics", "ray is imported by 4 files of workers, 3 allowed"),
-        ("workers.block", "from pipeline.run import main", "imports pipeline.run: nobody imports a command"),
+        ("workers.tapped_layer", "from pipeline.run import main", "imports pipeline.run: nobody imports a command"),
         ("lamina.config", "import zarr", "lamina.config imports zarr: forbidden here"),
         ("lamina.config", "from manifests import errors", "imports manifests.errors: not in the table"),
         (

@@ -26,7 +26,7 @@ from stores.activations import ActivationStore
 from stores.arrays import ArrayReader
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
-from workers.differentiable import DifferentiableBlock, residual_dtype
+from workers.differentiable import DifferentiableLayer, residual_dtype
 from workers.embedding_and_head import head
 from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
@@ -175,7 +175,7 @@ class BackwardPass:
 
 
 def _pull_back(
-    block: DifferentiableBlock,
+    block: DifferentiableLayer,
     hidden_SD: Tensor,
     gradient_of: Callable[[Tensor], Tensor],
     moments: tuple[Moment, ...],

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import all_finite
-from workers.block import Block, overflow_advice
+from workers.tapped_layer import TappedLayer, overflow_advice
 from workers.wide_linear import widen_linears_
 
 RESIDUAL_NORMS = ("input_norm", "mlp_norm")
@@ -33,10 +33,10 @@ def residual_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class DifferentiableBlock:
+class DifferentiableLayer:
     """Computes vector-Jacobian products of a layer. It changes the block, which must not be used otherwise."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: TappedLayer) -> None:
         self.block = block
         self.dtype = backward_dtype(block.dtype)
         if self.dtype != block.dtype:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lamina.decoder_layer_lamina import make_embedding, make_head, make_norm, make_positions
 from manifests.records import StagedLayer
-from workers.block import Block, Tap
 from workers.layers import LayerReader
+from workers.tapped_layer import Tap, TappedLayer
 from workers.wide_linear import widen_linears_
 
 HEAD_INPUT = "head.in"
@@ -62,9 +62,9 @@ def head_input(layers: LayerReader) -> Callable[[Tensor], Tensor]:
 
 
 def tapped(
-    layers: LayerReader, block: Block, taps: Iterable[tuple[str, Tap]]
+    layers: LayerReader, block: TappedLayer, taps: Iterable[tuple[str, Tap]]
 ) -> Callable[[Tensor, bool], Tensor | None]:
-    """Return a function that runs a layer with taps: (hidden states, output wanted) -> result of `Block.run`.
+    """Return a function that runs a layer with taps: (hidden states, output wanted) -> result of `TappedLayer.run`.
 
     Taps may be inside the layer or, for the last layer, at `head.in`.
     """

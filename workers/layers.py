@@ -24,11 +24,11 @@ from pipeline.units.units import Unwritten
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from stores.threads import parallel_map
-from workers.block import Block
 from workers.config import WorkerConfig
 from workers.copies import Copies
-from workers.differentiable import DifferentiableBlock
+from workers.differentiable import DifferentiableLayer
 from workers.memory import return_freed_pages
+from workers.tapped_layer import TappedLayer
 
 T = TypeVar("T")
 Shared = Callable[[], Mapping[str, Tensor]]  # returns source tensors that another worker has read, by name
@@ -55,23 +55,25 @@ class LayerReader:
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
-    def block(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
+    def block(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> TappedLayer:
         """Return the layer with its dense weights, or as staged. `shared`: see `read_ahead`."""
-        block: Block = self._current_block(_block_key(layer, staged), lambda: self._build(layer, staged, shared))
+        block: TappedLayer = self._current_block(_block_key(layer, staged), lambda: self._build(layer, staged, shared))
         return block
 
-    def unwritten_block(self, solved: Unwritten, tensors: Callable[[], Mapping[str, Tensor]]) -> Block:
+    def unwritten_block(self, solved: Unwritten, tensors: Callable[[], Mapping[str, Tensor]]) -> TappedLayer:
         """Return a solved layer that is not written yet. `tensors` returns everything that will be written of it."""
         layer = solved.write.layer
         forms = {role: form.as_json() for role, form in solved.write.forms.items()}
         key = (layer, f"unwritten {solved.name}")
-        block: Block = self._current_block(key, lambda: self._factored_block(layer, forms, solved.rounded, tensors()))
+        block: TappedLayer = self._current_block(
+            key, lambda: self._factored_block(layer, forms, solved.rounded, tensors())
+        )
         return block
 
-    def differentiable_block(self, layer: int) -> DifferentiableBlock:
+    def differentiable_block(self, layer: int) -> DifferentiableLayer:
         """Return the layer with its dense weights for the backward pass."""
         key = (layer, "differentiable dense")
-        block: DifferentiableBlock = self._current_block(key, lambda: DifferentiableBlock(self._build(layer, None)))
+        block: DifferentiableLayer = self._current_block(key, lambda: DifferentiableLayer(self._build(layer, None)))
         return block
 
     def kept_outside(self, name: Hashable, build: Callable[[], T]) -> T:
@@ -100,7 +102,7 @@ class LayerReader:
                 self.current = (key, build())
         return self.current[1]
 
-    def _build(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
+    def _build(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> TappedLayer:
         tensors = self._tensors(layer, staged, shared)
         if staged is not None:
             return self._factored_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
@@ -109,20 +111,20 @@ class LayerReader:
 
     def _factored_block(
         self, layer: int, forms: dict[str, Any], rounded: Mapping[str, Scheme], tensors: Mapping[str, Tensor]
-    ) -> Block:
+    ) -> TappedLayer:
         config = copy.copy(self.config)
         config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
         return self._block(config, layer, tensors, rounded)
 
     def _block(
         self, config: LayersConfig, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]
-    ) -> Block:
+    ) -> TappedLayer:
         """Build a block. Rounded weights are dequantized in the forward's dtype, as in transformers."""
         geometry = self.setup.geometry.layers[layer]
         prefix = geometry.prefix
         converted = {name: self._converted(tensor) for name, tensor in tensors.items() if name.startswith(prefix)}
         relative = {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
-        return Block(config, geometry, relative, self.device)
+        return TappedLayer(config, geometry, relative, self.device)
 
     def _converted(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device in the forward's dtype; indices keep theirs."""

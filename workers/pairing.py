@@ -18,19 +18,19 @@ from pipeline.kernels.checks import require_finite
 from pipeline.methods.method import Moment
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.units import Pair
-from workers.block import Block, overflow_advice
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
 from workers.embedding_and_head import embedding
 from workers.hidden import HiddenStates
 from workers.layers import LayerReader
+from workers.tapped_layer import TappedLayer, overflow_advice
 
 LINEAGE = "paired"
 Take = Callable[[Moment, Tensor, Tensor], None]  # is given what passes a point: x, and e
 
 
 class PairPass:
-    """Does `Pair` units for a worker, with its layer, its hidden states, and one layer more."""
+    """Does `Pair` units for a worker, with its layer, its hidden states, and a compressed layer beside it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PairPass:
         self.computing = computing
 
     def run(self, unit: Pair, take: Take | None) -> ArrayRecord | None:
-        """The record of the outputs if they are stored. `take`: what adds the unit's moments, if they are wanted.
+        """Return the record of the outputs if they are stored. `take`: adds the unit's moments; None: nothing is added.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and point.
@@ -57,7 +57,7 @@ class PairPass:
         return self._through(unit, unit.layer, unit.staged, self._inputs(unit), take, emit=unit.emit)
 
     def begin(self, unit: Pair, take: Take) -> None:
-        """The first tokens of a unit's shard, by which grids are chosen. Raises as `run`."""
+        """Take the first tokens of a unit's shard, by which grids are chosen. Raises as `run`."""
         inputs, (dense, packed) = self._inputs(unit), self._blocks(unit.layer, unit.staged)
         dense_BSD, packed_BSD = (hidden_BSD[:, :GRID_TOKENS] for hidden_BSD in self._read(inputs, 0, 1))
         self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
@@ -109,7 +109,9 @@ class PairPass:
                     writer.append(torch.cat(outputs, dim=-1))
         return self.hidden.keep(shard_key, writer) if writer is not None else None
 
-    def _take(self, unit: Pair, take: Take, dense: Block, packed: Block, dense_BSD: Tensor, packed_BSD: Tensor) -> None:
+    def _take(
+        self, unit: Pair, take: Take, dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor
+    ) -> None:
         for moment in unit.moments:
             with self.computing():
                 values_BSF, errors_BSD = _values(dense, packed, dense_BSD, packed_BSD, moment.point)
@@ -126,20 +128,20 @@ class PairPass:
     def _inputs(self, unit: Pair) -> HiddenReader:
         return self.hidden.inputs(LINEAGE, unit, partial(self._embedded, unit.shard), partial(self._replay, unit))
 
-    def _blocks(self, layer: int, staged: StagedLayer | None) -> tuple[Block, Block]:
-        """The dense one, and what has been made of it so far."""
+    def _blocks(self, layer: int, staged: StagedLayer | None) -> tuple[TappedLayer, TappedLayer]:
+        """Return the dense layer, and the layer as it is compressed so far."""
         dense = self.layers.block(layer, None)
         return dense, self.packed.block(layer, staged) if staged is not None else dense
 
     def _read(self, inputs: HiddenReader, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Both models' hidden states."""
+        """Return the hidden states of the dense and of the compressed model."""
         dense_BSD, packed_BSD = inputs.read(start, stop).to(self.layers.device).chunk(2, dim=-1)
         return dense_BSD, packed_BSD
 
     def _held(self, layer: int, shard: int) -> HiddenReader:
-        held = self.hidden.get((LINEAGE, layer, shard))
-        assert held is not None
-        return held
+        reader = self.hidden.get((LINEAGE, layer, shard))
+        assert reader is not None
+        return reader
 
     def _shape(self, shard: int) -> tuple[int, int, int]:
         return self.setup.samples_of(shard), self.setup.tokens_shape[1], 2 * self.setup.geometry.hidden
@@ -149,11 +151,14 @@ class PairPass:
         return self.setup.micro_batch
 
 
-def _values(dense: Block, packed: Block, dense_BSD: Tensor, packed_BSD: Tensor, point: str) -> tuple[Tensor, Tensor]:
-    """x at a point of the compressed layer, and the e that `methods.method.Moment` says; e in float32 or better."""
+def _values(
+    dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, point: str
+) -> tuple[Tensor, Tensor]:
+    """Return x at a point of the compressed layer, and e as `methods.method.Moment` defines it, in float32 or better."""
     writers = {block.writer.reads: block.writer for block in packed.geometry.blocks}
     if point not in writers:  # the input of a block: the same point of the dense layer says what is missing
-        return (found := _at(packed, packed_BSD, point)), _wide(_at(dense, dense_BSD, point)) - _wide(found)
+        values_BSF = _at(packed, packed_BSD, point)
+        return values_BSF, _wide(_at(dense, dense_BSD, point)) - _wide(values_BSF)
     writer = writers[point]
     if writer.feeds == "mid":
         written = f"{writer.role}.out"
@@ -170,19 +175,19 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _run(block: Block, hidden_BSD: Tensor, *taps: tuple[str, Callable[[Tensor], None]]) -> Tensor:
+def _run(block: TappedLayer, hidden_BSD: Tensor, *taps: tuple[str, Callable[[Tensor], None]]) -> Tensor:
     output_BSD = block.run(hidden_BSD, taps)
     assert output_BSD is not None
     return output_BSD
 
 
-def _at(block: Block, hidden_BSD: Tensor, point: str) -> Tensor:
+def _at(block: TappedLayer, hidden_BSD: Tensor, point: str) -> Tensor:
     (values,) = _both(block, hidden_BSD, point)
     return values
 
 
-def _both(block: Block, hidden_BSD: Tensor, *points: str) -> list[Tensor]:
-    """The values at some points; the pass ends at the last."""
+def _both(block: TappedLayer, hidden_BSD: Tensor, *points: str) -> list[Tensor]:
+    """Return the values at some points; the pass ends at the last."""
     caught: dict[str, Tensor] = {}
     taps = [(point, lambda values, point=point: caught.update({point: values})) for point in points]
     block.run(hidden_BSD, taps, output=False)

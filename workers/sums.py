@@ -22,7 +22,7 @@ from pipeline.kernels.gradients import sample_square_norms
 from pipeline.methods.method import Moment
 from pipeline.units.sums import SUMMED, Collect, CollectDone
 from pipeline.units.units import Forward, Summable
-from workers.block import Tap, overflow_advice
+from workers.tapped_layer import Tap, overflow_advice
 from workers.tensor_transfer import TensorTransfer
 
 NORMS = "norms-"  # prefix of the names of samples' norms, which travel with the bands of a sum

@@ -52,7 +52,6 @@ from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.backward import BackwardPass
-from workers.block import Block, Tap
 from workers.comparing import compare_some
 from workers.config import WorkerConfig
 from workers.copies import Copies, HiddenReader
@@ -66,6 +65,7 @@ from workers.pairing import PairPass
 from workers.score_pass import ScorePass
 from workers.solving import GroupProblem, layer_tensors, solve_done, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
+from workers.tapped_layer import Tap, TappedLayer
 from workers.tensor_transfer import TensorTransfer, get_all, get_available
 from workers.totals import Totals
 
@@ -189,7 +189,7 @@ class Worker:
             worker=self.name,
         )
 
-    def _block(self, unit: Forward) -> Block:
+    def _block(self, unit: Forward) -> TappedLayer:
         if isinstance(unit.staged, Unwritten):
             write = unit.staged.write
             return self.layers.unwritten_block(unit.staged, lambda: layer_tensors(write, self.setup, self.transfer))

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from lamina.decoder_layer_lamina import DecoderLayer, SelfAttention
 from manifests.errors import InputError
+from pipeline.families.blocks import MLPBlock
 from pipeline.families.family import LayerGeometry
 
 ROUNDINGS = 64  # units of rounding of the stored numbers, up to which a difference counts as none
@@ -60,16 +61,14 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
     return weights
 
 
-def pad_mlp(weights: dict[str, Tensor], width: int) -> dict[str, Tensor]:
-    """Return the weights with the MLP padded to `width` by channels of zeros, which leave its output unchanged."""
-    missing = width - weights["down.weight"].shape[1]
-    padded = {
-        name: functional.pad(weights[name], padding)
-        for role in ("gate", "up")
-        for name, padding in ((f"{role}.weight", (0, 0, 0, missing)), (f"{role}.bias", (0, missing)))
-        if name in weights
-    }
-    return {**weights, **padded, "down.weight": functional.pad(weights["down.weight"], (0, missing))}
+def pad_mlp(weights: dict[str, Tensor], block: MLPBlock, width: int) -> dict[str, Tensor]:
+    """Return the weights with an MLP padded to `width` by channels of zeros, which leave its output unchanged."""
+    missing = width - weights[block.writer.weight_key].shape[1]
+    paddings: dict[str, tuple[int, ...]] = {block.writer.weight_key: (0, missing)}
+    for reader in block.readers:
+        paddings |= {reader.weight_key: (0, 0, 0, missing), reader.bias_key: (0, missing)}
+    padded = {key: functional.pad(weights[key], padding) for key, padding in paddings.items() if key in weights}
+    return {**weights, **padded}
 
 
 def _affine(layer: DecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]:

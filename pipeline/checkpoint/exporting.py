@@ -80,7 +80,9 @@ def _write(
     for layer in geometry.layers:
         reader.read_ahead(layer.index + 1)
         module = reader.block(layer.index, None).module
-        weights = pad_mlp(dense_weights(module, layer, coarsest(layer, dtype_of)), width)
+        weights = dense_weights(module, layer, coarsest(layer, dtype_of))
+        for block in layer.mlps:
+            weights = pad_mlp(weights, block, width)
         names = {key: name for key, (name, _) in layer.tensors().items()}
         tensors = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
         for path in map(layer.path, whole_roles(config, layer)):

@@ -328,7 +328,7 @@ def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward:
     """Return the operations of a correction per token. `forward`: of a forward pass."""
     if not pairs:
         return 0.0
-    mlp = 2.0 * geometry.numbers(tuple(role for role in geometry.roles if role in ("gate", "up", "down")))
+    mlp = 2.0 * geometry.numbers([role for block in geometry.mlps for role in block.roles])
     walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
     return walked + sum(_pair_flops(moment, geometry) for moment in pairs)
 

@@ -26,7 +26,7 @@ from tests.workers.bench import (
     solve_layer,
 )
 from workers.config import WorkerConfig
-from workers.differentiable import DifferentiableBlock
+from workers.differentiable import DifferentiableLayer
 from workers.embedding_and_head import head
 from workers.layers import LayerReader
 from workers.wide_linear import WideLinear, widen_linears_
@@ -159,7 +159,7 @@ def test_gradients(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.Monke
     values_SD, gradient_SD = (draw(SEQUENCE, setup.geometry.hidden, seed=seed).to(dtype).float() for seed in (1, 2))
 
     def gradients(of: torch.dtype) -> dict[str, Tensor]:
-        block = DifferentiableBlock(LayerReader(replace(setup, dtype=of), CPU).block(1, None))
+        block = DifferentiableLayer(LayerReader(replace(setup, dtype=of), CPU).block(1, None))
         points = ("q.out", "down.out", "pull:q+k", "mid")
         found_SD, found = block.pull_back(values_SD, lambda _: gradient_SD, points)
         return {"in": found_SD, **found}

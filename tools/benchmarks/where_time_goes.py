@@ -47,9 +47,9 @@ from stores.source import SourceCheckpoint
 from stores.statistics import StatisticsStore
 from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
-from workers.block import Block
 from workers.in_process_pool import InProcessPool
 from workers.memory import map_large_tensors
+from workers.tapped_layer import TappedLayer
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
 
@@ -60,7 +60,7 @@ PARTS: tuple[tuple[object, str, str], ...] = (  # owner, attribute, kind of work
     (workers.layers, "read_staged", "reading staged layers"),
     (workers.layers, "_require_finite", "looking for NaN"),
     (stores.checkpoint, "_check_finite", "looking for NaN"),
-    (Block, "__init__", "building layers"),
+    (TappedLayer, "__init__", "building layers"),
     (MomentSum, "add_", "moments"),
     (workers.worker, "cosine_sums", "cosines"),
     (StatisticsStore, "write", "storing statistics"),

@@ -30,8 +30,8 @@ class StopForward(Exception):
     """Raised when every tap was reached and nobody needs the layer's output."""
 
 
-class Block:
-    """A layer of the model, dense or compressed: what its forms in the config say."""
+class TappedLayer:
+    """A decoder layer on a device, dense or compressed as its forms say, whose inputs and outputs taps can see."""
 
     def __init__(
         self, config: LayersConfig, geometry: LayerGeometry, tensors: Mapping[str, Tensor], device: torch.device
@@ -42,8 +42,8 @@ class Block:
         self.device = device
         with torch.device("meta"):
             self.module = DecoderLayer(config, geometry.index)
-        known = stored_state(self.module).keys()  # old checkpoints hold buffers besides, such as rotary_emb.inv_freq
-        placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
+        names = stored_state(self.module).keys()  # old checkpoints also hold buffers, such as rotary_emb.inv_freq
+        placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in names}
         self.module.load_state_dict(placed, strict=True, assign=True)
         self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())
         widen_linears_(self.module, self.dtype, device)
@@ -52,9 +52,10 @@ class Block:
 
     @torch.inference_mode()
     def run(self, hidden_BSD: Tensor, taps: Iterable[tuple[str, Tap]] = (), output: bool = True) -> Tensor | None:
-        """The layer's output for hidden states of whole samples; None with `output` off, which ends at the last tap.
+        """Return the layer's output for hidden states of whole samples.
 
-        Raises NumericsError, naming layer and module, when the output, or what attention scores, is not finite.
+        With `output` off, the pass ends at the last tap and returns None. Raises NumericsError, naming layer and
+        module, when the output, a query or a key is not finite.
         """
         with self._watched() as ends, self._tapped(taps, stop=not output):
             try:
@@ -67,7 +68,7 @@ class Block:
         return result_BSD if output else None
 
     def angles(self, hidden_BSD: Tensor) -> Angles | None:
-        """cos and sin of the rotations of whole samples; None where the family has none."""
+        """Return cos and sin of the rotations of whole samples; None for a family without rotation."""
         positions_1S = torch.arange(hidden_BSD.shape[1], device=hidden_BSD.device).unsqueeze(0)
         return None if self.rotary is None else self.rotary(hidden_BSD, positions_1S)
 
@@ -77,7 +78,7 @@ class Block:
 
     @contextmanager
     def _watched(self) -> Iterator[list[Tensor]]:
-        """The ends of queries and keys: attention kernels turn NaN scores into zeros without a word."""
+        """Collect the extremes of queries and keys: attention kernels turn NaN scores into zeros without an error."""
         ends: list[Tensor] = []
         queries_keys = roles_of(self.geometry.attention.query_key)
         roles = (f"{role}_norm" if f"{role}_norm" in self.geometry.roles else role for role in queries_keys)
@@ -89,7 +90,7 @@ class Block:
 
     @contextmanager
     def _tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:
-        """Hooks the taps onto the modules of their roles; if `stop`, the pass ends when each has been reached."""
+        """Hook the taps onto the modules of their roles. With `stop`, the pass ends when each tap was reached."""
         inputs = {block.input: f"{block.readers[0].role}.in" for block in self.geometry.blocks}
         resolved: dict[str, list[Tap]] = {}
         for point, tap in taps:
@@ -109,7 +110,7 @@ class Block:
             yield
 
     def _blame(self, hidden_BSD: Tensor) -> str:
-        """Runs again to find the first module whose output is not finite."""
+        """Run the layer again and name the first module whose output is not finite."""
         if not all_finite(hidden_BSD):
             return f"layer {self.layer}: its input holds NaN or infinity"
         bad: list[str] = []
@@ -125,7 +126,7 @@ class Block:
 
 
 def overflow_advice(dtype: torch.dtype) -> str:
-    """Why activations are not finite, and what to change."""
+    """Explain why activations are not finite, and what to change."""
     if dtype == torch.float16:
         return "weights or activations overflow this dtype: convert the checkpoint to bfloat16 or float32"
     return "the model's own activations overflow: its weights are damaged, or not those of a working model"

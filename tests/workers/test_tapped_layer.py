@@ -9,8 +9,8 @@ from lamina import LaminaConfig
 from manifests.errors import NumericsError
 from pipeline.families.registry import geometry_of
 from tests.workers.bench import FAMILIES, Reference, layer_names, make_setup, save_source
-from workers.block import Block
 from workers.config import WorkerConfig
+from workers.tapped_layer import TappedLayer
 
 LAYER = 1
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def make_block(
     setup: WorkerConfig, change: dict[str, float] | None = None, dtype: torch.dtype = torch.float32
-) -> Block:
+) -> TappedLayer:
     config = LaminaConfig(**setup.config)
     prefix = setup.geometry.layers[LAYER].prefix
     tensors = {
@@ -35,14 +35,14 @@ def make_block(
     }
     for name, value in (change or {}).items():
         tensors[name] = torch.full_like(tensors[name], value)
-    return Block(config, geometry_of(config.to_dict()).layers[LAYER], tensors, CPU)
+    return TappedLayer(config, geometry_of(config.to_dict()).layers[LAYER], tensors, CPU)
 
 
 def points_of(setup: WorkerConfig) -> list[str]:
     return [f"{role}.{side}" for role in setup.geometry.layers[LAYER].roles for side in ("in", "out")]
 
 
-def seen_by(block: Block, points: list[str], reference: Reference, output: bool) -> dict[str, list[torch.Tensor]]:
+def seen_by(block: TappedLayer, points: list[str], reference: Reference, output: bool) -> dict[str, list[torch.Tensor]]:
     seen: dict[str, list[torch.Tensor]] = {point: [] for point in points}
     taps = [(point, seen[point].append) for point in points]
     block.run(reference.hidden_LMSD[LAYER], taps, output=output)
@@ -138,4 +138,4 @@ def test_a_bad_input_is_not_blamed_on_the_layer(family: tuple[WorkerConfig, Refe
 def test_missing_tensors_are_no_layer(family: tuple[WorkerConfig, Reference]) -> None:
     setup, _ = family
     with pytest.raises(RuntimeError, match="Missing key"):
-        Block(LaminaConfig(**setup.config), setup.geometry.layers[LAYER], {}, CPU)
+        TappedLayer(LaminaConfig(**setup.config), setup.geometry.layers[LAYER], {}, CPU)
