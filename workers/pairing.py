@@ -154,7 +154,7 @@ class PairPass:
 def _values(
     dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, point: str
 ) -> tuple[Tensor, Tensor]:
-    """Return x at a point of the compressed layer, and e as `methods.method.Moment` defines it, in float32 or better."""
+    """Return x at a point of the compressed layer, and e as `methods.method.Moment` says, in float32 or better."""
     writers = {block.writer.reads: block.writer for block in packed.geometry.blocks}
     if point not in writers:  # the input of a block: the same point of the dense layer says what is missing
         values_BSF = _at(packed, packed_BSD, point)
