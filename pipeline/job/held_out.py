@@ -75,7 +75,7 @@ def _scoring_dense(
 ) -> TaskStream[tuple[ArrayRecord, ...]]:
     scorer = workers.scorer(job, scheduler)
     outputs = yield from scorer.outputs_stream(windows, DENSE, _dense_layers(job))
-    _keep(job, scorer, workers.always, outputs)
+    _keep(job, scorer, workers.always, windows, outputs)
     return outputs
 
 
@@ -128,7 +128,7 @@ def _dense(job: JobContext, workers: JobWorkers) -> tuple[Windows, Outputs]:
     if outputs is None:
         scorer = workers.scorer(job)
         outputs = scorer.outputs(windows, DENSE, _dense_layers(job))
-        _keep(job, scorer, workers.always, outputs)
+        _keep(job, scorer, workers.always, windows, outputs)
     return windows, outputs
 
 
@@ -148,10 +148,11 @@ def _stored(job: JobContext, always: list[ArrayRecord]) -> tuple[Windows, tuple[
     return _windows(job, entered.tokens), entered.outputs
 
 
-def _keep(job: JobContext, scorer: Scorer, always: list[ArrayRecord], outputs: tuple[ArrayRecord, ...]) -> None:
-    entered = job.ledger.get(HELD_OUT)
-    assert entered is not None
-    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=entered.tokens, outputs=outputs))
+def _keep(
+    job: JobContext, scorer: Scorer, always: list[ArrayRecord], windows: Windows, outputs: tuple[ArrayRecord, ...]
+) -> None:
+    assert windows.tokens is not None, "held-out tokens are stored"
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=windows.tokens, outputs=outputs))
     always.extend(outputs)
     scorer.forget(DENSE)
 
