@@ -24,7 +24,6 @@ with quick_imports():
     from torch import Tensor
 
     from manifests.errors import LostInputError
-    from pipeline.cost_model.rates import Rates
     from pipeline.units.units import Unit
     from workers.config import WorkerConfig
     from workers.device_settings import settle_device
@@ -35,6 +34,7 @@ with quick_imports():
 
 if TYPE_CHECKING:
     from pipeline.cost_model.probe import ProbedShape
+    from pipeline.cost_model.rates import Rates
 
 
 class _Outbox(threading.local):

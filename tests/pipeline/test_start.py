@@ -32,7 +32,7 @@ RARE = (
     "ray.train", "ray.serve", "ray.dashboard", "pipeline.verification", "pipeline.sweeping",
     "pipeline.reporting.drawing", "pipeline.checkpoint.exporting", "lamina.engine_vllm", "tests",
 )  # fmt: skip
-# transformers' modelling code and what it brings along: a worker runs layers only. The driver, which reads configs, pays.
+# transformers' modelling code and what comes with it. The driver, which reads configs, imports it; a worker does not.
 MODELS = (
     "transformers.modeling_utils",
     "transformers.generation.utils",
