@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.checks import require_finite
 from pipeline.kernels.exact_pairs import PairSum, choose_pair_grid
 from pipeline.kernels.exact_sums import DiagonalSum, Grid, MomentSum, choose_grid, product_tokens, sample_squares
@@ -34,9 +34,9 @@ class LayerSums:
     Another thread collects the sums of one pass while those of the next are computed.
     """
 
-    def __init__(self, transfer: TensorTransfer, device: torch.device, geometry: Geometry) -> None:
+    def __init__(self, transfer: TensorTransfer, device: torch.device, hidden_size: int) -> None:
         self.transfer = transfer
-        self.geometry = geometry
+        self.hidden_size = hidden_size
         self.node = platform.node()
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -63,7 +63,7 @@ class LayerSums:
             for name in self.passes.keys() - {self.latest}:
                 self.passes.pop(name, None)
             self.latest = unit.sums.name
-            self.passes[unit.sums.name] = _PassSums(grids, self.device, self.geometry.layers[unit.layer])
+            self.passes[unit.sums.name] = _PassSums(grids, self.device, self.hidden_size)
         passed = self.passes[unit.sums.name]
         return None if unit.shard in passed.shards else passed.add
 
@@ -105,10 +105,10 @@ class LayerSums:
 class _PassSums:
     """The sums of one pass, and how many tokens passed the point of each moment, which may be none."""
 
-    def __init__(self, grids: dict[Moment, Grid], device: torch.device, layer: LayerGeometry) -> None:
+    def __init__(self, grids: dict[Moment, Grid], device: torch.device, hidden_size: int) -> None:
         self.grids = grids
         self.device = device
-        self.layer = layer
+        self.hidden_size = hidden_size
         self.tokens: dict[Moment, int] = {}
         self.sums: dict[Moment, MomentSum | DiagonalSum | PairSum] = {}
         self.waiting: dict[Moment, list[tuple[Tensor, ...]]] = {}  # rows of the current shard, too few for a product
@@ -164,7 +164,7 @@ class _PassSums:
     def _new_sum(self, moment: Moment) -> MomentSum | DiagonalSum | PairSum:
         grid = self.grids[moment]
         if moment.kind == "pair":  # a compressed layer may have fewer features at a point than the dense one
-            return PairSum(grid, grid.exponents.shape[1] - self.layer.hidden, self.device)
+            return PairSum(grid, grid.exponents.shape[1] - self.hidden_size, self.device)
         if moment.diagonal:
             return DiagonalSum(grid, moment.heads, self.device)
         return MomentSum(grid, moment.heads, self.device)

@@ -88,7 +88,7 @@ class Worker:
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes, self.copies, room)
         self.layers = LayerReader(setup, self.device)
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
-        self.sums = LayerSums(self.transfer, self.device, setup.geometry)
+        self.sums = LayerSums(self.transfer, self.device, setup.geometry.hidden)
         self.totals = Totals(self.transfer, self.statistics, self.device, setup.tokens_shape)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)

@@ -152,9 +152,9 @@ class LayerGeometry:
     def _shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         shapes: dict[str, dict[str, tuple[int, ...]]] = {role: {"weight": shape} for role, _, shape in self.outer}
         for norm in self.norms:
-            shapes[norm.role] = _shapes((norm.size,), norm.bias)
+            shapes[norm.role] = _with_bias((norm.size,), norm.bias)
         for role, matrix in self.matrices.items():
-            shapes[role] = _shapes(matrix.shape, matrix.bias)
+            shapes[role] = _with_bias(matrix.shape, matrix.bias)
         return shapes
 
     def path(self, role: str) -> str:
@@ -209,7 +209,8 @@ class LayerGeometry:
         return sum(math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in self.tensors(roles).items())
 
 
-def _shapes(weight: tuple[int, ...], bias: bool) -> dict[str, tuple[int, ...]]:
+def _with_bias(weight: tuple[int, ...], bias: bool) -> dict[str, tuple[int, ...]]:
+    """Map `weight` and, with a `bias`, `bias` to their shapes."""
     return {"weight": weight, "bias": weight[:1]} if bias else {"weight": weight}
 
 

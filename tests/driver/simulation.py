@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -654,6 +655,21 @@ def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None)
     scheduler = Scheduler(pool or SimulatedPool(world), recorder)
     Driver(job, scheduler, MemoryJournal(world), WorldCleaner(world)).run()
     return world, recorder
+
+
+def run_with_a_death(job: Job, when: str) -> tuple[World, Counter[str]]:
+    """Run a job by three workers, the first of which dies before a unit. Return its world, and the units done again.
+
+    The journal is that of the job without a death, and nothing had to be repaired.
+    """
+    expected, world = World(), World()
+    run(job, expected, SimulatedPool(expected, size=3))
+    pool = SimulatedPool(world, size=3)
+    pool.die_before[when] = "worker-0"
+    run(job, world, pool)
+    assert world.journal() == expected.journal()
+    assert not world.repairs
+    return world, Counter(unit.key for unit in forwards(world)) - Counter(unit.key for unit in forwards(expected))
 
 
 ALL = range(4)

@@ -29,13 +29,13 @@ from tests.driver.simulation import (
     World,
     WorldCleaner,
     commits,
-    forwards,
     make_gradient_job,
     make_job,
     make_tasks,
     measures,
     number_in,
     run,
+    run_with_a_death,
 )
 
 
@@ -219,14 +219,7 @@ def test_what_goes_with_a_node_is_made_again(unit: str, producers: tuple[str, ..
 @pytest.mark.parametrize("when", ["forward/dense/4/2/dense", "collect/dense/4/worker-0"])
 def test_a_worker_s_death_costs_the_shards_in_its_sums(when: str) -> None:
     job = make_uniform(9, shards=6)
-    expected, world = World(), World()
-    run(job, expected, SimulatedPool(expected, size=3))
-    pool = SimulatedPool(world, size=3)
-    pool.die_before[when] = "worker-0"
-    run(job, world, pool)
-    assert world.journal() == expected.journal()
-    assert not world.repairs
-    again = Counter(unit.key for unit in forwards(world)) - Counter(unit.key for unit in forwards(expected))
+    _, again = run_with_a_death(job, when)
     assert 0 < sum(again.values()) <= 4
 
 

@@ -37,12 +37,6 @@ from tests.driver.simulation import (
     run,
 )
 
-
-@pytest.fixture(params=list(JOBS))
-def job(request: pytest.FixtureRequest) -> Job:
-    return JOBS[request.param]()
-
-
 # What is done ---------------------------------------------------------------------------------------------------------
 
 

@@ -29,13 +29,8 @@ from tests.driver.simulation import (
     make_tasks,
     number_in,
     run,
+    run_with_a_death,
 )
-
-
-@pytest.fixture(params=list(JOBS))
-def job(request: pytest.FixtureRequest) -> Job:
-    return JOBS[request.param]()
-
 
 # Interruption ---------------------------------------------------------------------------------------------------------
 
@@ -393,14 +388,7 @@ def shard_of(collect: str, world: World) -> str:
 def test_a_worker_s_death_costs_the_shards_in_its_sums(when: str) -> None:
     """Three workers have two shards each: those of the dead are done again, by whoever is there, and nothing else."""
     job = make_job(make_tasks(ALL), shards=6)
-    expected, world = World(), World()
-    run(job, expected, SimulatedPool(expected, size=3))
-    pool = SimulatedPool(world, size=3)
-    pool.die_before[when] = "worker-0"
-    run(job, world, pool)
-    assert world.journal() == expected.journal()
-    assert not world.repairs
-    again = Counter(unit.key for unit in forwards(world)) - Counter(unit.key for unit in forwards(expected))
+    world, again = run_with_a_death(job, when)
     lost = [unit for unit in forwards(world) if unit.key in again and not unit.emit and not unit.cosine]
     assert {unit.layer for unit in lost} == {1}
     assert len(again) == (1 if when.startswith("forward") else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
+from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import pullback
@@ -47,6 +49,17 @@ def problem(
             roles = moment.point.removeprefix("pull:").split("+")
             moments[moment] = sum(pullback(weights[f"{r}.weight"], metric_of(where, r)) for r in roles)[None]  # type: ignore[index]
     return method, group, weights, replace(found, moments=moments)
+
+
+def take_curves(methods: Sequence[Method], where: Geometry) -> dict[str, Curve]:
+    """The curves of all groups whose ranks follow predicted loss, by the keys of their tasks."""
+    curves = {}
+    for task in predict_tasks(methods, where):
+        method = methods[task.method]
+        assert isinstance(method, Predicting)
+        weights, statistics = make_weights(where, task.roles, task.layer), make_statistics(where, task, task.layer)
+        curves[task.key] = method.curve(task, where.layers[task.layer], weights, statistics)
+    return curves
 
 
 def metric_of(where: Geometry, role: str) -> torch.Tensor:
@@ -165,12 +178,7 @@ def test_three_methods_share_a_budget_by_loss() -> None:
     )
     job = manifest(*entries, keep=0.7)
     methods = build_methods(job)
-    curves = {}
-    for task in predict_tasks(methods, where):
-        method, group = methods[task.method], task
-        assert isinstance(method, Predicting)
-        weights, statistics = make_weights(where, group.roles, group.layer), make_statistics(where, group, group.layer)
-        curves[task.key] = method.curve(group, where.layers[group.layer], weights, statistics)
+    curves = take_curves(methods, where)
     assert allocate_ranks(job, methods, where, Scores()) == {}
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
     assert ranks.keys() == curves.keys()
@@ -186,12 +194,7 @@ def test_a_cache_is_shared_by_loss(share: float) -> None:
     where = llama("mha", num_hidden_layers=3)
     job = manifest({"method": "lorc", "cache_keep": share, "allocation": "loss", "weighting": "loss"}, keep=None)
     methods = build_methods(job)
-    curves = {}
-    for task in predict_tasks(methods, where):
-        method, group = methods[task.method], task
-        assert isinstance(method, Predicting)
-        weights, statistics = make_weights(where, group.roles, group.layer), make_statistics(where, group, group.layer)
-        curves[task.key] = method.curve(group, where.layers[group.layer], weights, statistics)
+    curves = take_curves(methods, where)
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
     dense = where.layers[0].attention.kv_heads * where.layers[0].attention.head_dim
     cached = [min(dense, rank) for found in ranks.values() for rank in found.values()]
