@@ -153,6 +153,8 @@ class MLPBlock(Block):
     Attributes:
         width: the number of channels between readers and writer.
         activation: by the name that transformers gives it; it acts on the outputs of the first reader.
+        routing: if the block is an expert, the point of the router's weight of each token for it: one number, 0 for
+            tokens that other experts serve. The weight multiplies the channels, so that `writer.reads` has p h.
     """
 
     reader_group: ClassVar[str] = "gate_up"
@@ -160,6 +162,7 @@ class MLPBlock(Block):
 
     width: int
     activation: str
+    routing: str = ""
 
     def numbers(self, width: float) -> float:
         """Count the numbers, biases included, that the block stores with so many channels."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.kernels.sensitivity import Factored
 from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
@@ -72,12 +73,14 @@ class Statistics:
             so that a point that few tokens pass counts for little.
         passed: moment -> the number of tokens that passed its point, for points that not all of them passed.
         hint: `Curve.told` of the group's curve, if the curve was taken of the same statistics.
+        factors: filled by `moments.factored_mean`: moment -> it and the factor of its mean; a layer's groups share it.
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)
     tokens: int = 0
     hint: str = ""
     passed: Mapping[Moment, int] = field(default_factory=dict)
+    factors: dict[Moment, tuple[Tensor, Factored]] = field(default_factory=dict, compare=False, repr=False)
 
     def tokens_at(self, moment: Moment) -> int:
         """Return the number of tokens that passed the point of a moment of values."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipeline.families.blocks import Matrix, roles_of
-from pipeline.methods.method import Moment
+from pipeline.kernels.sensitivity import Factored, factored
+from pipeline.methods.method import Moment, Statistics
 
 
 def input_moment(matrix: Matrix) -> Moment:
@@ -31,3 +32,13 @@ def pull(matrices: Iterable[Matrix]) -> Moment:
 def pair(point: str) -> Moment:
     """Return the joint moment of the dense and the compressed model at a point. docs/methods.md#corrections."""
     return Moment(point, kind="pair")
+
+
+def factored_mean(statistics: Statistics, moment: Moment) -> Factored:
+    """Return the factor of a moment's mean, computed once: the experts of a layer share the moments of its stream."""
+    total = statistics.moments[moment]
+    kept = statistics.factors.get(moment)
+    if kept is None or kept[0] is not total:  # other statistics may have been made of these
+        kept = total, factored(statistics.mean(moment)[0])
+        statistics.factors[moment] = kept
+    return kept[1]

@@ -273,7 +273,7 @@ def test_fewer_channels_are_fitted_on_fewer_tokens(monkeypatch: pytest.MonkeyPat
     where, method = GEOMETRIES["biased"], method_of()
     group = group_of(method, where, "mlp")
     weights, statistics = consistent(where, group)
-    monkeypatch.setattr(mlp_solver, "_sampled", lambda width: 4 * width if width < 80 else 65_536)
+    monkeypatch.setattr(mlp_solver, "sampled", lambda width: 4 * width if width < 80 else 65_536)
     ranks = {"width": 60, "gate_up": 20, "down": where.hidden}
     solution = method.compress(group, where.layers[group.layer], weights, statistics, ranks)
     assert solution.report["refit_tokens"] == 240 < TOKENS

@@ -15,8 +15,9 @@ from torch import Tensor
 from manifests.records import Curve
 from pipeline.families.blocks import MLPBlock, roles_of
 from pipeline.kernels.interpolation import interpolate
+from pipeline.methods.loss_aware.mlp_sample import routing_sample, sample_of
 from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
-from pipeline.methods.loss_aware.mlp_solver import REMEMBERED_BYTES, Solver, probed_ranks, probed_widths, sample_of
+from pipeline.methods.loss_aware.mlp_solver import REMEMBERED_BYTES, Solver, probed_ranks, probed_widths
 from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pair
@@ -46,7 +47,8 @@ class Piece(TypedDict):
 def moments(block: MLPBlock) -> tuple[Moment, ...]:
     """Return the moments and the sample that curve and solution need."""
     whole = (input_moment(block.readers[0]), input_moment(block.writer), output_gradient(block.writer))
-    return (*whole, sample_of(block), *map(output_gradient, block.readers))
+    samples = (sample_of(block), routing_sample(block)) if block.routing else (sample_of(block),)
+    return (*whole, *samples, *map(output_gradient, block.readers))
 
 
 def corrections(block: MLPBlock) -> tuple[Moment, ...]:
@@ -96,7 +98,7 @@ def join(sizes: Sizes, begun: Begun, each: Sequence[Piece]) -> Curve:
 
 def _begun(solver: Solver) -> Begun:
     losses = [float(solver.width_losses[width]) for width in solver.sizes.widths]
-    probed = probed_widths(solver.sizes, len(solver.sample_TD))
+    probed = probed_widths(solver.sizes, len(solver.sample.inputs))
     return Begun(order=solver.priority.tolist(), losses=losses, probed=probed)
 
 

@@ -31,20 +31,18 @@ from pipeline.kernels.sensitivity import (
     weighted_directions,
     weighted_losses,
 )
+from pipeline.methods.loss_aware.mlp_sample import BATCH, Sample, read_sample, sample_of, sampled
 from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
-from pipeline.methods.method import Moment, Ranks, Solution, Statistics
-from pipeline.methods.moments import input_moment, output_gradient
+from pipeline.methods.method import Ranks, Solution, Statistics
+from pipeline.methods.moments import factored_mean, input_moment, output_gradient
 from pipeline.methods.tensors import biases_of, channel_priority
 from pipeline.ranks.curves import spread
 
-SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
-LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
 PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of the readers costs
 PROBE_OUTPUTS = 256  # mixtures of outputs at most, through which that is seen
 PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of the readers
 PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
 TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
-BATCH = 4096  # tokens that pass the MLP at a time
 LEAST_PROBE = 2048  # tokens
 REMEMBERED_BYTES = 2**27  # of the outputs of a sample, where several sizes are fitted to them
 
@@ -90,13 +88,14 @@ class Solver:
         self.hidden_NN = statistics.mean(input_moment(writer))[0]
         self.metric_DD = statistics.mean(output_gradient(writer))[0]
         self.gradients_N = {reader: statistics.mean(output_gradient(reader))[0] for reader in readers}
-        self.sample_TD = statistics.moments[sample_of(self.block)][0]
+        self.sample = read_sample(self.block, statistics)
+        self._statistics = statistics
         self._directions: dict[int, Directions] = {}  # by width
         self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
     def sees(self, width: int) -> bool:
         """Return True if the sample has enough tokens to fit so many channels."""
-        return len(self.sample_TD) >= TOKENS_OF_FIT * width
+        return len(self.sample.inputs) >= TOKENS_OF_FIT * width
 
     @cached_property
     def priority(self) -> Tensor:
@@ -211,15 +210,15 @@ class Solver:
         ranks = probed_ranks(self.block, width)
         if not ranks:
             return factors
-        directions, batches = self.reader_directions(kept_k), self._probe(width).split(BATCH)
+        directions, batches = self.reader_directions(kept_k), [*self._probe(width).batches()]
         felt_qD = self._felt_mixtures
         targets_qN, start_qk = felt_qD @ self.down_DN, felt_qD @ self.refit(kept_k)[0]
-        targets = [_read(self._hidden(part_TD, self._whole), targets_qN) for part_TD in batches]
+        targets = [_read(self._hidden(part, self._whole), targets_qN) for part in batches]
         widest = self._cut(kept_k, directions, max(ranks))
         for rank, place in ranks.items():
-            hidden = (self._hidden(part_TD, widest.at(rank)) for part_TD in batches)
+            hidden = (self._hidden(part, widest.at(rank)) for part in batches)
             errors = ((t_Tq - _read(cut_Tk, start_qk), cut_Tk) for t_Tq, cut_Tk in zip(targets, hidden, strict=True))
-            cost = 0.5 * refit_residual(errors, len(felt_qD), width) - pruned
+            cost = 0.5 * self.sample.share * refit_residual(errors, len(felt_qD), width) - pruned
             factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
         return factors
 
@@ -237,30 +236,31 @@ class Solver:
         Targets are rounded as the forward pass rounds them.
         """
         cut = self._cut(kept_k, self.reader_directions(kept_k), rank)
-        tokens = self.fitted_tokens(kept_k.numel())
+        tokens, whole = self.fitted_tokens(kept_k.numel()), len(self.sample.inputs)
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for start in range(0, len(self.sample_TD), BATCH):
-                part_TD = self.sample_TD[start : start + BATCH]
-                chosen = evenly_spread(start, len(part_TD), len(self.sample_TD), tokens)
-                part_TD = part_TD[chosen.to(part_TD.device)]
-                yield self._targets(start, tokens, part_TD), self._hidden(part_TD, cut)
+            for number, part in enumerate(self.sample.batches()):
+                start = number * BATCH
+                chosen = evenly_spread(start, len(part.inputs), whole, tokens)
+                part = part.at(chosen.to(part.inputs.device))
+                yield self._targets(start, tokens, part), self._hidden(part, cut)
 
-        return refit(pairs(), self.refit(kept_k)[0])
+        again = refit(pairs(), self.refit(kept_k)[0])
+        return again if self.sample.weights is None else Refit(again.weight, again.moment * self.sample.share)
 
-    def _targets(self, start: int, tokens: int, part_TD: Tensor) -> Tensor:
+    def _targets(self, start: int, tokens: int, part: Sample) -> Tensor:
         """Return the dense MLP's outputs on a part of the sample; cache them if those of all parts are small enough."""
         if (cached := self._outputs.get((start, tokens))) is not None:
             return cached
-        hidden_TN = self._hidden(part_TD, self._whole)
+        hidden_TN = self._hidden(part, self._whole)
         targets_TD = hidden_TN @ self.weights[self.block.writer.weight_key].to(hidden_TN.dtype).T
-        if tokens * part_TD.shape[1] * part_TD.itemsize <= self.remembered_bytes:
+        if tokens * targets_TD.shape[1] * targets_TD.itemsize <= self.remembered_bytes:
             self._outputs[start, tokens] = targets_TD
         return targets_TD
 
     def fitted_tokens(self, width: int) -> int:
         """Return the number of tokens of the sample to which so many channels are fitted."""
-        return min(len(self.sample_TD), _sampled(width))
+        return min(len(self.sample.inputs), sampled(width))
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
         """Return the directions of the refitted down. `moment_kk`: of its inputs."""
@@ -275,9 +275,9 @@ class Solver:
         """Return the moment of the channels that stay."""
         return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
 
-    def _probe(self, width: int) -> Tensor:
+    def _probe(self, width: int) -> Sample:
         """Return an evenly spread part of the sample."""
-        return self.sample_TD[:: max(1, len(self.sample_TD) // probe_tokens(width))]
+        return self.sample.at(slice(None, None, max(1, len(self.sample.inputs) // probe_tokens(width))))
 
     @cached_property
     def _felt_mixtures(self) -> Tensor:
@@ -291,11 +291,11 @@ class Solver:
 
     @cached_property
     def _input(self) -> Factored:
-        return factored(self.input_DD)
+        return factored_mean(self._statistics, input_moment(self.block.readers[0]))
 
     @cached_property
     def _metric(self) -> Factored:
-        return factored(self.metric_DD)
+        return factored_mean(self._statistics, output_gradient(self.block.writer))
 
     @cached_property
     def _whole(self) -> _Cut:
@@ -309,16 +309,20 @@ class Solver:
         biases = {reader: bias[kept_k] for reader, bias in self._whole.biases.items()}
         return _Cut(directions.encode[:rank], seconds, biases)
 
-    def _hidden(self, inputs_TD: Tensor, cut: _Cut) -> Tensor:
-        """Compute act(gate) ⊙ up, or act(up), as the forward pass does: in the dtype of the sample."""
-        dtype, biases = inputs_TD.dtype, cut.biases
-        read_TF = inputs_TD if cut.first is None else inputs_TD @ cut.first.to(dtype).T
+    def _hidden(self, part: Sample, cut: _Cut) -> Tensor:
+        """Compute act(gate) ⊙ up, or act(up), as the forward pass does: in the dtype of the sample.
+
+        Values of an expert are multiplied by its weights.
+        """
+        dtype, biases = part.inputs.dtype, cut.biases
+        read_TF = part.inputs if cut.first is None else part.inputs @ cut.first.to(dtype).T
         values = []
-        for reader, part in cut.parts.items():
-            product = read_TF @ part.to(dtype).T
+        for reader, weight in cut.parts.items():
+            product = read_TF @ weight.to(dtype).T
             values.append(product + biases[reader].to(dtype) if reader in biases else product)
         activated = activation_of(self.block)(values[0])
-        return activated * values[1] if self.block.gated else activated
+        hidden_TF = activated * values[1] if self.block.gated else activated
+        return hidden_TF if part.weights is None else hidden_TF * part.weights[:, None].to(dtype)
 
     def _pull(self, kept_k: Tensor, factor_DD: Tensor | None = None, by_loss: bool = True) -> Tensor:
         """Return Σ s w wᵀ over some channels of the readers, in the basis of `factor_DD` if that is given."""
@@ -339,15 +343,6 @@ def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
     """Multiply in float32 or better, as the weight has none of the checkpoint's dtypes."""
     dtype = torch.promote_types(values_TF.dtype, torch.float32)
     return values_TF.to(dtype) @ weight_qF.to(dtype).T
-
-
-def sample_of(block: MLPBlock) -> Moment:
-    """Return the sample of the MLP's inputs, whole tokens."""
-    return Moment(block.input, kind="sample", tokens=_sampled(block.width))
-
-
-def _sampled(width: int) -> int:
-    return max(LEAST_SAMPLE, SAMPLE_TOKENS * width)
 
 
 def probe_tokens(width: int) -> int:

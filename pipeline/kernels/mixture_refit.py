@@ -1,0 +1,156 @@
+"""Refit of the experts' writers to the output of a whole mixture. docs/methods.md#mixtures.
+
+A mixture computes Σ_e W_e v_e, where v_e = p_e h_e are the weighted channels of expert e, and 0 for tokens that it does
+not serve. The refit minimises E‖y − Σ_e W_e v_e‖² for the dense mixture's output y.
+
+Two ways with different statistics:
+
+- `refit_mixture`, expert by expert against the residual, with the tokens in memory: y (T, D), and the tokens and
+  values of one expert at a time.
+- `MixtureDescent`, all experts at once by conjugate gradients, where tokens are spread over workers. A step needs one
+  pass over the tokens and, summed over them, E[x v_eᵀ] (D, k) of each expert, where x is first the error of the
+  mixture's output and then the output of a mixture with other writers.
+
+Legend: T all tokens, t those of an expert, D outputs, k channels of an expert.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.checks import require_finite
+from pipeline.kernels.moments import ROWS_PER_PRODUCT, add_head_moment_, wide_product
+from pipeline.kernels.refit import correction
+
+SWEEPS = 3
+RIDGE = 1e-4  # of the mean diagonal of an expert's moment
+
+
+class Served(NamedTuple):
+    """The tokens (t,) that an expert serves, ascending, and its weighted channels (t, k) on them."""
+
+    tokens: Tensor
+    values: Tensor
+
+
+def refit_mixture(
+    target_TD: Tensor,
+    served: Callable[[int], Served],
+    weights: Sequence[Tensor],
+    sweeps: int = SWEEPS,
+    ridge: float = RIDGE,
+) -> list[Tensor]:
+    """Refit each writer (D, k) in turn to the residual that all others leave, `sweeps` times.
+
+    Each step minimises E‖r − ΔW v‖² + λ‖ΔW‖², λ = `ridge` · mean of the diagonal of E[v vᵀ]. `served` is called with
+    the number of an expert; an expert without tokens or channels keeps its writer. Products are float32 or better, sums
+    and solutions float64. Raises ValueError on shapes that do not fit, NaN or infinity, or no tokens.
+    """
+    if target_TD.ndim != 2 or not len(target_TD):
+        raise ValueError(f"a refit needs targets (T, D), not {tuple(target_TD.shape)}")
+    require_finite("target", target_TD)
+    dtype = torch.promote_types(target_TD.dtype, torch.float32)
+    fitted = [weight.detach().to(torch.float64) for weight in weights]
+    residual_TD = target_TD.detach().to(dtype).clone()
+    for number, weight_Dk in enumerate(fitted):
+        part = _checked(served(number), weight_Dk, target_TD)
+        _subtract_(residual_TD, part, weight_Dk)
+    for _ in range(sweeps):
+        for number, weight_Dk in enumerate(fitted):
+            part = served(number)
+            if not part.values.numel():
+                continue
+            change_Dk = correction(*_sums(residual_TD, part), ridge)
+            _subtract_(residual_TD, part, change_Dk)
+            fitted[number] = weight_Dk + change_Dk
+    return fitted
+
+
+def _checked(part: Served, weight_Dk: Tensor, target_TD: Tensor) -> Served:
+    if part.values.shape != (len(part.tokens), weight_Dk.shape[1]) or len(weight_Dk) != target_TD.shape[1]:
+        shapes = f"{tuple(part.values.shape)}, {tuple(weight_Dk.shape)} and {tuple(target_TD.shape)}"
+        raise ValueError(f"values (t, k), a writer (D, k) and targets (T, D) do not fit: {shapes}")
+    require_finite("values", part.values)
+    return part
+
+
+def _subtract_(residual_TD: Tensor, part: Served, weight_Dk: Tensor) -> None:
+    dtype = residual_TD.dtype
+    residual_TD.index_add_(0, part.tokens, part.values.to(dtype) @ weight_Dk.to(dtype).T, alpha=-1)
+
+
+def _sums(residual_TD: Tensor, part: Served) -> tuple[Tensor, Tensor]:
+    """Return E[r vᵀ] (D, k) and E[v vᵀ] (k, k) per token of all."""
+    tokens, width = len(residual_TD), part.values.shape[1]
+    moment_kk = part.values.new_zeros(width, width, dtype=torch.float64)
+    add_head_moment_(moment_kk[None], part.values, product_dtype=residual_TD.dtype)
+    cross_Dk = moment_kk.new_zeros(residual_TD.shape[1], width)
+    for tokens_r, values_rk in zip(
+        part.tokens.split(ROWS_PER_PRODUCT), part.values.split(ROWS_PER_PRODUCT), strict=True
+    ):
+        cross_Dk += wide_product(residual_TD[tokens_r].T, values_rk.to(residual_TD.dtype))
+    return cross_Dk / tokens, moment_kk / tokens
+
+
+class MixtureDescent:
+    """Conjugate gradients on all writers at once, preconditioned by the factors of the experts' own moments.
+
+    The caller alternates: it computes the sums that `direction` asks for and passes them to `advance`. As many steps as
+    sweeps of `refit_mixture` come about as near. Experts are named by any key.
+    """
+
+    def __init__(self, errors: Mapping[int, Tensor], moments: Mapping[int, Tensor], ridge: float = RIDGE) -> None:
+        """Args:
+        errors: E[e v_eᵀ] (D, k) of each expert, e = y − Σ W v with the writers at the start.
+        moments: E[v_e v_eᵀ] (k, k), per token of all. An expert whose moment is zero keeps its writer.
+
+        Raises ValueError on shapes that do not fit, NaN or infinity.
+        """
+        self._penalty, self._factors = {}, {}
+        for key, moment_kk in moments.items():
+            require_finite("moment", moment_kk)
+            require_finite("error", errors[key])
+            if errors[key].ndim != 2 or tuple(moment_kk.shape) != (errors[key].shape[1],) * 2:
+                shapes = f"{tuple(errors[key].shape)} and {tuple(moment_kk.shape)}"
+                raise ValueError(f"expert {key}: error (D, k) and moment (k, k) do not fit: {shapes}")
+            mean = float(moment_kk.diagonal().double().mean()) if moment_kk.numel() else 0.0
+            if mean > 0.0:
+                self._penalty[key] = ridge * mean
+                damped_kk = moment_kk.detach().to(torch.float64).clone()
+                damped_kk.diagonal().add_(self._penalty[key])
+                self._factors[key] = torch.linalg.cholesky(damped_kk)
+        self._rest = {key: errors[key].detach().to(torch.float64) for key in self._factors}
+        self.change = {key: torch.zeros_like(rest) for key, rest in self._rest.items()}
+        self._eased = self._ease()
+        self._energy = _inner(self._rest, self._eased)
+        self._direction = dict(self._eased)
+
+    @property
+    def direction(self) -> dict[int, Tensor]:
+        """Return writers P_e (D, k); `advance` needs E[(Σ_f P_f v_f) v_eᵀ] of each expert."""
+        return dict(self._direction)
+
+    def advance(self, products: Mapping[int, Tensor]) -> None:
+        """Take one step. Afterwards `change` holds what is to be added to the writers at the start."""
+        damped = {
+            key: products[key].to(torch.float64) + self._penalty[key] * part for key, part in self._direction.items()
+        }
+        curvature = _inner(self._direction, damped)
+        if not curvature > 0.0 or not self._energy > 0.0:
+            return
+        step = self._energy / curvature
+        self.change = {key: change + step * self._direction[key] for key, change in self.change.items()}
+        self._rest = {key: rest - step * damped[key] for key, rest in self._rest.items()}
+        self._eased = self._ease()
+        energy = _inner(self._rest, self._eased)
+        growth, self._energy = energy / self._energy, energy
+        self._direction = {key: eased + growth * self._direction[key] for key, eased in self._eased.items()}
+
+    def _ease(self) -> dict[int, Tensor]:
+        return {key: torch.cholesky_solve(rest.T, self._factors[key]).T for key, rest in self._rest.items()}
+
+
+def _inner(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float:
+    return sum(float((part * other[key]).sum()) for key, part in one.items())

@@ -1,0 +1,91 @@
+"""Scores by which the experts of a layer are ranked, and the experts that stay. docs/methods.md#mixtures.
+
+Statistics, each a sum over calibration tokens that workers can add in any order:
+
+- `ExpertSums`, four numbers an expert: its tokens, and the sums of p, ‖f(m)‖ and p‖f(m)‖ over them.
+- the removal loss of each expert, `kernels.routing.removal_sums` over some tokens.
+
+Legend: E experts, p the router's weight of a token, f(m) the expert's output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FEW_TOKENS = 32  # a channel
+
+
+class ExpertSums(NamedTuple):
+    """Sums over the tokens of each expert, (E,) float64: their number, Σ p, Σ ‖f(m)‖ and Σ p‖f(m)‖."""
+
+    tokens: Tensor
+    weights: Tensor
+    outputs: Tensor
+    weighted_outputs: Tensor
+
+
+def reap_scores(sums: ExpertSums) -> Tensor:
+    """Return the mean of p‖f(m)‖ over each expert's tokens, 0 without tokens: the saliency of REAP."""
+    return sums.weighted_outputs / sums.tokens.clamp_min(1.0)
+
+
+def frequency_scores(sums: ExpertSums) -> Tensor:
+    """Return the number of tokens of each expert."""
+    return sums.tokens
+
+
+def kept_experts(scores_E: Tensor, count: int, groups: int = 1) -> Tensor:
+    """Return the `count` experts of highest score, ascending, as many of each of the router's groups.
+
+    Of equal scores, the lower index stays. Raises ValueError on NaN, or unless `count` is a positive multiple of
+    `groups` and at most the number of experts.
+    """
+    num_experts = len(scores_E)
+    if bool(torch.isnan(scores_E).any()):
+        raise ValueError(f"scores: {int(torch.isnan(scores_E).sum())} of {num_experts} are NaN")
+    if num_experts % groups or count % groups or not 0 < count <= num_experts:
+        raise ValueError(f"{count} of {num_experts} experts cannot stay in {groups} equal groups")
+    best_Gn = scores_E.view(groups, -1).sort(dim=1, descending=True, stable=True).indices
+    first_G1 = torch.arange(groups, device=scores_E.device)[:, None] * (num_experts // groups)
+    return (best_Gn[:, : count // groups] + first_G1).flatten().sort().values
+
+
+def expert_counts(num_experts: int, top_k: int, groups: int = 1, multiple: int = 1) -> list[int]:
+    """Return the numbers of experts that may stay, ascending, the whole last.
+
+    Each is a multiple of the number of groups and of `multiple`, and leaves at least `top_k` experts.
+    """
+    step = groups
+    while step % multiple:
+        step += groups
+    return sorted({*range(step * -(-top_k // step), num_experts, step), num_experts})
+
+
+def few_tokens(tokens: int, width: int, least: int = FEW_TOKENS) -> bool:
+    """Tell whether an expert saw fewer than `least` tokens a channel, but some."""
+    return 0 < tokens < least * width
+
+
+def median_tokens(calibration_tokens: int, num_experts: int, top_k: int) -> float:
+    """Return the tokens that an expert sees if routing is even."""
+    return calibration_tokens * top_k / num_experts
+
+
+def tokens_needed(width: int, num_experts: int, top_k: int, least: int = FEW_TOKENS) -> int:
+    """Return the calibration tokens that give an expert `least` tokens a channel if routing is even."""
+    return -(-least * width * num_experts // top_k)
+
+
+def channel_losses(squares_N: Tensor, down_DN: Tensor, metric_DD: Tensor) -> Tensor:
+    """Return ½ E[(p h_j)²] w_jᵀ G w_j (N,), float64: the predicted loss of each channel's removal without a refit.
+
+    HEAPr's score. `squares_N` is the diagonal of C_e, w_j the columns of the writer, G the loss's metric at the
+    mixture's output. Correlations between channels do not count. Raises ValueError on shapes that do not fit.
+    """
+    if down_DN.shape != (len(metric_DD), len(squares_N)):
+        raise ValueError(f"writer {tuple(down_DN.shape)} and squares {tuple(squares_N.shape)} do not fit")
+    down_DN, metric_DD = down_DN.to(torch.float64), metric_DD.to(torch.float64)
+    return 0.5 * squares_N.to(torch.float64) * (down_DN * (metric_DD @ down_DN)).sum(dim=0)

@@ -1,0 +1,68 @@
+"""The choice of E' experts of width N' for one layer or for the whole model. docs/methods.md#mixtures.
+
+Statistics of a layer, all of its dense weights:
+
+- `removal_E` (E,): the predicted loss of each expert's removal, nats per token (`kernels.routing.removal_sums`).
+- `width_losses_En` (E, n): the predicted loss of each expert at each of n widths, nats per token, after a refit of its
+  writer (`loss_aware`'s elimination by C_e and G).
+
+Legend: E experts, N channels of an expert, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from pipeline.methods.experts.scores import kept_experts
+from pipeline.ranks.curves import Point, choose, frontier, summed
+
+EXPERTS, WIDTH = "experts", "width"
+
+
+def shape_points(
+    removal_E: Tensor,
+    width_losses_En: Tensor,
+    widths: Sequence[int],
+    counts: Sequence[int],
+    numbers_per_channel: int,
+    groups: int = 1,
+) -> list[Point]:
+    """Return a point for each (E', N'): the experts of largest removal loss stay, all with the same width.
+
+    The loss is that of the removals and of the widths of those that stay, as if either did not change the other. The
+    full count and width lose nothing. `numbers_per_channel`: stored for a channel of one expert. Raises ValueError on
+    shapes that do not fit.
+    """
+    if width_losses_En.shape != (len(removal_E), len(widths)):
+        shapes = f"{tuple(width_losses_En.shape)} and {tuple(removal_E.shape)}"
+        raise ValueError(f"losses by width and by removal do not fit {len(widths)} widths: {shapes}")
+    points = []
+    for count in counts:
+        kept = kept_experts(removal_E, count, groups)
+        removed = float(removal_E.sum() - removal_E[kept].sum()) if count < len(removal_E) else 0.0
+        by_width = width_losses_En[kept].sum(dim=0).tolist()
+        points += [
+            Point({EXPERTS: count, WIDTH: width}, count * width * numbers_per_channel, max(0.0, removed) + loss)
+            for width, loss in zip(widths, by_width, strict=True)
+        ]
+    return points
+
+
+def choose_by_layer(layers: Mapping[str, Sequence[Point]], target: float) -> dict[str, Point]:
+    """Choose a shape for each layer, of least total loss within `target` stored numbers."""
+    return choose(layers, target)
+
+
+def choose_stock(layers: Mapping[str, Sequence[Point]], target: float) -> dict[str, Point]:
+    """Choose the one shape for all layers of least total loss within `target` stored numbers.
+
+    Every shape that all layers have is compared. Raises ValueError if even the smallest stores more than the target.
+    """
+    within = [point for point in frontier(summed([*layers.values()])) if point.numbers <= target]
+    if not within:
+        least = min(point.numbers for point in summed([*layers.values()]))
+        raise ValueError(f"target {target:,.0f} is out of reach: one shape for all layers takes {least:,.0f} at least")
+    best = dict(within[-1].ranks)
+    return {key: next(point for point in points if dict(point.ranks) == best) for key, points in layers.items()}

@@ -1,0 +1,67 @@
+"""The sampled tokens that pass an MLP: all of them, or, if it is an expert, those to which the router gives a weight.
+
+Legend: D hidden, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipeline.families.blocks import MLPBlock
+from pipeline.methods.method import Moment, Statistics
+
+SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
+LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
+BATCH = 4096  # tokens that pass the MLP at a time
+
+
+class Sample(NamedTuple):
+    """Tokens that pass an MLP.
+
+    Attributes:
+        inputs: (T, D).
+        weights: (T,), the factor of each token's output, if the MLP is an expert.
+        share: the part of all sampled tokens that pass the MLP.
+    """
+
+    inputs: Tensor
+    weights: Tensor | None
+    share: float
+
+    def at(self, places: Tensor | slice) -> Sample:
+        """Return some of the tokens."""
+        return Sample(self.inputs[places], None if self.weights is None else self.weights[places], self.share)
+
+    def batches(self) -> Iterator[Sample]:
+        """Yield the tokens in batches."""
+        return (self.at(slice(start, start + BATCH)) for start in range(0, len(self.inputs), BATCH))
+
+
+def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
+    """Return the sampled tokens that pass an MLP: of an expert, those to which the router gives a weight."""
+    inputs_TD = statistics.moments[sample_of(block)][0]
+    if not block.routing:
+        return Sample(inputs_TD, None, 1.0)
+    weights_T = statistics.moments[routing_sample(block)][0, :, 0]
+    if len(weights_T) != len(inputs_TD):
+        raise ValueError(f"{block.name}: {len(weights_T)} routing weights for {len(inputs_TD)} sampled tokens")
+    routed_t = weights_T.nonzero()[:, 0]
+    return Sample(inputs_TD[routed_t], weights_T[routed_t], len(routed_t) / max(1, len(weights_T)))
+
+
+def sample_of(block: MLPBlock) -> Moment:
+    """Return the sample of the MLP's inputs, whole tokens."""
+    return Moment(block.input, kind="sample", tokens=sampled(block.width))
+
+
+def routing_sample(block: MLPBlock) -> Moment:
+    """Return the router's weights of the tokens of `sample_of`, one number a token, for an expert."""
+    return Moment(block.routing, kind="sample", tokens=sampled(block.width))
+
+
+def sampled(width: int) -> int:
+    """Return the number of tokens to which so many channels are fitted."""
+    return max(LEAST_SAMPLE, SAMPLE_TOKENS * width)

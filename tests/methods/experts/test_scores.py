@@ -1,0 +1,74 @@
+"""Scores of experts and channels, and which experts stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.methods.experts.scores import (
+    ExpertSums,
+    channel_losses,
+    expert_counts,
+    few_tokens,
+    frequency_scores,
+    kept_experts,
+    median_tokens,
+    reap_scores,
+    tokens_needed,
+)
+
+
+def test_reap_is_the_mean_over_an_experts_tokens_and_unseen_experts_score_nothing() -> None:
+    sums = ExpertSums(*torch.tensor([[4.0, 0.0], [2.0, 0.0], [8.0, 0.0], [6.0, 0.0]], dtype=torch.float64))
+    assert reap_scores(sums).tolist() == [1.5, 0.0]
+    assert frequency_scores(sums).tolist() == [4.0, 0.0]
+    assert kept_experts(reap_scores(sums), 1).tolist() == [0]
+
+
+@pytest.mark.parametrize(("count", "groups", "expected"), [(3, 1, [1, 2, 3]), (2, 2, [1, 3]), (4, 2, [1, 2, 3, 5])])
+def test_the_best_stay_equally_many_of_each_group(count: int, groups: int, expected: list[int]) -> None:
+    scores_E = torch.tensor([0.1, 0.5, 0.4, 0.6, 0.0, 0.2])
+    assert kept_experts(scores_E, count, groups).tolist() == expected
+
+
+def test_of_equal_scores_the_lower_index_stays() -> None:
+    assert kept_experts(torch.zeros(6), 2).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("count", "groups"), [(0, 1), (7, 1), (3, 2), (4, 4)])
+def test_impossible_counts_are_refused(count: int, groups: int) -> None:
+    with pytest.raises(ValueError, match="cannot stay"):
+        kept_experts(torch.zeros(6), count, groups)
+
+
+def test_nan_scores_are_refused() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        kept_experts(torch.tensor([0.0, float("nan")]), 1)
+
+
+def test_counts_leave_enough_for_the_router() -> None:
+    assert expert_counts(8, 2) == [2, 3, 4, 5, 6, 7, 8]
+    assert expert_counts(16, 3, groups=4) == [4, 8, 12, 16]
+    assert expert_counts(16, 3, groups=4, multiple=8) == [8, 16]
+    assert expert_counts(6, 6) == [6]
+
+
+def test_few_tokens_are_below_the_least_for_each_channel() -> None:
+    assert [few_tokens(tokens, 10) for tokens in (0, 1, 319, 320)] == [False, True, True, False]
+    assert median_tokens(1024, 8, 2) == 256.0
+    assert tokens_needed(10, 8, 2) == 1280
+    assert tokens_needed(10, 7, 2) == 1120
+
+
+def test_a_channels_loss_is_that_of_zeroing_it() -> None:
+    source = torch.Generator().manual_seed(0)
+    hidden_TN = torch.randn(50, 4, generator=source, dtype=torch.float64)
+    down_DN = torch.randn(3, 4, generator=source, dtype=torch.float64)
+    root_DD = torch.randn(3, 3, generator=source, dtype=torch.float64)
+    found = channel_losses(hidden_TN.square().mean(dim=0), down_DN, root_DD @ root_DD.T)
+    for channel in range(4):
+        delta_TD = hidden_TN[:, channel, None] * down_DN[:, channel]
+        expected = 0.5 * (delta_TD @ root_DD).square().sum(dim=1).mean()
+        assert float(found[channel]) == pytest.approx(float(expected))
+    with pytest.raises(ValueError, match="do not fit"):
+        channel_losses(torch.ones(3), down_DN, torch.eye(3))
