@@ -130,6 +130,23 @@ class HeldOutScoreEntry(Record):
     loss: Finite | None = None
 
 
+class TextLoss(Record):
+    """The dense model's loss on windows of a text, in nats per token."""
+
+    loss: NonNegative
+    tokens: PositiveInt
+
+
+class TextsEntry(Record):
+    """The dense model's losses on the calibration samples and on the evaluation text, in windows of `window` tokens.
+    `of`: digest of both texts' tokens."""
+
+    of: Sha256
+    window: PositiveInt
+    calibration: TextLoss
+    evaluation: TextLoss | None = None
+
+
 class ScheduleEntry(Record):
     """The number of layers that `resume.every: auto` has chosen."""
 
@@ -257,6 +274,7 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "gradient": GradientEntry,
         "curves": CurvesEntry,
         "tokens": TokensEntry,
+        "texts": TextsEntry,
         "schedule": ScheduleEntry,
         "target": TargetEntry,
         "tries": TryEntry,

@@ -18,8 +18,8 @@ from manifests.errors import StorageError
 from manifests.records import Key
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.wrapping import say
-from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, POINTS, RESULT, point_part
-from pipeline.evaluation.losses import damage_warnings
+from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, POINTS, RESULT, TEXTS, point_part
+from pipeline.evaluation.losses import all_warnings
 from stores.ledger import Ledger
 from stores.lock import read_lock
 from stores.run_directory import ENDED, MANIFEST, existing_run
@@ -56,7 +56,9 @@ def read_status(place: Place) -> dict[str, Any]:
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
     owner = read_lock(run_dir.storage)
     complete, ended = ledger.get(COMPLETE), read_record(run_dir.storage)
-    points, held_out = _points(ledger), ledger.get(HELD_OUT_SCORE)
+    points = _points(ledger)
+    entered = {"held_out": ledger.get(HELD_OUT_SCORE), "texts": ledger.get(TEXTS)}
+    scored = {name: entry.as_json() for name, entry in entered.items() if entry}
     finished = bool(complete) or (points is not None and points["done"] == points["of"])
     return {
         "run_dir": run_dir.place,
@@ -68,7 +70,7 @@ def read_status(place: Place) -> dict[str, Any]:
         "points": points,
         "last_commit": max(ledger.storage.modified_times().values(), default=None),
         "summary": complete.summary if complete else None,
-        "warnings": damage_warnings(complete.summary if complete else {"held_out": held_out and held_out.as_json()}),
+        "warnings": all_warnings(complete.summary if complete else scored),
         "log": _last_lines(run_dir.logs),
     }
 

@@ -17,6 +17,7 @@ TARGET: Key[entries.TargetEntry] = Key("target")  # the size that the layers are
 TRIES = "tries/"  # before a size in thousandths: its scores
 SCORED = "scored/"  # before a model's name and a layer: hidden states of a model that is being scored
 TOKENS: Key[entries.TokensEntry] = Key("tokens")
+TEXTS: Key[entries.TextsEntry] = Key("texts")  # the dense model's losses on both texts
 SCHEDULE: Key[entries.ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
 SOURCE: Key[Mapping[str, SourceFile]] = Key("source")  # by name
 HARDWARE: Key[Mapping[str, str]] = Key("hardware")

@@ -67,6 +67,11 @@ class Scorer:
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.score(dense))
 
+    def shard_scores(self, windows: Windows, name: str, layers: Layers) -> list[Scored]:
+        """Returns the loss of a model on each shard of the windows. Raises as `outputs` does."""
+        model = _Model(self, windows, name, layers)
+        return model.repaired(lambda: model.shard_scores(()))
+
     def score_stream(
         self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
     ) -> TaskStream[Scored]:
@@ -145,10 +150,14 @@ class _Model:
         return records
 
     def score(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[Scored]:
-        """Takes all shards through all layers and the head."""
+        """Takes all shards through all layers and the head. Returns the sum of their scores."""
+        return sum((yield from self.shard_scores(dense)), Scored(0.0, 0))
+
+    def shard_scores(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[list[Scored]]:
+        """Takes all shards through all layers and the head. Returns their scores, in order."""
         base, records = yield from self._through(keep_outputs=False)
         outputs: Outputs = (yield dense) if isinstance(dense, Task) else dense
-        scores = yield [
+        scores: list[Scored] = yield [
             Score(
                 self.windows,
                 self.name,
@@ -162,7 +171,7 @@ class _Model:
             )
             for shard in range(self.windows.shards)
         ]
-        return sum(scores, Scored(0.0, 0))
+        return scores
 
     def _through(self, *, keep_outputs: bool) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None]]:
         """Takes all shards through all layers. Returns the last layer whose inputs are committed, and their records."""

@@ -1,4 +1,4 @@
-"""Losses and perplexities as stored and as shown, and a warning of badly damaged models.
+"""Losses and perplexities as stored and as shown, and warnings of badly damaged models and of unlike texts.
 
 docs/formats.md#perplexities.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from manifests.records import INFINITY
 
 WARNED_NATS = 0.5  # rise of the loss per token over the dense model's
+WARNED_SHARE = 0.05  # difference of the dense model's losses on two texts, over their mean
 
 
 def perplexity_of(loss: float) -> float:
@@ -46,6 +47,42 @@ def damage_warnings(summary: Mapping[str, Any]) -> list[str]:
         for text, loss, rise in _rises(summary)
         if rise > WARNED_NATS
     ]
+
+
+def texts_line(texts: Mapping[str, Any]) -> str:
+    """Say the dense model's perplexity on the calibration samples and on the evaluation text."""
+    names = {"calibration": "calibration samples", "evaluation": "evaluation text"}
+    parts = [
+        f"{name} {shown_perplexity(perplexity_of(loss['loss']))} ({loss['tokens']:,} tokens)"
+        for kind, name in names.items()
+        if (loss := texts.get(kind))
+    ]
+    return f"dense perplexity, in windows of {texts['window']} tokens: {', '.join(parts)}"
+
+
+def text_warnings(texts: Mapping[str, Any] | None) -> list[str]:
+    """Return a warning if the dense model's losses on both texts differ by more than WARNED_SHARE of their mean.
+
+    `texts`: `calibration` and `evaluation`, each with its `loss`; either may be missing.
+    """
+    losses = [loss["loss"] for kind in ("calibration", "evaluation") if (loss := (texts or {}).get(kind))]
+    if len(losses) < 2:
+        return []
+    calibration, evaluation = losses
+    mean = (calibration + evaluation) / 2
+    share = abs(calibration - evaluation) / mean if mean else 0.0
+    if share <= WARNED_SHARE:
+        return []
+    return [
+        f"WARNING: the dense model's loss is {calibration:.3g} nats per token on the calibration samples and "
+        f"{evaluation:.3g} on the evaluation text, {share:.0%} apart (a warning from {WARNED_SHARE:.0%} on); "
+        "the texts may be of different kinds, or one of them may have lost line ends or other characters"
+    ]
+
+
+def all_warnings(summary: Mapping[str, Any]) -> list[str]:
+    """Return all warnings about the texts and the scores of a job's summary."""
+    return [*text_warnings(summary.get("texts")), *damage_warnings(summary)]
 
 
 def _rises(summary: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:

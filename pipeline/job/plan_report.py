@@ -29,6 +29,7 @@ from pipeline.cost_model.phases import (
 )
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import LayerWork, layer_work, scoring_flops
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -69,7 +70,13 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         plan = make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
     rates = rates_from(source, manifest, geometry, dtype)
     work, way = planned_work(manifest, geometry, tasks, dtype, plan), pass_of(manifest, geometry, tasks)
-    phases = phase_seconds(work, rates, way) | scoring_seconds(inputs, rates, way.workers)
+    phases = phase_seconds(work, rates, way)
+    tokens = evaluation_tokens(inputs) if inputs else None
+    evaluation = 0 if tokens is None else tokens.numel()
+    texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, way)}
+    phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
+    if inputs is not None and tokens is not None:
+        phases["evaluate"] = scoring_seconds(inputs, tokens, rates, way.workers)
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
     remarks += _not_counted(manifest, inputs)
     return report | verdict(manifest, report, source, remarks)
@@ -118,16 +125,12 @@ def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
     return remarks
 
 
-def scoring_seconds(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:
-    """Returns the phase of evaluation, with the start of its workers; none without inputs or a text. Raises InputError
-    about the text."""
-    tokens = evaluation_tokens(inputs) if inputs else None
-    if inputs is None or tokens is None:
-        return {}
+def scoring_seconds(inputs: Inputs, tokens: torch.Tensor, rates: Rates, workers: int) -> float:
+    """Returns the seconds of evaluation on these token ids (windows, window), with the start of its workers."""
     perplexity = inputs.manifest.evaluation.perplexity
     models = 1 + (perplexity is not None and perplexity.dense)
     flops = models * tokens.numel() * scoring_flops(inputs.geometry, tokens.shape[-1])
-    return {"evaluate": models * WORKERS_SECONDS + evaluate_seconds(flops, rates, workers)}
+    return models * WORKERS_SECONDS + evaluate_seconds(flops, rates, workers)
 
 
 def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:

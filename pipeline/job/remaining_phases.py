@@ -11,8 +11,18 @@ from pipeline.console.eta import Eta, PlannedPhase
 from pipeline.cost_model.passes import gradient_tokens, pass_of
 from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, Pass, evaluate_seconds, phase_seconds
 from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import layer_work, scoring_flops
-from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TRIES, curves_key, dense_key, gradient_key, layer_key
+from pipeline.driver.ledger_keys import (
+    HELD_OUT,
+    HELD_OUT_SCORE,
+    TEXTS,
+    TRIES,
+    curves_key,
+    dense_key,
+    gradient_key,
+    layer_key,
+)
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
@@ -31,7 +41,12 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
     way = pass_of(manifest, inputs.geometry, inputs.tasks)
     remaining = _Remaining(job, way, phase_seconds(work, rates, way))
-    planned = [PlannedPhase("start", START_SECONDS), *remaining.passes(), *remaining.sizes()]
+    planned = [PlannedPhase("start", START_SECONDS)]
+    if job.tokens is not None and job.ledger.get(TEXTS) is None:
+        evaluation = 0 if job.evaluation is None else job.evaluation.numel()
+        seconds = texts_seconds(manifest, inputs.geometry, evaluation, work, rates, way)
+        planned.append(PlannedPhase("score texts", seconds))
+    planned += [*remaining.passes(), *remaining.sizes()]
     planned.append(PlannedPhase("assemble", remaining.seconds["assemble"]))
     return Eta([*planned, *_evaluations(job, rates, way)], inputs.geometry.num_layers)
 

@@ -12,6 +12,7 @@ from typing import Any
 from manifests.errors import InUseError, LaminaError
 from pipeline.console.exit_status import Ending, ending_of
 from pipeline.console.log_files import close_log, open_log
+from pipeline.driver.ledger_keys import TEXTS
 from pipeline.job.context import JobContext
 from stores.run_directory import ENDED
 
@@ -47,6 +48,7 @@ def _record(job: JobContext, log: str, ending: Ending) -> None:
         "where": ending.where or _place(job.observer.state),
         "ended": time.time(),
         "seconds": job.seconds(),
+        "texts": texts.as_json() if (texts := job.ledger.get(TEXTS)) else None,
         "log": log,
     }
     try:

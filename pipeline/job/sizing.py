@@ -18,6 +18,7 @@ from pipeline.driver.ledger_keys import HELD_OUT_SCORE, TARGET, TRIES, try_key
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
+from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import Effort, JobWorkers, job_workers
 from pipeline.ranks.curves import predicted_loss
 from pipeline.ranks.search import WHOLE, least_size, next_size
@@ -31,6 +32,7 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
     """
     forget_other_text(job)
     with job_workers(job, heartbeat) as workers:
+        check_texts(job, workers)
         if job.inputs.max_loss is not None:
             return _compress_within(job, job.inputs.max_loss, workers), workers.effort
         compress_and_score(job, workers)

@@ -10,8 +10,8 @@ from manifests.importing import quick_imports
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
-from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED
-from pipeline.evaluation.losses import damage_warnings
+from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, TEXTS
+from pipeline.evaluation.losses import all_warnings
 from pipeline.job.context import JobContext, begin, check_output, open_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.output_scores import missing_scores, score_output, scores
@@ -85,7 +85,7 @@ def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def warned(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the summary with its `warnings`."""
-    return {**summary, "warnings": damage_warnings(summary)}
+    return {**summary, "warnings": all_warnings(summary)}
 
 
 def evaluate_output(job: JobContext, compression: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,6 +109,7 @@ def finish(
         "layers": compression["layers"],
         "evaluation": dict(evaluation),
         "held_out": held_out.as_json() if (held_out := job.ledger.get(HELD_OUT_SCORE)) else None,
+        "texts": texts.as_json() if (texts := job.ledger.get(TEXTS)) else None,
         "tries": tries_of(job),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
         "seconds_saved": reused.seconds if (reused := job.ledger.get(REUSED)) else 0.0,

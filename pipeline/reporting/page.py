@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import PurePosixPath
 
-from pipeline.evaluation.losses import damage_warnings, shown_perplexity
+from pipeline.evaluation.losses import all_warnings, shown_perplexity
 from pipeline.methods.registry import layers_of
 from pipeline.reporting import tables
 from pipeline.reporting.drawing import Plot
@@ -31,7 +31,7 @@ def render(run: Run) -> str:
     plots = all_plots(run)
     log = f"<pre>{escape(chr(10).join(run.log))}</pre>" if run.log else ""
     sections = [
-        section("What is kept", tables.kept(run), tables.scores(run)),
+        section("What is kept", tables.kept(run), tables.scores(run), tables.texts(run)),
         section("Ranks", figures(plots, "ranks")),
         section("Loss curves", figures(plots, "curves"), _folded("Chosen points", tables.predictions(run))),
         section("Errors and conditions", figures(plots, "errors"), _folded("All layers", tables.layers(run))),
@@ -75,7 +75,7 @@ def _head(run: Run) -> str:
         where = f" ({run.ended['where']})" if run.ended.get("where") else ""
         code = f"exit code {run.ended['exit_code']}"
         lines += f"<p class=error><b>{code}</b>{escape(where)}: {escape(str(run.ended['error']))}</p>"
-    lines += warning_lines(damage_warnings(run.summary or {}))
+    lines += warning_lines(all_warnings(run.summary or {}))
     facts = [("layers compressed", f"{len(run.layers)} of {len(layers_of(run.tasks))}"), *_facts(run)]
     cards = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
     paths = f"{run.manifest.model.source} → {run.manifest.output}"

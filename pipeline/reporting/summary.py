@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.console.wrapping import wrapped
-from pipeline.evaluation.losses import damage_warnings, shown_perplexity
+from pipeline.evaluation.losses import all_warnings, shown_perplexity, texts_line
 from pipeline.evaluation.task_scores import read_scores, task_lines
 from pipeline.ranks.search import CLOSE, WHOLE
 
@@ -45,6 +45,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     peaks = summary["peak_bytes"]
     workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
     say(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
+    if texts := summary.get("texts"):
+        say(texts_line(texts))
     if held_out := summary.get("held_out"):
         say(held_out_line(held_out))
     for entry in summary.get("tries", ()):
@@ -54,7 +56,7 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     for line in score_lines(summary["evaluation"]):
         say(line)
     say(f"output: {summary['output']}")
-    for warning in damage_warnings(summary):
+    for warning in all_warnings(summary):
         say(warning, style="bold red")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from manifests.packages import DISTRIBUTION, SERVING_DISTRIBUTION
 from manifests.records import INFINITY
 from pipeline.console.progress import SHOWN
+from pipeline.evaluation.losses import perplexity_of, shown_perplexity
 from pipeline.methods.method import read_task_key
 from pipeline.methods.registry import build_methods
 from pipeline.reporting.figures import chosen_point
@@ -87,6 +88,17 @@ def scores(run: Run) -> str:
         if name in compressed or name in dense
     ]
     return table("scores", ("", "compressed", *(["dense"] if dense else [])), rows)
+
+
+def texts(run: Run) -> str:
+    """Render the dense model's scores on the calibration samples and on the evaluation text."""
+    entered = (run.summary or {}).get("texts") or {}
+    rows = [
+        (name, shown_perplexity(perplexity_of(entered[kind]["loss"])), f"{entered[kind]['tokens']:,}")
+        for kind, name in (("calibration", "calibration samples"), ("evaluation", "evaluation text"))
+        if entered.get(kind)
+    ]
+    return table("texts", (f"windows of {entered.get('window')} tokens", "dense perplexity", "tokens"), rows)
 
 
 def _score(name: str, value: float | str | None) -> str:

@@ -26,6 +26,7 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
 from pipeline.job.output_scores import dense_score_key, score_entry
 from pipeline.job.sizing import compress_and_score
+from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
 from pipeline.ranks.curves import predicted_loss
 from pipeline.sweeping.joint_solving import stage_together
@@ -58,6 +59,7 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
     with job_workers(job, heartbeat) as workers:
         device = (job.ledger.get(HARDWARE) or {})["device"]
         job.observer.expect(sweep_eta(pending, job, known_rates(device)))
+        check_texts(job, workers)
         _take_statistics(job, pending, workers)
         windows = _score_dense(job, workers)
         for series in series_of(pending):

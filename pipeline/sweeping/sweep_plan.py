@@ -15,6 +15,7 @@ from pipeline.cost_model.estimate import Plan
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.phases import Pass, evaluate_seconds, object_store_bytes, phase_seconds
 from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import LayerWork, scoring_flops
 from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs
@@ -22,7 +23,7 @@ from pipeline.job.context import JobContext
 from pipeline.job.plan_report import RateSource, planned_work, rates_from, seconds_of, stored_bytes, verdict
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
-SHARED = ("start", "statistics", "reduce", "gradient")  # phases that all points share
+SHARED = ("start", "texts", "statistics", "reduce", "gradient")  # phases that all points share
 
 
 def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -> dict[str, Any]:
@@ -73,7 +74,8 @@ def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> 
 def sweep_eta(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Eta:
     """Return the phases ahead of a sweep that lacks the `pending` points. `job`: the context that they share."""
     whole = _seconds(job.inputs, job.evaluation, rates)
-    names = ("start", "statistics", "gradient")
+    names = ("start", "score texts", "statistics", "gradient")
+    whole["score texts"] = whole["texts"]
     planned = [PlannedPhase(name, whole[name]) for name in names if name in whole]
     planned += [PlannedPhase("score evaluation-dense", whole["evaluate"])] if "evaluate" in whole else []
     curved: set[str] = set()
@@ -103,6 +105,8 @@ def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> d
     work, way = _work(inputs)
     seconds = phase_seconds(work, rates, way)
     seconds["solve"] += seconds.pop("round", 0.0)
+    numel = 0 if evaluation is None else evaluation.numel()
+    seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, work, rates, way)
     if evaluation is not None:
         flops = evaluation.numel() * scoring_flops(inputs.geometry, evaluation.shape[-1])
         seconds["evaluate"] = evaluate_seconds(flops, rates, way.workers)

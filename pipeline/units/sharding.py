@@ -11,6 +11,7 @@ HELD_OUT = 10  # one window is held out for so many samples
 HELD_OUT_TOKENS = (
     32_768  # at most, of all texts: a divergence is then known to 3 % (docs/results.md#choices-that-were-measured)
 )
+TEXT_TOKENS = 32_768  # at most, of each text that the dense model is scored on before the job's passes
 LEAST_TOKENS = 16_384  # a narrow model's gradient is noisy at 16 tokens a number, and costs next to nothing
 
 
@@ -51,3 +52,8 @@ def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
     """
     most = -(-HELD_OUT_TOKENS * count // (samples * sequence_length))
     return min(-(-count // HELD_OUT), most)
+
+
+def text_windows(windows: int, length: int) -> int:
+    """Return the number of a text's windows on which the dense model is scored: all, or those of 32,768 tokens."""
+    return min(windows, -(-TEXT_TOKENS // length))

@@ -346,6 +346,7 @@ def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixt
     assert list(found["phases"]) == [
         "digests",
         "start",
+        "texts",
         "importance",
         "statistics",
         "reduce",

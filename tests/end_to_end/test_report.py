@@ -208,7 +208,10 @@ def test_what_the_workers_did(done: Job) -> None:
     assert {line["run"] for line in lines} == {done.run_dir.name}
     assert all(line["seconds"] >= 0 and line["compute_seconds"] <= line["seconds"] * 1.01 + 1e-3 for line in lines)
     held_out = 2 * (3 + 3) * 24  # two windows through the dense and the compressed layers
-    assert sum(line["tokens"] for line in lines) == (3 + 3 + 2) * 12 * 24 + held_out
+    losses = done.ledger("texts")
+    texts = 3 * 24 * sum(losses[kind]["tokens"] // 23 for kind in ("calibration", "evaluation"))
+    assert losses["calibration"]["tokens"] == 12 * 23
+    assert sum(line["tokens"] for line in lines) == (3 + 3 + 2) * 12 * 24 + held_out + texts
     assert sorted(line["ended"] for line in lines) == [line["ended"] for line in lines]
     with_units = report(done)
     assert sum("idle time" in caption for caption in with_units.captions) == 1

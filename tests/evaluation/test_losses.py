@@ -10,7 +10,15 @@ import pytest
 
 from manifests.entries import HeldOutScoreEntry
 from manifests.records import INFINITY
-from pipeline.evaluation.losses import damage_warnings, json_perplexity, perplexity_of, shown_perplexity
+from pipeline.evaluation.losses import (
+    all_warnings,
+    damage_warnings,
+    json_perplexity,
+    perplexity_of,
+    shown_perplexity,
+    text_warnings,
+    texts_line,
+)
 from pipeline.reporting.summary import held_out_line, score_lines
 
 SCORE = {"tokens": 10, "window": 5}
@@ -42,6 +50,25 @@ def test_a_rise_of_half_a_nat_is_warned_of(rise: float, warned: bool) -> None:
     assert len(damage_warnings({"held_out": held_out})) == warned
     assert len(damage_warnings({"evaluation": {"perplexity": scored(1.0 + rise), "dense": scored(1.0)}})) == warned
     assert not damage_warnings({"evaluation": {"perplexity": scored(1.0 + rise)}, "held_out": None})
+
+
+@pytest.mark.parametrize(
+    ("calibration", "evaluation", "warned"),
+    [(2.0, 2.0, 0), (2.0, 2.1, 0), (2.0, 2.11, 1), (2.11, 2.0, 1), (2.0, None, 0), (0.0, 0.0, 0), (0.0, 0.1, 1)],
+)
+def test_texts_that_differ_by_a_twentieth_of_their_loss_are_warned_of(
+    calibration: float, evaluation: float | None, warned: int
+) -> None:
+    texts: dict[str, Any] = {"window": 8, "calibration": {"loss": calibration, "tokens": 7}, "evaluation": None}
+    assert "evaluation" not in texts_line(texts)
+    if evaluation is not None:
+        texts["evaluation"] = {"loss": evaluation, "tokens": 14}
+        assert texts_line(texts).endswith(f"evaluation text {math.exp(evaluation):.4f} (14 tokens)")
+    assert len(text_warnings(texts)) == len(all_warnings({"texts": texts})) == warned
+
+
+def test_jobs_of_older_versions_scored_no_texts() -> None:
+    assert all_warnings({}) == all_warnings({"texts": None}) == []
 
 
 def test_entries_of_older_versions_have_perplexities_alone() -> None:

@@ -1,0 +1,39 @@
+"""The windows of both texts on which the dense model is scored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.job.texts import compared_windows
+from pipeline.units.sharding import TEXT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "length", "expected"),
+    [
+        (None, 24, 0),
+        ((5, 16), 24, 3),  # 80 tokens: the last 8 fill no window
+        ((1, 9), 9, 1),  # shorter than a sample, so that both are cut to its length
+        ((40, 2048), 24, -(-TEXT_TOKENS // 24)),
+    ],
+)
+def test_windows_of_both_texts_are_of_one_length(
+    evaluation: tuple[int, int] | None, length: int, expected: int
+) -> None:
+    samples = torch.arange(12 * 24).view(12, 24)
+    tokens = None if evaluation is None else torch.arange(evaluation[0] * evaluation[1]).view(evaluation)
+    of_samples, of_text = compared_windows(samples, tokens)
+    assert of_samples.shape == (12, length)
+    assert torch.equal(of_samples, samples[:, :length])
+    assert len(of_text) == expected
+    assert tokens is None or of_text.shape[1] == length
+    assert tokens is None or torch.isin(of_text, tokens).all()
+    assert all(row.diff().eq(1).all() for row in of_text), "each window is a passage of the text"
+
+
+def test_many_samples_are_scored_in_part_and_evenly() -> None:
+    samples = torch.arange(64)[:, None].expand(64, 2048)
+    of_samples, _ = compared_windows(samples, None)
+    assert of_samples[:, 0].tolist() == list(range(0, 64, 4))
+    assert of_samples.numel() == TEXT_TOKENS
