@@ -41,7 +41,7 @@ class DifferentiableLayer:
         self.dtype = backward_dtype(block.dtype)
         if self.dtype != block.dtype:
             widen_linears_(block.module.to(self.dtype), self.dtype, block.device)
-        roles = block.config.block["modules"]
+        roles = block.geometry.roles
         for role in RESIDUAL_NORMS:
             if role in roles:
                 block.module.role(role).to(residual_dtype(self.dtype))
@@ -50,7 +50,8 @@ class DifferentiableLayer:
                 if role in roles:
                     block.module.role(role).register_forward_hook(lambda _, __, normed: normed.to(self.dtype))
             return
-        for role in block.geometry.matrices:
+        reading = (each.role for each in block.geometry.copied if each.reads)
+        for role in (*block.geometry.matrices, *reading):
             block.module.role(role).register_forward_pre_hook(self._cast)
 
     def run(self, hidden_SD: Tensor) -> Tensor:
@@ -65,7 +66,8 @@ class DifferentiableLayer:
 
         Args:
             gradient_of: output (S, D) -> gradient at the output (S, D).
-            points: `ROLE.out`, `mid`, `out` and `pull:ROLE+ROLE`, see `methods.method.Moment`.
+            points: `ROLE.out`, `mid`, `out` and `pull:ROLE+ROLE`, see `methods.method.Moment`. Of an expert, the rows
+                are those of the tokens that passed it, perhaps none.
 
         Raises:
             NumericsError: a gradient is not finite, naming layer and point.
@@ -76,7 +78,7 @@ class DifferentiableLayer:
         outgoing_SD = gradient_of(output_SD.detach())
         names = list(captured)
         input_SD, *others = torch.autograd.grad(output_SD, [hidden_SD, *captured.values()], outgoing_SD)
-        gradients = {name: gradient.reshape(len(hidden_SD), -1) for name, gradient in zip(names, others, strict=True)}
+        gradients = {name: gradient.flatten(0, -2) for name, gradient in zip(names, others, strict=True)}
         gradients["out"] = outgoing_SD
         if self.block.config.block["parallel"]:
             gradients["mid"] = outgoing_SD
@@ -116,15 +118,19 @@ class DifferentiableLayer:
 
     def _at(self, point: str, gradients: dict[str, Tensor]) -> Tensor:
         if not point.startswith("pull:"):
-            return gradients[point]
+            return gradients[point] if point in gradients else self._nothing(point)
         pulled: Tensor | int = 0
         for role in _pulled(point):  # W_roleᵀ g_role, row by row
             weight_OD = self.block.module.role(role).weight
             assert isinstance(weight_OD, Tensor)
-            gradient = gradients[f"{role}.out"].to(weight_OD.dtype)
+            gradient = self._at(f"{role}.out", gradients).to(weight_OD.dtype)
             pulled = pulled + (gradient @ weight_OD).to(residual_dtype(self.dtype))
         assert isinstance(pulled, Tensor)
         return pulled
+
+    def _nothing(self, point: str) -> Tensor:
+        """Return no rows (0, F), for an expert that no token of the sample passed."""
+        return torch.zeros(0, self.block.geometry.features(point), device=self.block.device)
 
     def _require_finite(self, point: str, gradient: Tensor) -> None:
         if not all_finite(gradient):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manifests.quantize import Quantize
 from manifests.records import Scheme
+from pipeline.families.blocks import owner_of
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import (
     Correcting,
@@ -102,7 +103,7 @@ def _refitted(problem: GroupProblem, factors: Mapping[str, Tensor], solution: So
     """Return the roles that stay dense but whose weights have changed."""
     changed = set()
     for key, dense in problem.weights.items():
-        role = key.partition(".")[0]
+        role = owner_of(key, problem.group.roles)
         factor = factors.get(problem.geometry.tensor_name(key, problem.group.roles))
         if role not in solution.forms and factor is not None and not torch.equal(factor, dense.to(factor)):
             changed.add(role)

@@ -91,20 +91,19 @@ class TappedLayer:
     @contextmanager
     def _tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:
         """Hook the taps onto the modules of their roles. With `stop`, the pass ends when each tap was reached."""
-        inputs = {block.input: f"{block.readers[0].role}.in" for block in self.geometry.blocks}
-        resolved: dict[str, list[Tap]] = {}
+        resolved: dict[tuple[str, str], list[Tap]] = {}
         for point, tap in taps:
-            resolved.setdefault(inputs.get(point, point), []).append(tap)
+            resolved.setdefault(self.geometry.tap(point), []).append(tap)
         awaited = set(resolved)
 
-        def reached(point: str) -> None:
+        def reached(point: tuple[str, str]) -> None:
             awaited.discard(point)
             if stop and not awaited:
                 raise StopForward
 
         with ExitStack() as hooks:
             for point, tap_list in resolved.items():
-                role, _, side = point.rpartition(".")
+                role, side = point
                 handle = _hook(self.module.role(role), side, tap_list, partial(reached, point))
                 hooks.callback(handle.remove)
             yield
@@ -118,9 +117,10 @@ class TappedLayer:
         def watch(role: str) -> Tap:
             return lambda values: bad.append(role) if not all_finite(values) else None
 
-        with self._tapped([(f"{role}.out", watch(role)) for role in self.geometry.roles], stop=False):
+        roles = [role for role in self.geometry.roles if role not in (each.role for each in self.geometry.copied)]
+        with self._tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
             self._forward(hidden_BSD)
-        where = self.config.block["modules"][bad[0]] if bad else "the residual sum"
+        where = dict(self.geometry.modules)[bad[0]] if bad else "the residual sum"
         what = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"
         return f"{what} ({hidden_BSD.dtype}); {overflow_advice(hidden_BSD.dtype)}"
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
+
 STREAM_POINTS = ("mid", "out")
 
 
@@ -65,6 +67,14 @@ class Matrix:
 def roles_of(matrices: Iterable[Matrix]) -> tuple[str, ...]:
     """Return the roles of some matrices."""
     return tuple(matrix.role for matrix in matrices)
+
+
+def owner_of(key: str, roles: Iterable[str]) -> str:
+    """Return the role, of some, whose tensor has this key; or the group, for a tensor that belongs to no single role.
+
+    `key`: `ROLE.PART` or `GROUP.PART`, where a role may have dots of its own.
+    """
+    return next((role for role in roles if key.startswith(f"{role}.")), key.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,45 @@ class MLPBlock(Block):
     def gated(self) -> bool:
         """Tell whether a second reader multiplies the activated channels."""
         return len(self.readers) > 1
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Tensors of a layer that no method changes.
+
+    Attributes:
+        shapes: the end of a tensor's name, behind the module's path -> shape.
+        reads: the point whose values the module sees; empty where it sees none.
+    """
+
+    role: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    reads: str = ""
+
+
+def mixture_blocks(
+    mixture: Mapping[str, Any], layer: int, hidden: int, activation: str
+) -> tuple[tuple[MLPBlock, ...], tuple[Copied, ...]]:
+    """Return the experts of a layer, the shared one last, and its router; nothing for a layer with a dense MLP.
+
+    `mixture`: of the standard config. All experts read `mlp.in`; an expert's writer reads its channels times the
+    router's weight of the token, on the tokens that the router sends to it.
+    """
+    sizes = mixture_of(mixture, layer)
+    if sizes is None:
+        return (), ()
+    experts = []
+    for name in expert_blocks(sizes):
+        width, inside = sizes.width_of(name), f"{name}.down.in"
+        readers = (Matrix(f"{name}.{role}", width, hidden, False, "mlp.in", inside) for role in ("gate", "up"))
+        writer = Matrix(f"{name}.down", hidden, width, False, inside, "out")
+        experts.append(MLPBlock(name, tuple(readers), writer, width, activation))
+    copied = [Copied(ROUTER, (("weight", (sizes.experts, hidden)),), "mlp.in")]
+    if mixture["score_bias"]:
+        copied.append(Copied(ROUTER_BIAS, ((mixture["score_bias"].rpartition(".")[2], (sizes.experts,)),)))
+    if mixture["shared_gate"] and sizes.shared_width:
+        copied.append(Copied(SHARED_GATE, (("weight", (1, hidden)),)))
+    return tuple(experts), tuple(copied)
 
 
 def dense_blocks(

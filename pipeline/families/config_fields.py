@@ -75,6 +75,8 @@ def kept_fields(family: Family) -> dict[str, str]:
     switches = [name for name in SWITCH_FIELDS if "layer_types" in family.windows]
     biases = [name for name in family.block["biases"].values() if isinstance(name, str)]
     fields = {**standard_fields(family), **dict.fromkeys(switches, "layer_types"), **dict.fromkeys(biases, "block")}
+    if family.mixture is not None:
+        fields |= {name: fields.get(name, "mixture") for name in family.mixture.own_fields}
     return fields | ({rotary: "rope_parameters"} if rotary else {})
 
 

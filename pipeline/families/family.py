@@ -12,7 +12,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from pipeline.families.blocks import AttentionBlock, Block, Matrix, MLPBlock
+from pipeline.families.blocks import AttentionBlock, Block, Copied, Matrix, MLPBlock
+from pipeline.families.mixture import MixtureFamily
 
 TRAINING = "training alone"
 
@@ -29,6 +30,7 @@ class Family:
         equal: config field -> another one that it must equal.
         unread: config field -> why it changes no logits. `config_fields` has those of all families.
         unlisted: fields that the family's model in transformers reads though its config class does not list them.
+        mixture: the mixtures of experts of its layers; None for a family of dense MLPs.
         windows: those of `sliding_window` and `layer_types` that the family obeys; others carry them without effect.
     """
 
@@ -40,6 +42,7 @@ class Family:
     unread: Mapping[str, str] = field(default_factory=dict)
     unlisted: tuple[str, ...] = ()
     windows: tuple[str, ...] = ()
+    mixture: MixtureFamily | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class LayerGeometry:
     Attributes:
         index: the number of the layer, from 0.
         prefix: the prefix of the names of its tensors, with the trailing dot.
-        blocks: attention and MLP, in the order of the forward pass.
+        blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass.
+        copied: further tensors, which no method changes: those of a router.
         modules: role -> module path inside the layer, in the family's order.
         bits: the size of most stored numbers; indices are counted in these.
         own_bits: `role.weight` or `role.bias` -> bits of a number, for tensors that are stored in another dtype.
@@ -76,6 +80,7 @@ class LayerGeometry:
     bits: int
     outer: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     own_bits: tuple[tuple[str, int], ...] = ()
+    copied: tuple[Copied, ...] = ()
 
     @property
     def attention(self) -> AttentionBlock:
@@ -155,12 +160,21 @@ class LayerGeometry:
             shapes[norm.role] = _with_bias((norm.size,), norm.bias)
         for role, matrix in self.matrices.items():
             shapes[role] = _with_bias(matrix.shape, matrix.bias)
-        return shapes
+        return shapes | {each.role: dict(each.shapes) for each in self.copied}
 
     def path(self, role: str) -> str:
         """Return the module path of a role, as the checkpoint names it."""
         outside = {name: path for name, path, _ in self.outer}
         return outside.get(role) or self.prefix + dict(self.modules)[role]
+
+    def tap(self, point: str) -> tuple[str, str]:
+        """Return the role and the side, `in` or `out`, at which a forward pass sees the values of a point."""
+        readers = {block.input: block.readers[0].role for block in self.blocks}
+        if point in readers:
+            copied = (each.role for each in self.copied if each.reads == point)  # a router sees all tokens, experts some
+            return next(copied, readers[point]), "in"
+        role, _, side = point.rpartition(".")
+        return role, side
 
     def group_path(self, roles: tuple[str, ...], name: str) -> str:
         """Return the module path of tensors that the roles of a group share.

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lamina.mixture_lamina import layer_modules
 from manifests.errors import InputError
-from pipeline.families import gptj, llama, mistral, opt, qwen2, qwen3
-from pipeline.families.blocks import MLPBlock, dense_blocks
+from pipeline.families import gptj, llama, mistral, mixtral, opt, qwen2, qwen2_moe, qwen3, qwen3_moe
+from pipeline.families.blocks import MLPBlock, dense_blocks, mixture_blocks
 from pipeline.families.config_fields import (
     COPIED_FIELDS,
     RENAMED_FIELDS,
@@ -28,7 +29,7 @@ from pipeline.families.config_fields import (
 from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gptj)
+    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gptj, mixtral, qwen2_moe, qwen3_moe)
 }
 POSITIVE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -71,6 +72,8 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
         standard[name] = getattr(source, name, None) if name in family.windows else None
     if standard["sliding_window"] is not None and standard["sliding_window"] < 1:
         raise InputError(f"config.json: sliding_window: {standard['sliding_window']} is no positive integer")
+    if family.mixture is not None:
+        standard["mixture"] = family.mixture.standard(source)
     standard["source_model_type"] = family.model_type
     standard["block"] = _block(family, source)
     standard["forms"] = [{} for _ in range(source.num_hidden_layers)]
@@ -99,18 +102,7 @@ def geometry_of(
     if block["head_bias"]:
         outer.append((f"{block['head']}.bias", (vocab,)))
     layers = tuple(
-        LayerGeometry(
-            model_type=standard["source_model_type"],
-            index=index,
-            prefix=f"{block['layers']}.{index}.",
-            hidden=hidden,
-            blocks=dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes}),
-            norms=_norms(block, hidden, sizes["head_dim"]),
-            modules=tuple(block["modules"].items()),
-            bits=bits,
-            outer=_outer_matrices(standard, index),
-        )
-        for index, sizes in enumerate(sizes_by_layer(standard))
+        _layer_geometry(standard, index, sizes, bits) for index, sizes in enumerate(sizes_by_layer(standard))
     )
     return Geometry(
         model_type=standard["source_model_type"],
@@ -121,6 +113,24 @@ def geometry_of(
         layers=tuple(replace(layer, own_bits=_own_bits(layer, stored_bits)) for layer in layers),
         outer=tuple(outer),
         outer_bits=tuple((name, own) for name, _ in outer if (own := stored_bits.get(name, bits)) != bits),
+    )
+
+
+def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str, int], bits: int) -> LayerGeometry:
+    block, mixture, hidden = standard["block"], standard.get("mixture"), standard["hidden_size"]
+    blocks = dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes})
+    experts, copied = mixture_blocks(mixture, index, hidden, standard["hidden_act"]) if mixture else ((), ())
+    return LayerGeometry(
+        model_type=standard["source_model_type"],
+        index=index,
+        prefix=f"{block['layers']}.{index}.",
+        hidden=hidden,
+        blocks=(blocks[0], *experts) if experts else blocks,
+        norms=_norms(block, hidden, sizes["head_dim"]),
+        modules=tuple(layer_modules(block["modules"], mixture, index).items()),
+        bits=bits,
+        outer=_outer_matrices(standard, index),
+        copied=copied,
     )
 
 

@@ -36,6 +36,8 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         fields |= _window_switches(standard)
     biases = family.block["biases"]
     fields |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
+    if family.mixture is not None:
+        fields |= family.mixture.source_fields(standard["mixture"])
     modeling_auto: Any = transformers.models.auto.modeling_auto
     config = {**transformers.AutoConfig.for_model(kind, **fields).to_dict(), "dtype": dtype}
     config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]

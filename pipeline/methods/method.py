@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import Curve, FormSpec
+from pipeline.families.blocks import owner_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.sensitivity import Factored
 from pipeline.ranks.budget import RankVariable
@@ -217,7 +218,8 @@ def stored_dtype(key: str, tensor: Tensor, weights: Weights, forms: Mapping[str,
 def served_roles(key: str, forms: Mapping[str, FormSpec]) -> tuple[str, ...]:
     """The roles whose outputs a solution's tensor is for: its own, those that share its first factor, or those whose
     forms name the group that it belongs to."""
-    owner, _, part = key.partition(".")
+    owner = owner_of(key, forms)
+    part = key.removeprefix(f"{owner}.")
     group = forms[owner].group if owner in forms and part.startswith("first") else None
     sharing = [role for role, form in forms.items() if form.group and form.group in (group, owner)]
     return tuple(dict.fromkeys((owner, *sharing)))

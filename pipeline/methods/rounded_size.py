@@ -53,7 +53,7 @@ def overcounted(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str], 
     """
     excess = 0.0
     for key, (_, shape) in layer.tensors(roles).items():
-        role, _, part = key.partition(".")
+        role, _, part = key.rpartition(".")
         if part == "weight" and _is_counted(manifest, role, layer):
             continue
         own = layer.bits_of(key) / layer.bits / _share(manifest, layer.bits)

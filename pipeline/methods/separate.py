@@ -84,7 +84,7 @@ class SeparateMethod(MethodBase[E]):
         tensors: dict[str, Tensor] = {}
         report: dict[str, Any] = {}
         for key, weight in weights.items():
-            role, _, kind = key.partition(".")
+            role, _, kind = key.rpartition(".")
             rank = forms[role].rank if role in forms else None
             if kind != "weight" or rank is None:
                 tensors[key] = weight

@@ -27,6 +27,7 @@ FIRST, SECOND, ROWS, COEFFICIENTS = (
     "pivoted.rows.weight",
     "pivoted.coefficients.weight",
 )
+PARTS = (FIRST, SECOND, ROWS, COEFFICIENTS, "weight")  # the longest ends of keys first
 LEAST_GROUP = 16  # smaller ones would store more in scales than they save
 ERROR_ROWS = 512
 Reads = Mapping[str, str]  # role -> the point that its dense matrix reads: `LayerGeometry.reads`
@@ -197,7 +198,8 @@ def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
     """Return the matrices of a solution to round, first factors before those that read their outputs."""
     matrices = []
     for key in sorted(solution.tensors):
-        owner, _, part = key.partition(".")
+        part = next((part for part in PARTS if key.endswith(f".{part}")), "")
+        owner = key.removesuffix(f".{part}")
         shared = tuple(role for role, form in solution.forms.items() if form.group == owner)
         roles = shared if part in (ROWS, COEFFICIENTS) else (owner,)
         if not roles or any(role in skip for role in roles):

@@ -43,6 +43,7 @@ MODELLING_FILES = (
     "inputs_lamina.py",
     "latent_attention_lamina.py",
     "layers_lamina.py",
+    "mixture_lamina.py",
     "modeling_lamina.py",
     "processor_lamina.py",
     "rotary_lamina.py",

@@ -30,6 +30,16 @@ from .block_lamina import (
 )
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
+from .mixture_lamina import (
+    DEFAULTS,
+    LayerMixture,
+    block_modules,
+    check_mixture,
+    expert_blocks,
+    layer_modules,
+    mixture_of,
+    split_role,
+)
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
 LISTS = ("forms", "layer_types", "layer_sizes", "unused_tensors")
@@ -58,6 +68,7 @@ class LayersConfig(PreTrainedConfig):
         forms: for each layer, how each role is stored; a role without an entry is dense.
         layer_types: null means sliding everywhere if `sliding_window` is set, full otherwise.
         layer_sizes: empty, or for each layer the LAYER_FIELDS in which it differs from the model.
+        mixture: null, or the mixtures of experts of the layers, see `mixture_lamina`.
         core_format: layout in memory of Tucker cores that are stored sparse, "dense" or "csr". Each loading may choose.
         unused_tensors: stored tensors of the source that the model does not use.
         source_dtypes: dtypes of the source's factored tensors, by name, where they are not `dtype`; exports use them.
@@ -94,6 +105,7 @@ class LayersConfig(PreTrainedConfig):
     block: dict[str, Any] = field(default_factory=dict)
     forms: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     layer_sizes: list[dict[str, int]] = field(default_factory=list)
+    mixture: dict[str, Any] | None = None
     unused_tensors: list[str] = field(default_factory=list)
     source_dtypes: dict[str, str] = field(default_factory=dict)
 
@@ -106,21 +118,41 @@ class LayersConfig(PreTrainedConfig):
         self.layer_types = self.layer_types or [layer_type] * self.num_hidden_layers
         super().__post_init__(**kwargs)
         check_block(self.block)
+        if self.mixture is not None:
+            check_mixture(self.mixture, self.num_hidden_layers)
+            self.mixture = {**DEFAULTS, **self.mixture}
         _check_fields(self)
         _check_forms(self)
         if self.block["rotary"] is None:
             self.rope_parameters = None  # the base class filled in a default
 
-    def layer_shape(self, layer: int) -> LayerShape:
-        """Return the sizes and modules of a layer."""
+    def layer_mixture(self, layer: int) -> LayerMixture | None:
+        """Return the mixture of a layer; None for a layer with a dense MLP."""
+        return mixture_of(self.mixture, layer)
+
+    def layer_modules(self, layer: int) -> dict[str, str]:
+        """Map all roles of a layer to their module paths inside it."""
+        return layer_modules(self.block["modules"], self.mixture, layer)
+
+    def layer_shape(self, layer: int, block: str = "") -> LayerShape:
+        """Return the sizes and modules of a layer; `block` names an expert, whose roles are `gate`, `up` and `down`."""
         sizes = {name: getattr(self, name) for name in LAYER_FIELDS}
+        sizes |= self.layer_sizes[layer] if self.layer_sizes else {}
+        modules, biases = self.block["modules"], frozenset(self.block["biases"])
+        mixture = self.layer_mixture(layer)
+        if mixture is not None and self.mixture is not None:
+            modules = {role: path for role, path in modules.items() if role not in MLP_ROLES}
+            if block:
+                modules, biases = block_modules(self.mixture, block), frozenset()
+                sizes["intermediate_size"] = mixture.width_of(block)
         return LayerShape(
-            hidden_size=self.hidden_size,
-            **(sizes | self.layer_sizes[layer] if self.layer_sizes else sizes),
-            modules=self.block["modules"],
-            biases=frozenset(self.block["biases"]),
-            core_format=self.core_format,
+            hidden_size=self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format
         )
+
+    def mlp_blocks(self, layer: int) -> list[str]:
+        """Return the names of a layer's MLPs: the experts, or one without a name."""
+        mixture = self.layer_mixture(layer)
+        return [""] if mixture is None else [*expert_blocks(mixture)]
 
     def form_of(self, layer: int, role: str) -> tuple[Form, FormSpec]:
         """Return the form of a role in a layer, and its entry in `forms` (by default dense)."""
@@ -247,8 +279,8 @@ def _check_layer_sizes(config: LayersConfig) -> None:
 
 
 def _check_forms(config: LayersConfig) -> None:
-    modules = config.block["modules"]
     for layer_idx, forms in enumerate(config.forms):
+        modules = config.layer_modules(layer_idx)
         if not isinstance(forms, dict):
             raise ValueError(f"layer {layer_idx}: forms are an object with an entry for a role, not {forms!r}")
         for role, spec in forms.items():
@@ -256,34 +288,40 @@ def _check_forms(config: LayersConfig) -> None:
             if not isinstance(spec, dict):
                 raise ValueError(f"{where}: an object that says the form, not {spec!r}")
             form = FORMS.get(str(spec.get("form")))
-            shape = config.layer_shape(layer_idx)
             if role not in modules:
                 raise ValueError(f"{where}: block.modules has no such role")
+            block, local = split_role(role)
+            shape = config.layer_shape(layer_idx, block)
             if form is None:
                 raise ValueError(f"{where}: unknown form {spec.get('form')!r}, this version knows {', '.join(FORMS)}")
-            if role not in form.roles:
+            if local not in form.roles:
                 raise ValueError(f"{where}: {spec['form']} is for {', '.join(form.roles)}")
             if extra := {*spec} - {"form", *form.fields}:
                 raise ValueError(f"{where}: {spec['form']} has no {', '.join(sorted(extra))}")
-            if problem := form.problem(shape, role, spec):
+            if problem := form.problem(shape, local, spec):
                 raise ValueError(f"{where}: {spec['form']} {problem}")
-            for other, needed in form.partners(shape, role, spec).items():
+            for partner, needed in form.partners(shape, local, spec).items():
+                other = f"{block}.{partner}" if block else partner
                 if forms.get(other) != needed:
                     text = "the same" if needed == spec else needed
                     raise ValueError(f"{where}: {spec} needs {text} on {other}, which has {forms.get(other, 'none')}")
-        _check_widths(config, layer_idx)
+        _check_widths(config, layer_idx, "", "value heads of", "head_width", VALUE_ROLES)
+        for block in config.mlp_blocks(layer_idx):
+            _check_widths(config, layer_idx, block, "channels:", "inner_width", MLP_ROLES)
 
 
-def _check_widths(config: LayersConfig, layer_idx: int) -> None:
-    """Check that v and o agree on the width of a value head, and gate, up and down on the channels of the MLP."""
-    shape = config.layer_shape(layer_idx)
-    for what, method, roles in (("value heads of", "head_width", VALUE_ROLES), ("channels:", "inner_width", MLP_ROLES)):
-        present = [role for role in roles if role in shape.modules]
-        forms = {role: config.form_of(layer_idx, role) for role in present}
-        widths = {role: getattr(form, method)(shape, spec) for role, (form, spec) in forms.items()}
-        if len({*widths.values()}) > 1:
-            listed = ", ".join(f"{role} {width} ({forms[role][1]['form']})" for role, width in widths.items())
-            raise ValueError(f"layer {layer_idx}: different {what} {listed}")
+def _check_widths(
+    config: LayersConfig, layer_idx: int, block: str, what: str, method: str, roles: tuple[str, ...]
+) -> None:
+    """Check that v and o agree on the width of a value head, or gate, up and down on the channels of an MLP."""
+    shape = config.layer_shape(layer_idx, block)
+    present = {role: f"{block}.{role}" if block else role for role in roles if role in shape.modules}
+    forms = {role: config.form_of(layer_idx, full) for role, full in present.items()}
+    widths = {present[role]: getattr(form, method)(shape, spec) for role, (form, spec) in forms.items()}
+    if len({*widths.values()}) > 1:
+        stored = {present[role]: spec["form"] for role, (_, spec) in forms.items()}
+        listed = ", ".join(f"{role} {width} ({stored[role]})" for role, width in widths.items())
+        raise ValueError(f"layer {layer_idx}: different {what} {listed}")
 
 
 def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
@@ -295,7 +333,7 @@ def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
     """
     prefix, modules = in_base(config.block["layers"]), config.block["modules"]
     plan: dict[str, str] = {}
-    for roles in (QKVO_ROLES, MLP_ROLES):
+    for roles in (QKVO_ROLES, MLP_ROLES) if config.mixture is None else (QKVO_ROLES,):
         cuts: dict[str, str] = {}
         for role in (role for role in roles if role in modules):
             forms = (config.form_of(layer, role) for layer in range(config.num_hidden_layers))

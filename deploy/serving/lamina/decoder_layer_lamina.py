@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from .activation_lamina import activation
 from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path
 from .configuration_lamina import LayersConfig
+from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, split_role
 from .rotary_lamina import Angles, rotate
 
 
@@ -254,19 +255,23 @@ class DecoderLayer(_Roles, nn.Module):
 
     def __init__(self, config: LayersConfig, layer_idx: int) -> None:
         super().__init__()
-        modules: dict[str, str] = config.block["modules"]
-        shape = config.layer_shape(layer_idx)
+        modules = config.layer_modules(layer_idx)
         self.layer_type = config.layer_types[layer_idx]
         self.latent_keys = config.form_of(layer_idx, "k")[0].latent
         self.parallel = config.block["parallel"]
         self._names = {role: tuple(path.split(".")) for role, path in modules.items()}
         self._sources = {}
-        built: dict[str, nn.Module] = {path: _make_role(config, layer_idx, role) for role, path in modules.items()}
-        for role in LINEAR_ROLES:
-            form, spec = config.form_of(layer_idx, role)
-            if role in modules and (source := form.source(shape, role, spec)):
+        built: dict[str, nn.Module] = {
+            path: _make_role(config, layer_idx, role) for role, path in modules.items() if role != ROUTER_BIAS
+        }
+        for role in modules:
+            block, local = split_role(role)
+            if local not in LINEAR_ROLES:
+                continue
+            shape, (form, spec) = config.layer_shape(layer_idx, block), config.form_of(layer_idx, role)
+            if source := form.source(shape, local, spec):
                 self._sources[role] = (tuple(source.path.split(".")), source.args)
-                if source.path not in built and (shared := form.shared_module(shape, role, spec)) is not None:
+                if source.path not in built and (shared := form.shared_module(shape, local, spec)) is not None:
                     built[source.path] = shared
         attention = attention_path(modules)
         self._attention = tuple(attention.split("."))
@@ -277,6 +282,7 @@ class DecoderLayer(_Roles, nn.Module):
         for path, module in built.items():
             attach(self, path, module)
         self.act_fn = activation(config.hidden_act)
+        self._score_bias = _attach_score_bias(self, config, layer_idx) if ROUTER_BIAS in modules else None
 
     def role(self, role: str) -> nn.Module:
         """Return the module of a role ("q", "down", "input_norm", …). Raises KeyError if the block lacks it."""
@@ -307,25 +313,69 @@ class DecoderLayer(_Roles, nn.Module):
         )
         if self.parallel:
             normed = self._apply_role("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed
-            return attention + self._mlp(normed) + hidden_states  # type: ignore[no-any-return]
+            return attention + self._feed_forward(normed) + hidden_states  # type: ignore[no-any-return]
         hidden_states = hidden_states + attention
-        return hidden_states + self._mlp(self._apply_role("mlp_norm", hidden_states))
+        return hidden_states + self._feed_forward(self._apply_role("mlp_norm", hidden_states))
 
-    def _mlp(self, x_BTD: Tensor) -> Tensor:
+    def _feed_forward(self, x_BTD: Tensor) -> Tensor:
+        return self._mixture(x_BTD) if ROUTER in self._names else self._mlp(x_BTD)
+
+    def _mlp(self, x_BTD: Tensor, block: str = "", scale: Tensor | None = None) -> Tensor:
+        """Apply the dense MLP, or the expert of this name with its channels times `scale` (…, 1)."""
+        gate, up, down = (f"{block}.{role}" if block else role for role in ("gate", "up", "down"))
         memo: Memo = {}
-        inner_BTN = self._apply_role("up", x_BTD, self._source_output("up", x_BTD, memo))
-        if "gate" in self._names:
-            gate_BTN = self._apply_role("gate", x_BTD, self._source_output("gate", x_BTD, memo))
+        inner_BTN = self._apply_role(up, x_BTD, self._source_output(up, x_BTD, memo))
+        if gate in self._names:
+            gate_BTN = self._apply_role(gate, x_BTD, self._source_output(gate, x_BTD, memo))
             inner_BTN = self.act_fn(gate_BTN) * inner_BTN
         else:
             inner_BTN = self.act_fn(inner_BTN)
-        return self._apply_role("down", inner_BTN, self._source_output("down", inner_BTN, {}))
+        inner_BTN = inner_BTN if scale is None else inner_BTN * scale.to(inner_BTN.dtype)
+        return self._apply_role(down, inner_BTN, self._source_output(down, inner_BTN, {}))
+
+    def _mixture(self, x_BTD: Tensor) -> Tensor:
+        """Apply to each token its experts, in ascending order, and the shared one.
+
+        A token's weight scales the channels of an expert, so that the moment of these is that of the weighted channels.
+        """
+        x_TD = x_BTD.flatten(0, -2)
+        bias_E = None if self._score_bias is None else getattr(find(self, self._score_bias[:-1]), self._score_bias[-1])
+        weight_Tk, chosen_Tk = find(self, self._names[ROUTER])(x_TD, bias_E)
+        out_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+        for expert in chosen_Tk.unique().tolist():
+            token_t, place_t = (chosen_Tk == expert).nonzero(as_tuple=True)
+            expert_tD = self._mlp(x_TD[token_t], f"experts.{expert}", weight_Tk[token_t, place_t, None])
+            out_TD = out_TD.index_add(0, token_t, expert_tD.to(out_TD.dtype))
+        out_TD = out_TD.to(x_TD.dtype)
+        if f"{SHARED}.down" in self._names:
+            scale_T1 = self._apply_role(SHARED_GATE, x_TD).sigmoid() if SHARED_GATE in self._names else None
+            out_TD = out_TD + self._mlp(x_TD, SHARED, scale_T1)
+        return out_TD.view_as(x_BTD)
 
 
 def _make_role(config: LayersConfig, layer_idx: int, role: str) -> nn.Module:
     if role in ("q_norm", "k_norm"):
         return LaminaRMSNorm(config.layer_shape(layer_idx).head_dim, config.norm_eps, config.block["norm_offset"])
-    if role not in LINEAR_ROLES:
+    if role == ROUTER:
+        mixture, sizes = config.mixture, config.layer_mixture(layer_idx)
+        assert mixture is not None
+        assert sizes is not None
+        return Router(mixture, config.hidden_size, sizes)
+    if role == SHARED_GATE:
+        return nn.Linear(config.hidden_size, 1, bias=False)
+    block, local = split_role(role)
+    if local not in LINEAR_ROLES:
         return make_norm(config)
     form, spec = config.form_of(layer_idx, role)
-    return form.module(config.layer_shape(layer_idx), role, spec)
+    return form.module(config.layer_shape(layer_idx, block), local, spec)
+
+
+def _attach_score_bias(layer: nn.Module, config: LayersConfig, layer_idx: int) -> Names:
+    """Add the numbers (E) that move the choice of experts; return their path. They are float32 in every checkpoint."""
+    mixture, sizes = config.mixture, config.layer_mixture(layer_idx)
+    assert mixture is not None
+    assert sizes is not None
+    path = tuple(mixture["score_bias"].split("."))
+    parameter = nn.Parameter(torch.zeros(sizes.experts, dtype=torch.float32), requires_grad=False)
+    find(layer, path[:-1]).register_parameter(path[-1], parameter)
+    return path

@@ -1,0 +1,185 @@
+# mypy: allow-untyped-calls
+"""Mixtures of experts: their description in config.json, the router, and the roles of a layer that has one.
+
+The config's `mixture` holds what all layers share and, in `layers`, the sizes of each layer's mixture; null stands for a
+layer with a dense MLP. Roles of experts are `experts.3.gate`; those of an expert that every token passes `shared.gate`.
+
+D hidden, E experts of a layer, T tokens, k experts of a token, g groups of experts.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization
+
+from .block_lamina import MLP_ROLES
+
+ROUTER, ROUTER_BIAS, SHARED_GATE, SHARED = "router", "router_bias", "shared_gate", "shared"
+SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("max", "top2")
+# Fields of `mixture` and their defaults; those without one are required.
+DEFAULTS: dict[str, Any] = {
+    "shared": None,  # the path of the shared expert
+    "shared_gate": None,  # the path of the linear whose sigmoid scales the shared expert
+    "score": "softmax",
+    "float_logits": False,  # logits are computed in float32, not in the model's dtype
+    "score_bias": None,  # the path of numbers (E) that are added to the scores where experts are chosen
+    "renormalise": True,  # the weights of the chosen experts add up to 1, before `scale`
+    "scale": 1.0,
+    "groups": 1,
+    "top_groups": 1,  # experts are chosen from so many groups
+    "group_score": "max",  # a group counts by its best expert, or by the sum of its best two
+}
+REQUIRED = ("router", "experts", "modules", "layers")
+SIZES = ("experts", "width", "top_k")  # of a layer's mixture; and `shared_width` where it has a shared expert
+
+
+@dataclass(frozen=True)
+class LayerMixture:
+    """The mixture of one layer.
+
+    Attributes:
+        experts: how many; each has `width` channels, and a token passes `top_k` of them.
+        shared_width: the channels of the shared expert; 0 without one.
+    """
+
+    experts: int
+    width: int
+    top_k: int
+    shared_width: int = 0
+
+    def width_of(self, block: str) -> int:
+        """Return the channels of an expert, or of the shared one, by the name of its block."""
+        return self.shared_width if block == SHARED else self.width
+
+
+def split_role(role: str) -> tuple[str, str]:
+    """Return the block and the rest of a role: `experts.3.gate` → (`experts.3`, `gate`); the block of others is ""."""
+    block, _, local = role.rpartition(".")
+    return block, local
+
+
+def mixture_of(mixture: Mapping[str, Any] | None, layer: int) -> LayerMixture | None:
+    """Return the mixture of a layer; None for a layer with a dense MLP."""
+    sizes = None if mixture is None else mixture["layers"][layer]
+    return None if sizes is None else LayerMixture(**sizes)
+
+
+def expert_blocks(sizes: LayerMixture) -> Iterator[str]:
+    """Yield the names of the experts' blocks, the shared one last."""
+    yield from (f"experts.{expert}" for expert in range(sizes.experts))
+    if sizes.shared_width:
+        yield SHARED
+
+
+def layer_modules(modules: Mapping[str, str], mixture: Mapping[str, Any] | None, layer: int) -> dict[str, str]:
+    """Map the roles of a layer to their module paths; `modules`: those of a layer with a dense MLP."""
+    sizes = mixture_of(mixture, layer)
+    if mixture is None or sizes is None:
+        return dict(modules)
+    paths = {role: path for role, path in modules.items() if role not in MLP_ROLES}
+    paths[ROUTER] = mixture["router"]
+    if mixture["score_bias"]:
+        paths[ROUTER_BIAS] = mixture["score_bias"].rpartition(".")[0]
+    for block in expert_blocks(sizes):
+        paths |= {f"{block}.{role}": path for role, path in block_modules(mixture, block).items()}
+    if sizes.shared_width and mixture["shared_gate"]:
+        paths[SHARED_GATE] = mixture["shared_gate"]
+    return paths
+
+
+def block_modules(mixture: Mapping[str, Any], block: str) -> dict[str, str]:
+    """Map `gate`, `up` and `down` of one expert, or of the shared one, to their module paths inside the layer."""
+    parent = mixture["shared"] if block == SHARED else f"{mixture['experts']}.{block.rpartition('.')[2]}"
+    names = mixture["modules"] if block != SHARED else mixture.get("shared_modules", mixture["modules"])
+    return {role: f"{parent}.{name}" for role, name in names.items()}
+
+
+def check_mixture(mixture: Mapping[str, Any], layers: int) -> None:
+    """Raise ValueError, naming the fault, unless `mixture` describes layers that can be built."""
+    if missing := [name for name in REQUIRED if name not in mixture]:
+        raise ValueError(f"mixture lacks {', '.join(missing)}")
+    if unknown := sorted({*mixture} - {*REQUIRED, *DEFAULTS, "shared_modules"}):
+        raise ValueError(f"mixture has unknown {', '.join(unknown)}; a newer lamina may know it")
+    if {*mixture["modules"]} != {*MLP_ROLES}:
+        raise ValueError(f"mixture.modules has {sorted(mixture['modules'])}, needed are {', '.join(MLP_ROLES)}")
+    for name, allowed in (("score", SCORES), ("group_score", GROUP_SCORES)):
+        if mixture.get(name, DEFAULTS[name]) not in allowed:
+            raise ValueError(f"mixture.{name} is {mixture[name]!r}, allowed are {', '.join(allowed)}")
+    if not isinstance(mixture["layers"], list) or len(mixture["layers"]) != layers:
+        raise ValueError(f"mixture.layers is no list of {layers} entries")
+    for layer, sizes in enumerate(mixture["layers"]):
+        if problem := _problem(mixture, sizes):
+            raise ValueError(f"mixture.layers: layer {layer} {problem}")
+
+
+def _problem(mixture: Mapping[str, Any], sizes: Any) -> str | None:
+    """Describe the first fault in the sizes of a layer's mixture; None if there is none."""
+    if sizes is None:
+        return None
+    if not isinstance(sizes, dict) or not {*SIZES} <= {*sizes} <= {*SIZES, "shared_width"}:
+        return f"is {sizes!r}, needed are {', '.join(SIZES)}, and shared_width with a shared expert"
+    if bad := [name for name, size in sizes.items() if type(size) is not int or size < (name != "shared_width")]:
+        return f"has {bad[0]} {sizes[bad[0]]!r}, which is no whole number from {int(bad[0] != 'shared_width')}"
+    if sizes.get("shared_width", 0) and not mixture.get("shared"):
+        return "has a shared expert, for which mixture.shared gives no path"
+    experts, groups = sizes["experts"], mixture.get("groups", 1)
+    top_groups = mixture.get("top_groups", 1)
+    if not 1 <= top_groups <= groups or experts % groups:
+        return f"has {experts} experts in {groups} groups, of which {top_groups} are chosen"
+    if groups > 1 and mixture.get("group_score") == "top2" and experts // groups < 2:
+        return f"has {experts // groups} experts in each of {groups} groups, which are ranked by their best two"
+    if sizes["top_k"] > experts // groups * top_groups:
+        return f"chooses {sizes['top_k']} of {experts // groups * top_groups} experts"
+    return None
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token: `weight` (E, D)."""
+
+    def __init__(self, mixture: Mapping[str, Any], hidden: int, sizes: LayerMixture) -> None:
+        super().__init__()
+        self.score, self.top_k = mixture["score"], sizes.top_k
+        self.groups, self.top_groups = mixture["groups"], mixture["top_groups"]
+        self.group_size = sizes.experts // self.groups
+        self.by_best_two = mixture["group_score"] == "top2"
+        self.renormalise, self.scale = mixture["renormalise"], mixture["scale"]
+        self.float_logits = mixture["float_logits"]
+        self.weight = nn.Parameter(torch.empty(sizes.experts, hidden))
+
+    def initialise_(self, std: float) -> None:
+        """Fill the parameters at random."""
+        for parameter in self.parameters(recurse=False):
+            initialization.normal_(parameter, std=std)
+
+    def forward(self, x_TD: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights (T, k), at least float32, and the numbers (T, k) of each token's experts."""
+        scores_TE = self.scores(x_TD)
+        chosen_Tk = self.choose(scores_TE.detach(), bias_E)
+        weight_Tk = scores_TE.gather(1, chosen_Tk)
+        if self.renormalise:
+            total_T1 = weight_Tk.sum(dim=-1, keepdim=True)
+            weight_Tk = weight_Tk / (total_T1 if self.score == "softmax" else total_T1 + 1e-20)
+        return weight_Tk * self.scale, chosen_Tk
+
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """Return the score of every expert (T, E), at least float32."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        inner = wide if self.float_logits else x_TD.dtype
+        logits_TE = nn.functional.linear(x_TD.to(inner), self.weight.to(inner)).to(wide)
+        return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(dim=-1)
+
+    def choose(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        """Return the numbers of the experts that tokens with these scores pass, (T, k)."""
+        ranking_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        if self.groups > 1:
+            by_group_Tgs = ranking_TE.unflatten(1, (self.groups, self.group_size))
+            best_Tg = by_group_Tgs.topk(2, dim=-1)[0].sum(-1) if self.by_best_two else by_group_Tgs.amax(dim=-1)
+            kept_Tg = torch.zeros_like(best_Tg, dtype=torch.bool)
+            kept_Tg.scatter_(1, best_Tg.topk(self.top_groups, dim=-1)[1], True)
+            lowest = float("-inf") if self.score == "sigmoid" else 0.0
+            ranking_TE = by_group_Tgs.masked_fill(~kept_Tg[..., None], lowest).flatten(1)
+        return ranking_TE.topk(self.top_k, dim=-1)[1]

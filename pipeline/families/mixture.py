@@ -1,0 +1,95 @@
+"""Families with mixtures of experts as data, between a source's config and the standard one.
+
+The standard config's `mixture` is that of a Lamina checkpoint: `lamina.mixture_lamina` lists its keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from lamina.mixture_lamina import DEFAULTS, check_mixture
+from manifests.errors import InputError
+
+EVERY_LAYER, SPARSE_STEP, FIRST_DENSE = "", "mlp_only_layers", "first_k_dense_replace"
+ROUTING = {  # of a family without them
+    "output_router_logits": "what a call returns",
+    "router_aux_loss_coef": "training alone",
+    "router_jitter_noise": "training alone",
+}
+
+
+@dataclass(frozen=True)
+class MixtureFamily:
+    """The mixtures of one family.
+
+    Attributes:
+        paths: `router`, `experts`, `modules` and, where there are any, `score_bias`, `shared` and `shared_gate`.
+        sizes: `experts`, `width` and `top_k` -> the source's field.
+        shared: the source's fields whose product is the width of the shared expert.
+        routing: a key of `mixture` -> its value; `fields`: a key -> the source's field that holds it.
+        dense_layers: the source's field that says which layers have a dense MLP; empty where none has.
+    """
+
+    paths: Mapping[str, Any]
+    sizes: Mapping[str, str]
+    shared: tuple[str, ...] = ()
+    routing: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    dense_layers: str = EVERY_LAYER
+
+    @property
+    def own_fields(self) -> tuple[str, ...]:
+        """Return the source's fields that the mixture holds."""
+        layers = {EVERY_LAYER: (), SPARSE_STEP: (SPARSE_STEP, "decoder_sparse_step"), FIRST_DENSE: (FIRST_DENSE,)}
+        names = (*self.sizes.values(), *self.shared, *self.fields.values(), *layers[self.dense_layers])
+        return tuple(dict.fromkeys(names))
+
+    def standard(self, source: PreTrainedConfig) -> dict[str, Any]:
+        """Return the standard `mixture` of a source's config. Raises InputError for one that cannot be built."""
+        sizes = {name: getattr(source, own) for name, own in self.sizes.items()}
+        if self.shared:
+            sizes["shared_width"] = math.prod(getattr(source, own) or 0 for own in self.shared)
+        routing = {name: getattr(source, own) for name, own in self.fields.items()}
+        routing |= {name: 1 for name in ("groups", "top_groups") if routing.get(name, 1) is None}
+        layers = [dict(sizes) if self._is_mixture(source, layer) else None for layer in range(source.num_hidden_layers)]
+        mixture = {**DEFAULTS, **self.paths, **self.routing, **routing, "layers": layers}
+        try:
+            check_mixture(mixture, source.num_hidden_layers)
+        except ValueError as error:
+            raise InputError(f"config.json: {error}") from error
+        return mixture
+
+    def _is_mixture(self, source: PreTrainedConfig, layer: int) -> bool:
+        if self.dense_layers == FIRST_DENSE:
+            return bool(layer >= source.first_k_dense_replace)
+        if self.dense_layers == SPARSE_STEP:
+            return layer not in source.mlp_only_layers and (layer + 1) % source.decoder_sparse_step == 0
+        return True
+
+    def source_fields(self, mixture: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the source's fields of a standard mixture. Raises InputError where its layers differ."""
+        layers = mixture["layers"]
+        each = [sizes for sizes in layers if sizes is not None]
+        if any(sizes != each[0] for sizes in each):
+            raise InputError("the mixtures of this model's layers differ in size; a dense model of them is not written")
+        sizes = each[0] if each else dict.fromkeys((*self.sizes, "shared_width"), 1)
+        fields = {own: sizes[name] for name, own in self.sizes.items()}
+        if self.shared:
+            count = self.shared[-1]
+            known = math.prod(fields[own] for own in self.shared[:-1])
+            if sizes["shared_width"] % known:
+                raise InputError(f"a shared expert of {sizes['shared_width']} channels is no multiple of {known}")
+            fields[count] = sizes["shared_width"] // known
+        fields |= {own: mixture[name] for name, own in self.fields.items()}
+        return fields | self._dense_fields(layers)
+
+    def _dense_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
+        dense = [layer for layer, sizes in enumerate(layers) if sizes is None]
+        if self.dense_layers == FIRST_DENSE:
+            return {FIRST_DENSE: len(dense)}
+        return {SPARSE_STEP: dense, "decoder_sparse_step": 1} if self.dense_layers == SPARSE_STEP else {}
