@@ -15,14 +15,20 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from deploy.quickstart.text import story_text
@@ -35,6 +41,12 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "opt": (OPTConfig, OPTForCausalLM),
     "gptj": (GPTJConfig, GPTJForCausalLM),
 }
+MIXTURES: dict[str, tuple[Any, Any]] = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+CLASSES = FAMILIES | MIXTURES
 GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size / heads, three layers
     "vocab_size": 320,
     "hidden_size": 48,
@@ -55,6 +67,14 @@ OWN_NAMES: dict[str, dict[str, Any]] = {  # of families whose configs call the s
     "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "do_layer_norm_before": True, "dropout": 0.0},
     "gptj": {"n_inner": 80, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
+EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six experts, of which a token passes two
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "qwen2_moe": {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+        "mlp_only_layers": [0], "head_dim": 12,
+    },
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+}  # fmt: skip
 COMMON_NAMES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
     "bos_token_id", "eos_token_id", "pad_token_id",
@@ -65,7 +85,7 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """The config of a small model of a family; `overrides` go to it."""
     own = OWN_NAMES.get(family)
     sizes = GEOMETRY if own is None else {**{name: GEOMETRY[name] for name in COMMON_NAMES}, **own}
-    config: PreTrainedConfig = FAMILIES[family][0](**{**sizes, **overrides})
+    config: PreTrainedConfig = CLASSES[family][0](**{**sizes, **EXPERTS.get(family, {}), **overrides})
     return config
 
 
@@ -84,7 +104,7 @@ def make_model(
     """
     directory = Path(directory)
     config = make_config(family, **overrides)
-    model: Any = randomise_(FAMILIES[family][1](config), seed)
+    model: Any = randomise_(CLASSES[family][1](config), seed)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(config.vocab_size).save_pretrained(directory)
     return directory

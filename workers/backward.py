@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -119,7 +119,8 @@ class BackwardPass:
         block = self.layers.differentiable_block(layer)
         for sample in range(inputs.shape[0]):
             hidden_SD = inputs.read(sample, sample + 1)[0, :tokens].to(self.layers.device)
-            with self.computing():
+            choosing_grids = tokens is not None
+            with self.computing(), block.block.every_expert() if choosing_grids else nullcontext():
                 gradient_SD = _pull_back(block, hidden_SD, partial(gradient_of, sample), unit.moments, take)
             yield gradient_SD
 

@@ -126,6 +126,8 @@ class _PassSums:
             norms_G = sample_square_norms(values[0], moment.heads, moment.groups, moment.diagonal)
             self.norms.setdefault(moment, []).append(norms_G)
         waiting = self.waiting.setdefault(moment, [])
+        if not values[0].numel():
+            return
         waiting.append(tuple(each.detach().reshape(-1, each.shape[-1]) for each in values))
         self.tokens[moment] = self.tokens.get(moment, 0) + len(waiting[-1][0])
         if sum(len(rows[0]) for rows in waiting) >= product_tokens(moment.heads, moment.groups):
@@ -206,7 +208,7 @@ class Squares:
 
     def see(self, moment: Moment, values: Tensor) -> None:
         """Choose the grid of a moment, unless an earlier micro-batch with other values than zeros did."""
-        if moment in self.by_moment and moment not in self.silent:
+        if (moment in self.by_moment and moment not in self.silent) or not values.numel():
             return
         heads_of_a_group = moment.heads // moment.groups
         rows = values.numel() // values.shape[-1] * heads_of_a_group

@@ -67,6 +67,15 @@ class TappedLayer:
             raise NumericsError(self._blame(hidden_BSD))
         return result_BSD if output else None
 
+    @contextmanager
+    def every_expert(self) -> Iterator[None]:
+        """Within this context, taps see values of every expert, whichever tokens the router sends to it."""
+        self.module.every_expert = True
+        try:
+            yield
+        finally:
+            self.module.every_expert = False
+
     def angles(self, hidden_BSD: Tensor) -> Angles | None:
         """Return cos and sin of the rotations of whole samples; None for a family without rotation."""
         positions_1S = torch.arange(hidden_BSD.shape[1], device=hidden_BSD.device).unsqueeze(0)

@@ -265,7 +265,7 @@ class Worker:
         else:
             inputs, block = self._inputs(forward), self._block(forward)
             hidden_BSD = inputs.read(0, 1)[:, :GRID_TOKENS].to(self.device)
-            with self._computing():
+            with self._computing(), block.every_expert():
                 tapped(self.layers, block, squares.taps(forward))(hidden_BSD, False)
         return ChooseGridsDone(
             {moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids(forward).items()}

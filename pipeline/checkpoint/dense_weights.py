@@ -36,6 +36,11 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
         for norm in geometry.norms
         for name, tensor in layer.role(norm.role).state_dict().items()
     }
+    weights |= {
+        f"{each.role}.{name}": layer.role(each.role).get_parameter(name)
+        for each in geometry.copied
+        for name, _ in each.shapes
+    }
     matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}
     for role in (*block.roles[:-1], *(role for mlp in geometry.mlps for role in mlp.roles)):

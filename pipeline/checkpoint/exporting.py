@@ -70,8 +70,8 @@ def _write(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     geometry, dtype_of = geometry_of(config), partial(source_dtype, tensors=checkpoint.tensors, config=config)
-    width = config["intermediate_size"] if target == "dense" else mlp_widths(LayersConfig(**config))[0]
-    exported_config = written_config(config, width)
+    one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" else None
+    exported_config = written_config(config, one_width or config["intermediate_size"])
     reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
     packed = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
@@ -82,7 +82,7 @@ def _write(
         module = reader.block(layer.index, None).module
         weights = dense_weights(module, layer, coarsest(layer, dtype_of))
         for block in layer.mlps:
-            weights = pad_mlp(weights, block, width)
+            weights = pad_mlp(weights, block, one_width or block.width)
         names = {key: name for key, (name, _) in layer.tensors().items()}
         tensors = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
         for path in map(layer.path, whole_roles(config, layer)):

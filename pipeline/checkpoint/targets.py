@@ -34,7 +34,9 @@ def export_faults(config: Mapping[str, Any], target: Target) -> list[str]:
     if target == "gguf":
         return gguf_faults(described) + faults
     width = config["intermediate_size"]
-    if target == "stock":
+    if target == "stock" and described.mixture:
+        faults.append("mixtures of experts have channels and ranks of their own in every expert")
+    elif target == "stock":
         widths = mlp_widths(described)
         width = widths[0]
         faults += _width_faults(config, widths)
@@ -132,6 +134,10 @@ def _rope(described: LayersConfig) -> str | None:
     return _unless_known("rope_type {}", (described.rope_parameters or {}).get("rope_type"), ROPE_TYPES)
 
 
+def _mixture(described: LayersConfig) -> str | None:
+    return "mixtures of experts" if described.mixture else None
+
+
 def _dtype(described: LayersConfig) -> str | None:
     return _unless_known("numbers of {}", str(described.dtype).removeprefix("torch."), DTYPES)
 
@@ -148,6 +154,7 @@ FIELDS: Mapping[str, Rule] = {
     ),
     "hidden_act": _activation,
     "layer_sizes": _layer_sizes,
+    "mixture": _mixture,
     "layer_types": _layer_types,
     "sliding_window": _harmless,  # see layer_types
     "rope_parameters": _rope,

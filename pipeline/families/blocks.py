@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
 
 STREAM_POINTS = ("mid", "out")
+ONLY_BLOCKS = ("attention", "mlp")  # the names of blocks that are the only ones of their kind in a layer
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,9 @@ class Block:
 
     @property
     def by_input(self) -> dict[str, tuple[Matrix, ...]]:
-        """Group the matrices by the point that they read: name of the group → matrices."""
-        return {self.reader_group: self.readers, self.writer_group: (self.writer,)}
+        """Group the matrices by the point that they read: name of the group, unique in the layer → matrices."""
+        prefix = "" if self.name in ONLY_BLOCKS else f"{self.name}."
+        return {prefix + self.reader_group: self.readers, prefix + self.writer_group: (self.writer,)}
 
 
 @dataclass(frozen=True)

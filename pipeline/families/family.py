@@ -171,7 +171,9 @@ class LayerGeometry:
         """Return the role and the side, `in` or `out`, at which a forward pass sees the values of a point."""
         readers = {block.input: block.readers[0].role for block in self.blocks}
         if point in readers:
-            copied = (each.role for each in self.copied if each.reads == point)  # a router sees all tokens, experts some
+            copied = (
+                each.role for each in self.copied if each.reads == point
+            )  # a router sees all tokens, experts some
             return next(copied, readers[point]), "in"
         role, _, side = point.rpartition(".")
         return role, side
@@ -194,8 +196,9 @@ class LayerGeometry:
             part = key.removeprefix(f"{role}.")
             if part != key and not part.startswith("pivoted."):
                 return f"{self.path(role)}.{part}"
-        group, _, part = key.partition(".")
-        return f"{self.group_path(roles, group)}.{part}"
+        block = self.block_of(roles[0]).name
+        group = block if key.startswith(f"{block}.") else key.partition(".")[0]
+        return f"{self.group_path(roles, group)}.{key.removeprefix(f'{group}.')}"
 
     def tensors(self, roles: Collection[str] | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Map `role.weight` and `role.bias`, of all or some roles, to tensor name in the checkpoint and shape."""

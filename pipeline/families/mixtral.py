@@ -16,5 +16,5 @@ FAMILY = Family(
         },
         sizes={"experts": "num_local_experts", "width": "intermediate_size", "top_k": "num_experts_per_tok"},
     ),
-    unread={"attention_dropout": TRAINING, **ROUTING},
+    unread={"attention_dropout": TRAINING, "router_jitter_noise": TRAINING, **ROUTING},
 )

@@ -19,7 +19,6 @@ EVERY_LAYER, SPARSE_STEP, FIRST_DENSE = "", "mlp_only_layers", "first_k_dense_re
 ROUTING = {  # of a family without them
     "output_router_logits": "what a call returns",
     "router_aux_loss_coef": "training alone",
-    "router_jitter_noise": "training alone",
 }
 
 
@@ -92,4 +91,9 @@ class MixtureFamily:
         dense = [layer for layer, sizes in enumerate(layers) if sizes is None]
         if self.dense_layers == FIRST_DENSE:
             return {FIRST_DENSE: len(dense)}
-        return {SPARSE_STEP: dense, "decoder_sparse_step": 1} if self.dense_layers == SPARSE_STEP else {}
+        if self.dense_layers == EVERY_LAYER:
+            return {}
+        for step in range(1, len(layers) + 1):
+            if dense == [layer for layer in range(len(layers)) if (layer + 1) % step]:
+                return {SPARSE_STEP: [], "decoder_sparse_step": step}
+        return {SPARSE_STEP: dense, "decoder_sparse_step": 1}

@@ -29,7 +29,8 @@ from pipeline.families.config_fields import (
 from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gptj, mixtral, qwen2_moe, qwen3_moe)
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, mistral, qwen2, qwen3, opt, gptj, mixtral, qwen2_moe, qwen3_moe)
 }
 POSITIVE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",

@@ -13,12 +13,14 @@ from lamina.block_lamina import BLOCK_DEFAULTS, DEFAULT_BLOCK
 from manifests.errors import InputError
 from pipeline.checkpoint.targets import BLOCK, FIELDS, export_faults
 from pipeline.families import registry
-from pipeline.families.config_fields import fixed_fields, kept_fields, listed_fields, unread_fields
+from pipeline.families.config_fields import config_class, fixed_fields, kept_fields, listed_fields, unread_fields
 from pipeline.families.registry import FAMILIES, checkpoint_config, standard_config
 from pipeline.families.source_config import source_config
 from tests.families.test_registry import GPTJ, OPT, SMALL
 
-SIZES = {"opt": OPT, "gptj": GPTJ}
+MIXTURE = {**SMALL, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTRAL = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
+SIZES = {"opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE}
 TOKENS = {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 7}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -39,6 +41,10 @@ WINDOWS: dict[str, Any] = {
     "max_window_layers": {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 6},
     "layer_types": {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True,
+    "mlp_only_layers": [1], "decoder_sparse_step": 2,
+}  # fmt: skip
 # Family → field → another value than SMALL's, or all the fields that it needs beside it.
 ODD: dict[str, dict[str, Any]] = {
     "llama": {**GATED, "attention_bias": True, "mlp_bias": True},
@@ -55,16 +61,21 @@ ODD: dict[str, dict[str, Any]] = {
         "activation_function": "relu", "layer_norm_epsilon": 0.5, "initializer_range": 0.3, "tie_word_embeddings": True,
         **TOKENS,
     },
+    "mixtral": {**GATED, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 3},
+    "qwen2_moe": {**GATED, **EXPERTS, "qkv_bias": False, "shared_expert_intermediate_size": 20},
+    "qwen3_moe": {**GATED, **EXPERTS, "attention_bias": True},
 }  # fmt: skip
 OTHER: dict[str, Any] = {
     "is_encoder_decoder": True, "layer_types": SLIDING, "do_layer_norm_before": False, "_remove_final_layer_norm": True,
-    "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24,
+    "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24, "use_sliding_window": True,
 }  # fmt: skip
 UNREAD: dict[str, Any] = {
     "transformers_version": "4.0", "architectures": ["XForCausalLM"], "dtype": "float16", "output_hidden_states": True,
     "return_dict": False, "use_cache": False, "chunk_size_feed_forward": 4, "id2label": {0: "a"}, "label2id": {"a": 0},
     "problem_type": "regression", "attention_dropout": 0.5, "pretraining_tp": 2, "dropout": 0.5, "layerdrop": 0.5,
-    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5,
+    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "output_router_logits": True, "sliding_window": 3,
+    "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5, "max_window_layers": 1,
+    "layer_types": SLIDING,
 }  # fmt: skip
 
 
@@ -81,7 +92,8 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     assert not fixed & unread
     assert set(listed_fields(value)) <= kept | fixed | unread, "a field that pipeline.families does not name"
     others = (kept | fixed | unread) - set(listed_fields(value))
-    assert others == {"qwen2": {"head_dim"}, "mistral": {"layer_types"}}.get(family, set())
+    unlisted = {"mistral": {"layer_types"}, **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3_moe"), {"head_dim"})}
+    assert others == unlisted.get(family, set())
     assert set(ODD[family]) == kept
     assert fixed <= set(OTHER)
     assert unread <= set(UNREAD)
@@ -95,7 +107,8 @@ def test_a_kept_field_is_read_and_written_back(family: str, name: str) -> None:
     held = kept_fields(FAMILIES[family])[name]
     assert standard[held] != usual[held]
     written = source_config(standard, "float32")
-    assert {field: written[field] for field in fields} == fields
+    names = config_class(FAMILIES[family]).attribute_map
+    assert {field: written[names.get(field, field)] for field in fields} == fields
     assert {**standard_config(written), "forms": []} == {**standard, "forms": []}
 
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from .activation_lamina import activation
 from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path
 from .configuration_lamina import LayersConfig
-from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, split_role
+from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, passing, split_role
 from .rotary_lamina import Angles, rotate
 
 
@@ -252,6 +252,7 @@ class DecoderLayer(_Roles, nn.Module):
     """
 
     attention_class: type[SelfAttention] = SelfAttention  # replaced in transformers' model and in engines
+    every_expert = False  # every token also passes all experts, which changes no output: hooks see values of each
 
     def __init__(self, config: LayersConfig, layer_idx: int) -> None:
         super().__init__()
@@ -342,8 +343,12 @@ class DecoderLayer(_Roles, nn.Module):
         bias_E = None if self._score_bias is None else getattr(find(self, self._score_bias[:-1]), self._score_bias[-1])
         weight_Tk, chosen_Tk = find(self, self._names[ROUTER])(x_TD, bias_E)
         out_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
-        for expert in chosen_Tk.unique().tolist():
-            token_t, place_t = (chosen_Tk == expert).nonzero(as_tuple=True)
+        if self.every_expert:
+            weight_T1 = weight_Tk.mean(dim=-1, keepdim=True)
+            for expert in range(len(cast(nn.Linear, find(self, self._names[ROUTER])).weight)):
+                expert_TD = self._mlp(x_TD, f"experts.{expert}", weight_T1)
+                out_TD = out_TD + (expert_TD - expert_TD.detach())
+        for expert, token_t, place_t in passing(chosen_Tk):
             expert_tD = self._mlp(x_TD[token_t], f"experts.{expert}", weight_Tk[token_t, place_t, None])
             out_TD = out_TD.index_add(0, token_t, expert_tD.to(out_TD.dtype))
         out_TD = out_TD.to(x_TD.dtype)

@@ -183,3 +183,16 @@ class Router(nn.Module):
             lowest = float("-inf") if self.score == "sigmoid" else 0.0
             ranking_TE = by_group_Tgs.masked_fill(~kept_Tg[..., None], lowest).flatten(1)
         return ranking_TE.topk(self.top_k, dim=-1)[1]
+
+
+def passing(chosen_Tk: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that tokens pass, ascending; these tokens, ascending; and the place of the expert among theirs.
+
+    On the meta device, where nothing is chosen, all tokens pass the first k experts.
+    """
+    if chosen_Tk.is_meta:
+        token_T = torch.arange(len(chosen_Tk), device=chosen_Tk.device)
+        yield from ((place, token_T, torch.full_like(token_T, place)) for place in range(chosen_Tk.shape[1]))
+        return
+    for expert in chosen_Tk.unique().tolist():
+        yield expert, *(chosen_Tk == expert).nonzero(as_tuple=True)

@@ -74,6 +74,8 @@ class LossAwareMethod(MethodBase[LossAware]):
         """Claim groups `query_key` (q, k), `attention` (v, o) and the MLP of every chosen layer."""
         groups: list[Group] = []
         for layer in self.chosen_layers(geometry):
+            if self._corrects and len(layer.mlps) > 1:
+                raise ValueError(f"layer {layer.index} is a mixture of experts, which `correct: output` does not know")
             block = layer.attention
             for name, matrices in {QUERY_KEY: block.query_key, ATTENTION: block.value_output}.items():
                 if getattr(self.entry, name):

@@ -1,0 +1,193 @@
+"""Whole jobs on mixtures of experts: every method, killed and resumed, few tokens, wrong checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests import factories
+from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.sources import make_source
+from tests.end_to_end.test_methods import decodes_as_it_prefills
+
+inline = pytest.mark.usefixtures("inline")
+MakeJob = Callable[..., Job]
+FAMILIES = tuple(factories.MIXTURES)
+DENSE = {"calibration.propagate": "dense"}
+EXPERTS_ALONE = {"method": "loss_aware", "attention": False, "query_key": False}
+ENTRIES: dict[str, list[dict[str, Any]]] = {
+    "loss-aware": [{"method": "loss_aware"}],
+    "flat": [{"method": "flat_llm"}],
+    "flat-by-loss": [{"method": "flat_llm", "allocation": "loss"}],
+    "joint": [{"method": "joint_rank_k", "query_key": "none", "mlp": True}],
+    "lestd": [{"method": "lestd", "target": "mlp"}],
+    "svd-llm": [{"method": "svd_llm"}],
+    "magnitude": [{"method": "magnitude"}],
+}
+FULL = ("loss_aware", "flat_llm", "svd", "svd_llm", "magnitude")
+
+
+@inline
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [(name, family) for i, name in enumerate(ENTRIES) for j, family in enumerate(FAMILIES) if (i + j) % 3 == 0],
+)
+def test_a_method_on_a_mixture(name: str, family: str, tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", family, layers=2)
+    changes: dict[str, Any] = {"quantize": {"bits": 8, "group": None}} if name == "flat" else {}
+    changes |= DENSE if "loss" in name else {}
+    made = job(source, methods=ENTRIES[name], **changes)
+    made.run().json  # noqa: B018 - asserts the exit code
+    assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
+    decodes_as_it_prefills(load(made.output), source)
+    untouched = [name for name in read_tensors(source) if "mlp.gate." in name or "sparse_moe.gate." in name]
+    assert untouched
+    before, after = read_tensors(source), read_tensors(made.output)
+    assert all(torch.equal(before[name], after[name]) for name in untouched), "a router is never changed"
+
+
+@inline
+@pytest.mark.parametrize(("method", "family"), list(zip(FULL, (*FAMILIES, *FAMILIES), strict=False)))
+def test_full_rank_is_the_source(method: str, family: str, tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, methods=[{"method": method, "keep": 1.0}], budget=None, **DENSE)
+    made.run().json  # noqa: B018 - asserts the exit code
+    ids_BT = some_tokens(300)
+    assert relative_error(logits_of(load(made.output), ids_BT), logits_of(load(source), ids_BT)) < 1e-5
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_the_number_of_workers_changes_no_byte(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "qwen2_moe", layers=2)
+    one, two = (job(source, methods=[{"method": "loss_aware"}], **DENSE, **{"workers.max": n}) for n in (1, 2))
+    assert one.run().code == two.run().code == 0
+    assert file_digests(one.output) == file_digests(two.output)
+
+
+@inline
+def test_kills_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
+    whole, killed = (job(source, methods=[{"method": "loss_aware"}], **DENSE) for _ in range(2))
+    assert whole.run().code == 0
+    expected, runs = file_digests(whole.output), 0
+    while True:
+        child = Child("run", [str(killed.manifest)], killed.root / "log", Hook("commit", nth=4, after=runs % 2 == 1))
+        runs += 1
+        if (code := child.end()) == 0:
+            break
+        assert code == -signal.SIGKILL, child.said
+    assert runs > 2
+    assert file_digests(killed.output) == expected
+
+
+def one_sided(directory: Path, family: str = "qwen3_moe", **sizes: Any) -> Path:
+    """A mixture whose router gives all experts one score, so that every token passes the same two."""
+    source = make_source(directory, family, layers=2, **sizes)
+    for shard in source.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in tensors:
+            if name.endswith("mlp.gate.weight"):
+                tensors[name] = torch.zeros_like(tensors[name])
+        save_file(tensors, shard, metadata={"format": "pt"})
+    return source
+
+
+@inline
+def test_an_expert_without_tokens_stays_dense_and_is_named(tmp_path: Path, job: MakeJob) -> None:
+    source = one_sided(tmp_path / "source")
+    made = job(source, methods=[EXPERTS_ALONE], **DENSE, **{"budget.keep": 0.8})
+    made.run().json  # noqa: B018 - asserts the exit code
+    written = json.loads((made.output / "config.json").read_text())
+    assert str(made.ledger("layer/00000")).count("'unseen'") == 4
+    dense = [role for role in (f"experts.{expert}.down" for expert in range(6)) if role not in written["forms"][0]]
+    assert len(dense) >= 4
+    before, after = read_tensors(source), read_tensors(made.output)
+    for role in dense:
+        name = f"model.layers.0.mlp.{role}_proj.weight"
+        assert torch.equal(before[name], after[name])
+
+
+@inline
+def test_a_dense_export_is_the_source_s_own_class(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "qwen2_moe", layers=2)
+    made = job(source, methods=[{"method": "flat_llm"}])
+    made.run().json  # noqa: B018 - asserts the exit code
+    assert command("export", "--to", "dense", str(made.output), str(tmp_path / "dense")).code == 0
+    ids_BT = some_tokens(300)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", experts_implementation="eager").eval()
+    assert relative_error(logits_of(exported, ids_BT), logits_of(load(made.output), ids_BT)) < 1e-5
+    refused = command("export", "--to", "stock", str(made.output), str(tmp_path / "stock"))
+    assert refused.code == 2
+    assert "mixtures of experts" in refused.err
+
+
+def changed(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrites a source as one shard after a change of its tensors."""
+    tensors = read_tensors(source)
+    change(tensors)
+    for path in [*source.glob("*.safetensors"), *source.glob("*.index.json")]:
+        path.unlink()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def _lose_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+
+
+def _narrow_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+
+
+def _shorten_a_router(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.gate.weight"
+    tensors[name] = tensors[name][:-1].clone()
+
+
+@inline
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_lose_an_expert, r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"),
+        (_narrow_an_expert, r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"),
+        (_shorten_a_router, r"model\.layers\.0\.mlp\.gate\.weight"),
+    ],
+)
+def test_a_damaged_mixture_is_refused_before_work_begins(
+    change: Callable[[dict[str, torch.Tensor]], None], said: str, tmp_path: Path, job: MakeJob
+) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
+    changed(source, change)
+    made = job(source)
+    ended = made.run()
+    assert ended.code == 2
+    assert re.search(said, ended.err)
+    assert not made.run_dir.exists()
+
+
+@inline
+def test_more_chosen_experts_than_there_are_is_refused(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 7}))
+    ended = job(source).run()
+    assert ended.code == 2
+    assert "layer 0 chooses 7 of 6 experts" in ended.err
+
+
+@inline
+def test_corrections_of_a_mixture_are_refused(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "mixtral", layers=2)
+    ended = job(source, methods=[{"method": "loss_aware", "correct": "output"}], **DENSE).run()
+    assert ended.code == 2
+    assert "a mixture of experts" in ended.err

@@ -1,0 +1,146 @@
+"""Mixtures of experts compute what transformers' own classes compute, whatever their router and sizes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lamina import LaminaConfig, LaminaForCausalLM
+from lamina.mixture_lamina import Router, check_mixture, layer_modules, mixture_of, passing
+from pipeline.families.registry import checkpoint_config, geometry_of, standard_config
+from tests import factories
+
+LIMIT = 2e-6  # of the largest logit
+ROUTER: dict[str, Any] = {
+    "score": "softmax", "float_logits": False, "groups": 1, "top_groups": 1, "group_score": "max",
+    "renormalise": True, "scale": 1.0,
+}  # fmt: skip
+
+
+def random_sizes(family: str, seed: int) -> dict[str, Any]:
+    """Sizes of a random mixture: 2 to 64 experts of odd widths, of which a token passes 1 to 8."""
+    draw = random.Random(f"{family}/{seed}")
+    experts = draw.choice([2, 3, 8, 17, 64])
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 3, "hidden_act": draw.choice(["silu", "gelu_new"]),
+        "num_experts_per_tok": draw.randint(1, min(8, experts)), "tie_word_embeddings": draw.random() < 0.5,
+    }  # fmt: skip
+    if family == "mixtral":
+        return {**sizes, "num_local_experts": experts, "intermediate_size": draw.choice([5, 24, 33])}
+    sizes |= {"num_experts": experts, "moe_intermediate_size": draw.choice([5, 24, 33])}
+    sizes |= draw.choice([{"mlp_only_layers": [draw.randrange(3)]}, {"decoder_sparse_step": 2, "mlp_only_layers": []}])
+    sizes["norm_topk_prob"] = draw.random() < 0.5
+    if family == "qwen2_moe":
+        sizes |= {"shared_expert_intermediate_size": draw.choice([7, 24]), "qkv_bias": draw.random() < 0.5}
+    return sizes
+
+
+def loaded(source: Path) -> tuple[Any, LaminaForCausalLM]:
+    """The source's model, and ours with its tensors."""
+    standard = standard_config(json.loads((source / "config.json").read_text()))
+    model = LaminaForCausalLM(LaminaConfig(**checkpoint_config(standard, standard["forms"], "float32"))).eval()
+    tensors = {name: tensor for shard in source.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == geometry_of(standard).expected_tensors()
+    tied = {"lm_head.weight"} if standard["tie_word_embeddings"] else set()
+    assert set(model.load_state_dict(tensors, strict=False).missing_keys) == tied
+    model.tie_weights()
+    theirs = AutoModelForCausalLM.from_pretrained(source, experts_implementation="eager")  # the others need even widths
+    return theirs.eval(), model
+
+
+def compare(source: Path) -> None:
+    theirs, ours = loaded(source)
+    ids_BT = torch.randint(0, theirs.config.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected_BTV, logits_BTV = theirs(ids_BT).logits, ours(ids_BT).logits
+        cached = ours(ids_BT[:, :20], use_cache=True).past_key_values
+        decoded_BTV = torch.cat([ours(ids_BT[:, t : t + 1], past_key_values=cached).logits for t in range(20, 24)], 1)
+    limit = LIMIT * float(expected_BTV.abs().max())
+    assert float((logits_BTV - expected_BTV).abs().max()) <= limit
+    assert float((decoded_BTV - expected_BTV[:, 20:]).abs().max()) <= limit
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("family", factories.MIXTURES)
+@pytest.mark.sample(6)
+def test_logits_of_random_mixtures(family: str, seed: int, tmp_path: Path) -> None:
+    compare(factories.make_model(tmp_path, family, seed=seed, **random_sizes(family, seed)))
+
+
+@pytest.mark.parametrize("name", ["mixtral-tiny-ts", "qwen3moe-tiny-ts"])
+def test_logits_of_trained_mixtures(name: str, shared_dir: Path) -> None:
+    compare(shared_dir / "models" / name)
+
+
+def make_router(experts: int = 8, top_k: int = 2, **changes: Any) -> Router:
+    mixture = {**ROUTER, **changes, "layers": [{"experts": experts, "width": 4, "top_k": top_k}]}
+    sizes = mixture_of(mixture, 0)
+    assert sizes is not None
+    return Router(mixture, 6, sizes)
+
+
+def test_experts_are_chosen_from_the_best_groups_alone() -> None:
+    router = make_router(score="sigmoid", groups=4, top_groups=1, group_score="top2")
+    scores_TE = torch.tensor([[0.9, 0.05, 0.6, 0.5, 0.1, 0.2, 0.3, 0.4]])
+    assert set(router.choose(scores_TE, None)[0].tolist()) == {2, 3}, "0.6 + 0.5 is more than 0.9 + 0.05"
+    bias_E = torch.tensor([0.0, 0.5, 0, 0, 0, 0, 0, 0])
+    assert set(router.choose(scores_TE, bias_E)[0].tolist()) == {0, 1}
+    assert set(make_router(groups=4, top_groups=1).choose(scores_TE, None)[0].tolist()) == {0, 1}
+
+
+def test_a_bias_moves_the_choice_and_not_the_weights() -> None:
+    router = make_router(score="sigmoid", renormalise=False, scale=2.5)
+    router.initialise_(1.0)
+    x_TD = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    bias_E = torch.full((8,), -9.0).index_fill(0, torch.tensor([3, 5]), 9.0)
+    weight_Tk, chosen_Tk = router(x_TD, bias_E)
+    assert set(chosen_Tk.flatten().tolist()) == {3, 5}
+    torch.testing.assert_close(weight_Tk, 2.5 * (x_TD @ router.weight.T).sigmoid().gather(1, chosen_Tk))
+
+
+def test_tokens_of_an_expert_come_in_order() -> None:
+    chosen_Tk = torch.tensor([[4, 1], [1, 2], [4, 2]])
+    by_expert = {expert: (token.tolist(), place.tolist()) for expert, token, place in passing(chosen_Tk)}
+    assert by_expert == {1: ([0, 1], [1, 0]), 2: ([1, 2], [1, 1]), 4: ([0, 2], [0, 0])}
+    assert [*by_expert] == sorted(by_expert)
+
+
+def test_the_roles_of_a_layer_are_those_of_its_experts() -> None:
+    mixture = standard_config(factories.make_config("qwen2_moe").to_dict())["mixture"]
+    dense = {"input_norm": "n", "q": "a.q", "gate": "mlp.g", "up": "mlp.u", "down": "mlp.d"}
+    assert layer_modules(dense, mixture, 0) == dense
+    paths = layer_modules(dense, mixture, 1)
+    assert [*paths][:4] == ["input_norm", "q", "router", "experts.0.gate"]
+    assert paths["experts.5.down"] == "mlp.experts.5.down_proj"
+    assert paths["shared.up"] == "mlp.shared_expert.up_proj"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"layers": [{"experts": 4, "width": 8, "top_k": 5}]}, "layer 0 chooses 5 of 4 experts"),
+    ({"layers": [{"experts": 6, "width": 8, "top_k": 2}], "groups": 4}, "6 experts in 4 groups"),
+    ({"layers": [{"experts": 4, "width": 8}]}, "needed are experts, width, top_k"),
+    ({"layers": [{"experts": 4, "width": 0, "top_k": 2}]}, "width 0, which is no whole number from 1"),
+    ({"layers": [{"experts": 4, "width": 8, "top_k": 2, "shared_width": 4}]}, "no path"),
+    ({"layers": []}, "no list of 1 entries"),
+    ({"score": "tanh"}, "mixture.score is 'tanh'"),
+    ({"modules": {"up": "u"}}, "needed are gate, up, down"),
+    ({"colour": 1}, "unknown colour"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG)
+def test_a_mixture_that_cannot_be_built_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    usual = {
+        "router": "r", "experts": "e", "modules": {"gate": "g", "up": "u", "down": "d"},
+        "layers": [{"experts": 4, "width": 8, "top_k": 2}],
+    }  # fmt: skip
+    check_mixture(usual, 1)
+    with pytest.raises(ValueError, match=said):
+        check_mixture({**usual, **changes}, 1)
