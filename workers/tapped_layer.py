@@ -111,9 +111,8 @@ class TappedLayer:
                 raise StopForward
 
         with ExitStack() as hooks:
-            for point, tap_list in resolved.items():
-                role, side = point
-                handle = _hook(self.module.role(role), side, tap_list, partial(reached, point))
+            for (role, side), tap_list in resolved.items():
+                handle = _hook(self.module.role(role), side, tap_list, partial(reached, (role, side)))
                 hooks.callback(handle.remove)
             yield
 

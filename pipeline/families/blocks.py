@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
+from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED_GATE, expert_blocks, mixture_of
 
 STREAM_POINTS = ("mid", "out")
 ONLY_BLOCKS = ("attention", "mlp")  # the names of blocks that are the only ones of their kind in a layer

@@ -20,6 +20,7 @@ from tests.families.test_registry import GPTJ, OPT, SMALL
 
 MIXTURE = {**SMALL, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTRAL = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
+QWEN = ("qwen2", "qwen2_moe", "qwen3_moe")
 SIZES = {"opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE}
 TOKENS = {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 7}
 LLAMA3 = {
@@ -92,7 +93,7 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     assert not fixed & unread
     assert set(listed_fields(value)) <= kept | fixed | unread, "a field that pipeline.families does not name"
     others = (kept | fixed | unread) - set(listed_fields(value))
-    unlisted = {"mistral": {"layer_types"}, **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3_moe"), {"head_dim"})}
+    unlisted = {"mistral": {"layer_types"}, **{name: {"head_dim"} for name in QWEN}}
     assert others == unlisted.get(family, set())
     assert set(ODD[family]) == kept
     assert fixed <= set(OTHER)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-calls
 """Mixtures of experts: their description in config.json, the router, and the roles of a layer that has one.
 
-The config's `mixture` holds what all layers share and, in `layers`, the sizes of each layer's mixture; null stands for a
+The config's `mixture` holds what all layers share and, in `layers`, the sizes of each layer's mixture, or null for a
 layer with a dense MLP. Roles of experts are `experts.3.gate`; those of an expert that every token passes `shared.gate`.
 
 D hidden, E experts of a layer, T tokens, k experts of a token, g groups of experts.
