@@ -66,13 +66,13 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None, ab
 
     Args:
         bias_E: added to the scores for the choice alone, not for the weights.
-        absent: (E,) or (T, E), True for experts that cannot be chosen. Where fewer than k are left, the others get a
-            weight of 0.
+        absent: (E,) or (T, E), True for experts whose row of the router is gone: they take no part in a softmax. Where
+            fewer than k are left, the others get a weight of 0.
 
     Computes in float32, or in float64 if the logits are. Raises ValueError on shapes that do not fit, NaN or infinity.
     """
     _check(logits_TE, rule, bias_E)
-    scores_TE = _scores(logits_TE, rule)
+    scores_TE = _scores(logits_TE, rule, absent)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
     if absent is not None:
         choice_TE = choice_TE.masked_fill(absent, float("-inf"))
@@ -86,7 +86,11 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None, ab
 
 
 def removals(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) -> Removals:
-    """Route each token again without each of its experts in turn. Raises ValueError as `route`."""
+    """Route each token again without each of its experts in turn. Raises ValueError as `route`.
+
+    Tokens that do not choose an expert are left out, although a softmax without normalisation changes their weights a
+    little, too.
+    """
     now = route(logits_TE, rule, bias_E)
     num_experts = logits_TE.shape[1]
     before_TE, changes = now.dense(num_experts), []
@@ -132,8 +136,10 @@ def _check(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> None:
     require_finite("logits", logits_TE)
 
 
-def _scores(logits_TE: Tensor, rule: RoutingRule) -> Tensor:
+def _scores(logits_TE: Tensor, rule: RoutingRule, absent: Tensor | None) -> Tensor:
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    if absent is not None and rule.scores == "softmax":
+        logits_TE = logits_TE.masked_fill(absent, float("-inf"))
     return logits_TE.softmax(dim=1) if rule.scores == "softmax" else logits_TE.sigmoid()
 
 

@@ -30,7 +30,7 @@ def make_logits(tokens: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
 def plain_weights(logits: list[float], bias: list[float], rule: RoutingRule, absent: set[int]) -> list[float]:
     """Weights of one token's experts by sorting, without tensors."""
     if rule.scores == "softmax":
-        total = sum(math.exp(logit) for logit in logits)
+        total = sum(math.exp(logit) for e, logit in enumerate(logits) if e not in absent)
         scores = [math.exp(logit) / total for logit in logits]
     else:
         scores = [1.0 / (1.0 + math.exp(-logit)) for logit in logits]

@@ -77,15 +77,3 @@ def median_tokens(calibration_tokens: int, num_experts: int, top_k: int) -> floa
 def tokens_needed(width: int, num_experts: int, top_k: int, least: int = FEW_TOKENS) -> int:
     """Return the calibration tokens that give an expert `least` tokens a channel if routing is even."""
     return -(-least * width * num_experts // top_k)
-
-
-def channel_losses(squares_N: Tensor, down_DN: Tensor, metric_DD: Tensor) -> Tensor:
-    """Return ½ E[(p h_j)²] w_jᵀ G w_j (N,), float64: the predicted loss of each channel's removal without a refit.
-
-    HEAPr's score. `squares_N` is the diagonal of C_e, w_j the columns of the writer, G the loss's metric at the
-    mixture's output. Correlations between channels do not count. Raises ValueError on shapes that do not fit.
-    """
-    if down_DN.shape != (len(metric_DD), len(squares_N)):
-        raise ValueError(f"writer {tuple(down_DN.shape)} and squares {tuple(squares_N.shape)} do not fit")
-    down_DN, metric_DD = down_DN.to(torch.float64), metric_DD.to(torch.float64)
-    return 0.5 * squares_N.to(torch.float64) * (down_DN * (metric_DD @ down_DN)).sum(dim=0)

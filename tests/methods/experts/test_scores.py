@@ -7,7 +7,6 @@ import torch
 
 from pipeline.methods.experts.scores import (
     ExpertSums,
-    channel_losses,
     expert_counts,
     few_tokens,
     frequency_scores,
@@ -58,17 +57,3 @@ def test_few_tokens_are_below_the_least_for_each_channel() -> None:
     assert median_tokens(1024, 8, 2) == 256.0
     assert tokens_needed(10, 8, 2) == 1280
     assert tokens_needed(10, 7, 2) == 1120
-
-
-def test_a_channels_loss_is_that_of_zeroing_it() -> None:
-    source = torch.Generator().manual_seed(0)
-    hidden_TN = torch.randn(50, 4, generator=source, dtype=torch.float64)
-    down_DN = torch.randn(3, 4, generator=source, dtype=torch.float64)
-    root_DD = torch.randn(3, 3, generator=source, dtype=torch.float64)
-    found = channel_losses(hidden_TN.square().mean(dim=0), down_DN, root_DD @ root_DD.T)
-    for channel in range(4):
-        delta_TD = hidden_TN[:, channel, None] * down_DN[:, channel]
-        expected = 0.5 * (delta_TD @ root_DD).square().sum(dim=1).mean()
-        assert float(found[channel]) == pytest.approx(float(expected))
-    with pytest.raises(ValueError, match="do not fit"):
-        channel_losses(torch.ones(3), down_DN, torch.eye(3))

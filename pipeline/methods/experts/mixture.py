@@ -1,0 +1,194 @@
+"""The experts of one layer on sampled tokens: outputs, what removing one costs, and one shape for those that stay.
+
+All functions need the weights of the layer's experts and router and `inputs_TD`, a sample of the mixture's inputs
+(`Moment("mlp.in", kind="sample")`). Those that weigh by the loss also need the factor of G, the moment of the gradient
+at the mixture's output. Experts are visited in order, so that the values of one expert at a time are in memory.
+
+Legend: T tokens, t those of an expert, D hidden, N channels of an expert, k channels kept, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.elimination import prune
+from pipeline.kernels.mixture_refit import Served, refit_mixture
+from pipeline.kernels.moments import add_head_moment_
+from pipeline.kernels.routing import Routing, RoutingRule, add_change_, removal_sums, removals, route
+from pipeline.kernels.sensitivity import Factored
+from pipeline.methods.experts.scores import ExpertSums
+
+BATCH = 4096  # tokens whose changes of all their experts are in memory at a time
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of one expert: gate and up (N, D), down (D, N)."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A router and the experts that it chooses from.
+
+    Attributes:
+        router: (E, D).
+        bias: (E,), added to the router's scores for the choice alone; None without one.
+        activation: applied to the gate's outputs.
+    """
+
+    experts: tuple[ExpertWeights, ...]
+    router: Tensor
+    bias: Tensor | None
+    rule: RoutingRule
+    activation: Callable[[Tensor], Tensor]
+
+    def logits(self, inputs_TD: Tensor) -> Tensor:
+        """Return the router's logits (T, E), in float32 or better."""
+        dtype = torch.promote_types(inputs_TD.dtype, torch.float32)
+        return inputs_TD.to(dtype) @ self.router.to(dtype).T
+
+    def route(self, inputs_TD: Tensor) -> Routing:
+        """Choose experts for each token."""
+        return route(self.logits(inputs_TD), self.rule, self.bias)
+
+    def hidden(self, expert: int, inputs_tD: Tensor) -> Tensor:
+        """Return the channels (t, N) of one expert, in the dtype of the inputs."""
+        gate, up = (weight.to(inputs_tD.dtype) for weight in self.experts[expert][:2])
+        return self.activation(inputs_tD @ gate.T) * (inputs_tD @ up.T)
+
+    def outputs(self, expert: int, inputs_tD: Tensor) -> Tensor:
+        """Return the outputs (t, D) of one expert, before the router's weight."""
+        return self.hidden(expert, inputs_tD) @ self.experts[expert].down.to(inputs_tD.dtype).T
+
+    def served(self, expert: int, inputs_TD: Tensor, weights_TE: Tensor) -> Served:
+        """Return the tokens that an expert serves, and p h on them."""
+        tokens_t = weights_TE[:, expert].nonzero()[:, 0]
+        hidden_tN = self.hidden(expert, inputs_TD[tokens_t])
+        return Served(tokens_t, hidden_tN * weights_TE[tokens_t, expert, None].to(hidden_tN.dtype))
+
+    def output(self, inputs_TD: Tensor) -> Tensor:
+        """Return the output (T, D) of the routed experts, in float32 or better."""
+        weights_TE = self.route(inputs_TD).dense(len(self.experts))
+        output_TD = torch.zeros_like(inputs_TD, dtype=torch.promote_types(inputs_TD.dtype, torch.float32))
+        for number, expert in enumerate(self.experts):
+            part = self.served(number, inputs_TD, weights_TE)
+            written_tD = part.values.to(output_TD.dtype) @ expert.down.to(output_TD.dtype).T
+            output_TD.index_add_(0, part.tokens, written_tD)
+        return output_TD
+
+    def subset(self, kept: Sequence[int]) -> Mixture:
+        """Return the mixture of some experts: the others leave the router, too."""
+        rows = torch.tensor(list(kept), device=self.router.device)
+        bias = None if self.bias is None else self.bias[rows]
+        return Mixture(
+            tuple(self.experts[number] for number in kept), self.router[rows], bias, self.rule, self.activation
+        )
+
+
+class SolvedExpert(NamedTuple):
+    """The channels (k,) of the dense expert that stay, ascending, and its new weights on them.
+
+    `tokens`: sampled tokens that it serves; without any, its first channels stay as they are.
+    """
+
+    channels: Tensor
+    weights: ExpertWeights
+    tokens: int
+
+
+def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
+    """Return the sums that expert scores follow."""
+    weights_TE = mixture.route(inputs_TD).dense(len(mixture.experts)).double()
+    rows = []
+    for number in range(len(mixture.experts)):
+        tokens_t = weights_TE[:, number].nonzero()[:, 0]
+        norms_t = mixture.outputs(number, inputs_TD[tokens_t]).double().norm(dim=1)
+        weights_t = weights_TE[tokens_t, number]
+        rows.append((len(tokens_t), float(weights_t.sum()), float(norms_t.sum()), float((weights_t * norms_t).sum())))
+    return ExpertSums(*torch.tensor(rows, dtype=torch.float64).T)
+
+
+def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Tensor:
+    """Return the predicted loss of each expert's removal (E,), nats per token, its tokens routed anew without it."""
+    felt_DD = metric.factor * metric.scale**0.5
+    sums_E = torch.zeros(len(mixture.experts), dtype=torch.float64, device=inputs_TD.device)
+    for part_TD in inputs_TD.split(BATCH):
+        without = removals(mixture.logits(part_TD), mixture.rule, mixture.bias)
+        changes_Tkq = torch.zeros(*without.experts.shape, len(felt_DD), dtype=torch.float64, device=part_TD.device)
+        for number in range(len(mixture.experts)):
+            changes_Tk = without.changes[:, :, number]
+            tokens_t = changes_Tk.any(dim=1).nonzero()[:, 0]
+            felt_tq = mixture.outputs(number, part_TD[tokens_t]).double() @ felt_DD
+            some_tkq = changes_Tkq[tokens_t]
+            add_change_(some_tkq, changes_Tk[tokens_t], felt_tq)
+            changes_Tkq[tokens_t] = some_tkq
+        sums_E += removal_sums(without.experts, changes_Tkq, len(mixture.experts))
+    return sums_E / len(inputs_TD)
+
+
+def weighted_moment(part: Served, tokens: int) -> Tensor:
+    """Return C_e (N, N): E[(p h)(p h)ᵀ] per token of all."""
+    width = part.values.shape[1]
+    moment_NN = torch.zeros(width, width, dtype=torch.float64, device=part.values.device)
+    add_head_moment_(moment_NN[None], part.values, product_dtype=torch.promote_types(part.values.dtype, torch.float32))
+    return moment_NN / tokens
+
+
+def solve_shape(
+    mixture: Mixture, inputs_TD: Tensor, metric: Factored, kept: Sequence[int], width: int, refit: bool = True
+) -> list[SolvedExpert]:
+    """Keep some experts at one width, the router's other rows gone, and let them take over the work of all.
+
+    Channels are eliminated by each expert's moment under the routing that is left, weighted by the loss. With `refit`,
+    writers are fitted to the dense mixture's output, otherwise each to its own expert's. Raises ValueError as
+    `elimination.prune`.
+    """
+    stays = mixture.subset(kept)
+    weights_TE = stays.route(inputs_TD).dense(len(kept))
+    solved = [
+        _narrowed(stays.experts[number], stays.served(number, inputs_TD, weights_TE), len(inputs_TD), metric, width)
+        for number in range(len(kept))
+    ]
+    if not refit:
+        return solved
+    narrow = Mixture(tuple(each.weights for each in solved), stays.router, stays.bias, stays.rule, stays.activation)
+    fitted = refit_mixture(
+        mixture.output(inputs_TD),
+        lambda number: narrow.served(number, inputs_TD, weights_TE),
+        [each.weights.down for each in solved],
+    )
+    return [
+        each._replace(weights=each.weights._replace(down=down_Dk)) for each, down_Dk in zip(solved, fitted, strict=True)
+    ]
+
+
+def shape_loss(
+    mixture: Mixture, inputs_TD: Tensor, metric: Factored, kept: Sequence[int], solved: Sequence[SolvedExpert]
+) -> float:
+    """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, δ the change of the mixture's output."""
+    stays = mixture.subset(kept)
+    narrow = Mixture(tuple(each.weights for each in solved), stays.router, stays.bias, stays.rule, stays.activation)
+    felt_TD = (mixture.output(inputs_TD) - narrow.output(inputs_TD)).double() @ metric.factor
+    return 0.5 * metric.scale * float(felt_TD.square().sum()) / len(inputs_TD)
+
+
+def _narrowed(expert: ExpertWeights, part: Served, tokens: int, metric: Factored, width: int) -> SolvedExpert:
+    whole = part.values.shape[1]
+    down_DN = expert.down.double()
+    if width >= whole or not len(part.tokens):
+        channels_k = torch.arange(min(width, whole), device=down_DN.device)
+        return SolvedExpert(channels_k, _on(expert, channels_k, down_DN[:, channels_k]), len(part.tokens))
+    pruned = prune(weighted_moment(part, tokens), down_DN, width, metric.factor.T @ down_DN)
+    return SolvedExpert(pruned.channels, _on(expert, pruned.channels, pruned.weight), len(part.tokens))
+
+
+def _on(expert: ExpertWeights, channels_k: Tensor, down_Dk: Tensor) -> ExpertWeights:
+    return ExpertWeights(expert.gate[channels_k], expert.up[channels_k], down_Dk)

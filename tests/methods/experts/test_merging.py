@@ -1,0 +1,41 @@
+"""Merging of experts that compute alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.kernels.routing import RoutingRule
+from pipeline.methods.experts.merging import cluster, mean_outputs, merge
+from pipeline.methods.experts.mixture import ExpertWeights, Mixture
+
+
+def test_the_nearest_are_joined_by_the_mean_distance_of_their_members() -> None:
+    outputs_ED = torch.tensor([[0.0], [10.0], [0.1], [10.4], [4.0]])
+    assert cluster(outputs_ED, 5) == [[0], [1], [2], [3], [4]]
+    assert cluster(outputs_ED, 3) == [[0, 2], [1, 3], [4]]
+    assert cluster(outputs_ED, 2) == [[0, 2, 4], [1, 3]]
+    assert cluster(torch.zeros(3, 1), 2) == [[0, 1], [2]]
+    with pytest.raises(ValueError, match="cannot form"):
+        cluster(outputs_ED, 0)
+    with pytest.raises(ValueError, match="NaN"):
+        cluster(outputs_ED * float("nan"), 2)
+
+
+def test_merged_weights_are_means_by_tokens_and_the_busiest_keeps_its_row() -> None:
+    source = torch.Generator().manual_seed(0)
+    experts = tuple(
+        ExpertWeights(*(torch.randn(*shape, generator=source) for shape in ((3, 4), (3, 4), (4, 3)))) for _ in range(4)
+    )
+    rule = RoutingRule("sigmoid", 2)
+    mixture = Mixture(experts, torch.randn(4, 4, generator=source), torch.arange(4.0), rule, torch.nn.functional.silu)
+    merged = merge(mixture, [[0, 3], [1, 2]], torch.tensor([1, 0, 0, 3]))
+    torch.testing.assert_close(merged.experts[0].down, (0.25 * experts[0].down + 0.75 * experts[3].down).double())
+    torch.testing.assert_close(merged.experts[1].gate, ((experts[1].gate + experts[2].gate) / 2).double())
+    assert merged.bias is not None
+    assert merged.bias.tolist() == [3.0, 1.0]
+    same = Mixture((experts[0], experts[0]), mixture.router[:2], None, rule, mixture.activation)
+    inputs_TD = torch.randn(20, 4, generator=source)
+    means_ED = mean_outputs(same, inputs_TD)
+    torch.testing.assert_close(means_ED[0], same.outputs(0, inputs_TD).double().mean(dim=0))
+    assert torch.equal(means_ED[0], means_ED[1])

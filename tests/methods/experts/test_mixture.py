@@ -1,0 +1,129 @@
+"""The experts of one layer, against loops over tokens in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.kernels.routing import RoutingRule
+from pipeline.kernels.sensitivity import Factored, factored
+from pipeline.methods.experts.mixture import (
+    ExpertWeights,
+    Mixture,
+    expert_sums,
+    removal_losses,
+    shape_loss,
+    solve_shape,
+)
+
+TOKENS, HIDDEN, WIDTH, EXPERTS = 300, 8, 6, 5
+RULES = {"softmax": RoutingRule("softmax", 2), "sigmoid": RoutingRule("sigmoid", 3, scale=1.5)}
+
+
+def make_mixture(rule: str, unseen: bool = False) -> tuple[Mixture, Tensor, Factored]:
+    source = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source, dtype=torch.float64)
+
+    experts = tuple(
+        ExpertWeights(draw(WIDTH, HIDDEN), draw(WIDTH, HIDDEN), draw(HIDDEN, WIDTH) / WIDTH) for _ in range(EXPERTS)
+    )
+    bias_E = 0.1 * draw(EXPERTS)
+    bias_E[2] = -1e3 if unseen else bias_E[2]
+    mixture = Mixture(experts, draw(EXPERTS, HIDDEN), bias_E, RULES[rule], torch.nn.functional.silu)
+    root_DD = draw(HIDDEN, HIDDEN)
+    return mixture, draw(TOKENS, HIDDEN), factored(root_DD @ root_DD.T)
+
+
+def plain_output(mixture: Mixture, input_D: Tensor, absent: int | None = None) -> tuple[Tensor, dict[int, float]]:
+    logits_E = mixture.router @ input_D
+    if absent is not None and mixture.rule.scores == "softmax":
+        logits_E[absent] = -torch.inf
+    scores_E = logits_E.softmax(dim=0) if mixture.rule.scores == "softmax" else logits_E.sigmoid()
+    assert mixture.bias is not None
+    choice = {e: float(scores_E[e] + mixture.bias[e]) for e in range(EXPERTS) if e != absent}
+    chosen = sorted(choice, key=lambda e: -choice[e])[: mixture.rule.top_k]
+    total = sum(float(scores_E[e]) for e in chosen)
+    weights = {e: mixture.rule.scale * float(scores_E[e]) / total for e in chosen}
+    output_D = torch.zeros(HIDDEN, dtype=torch.float64)
+    for number, weight in weights.items():
+        gate, up, down = mixture.experts[number]
+        output_D += weight * down @ (torch.nn.functional.silu(gate @ input_D) * (up @ input_D))
+    return output_D, weights
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_outputs_sums_and_removals_are_those_of_a_loop(rule: str) -> None:
+    mixture, inputs_TD, metric = make_mixture(rule)
+    metric_DD = metric.scale * metric.factor @ metric.factor.T
+    output_TD, sums = mixture.output(inputs_TD), expert_sums(mixture, inputs_TD)
+    losses_E, tokens, weighted = torch.zeros(EXPERTS, dtype=torch.float64), [0] * EXPERTS, [0.0] * EXPERTS
+    for token, input_D in enumerate(inputs_TD):
+        expected_D, weights = plain_output(mixture, input_D)
+        torch.testing.assert_close(output_TD[token], expected_D)
+        for number, weight in weights.items():
+            delta_D = plain_output(mixture, input_D, absent=number)[0] - expected_D
+            losses_E[number] += 0.5 * delta_D @ metric_DD @ delta_D / TOKENS
+            tokens[number] += 1
+            weighted[number] += weight * float(mixture.outputs(number, input_D[None]).norm())
+    torch.testing.assert_close(removal_losses(mixture, inputs_TD, metric), losses_E)
+    assert sums.tokens.tolist() == tokens
+    torch.testing.assert_close(sums.weighted_outputs, torch.tensor(weighted, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_whole_mixture_stays_what_it_is(rule: str) -> None:
+    mixture, inputs_TD, metric = make_mixture(rule)
+    solved = solve_shape(mixture, inputs_TD, metric, range(EXPERTS), WIDTH)
+    for each, expert in zip(solved, mixture.experts, strict=True):
+        for weight, dense in zip(each.weights, expert, strict=True):
+            torch.testing.assert_close(weight, dense)
+    assert shape_loss(mixture, inputs_TD, metric, range(EXPERTS), solved) < 1e-20
+
+
+@pytest.mark.parametrize(("kept", "width"), [([0, 1, 3, 4], WIDTH), ([1, 2, 4], 4), (list(range(EXPERTS)), 3)])
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_refit_over_the_mixture_lowers_the_error(rule: str, kept: list[int], width: int) -> None:
+    mixture, inputs_TD, metric = make_mixture(rule)
+    losses = []
+    for refit in (False, True):
+        solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit)
+        assert [each.weights.down.shape for each in solved] == [(HIDDEN, width)] * len(kept)
+        for each, number in zip(solved, kept, strict=True):
+            assert torch.equal(each.weights.gate, mixture.experts[number].gate[each.channels])
+        losses.append(shape_loss(mixture, inputs_TD, metric, kept, solved))
+    assert losses[1] < losses[0]
+
+
+def test_an_expert_that_no_token_reaches_goes_first_and_keeps_its_weights() -> None:
+    mixture, inputs_TD, metric = make_mixture("sigmoid", unseen=True)
+    losses_E = removal_losses(mixture, inputs_TD, metric)
+    assert float(losses_E[2]) == 0.0
+    assert losses_E.argmin() == 2
+    solved = solve_shape(mixture, inputs_TD, metric, range(EXPERTS), 4)
+    assert solved[2].tokens == 0
+    assert torch.equal(solved[2].weights.down, mixture.experts[2].down[:, :4])
+    without = solve_shape(mixture, inputs_TD, metric, [0, 1, 3, 4], WIDTH)
+    assert shape_loss(mixture, inputs_TD, metric, [0, 1, 3, 4], without) < 1e-20
+
+
+def test_every_token_at_one_expert() -> None:
+    mixture, inputs_TD, metric = make_mixture("softmax")
+    assert mixture.bias is not None
+    forced = Mixture(
+        mixture.experts, mixture.router, torch.tensor([9.0, 0, 0, 0, 0]), RoutingRule("softmax", 1), mixture.activation
+    )
+    assert expert_sums(forced, inputs_TD).tokens.tolist() == [TOKENS, 0, 0, 0, 0]
+    solved = solve_shape(forced, inputs_TD, metric, [0, 3], 3)
+    assert [each.tokens for each in solved] == [TOKENS, 0]
+    assert all(torch.isfinite(weight).all() for each in solved for weight in each.weights)
+
+
+def test_half_precision_inputs_are_enough() -> None:
+    mixture, inputs_TD, metric = make_mixture("sigmoid")
+    rough = solve_shape(mixture, inputs_TD.bfloat16(), metric, [0, 1, 3], 4)
+    assert shape_loss(mixture, inputs_TD, metric, [0, 1, 3], rough) < 1.2 * shape_loss(
+        mixture, inputs_TD, metric, [0, 1, 3], solve_shape(mixture, inputs_TD, metric, [0, 1, 3], 4)
+    )
