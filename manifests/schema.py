@@ -82,18 +82,28 @@ class Budget(Block):
 
 
 class Text(Block):
-    """Text from `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or from a `datasets` dataset."""
+    """Text from `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or from a `datasets` dataset.
+
+    `begin`, `end`: only the text between these shares of each file, so that calibration and evaluation can use
+    different parts of one file.
+    """
 
     files: Annotated[tuple[Location, ...], Listed] | None = None
     field: str | None = None
     dataset: str | None = None
     name: str | None = None
     split: str = "train"
+    begin: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    end: Share = 1.0
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if bool(self.files) == bool(self.dataset):
             raise ValueError("give either `files` (a non-empty list) or `dataset`, and not both")
+        if self.begin >= self.end:
+            raise ValueError(f"begin: {self.begin:g} is not below end: {self.end:g}")
+        if self.dataset and (self.begin, self.end) != (0.0, 1.0):
+            raise ValueError("begin and end cut `files`; for a dataset, give another `split`")
         return self
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pipeline.job.plan_report import RateSource
 
 NOT_IN_TABLE = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds")
-LONGEST_PHASES = 3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,12 +94,10 @@ def _print(plan: Mapping[str, Any]) -> None:
 
 def verdict_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """Say that a job fits or which limits it exceeds, then its time and its longest phases."""
+    from pipeline.job.plan_report import time_line
+
     yield from plan["limits"] or ["fits, as far as this machine can tell"]
-    seconds, phases = plan["estimated_seconds"], plan["phases"]
-    longest = sorted(phases, key=lambda phase: -phases[phase])[:LONGEST_PHASES]
-    parts = ", ".join(f"{phase} {duration(phases[phase])}" for phase in longest)
-    workers = f"{plan['workers']} worker{'s' if plan['workers'] > 1 else ''}"
-    yield f"{'takes' if plan['fits'] else 'would take'} about {duration(seconds)} with {workers}; longest: {parts}"
+    yield f"{'takes' if plan['fits'] else 'would take'} {time_line(plan)}"
 
 
 def _shown(name: str, value: Any) -> str:

@@ -1,29 +1,22 @@
-"""Reads texts from files or a dataset, and cuts them into calibration samples and evaluation windows of token ids.
-
-A .txt file is one document, read whole; .jsonl, .parquet and datasets are streamed document by document.
-"""
+"""Reads texts from files or a dataset, and cuts them into calibration samples and evaluation windows of token ids."""
 
 from __future__ import annotations
 
-import io
-import json
-import os
 import random
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from manifests.errors import InputError, reason
+from manifests.errors import InputError
 from manifests.schema import Text
-from stores.backend import PIECE_BYTES
 from stores.model_files import CONFIG_FILE, TOKENIZERS, companions
-from stores.storage import Place, Readable, Storage, matching, on_this_machine, open_file, open_storage
+from stores.storage import Place, matching, on_this_machine, open_storage
+from stores.text_files import DEFAULT_FIELD, file_documents, missing_field, string_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DEFAULT_FIELD = "text"
 PIECE_CHARACTERS = 1 << 20
 POOL_FACTOR = 32
 BYTE_ORDER_MARK = "\ufeff"
@@ -37,36 +30,10 @@ def read_documents(text: Text) -> Iterator[str]:
     """Yield the documents of a manifest's `text`, in order; empty ones too, whose separators count in an evaluation.
 
     Raises:
-        InputError: a file is missing, of an unknown kind, not UTF-8, empty, or lacks the field; no such dataset.
+        InputError: as `file_documents`; no such dataset.
         StorageError: a file cannot be read.
     """
-    if text.dataset:
-        yield from _dataset_documents(text)
-        return
-    for name in text.files or ():
-        storage, file_name = open_file(name)
-        _check_exists(name, storage, file_name)
-        suffix = os.path.splitext(name)[1]
-        reader = READERS.get(suffix.lower())
-        if reader is None:
-            raise InputError(f"text file {name}: unknown kind {suffix!r}; known are {', '.join(READERS)}")
-        has_text = False
-        with storage.reader(file_name) as file:
-            for document in reader(name, file, text.field):
-                has_text = has_text or bool(document.strip())
-                yield document
-        if not has_text:
-            raise InputError(f"text file {name}: empty")
-
-
-def _check_exists(path: str, storage: Storage, name: str) -> None:
-    try:
-        storage.size(name)
-    except FileNotFoundError as error:
-        hint = storage.fault() or "relative paths are relative to the working directory"
-        raise InputError(f"text file {path}: missing; {hint}") from error
-    except ValueError as error:
-        raise InputError(f"text file {path}: {error}; give files of text") from error
+    return _dataset_documents(text) if text.dataset else file_documents(text)
 
 
 def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -144,6 +111,16 @@ def draw_samples(
             f"{samples * sequence_length}; give more text, or lower calibration.samples or sequence_length"
         )
     return chosen.stacked(sequence_length), others.stacked(sequence_length)
+
+
+def count_tokens(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, most: int) -> int:
+    """Count the tokens that `draw_samples` cuts into windows. From `most` on, the rest is not read."""
+    count = 0
+    for piece in _token_pieces(documents, tokenizer):
+        count += len(piece)
+        if count >= most:
+            break
+    return count
 
 
 class _Reservoir:
@@ -240,46 +217,6 @@ def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
             start = stop
 
 
-def _read_txt(path: str, file: Readable, _field: str | None) -> Iterator[str]:
-    data = file.read(0, file.size)
-    yield _decode(path, data).replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _read_jsonl(path: str, file: Readable, field: str | None) -> Iterator[str]:
-    offset = 0
-    for number, line in enumerate(io.BufferedReader(_Stream(file), PIECE_BYTES), start=1):
-        where = f"line {number}"
-        text = _decode(path, line, offset)
-        offset += len(line)
-        if text.strip():
-            yield _document(path, where, _parse(path, where, text), field)
-
-
-def _read_json(path: str, file: Readable, field: str | None) -> Iterator[str]:
-    content = _parse(path, "the file", _decode(path, file.read(0, file.size)))
-    if not isinstance(content, list):
-        raise InputError(f"text file {path}: a JSON {type(content).__name__}, expected a list of strings or objects")
-    for number, item in enumerate(content):
-        yield _document(path, f"item {number}", item, field)
-
-
-def _read_parquet(path: str, source: Readable, field: str | None) -> Iterator[str]:
-    import pyarrow.parquet
-
-    column = field or DEFAULT_FIELD
-    try:
-        with pyarrow.parquet.ParquetFile(_Stream(source)) as file:
-            if column not in file.schema_arrow.names:
-                raise _missing_field(f"text file {path}", column, file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    yield _string(f"text file {path}", column, value)
-    except InputError:
-        raise
-    except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises OSError for a damaged page
-        raise InputError(f"text file {path}: not Parquet, or damaged: {reason(error)}") from error
-
-
 def _dataset_documents(text: Text) -> Iterator[str]:
     import datasets
 
@@ -292,8 +229,8 @@ def _dataset_documents(text: Text) -> Iterator[str]:
             raise InputError(f"{origin}: empty")
         while row is not None:
             if column not in row:
-                raise _missing_field(origin, column, row)
-            yield _string(origin, column, row[column])
+                raise missing_field(origin, column, row)
+            yield string_of(origin, column, row[column])
             row = next(rows, None)
     except InputError:
         raise
@@ -302,87 +239,3 @@ def _dataset_documents(text: Text) -> Iterator[str]:
             f"{origin}: cannot be loaded: {type(error).__name__}: {error}; "
             "check the names and the network, or give `files`"
         ) from error
-
-
-class _Stream(io.RawIOBase):
-    """A Python file object over a Readable."""
-
-    def __init__(self, file: Readable) -> None:
-        self._file = file
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._file.size - self._position)]
-        count = self._file.read_into(self._position, view)
-        self._position += count
-        return count
-
-
-def _decode(path: str, data: bytes, offset: int = 0) -> str:
-    """Decode UTF-8 bytes that begin at `offset` of a file; drops a byte order mark."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"text file {path}: not UTF-8 at byte {offset + error.start} ({error.reason}); convert it to UTF-8"
-        ) from error
-    return text if offset else text.removeprefix(BYTE_ORDER_MARK)
-
-
-def _parse(path: str, where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"text file {path}: {where} is not JSON: {error}") from error
-
-
-def _document(path: str, where: str, item: Any, field: str | None) -> str:
-    column = field or DEFAULT_FIELD
-    origin = f"text file {path}, {where}"
-    if isinstance(item, str) and field is None:
-        return _checked(origin, item)
-    if not isinstance(item, dict):
-        raise InputError(f"{origin}: a JSON {type(item).__name__}, expected an object with the field {column!r}")
-    if column not in item:
-        raise _missing_field(origin, column, item)
-    return _string(origin, column, item[column])
-
-
-def _missing_field(origin: str, column: str, fields: Iterable[str]) -> InputError:
-    return InputError(f"{origin}: no field {column!r}; set `field` to one of {', '.join(map(repr, fields))}")
-
-
-def _string(origin: str, column: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{origin}: field {column!r} is {type(value).__name__}, expected text")
-    return _checked(origin, value)
-
-
-def _checked(origin: str, text: str) -> str:
-    """Refuse lone surrogates, which JSON can escape but neither UTF-8 nor tokenizers accept."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{origin}: half a surrogate pair at character {error.start}; it is not text") from error
-    return text
-
-
-READERS: dict[str, Callable[[str, Readable, str | None], Iterator[str]]] = {
-    ".txt": _read_txt,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}

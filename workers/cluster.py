@@ -307,13 +307,13 @@ def declared_memory(workers: Workers, memory_bytes: int) -> int:
 
     Node types of an autoscaler need not declare their memory. If a worker requested some, it would add no node.
     """
-    fits = memory_bytes and _fits_a_node(workers, memory_bytes, _live_nodes()) and not autoscales()
+    fits = memory_bytes and _fits_a_node(workers, memory_bytes, live_nodes()) and not autoscales()
     return memory_bytes if fits else 0
 
 
 def why_unplaceable(workers: Workers, memory_bytes: int = 0) -> str | None:
     """Return why no worker can ever start: no node has its resources, and no autoscaler adds nodes. None: one may."""
-    alive = _live_nodes()
+    alive = live_nodes()
     if _fits_a_node(workers, memory_bytes, alive) or autoscales():
         return None
     largest: dict[str, float] = max(
@@ -328,7 +328,7 @@ def why_unplaceable(workers: Workers, memory_bytes: int = 0) -> str | None:
     )
 
 
-def _live_nodes() -> list[dict[str, float]]:
+def live_nodes() -> list[dict[str, float]]:
     """Return the resources of each live node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 

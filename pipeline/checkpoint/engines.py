@@ -12,6 +12,7 @@ from pipeline.checkpoint.targets import export_faults, mlp_widths
 from pipeline.rounding.schemes import FIELD
 
 NO_CACHE = "nothing of the cache"
+NOT_SERVED = "not served"
 
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
@@ -38,6 +39,19 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" if cells[0] != "---" else "|---|---|---|" for cells in rows)
 
 
+def planned_engines(config: Mapping[str, Any]) -> list[str]:
+    """Return the engines that load a checkpoint with this config, as far as its forms and rounding are known."""
+    described, rounded = LayersConfig(**config), bool(config.get(FIELD))
+    engines = [f"transformers{f' with {READER}' if rounded else ''}"]
+    if not _own_class(described, rounded).startswith(NOT_SERVED):
+        engines.append("vLLM with Lamina's serving package")
+    elif not _backend(described, rounded).startswith(NOT_SERVED):
+        engines.append("vLLM's Transformers backend")
+    if not export_faults(config, "gguf"):
+        engines.append("llama.cpp after `export --to gguf`")
+    return engines
+
+
 def _transformers(rounded: bool, cache_share: float) -> tuple[str, str]:
     how = "as above, or `transformers serve --trust-remote-code`"
     cache = f"{1 - cache_share:.0%} of the cache" if cache_share < 1 else NO_CACHE
@@ -52,9 +66,9 @@ def _transformers(rounded: bool, cache_share: float) -> tuple[str, str]:
 def _own_class(described: LayersConfig, rounded: bool) -> str:
     shapes = [described.layer_shape(layer) for layer in range(described.num_hidden_layers)]
     if any(shape.head_dim != described.head_dim for shape in shapes):
-        return "not served: layers with different head widths"
+        return f"{NOT_SERVED}: layers with different head widths"
     if fault := foreign_rotation(described):
-        return f"not served: {fault}"
+        return f"{NOT_SERVED}: {fault}"
     weights = "weights, if vLLM has a kernel for their bits and widths" if rounded else "weights"
     width, head_dim = described.served_value_width(), described.head_dim
     if width > head_dim:
@@ -66,8 +80,8 @@ def _own_class(described: LayersConfig, rounded: bool) -> str:
 def _backend(described: LayersConfig, rounded: bool) -> str:
     heads = {"num_attention_heads", "num_key_value_heads", "head_dim"}
     if any(heads & {*sizes} for sizes in described.layer_sizes):
-        return "not served: layers with different heads"
+        return f"{NOT_SERVED}: layers with different heads"
     if described.widest_value() > described.head_dim:
-        return "not served: value heads wider than key heads"
+        return f"{NOT_SERVED}: value heads wider than key heads"
     weights = "weights; fails if vLLM has no kernel for their bits and widths" if rounded else "weights"
     return f"{weights}; {NO_CACHE}" + ("" if tensor_parallel_plan(described) else "; one device")

@@ -138,4 +138,6 @@ def _text_name(manifest: Manifest | None) -> str:
     if manifest is None or manifest.evaluation.perplexity is None:
         return ""
     text = manifest.evaluation.perplexity.text
-    return text.dataset or ", ".join(PurePath(file).name for file in text.files or ())
+    names = ", ".join(PurePath(file).name for file in text.files or ())
+    part = f", from {text.begin:g} to {text.end:g} of its length" if (text.begin, text.end) != (0.0, 1.0) else ""
+    return text.dataset or names + part

@@ -14,3 +14,12 @@ def duration(seconds: float) -> str:
     if seconds < 72 * HOUR:
         return f"{seconds / HOUR:.1f} hours"
     return f"{seconds / DAY:,.1f} days"
+
+
+def amount_of_bytes(num_bytes: float) -> str:
+    """Returns a number of bytes in the unit in which it has at most three digits before the point."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}" if unit != "bytes" else f"{num_bytes:.0f} bytes"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"

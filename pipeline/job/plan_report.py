@@ -16,6 +16,7 @@ import torch
 from manifests.errors import InputError, reason
 from manifests.schema import Manifest
 from pipeline.checkpoint.planned_size import plan_of
+from pipeline.console.amounts import duration
 from pipeline.cost_model.estimate import Plan, make_plan, rank_remarks
 from pipeline.cost_model.passes import gradient_tokens, pass_of
 from pipeline.cost_model.phases import (
@@ -38,6 +39,8 @@ from pipeline.inputs.job_inputs import Inputs, fit_methods, read_inputs
 from pipeline.methods.method import Task
 from workers.hardware import machine_cores, thread_fault
 from workers.memory import map_large_tensors
+
+LONGEST_PHASES = 3
 
 
 @dataclass(frozen=True)
@@ -192,12 +195,17 @@ def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSou
     return limits
 
 
+def memory_here(plan: Mapping[str, Any]) -> int:
+    """Returns the bytes of memory that the workers and the driver take together on one machine."""
+    return int(plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"])
+
+
 def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[str]:
     """Returns the limits of this machine's memory and cores that the workers exceed."""
     from workers.cluster import machine_bytes  # and Ray
 
     limits, machine = [], machine_bytes()
-    needed = plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"]
+    needed = memory_here(plan)
     if needed > machine:
         limits.append(
             f"does not fit: {plan['workers']} workers of {plan['worker_host_bytes'] / 1e9:,.1f} GB and the driver take "
@@ -225,3 +233,12 @@ def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
         f"goes to disk: what workers pass on takes {plan['object_store_bytes'] / 1e9:,.1f} GB, a Ray of this "
         f"machine holds {store / 1e9:,.1f} of it in memory and writes the rest to disk"
     ]
+
+
+def time_line(plan: Mapping[str, Any]) -> str:
+    """Returns the time of a job or a sweep, and its longest phases."""
+    seconds, phases = plan["estimated_seconds"], plan["phases"]
+    longest = sorted(phases, key=lambda phase: -phases[phase])[:LONGEST_PHASES]
+    parts = ", ".join(f"{phase} {duration(phases[phase])}" for phase in longest)
+    workers = f"{plan['workers']} worker{'s' if plan['workers'] > 1 else ''}"
+    return f"about {duration(seconds)} with {workers}; longest: {parts}"

@@ -114,6 +114,38 @@ def test_files_in_order(tmp_path: Path) -> None:
     assert list(read_documents(Text(files=(str(tmp_path / "b.txt"), str(tmp_path / "a.txt"))))) == ["b", "a"]
 
 
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".json", ".parquet"])
+def test_parts_are_the_whole_once(kind: str, tmp_path: Path) -> None:
+    """Each line, item or row is in exactly one of two parts that meet."""
+    lines = [f"line {number}, of {'many ' * (number % 7)}words\n" for number in range(100)]
+    path = tmp_path / f"a{kind}"
+    if kind == ".txt":
+        path.write_text("".join(lines))
+    else:
+        write(path, [{"text": line} for line in lines])
+    for share in (0.01, 0.5, 0.9, 0.987):
+        first, second = (
+            list(read_documents(Text(files=(str(path),), begin=begin, end=end)))
+            for begin, end in ((0.0, share), (share, 1.0))
+        )
+        assert "".join([*first, *second]) == "".join(lines)
+        assert "".join(first).count("\n") == pytest.approx(100 * share, abs=3)
+        assert "".join(second).startswith("line")
+
+
+def test_a_part_without_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one line\n")
+    with pytest.raises(InputError, match=r"empty between 0.5 and 1 of its length"):
+        list(read_documents(Text(files=(str(path),), begin=0.5)))
+    path.write_text("one line without an end is cut anywhere")
+    assert list(read_documents(Text(files=(str(path),), end=0.5))) == ["one line without an "]
+    for fields, message in (({"begin": 0.5, "end": 0.5}, "0.5 is not below"), ({"end": 0.5}, "another `split`")):
+        origin = {"files": (str(path),)} if "begin" in fields else {"dataset": "d"}
+        with pytest.raises(ValueError, match=message):
+            Text.model_validate({**origin, **fields})
+
+
 def test_wrong_files(tmp_path: Path) -> None:
     assert "missing" in refused(tmp_path / "a.txt")
     (tmp_path / "a.csv").write_text("a,b")

@@ -1,0 +1,93 @@
+"""`python -m pipeline.init MODEL --text FILE…`: writes a manifest for a model, and says what its job costs."""
+
+from __future__ import annotations
+
+from manifests.packages import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import manifests
+from manifests.errors import InputError, StorageError, reason
+from pipeline.console.arguments import add_address, parser, run_command
+from pipeline.console.wrapping import say
+
+SHIPPED = Path(manifests.__file__).parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return the exit code."""
+    options = parser("init", "Writes a manifest that fits a model, a text and this machine, and says what it costs.")
+    options.add_argument("model", nargs="?", help="the dense model: a directory, a hub id, or s3://BUCKET/FOLDER")
+    options.add_argument(
+        "--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet, like what it serves"
+    )
+    goal = options.add_mutually_exclusive_group()
+    goal.add_argument("--keep", type=float, metavar="SHARE", help="of the decoder's numbers; default: 0.8")
+    goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
+    goal.add_argument("--max-loss", type=float, metavar="NATS", help="a token may lose; the smallest size is searched")
+    options.add_argument("-o", "--output", default="job.yaml", metavar="FILE", help="default: %(default)s")
+    options.add_argument("--force", action="store_true", help="overwrite the file")
+    options.add_argument("--list", action="store_true", help="list the manifests and sweeps that come with Lamina")
+    add_address(options)
+    options.add_argument("--json", action="store_true", help="print the file's name and the plan as JSON")
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda arguments: _body(arguments, words), options.parse_args(words))
+
+
+def _body(arguments: Any, words: list[str]) -> int:
+    if arguments.list:
+        for line in shipped_lines():
+            print(line)
+        return 0
+    path = _checked_path(arguments)
+    from pipeline.recommendation.recommending import Request, check_goal, recommend  # slow, not needed for --list
+
+    goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss)
+    folder = os.path.relpath(path.parent)
+    request = Request(arguments.model, arguments.text, goal, folder, arguments.address, arguments.connect_timeout)
+    text, verdict = recommend(request, f"python -m pipeline.init {shlex.join(words)}")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"-o {path}: cannot be written ({reason(error)}); give another file") from error
+    if arguments.json:
+        print(json.dumps({"manifest": str(path), "plan": verdict.plan, "engines": verdict.engines}))
+        return 0
+    for line in verdict.lines():
+        say(line)
+    say(f"Wrote {path}; run it with: python -m pipeline.run {shlex.quote(str(path))}")
+    return 0
+
+
+def _checked_path(arguments: Any) -> Path:
+    """Return the file to write. Raises InputError if an argument is missing, or the file is there without --force."""
+    if arguments.model is None or not arguments.text:
+        raise InputError("give a model and --text FILE, such as `python -m pipeline.init MODEL --text FILE`; or --list")
+    path = Path(arguments.output)
+    if not path.parent.is_dir():
+        raise InputError(f"-o {path}: no folder {path.parent}; create it, or give another file")
+    if path.is_dir():
+        raise InputError(f"-o {path}: is a folder; give the name of a file in it, such as {path}/job.yaml")
+    if path.exists() and not arguments.force:
+        raise InputError(f"-o {path}: is there already; give another file, or overwrite it with --force")
+    return path
+
+
+def shipped_lines() -> Iterator[str]:
+    """Yield a line for each manifest and sweep of the package: its path and its first comment."""
+    for path in (*sorted(SHIPPED.glob("*.yaml")), *sorted((SHIPPED / "sweeps").glob("*.yaml"))):
+        first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        yield f"{path}  {first}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

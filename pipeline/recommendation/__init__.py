@@ -1,0 +1,1 @@
+"""Recommends a manifest for a model, a text and machines."""

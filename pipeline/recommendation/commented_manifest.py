@@ -1,0 +1,85 @@
+"""Writes a recommended manifest in YAML, with a comment where a user may want to change something."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from manifests.schema import MANIFEST_VERSION
+from pipeline.recommendation.settings import ACTIVATION_GB, CORRECTED_BELOW, Goal, Settings
+
+PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # text that YAML reads as text without quotes, in a list as well
+WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+GOALS = {
+    "keep": "share of the decoder's numbers that stays",
+    "bytes": "share of the decoder's bytes that stays; ranks and bits are chosen together",
+    "max_loss": "nats per token of divergence from the dense model; the smallest size within it is searched",
+}
+
+
+@dataclass(frozen=True)
+class Places:
+    """The addresses of a job's files."""
+
+    model: str
+    texts: Sequence[str]
+    output: str
+    run_dir: str
+
+
+def commented_manifest(command: str, places: Places, goal: Goal, settings: Settings) -> str:
+    """Return the manifest as text. `command`: the command line that it comes from."""
+    return "".join(f"{line}\n" for line in _lines(command, places, goal, settings))
+
+
+def quoted(text: str) -> str:
+    """Return a text as YAML reads it back, also inside of brackets."""
+    plain = PLAIN.fullmatch(text) and text.lower() not in WORDS
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iterator[str]:
+    use = settings.text
+    files = f"files: [{', '.join(map(quoted, places.texts))}]"
+    yield f"# Written by: {command}"
+    yield f"version: {MANIFEST_VERSION}"
+    yield f"model: {{source: {quoted(places.model)}}}"
+    yield f"output: {quoted(places.output)}"
+    yield f"run_dir: {quoted(places.run_dir)}  # ledger and statistics: a job that was interrupted goes on from here"
+    yield f"budget: {{{goal.field}: {goal.value:g}}}  # {GOALS[goal.field]}"
+    if goal.field == "bytes":
+        yield "quantize: {bits: auto}  # 8, 4 or 3 for each part; transformers reads them with compressed-tensors"
+    yield from _method(goal)
+    yield "calibration:"
+    yield f"  text: {{{files}, end: {use.end:g}}}  # should be like the text that the model will serve"
+    yield f"  samples: {use.samples}  # more cost time and change little"
+    yield f"  sequence_length: {use.length}"
+    yield f"  shards: {settings.shards}  # parts that workers share; at least as many as workers"
+    yield f"  micro_batch: {settings.micro_batch}  # samples computed at once"
+    yield "evaluation:"
+    yield "  perplexity:"
+    yield f"    text: {{{files}, begin: {use.end:g}}}  # the rest of the text, which calibration does not use"
+    yield f"    window: {use.length}"
+    yield "    dense: true  # the dense model's perplexity, too"
+    yield f"workers: {{{_workers(settings)}}}  # any number gives the same bytes; cpus are the threads of one"
+
+
+def _method(goal: Goal) -> Iterator[str]:
+    if goal.corrected:
+        yield "methods:"
+        yield "  # Each layer makes up for the error of the layers before it: slower, and better at this size."
+        yield "  - {method: loss_aware, correct: output}"
+    elif goal.field == "keep":
+        yield f"methods: [{{method: loss_aware}}]  # below keep {CORRECTED_BELOW}, add `correct: output`"
+    else:
+        yield "methods: [{method: loss_aware}]"
+
+
+def _workers(settings: Settings) -> str:
+    fields = [f"max: {settings.workers}", f"cpus: {settings.cpus}"]
+    fields += [f"gpus: {settings.gpus}"] if settings.gpus else []
+    if settings.activation_gb != ACTIVATION_GB:
+        fields.append(f"activation_memory_gb: {settings.activation_gb:g}")
+    return ", ".join(fields)

@@ -1,0 +1,108 @@
+"""Recommends the manifest of a job: looks at the model, the text and the machines, and plans what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from manifests.errors import InputError
+from manifests.loading import decode_document, parse_manifest
+from manifests.schema import Manifest, Text
+from pipeline.checkpoint.engines import planned_engines
+from pipeline.checkpoint.planned_size import bounded_plan
+from pipeline.cost_model.estimate import Plan
+from pipeline.families.family import Geometry
+from pipeline.families.registry import checkpoint_config, geometry_of
+from pipeline.inputs.job_inputs import Inputs, read_inputs
+from pipeline.inputs.sources import open_dense
+from pipeline.job.plan_report import RateSource, plan_report
+from pipeline.recommendation.commented_manifest import Places, commented_manifest
+from pipeline.recommendation.nodes import Node, cluster_nodes, this_machine
+from pipeline.recommendation.settings import Goal, Settings, choose_settings
+from pipeline.recommendation.text_use import choose_text_use
+from pipeline.recommendation.verdict import Verdict
+from pipeline.rounding.schemes import FIELD
+from stores.corpus import load_tokenizer
+
+DRIVER_BYTES = 2 * 2**30  # left for the driver where it shares a machine with the workers
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of the command. `folder`: of the manifest, where output and run directory lie, too."""
+
+    model: str
+    texts: Sequence[str]
+    goal: Goal
+    folder: str
+    address: str | None = None
+    connect_timeout_s: float = 30.0
+
+
+def recommend(request: Request, command: str) -> tuple[str, Verdict]:
+    """Return the manifest, as commented YAML, and the plan's verdict on it. Reads the model's headers alone.
+
+    Raises InputError about the model, the text, the goal or the cluster.
+    """
+    source, config = open_dense(request.model, weights=False)
+    tokenizer = load_tokenizer(source.storage)
+    geometry = geometry_of(config)
+    text = Text(files=tuple(request.texts))
+    use = choose_text_use(text, tokenizer, config["max_position_embeddings"], _channels(geometry))
+    places = _places(request)
+
+    def manifest_of(settings: Settings) -> Manifest:
+        return _parsed(commented_manifest(command, places, request.goal, settings))
+
+    def plan(settings: Settings) -> Plan:
+        return bounded_plan(read_inputs(manifest_of(settings), weights=False))
+
+    settings = choose_settings(use, _nodes(request), plan)
+    manifest = manifest_of(settings)
+    rates = RateSource(None, None, request.address is not None, request.address, request.connect_timeout_s)
+    report = plan_report(manifest, None, rates)
+    engines = planned_engines(_planned_config(read_inputs(manifest, weights=False)))
+    return commented_manifest(command, places, request.goal, settings), Verdict(report, request.goal, engines)
+
+
+def _nodes(request: Request) -> list[Node]:
+    if request.address is None:
+        return this_machine(DRIVER_BYTES)
+    return cluster_nodes(request.address, request.connect_timeout_s)
+
+
+def _channels(geometry: Geometry) -> int:
+    return max((block.width for layer in geometry.layers for block in layer.mlps), default=geometry.hidden)
+
+
+def _places(request: Request) -> Places:
+    name = PurePath(request.model.rstrip("/")).name or "model"
+    output = str(PurePath(request.folder, f"{name}-{request.goal.label}"))
+    return Places(request.model, request.texts, output, f"{output}.run")
+
+
+def _parsed(text: str) -> Manifest:
+    origin = "recommended"
+    return parse_manifest(decode_document(text.encode(), origin), origin)
+
+
+def _planned_config(inputs: Inputs) -> Mapping[str, Any]:
+    """Return the config of the output, as if nothing were factored; rounding is named, without its groups."""
+    forms: list[Mapping[str, Any]] = [{} for _ in inputs.geometry.layers]
+    config = checkpoint_config(inputs.config, forms, inputs.dtype_name)
+    return config | ({FIELD: {"config_groups": {}}} if inputs.manifest.quantize else {})
+
+
+def check_goal(keep: float | None, num_bytes: float | None, max_loss: float | None) -> Goal:
+    """Return the goal that the options give: keep 0.8 if they give none. Raises InputError for an impossible value."""
+    if max_loss is not None:
+        if not 0 < max_loss < float("inf"):
+            raise InputError(f"--max-loss {max_loss:g}: nats per token above 0 are expected, such as 0.02")
+        return Goal("max_loss", max_loss)
+    share = num_bytes if num_bytes is not None else keep if keep is not None else 0.8
+    field = "bytes" if num_bytes is not None else "keep"
+    if not 0 < share <= 1:
+        raise InputError(f"--{field} {share:g}: a share above 0 and at most 1 is expected, such as 0.8")
+    return Goal("bytes" if field == "bytes" else "keep", share)

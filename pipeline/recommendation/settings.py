@@ -1,0 +1,88 @@
+"""Chooses the settings of a job: method and correction by its goal, samples, shards and workers by what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipeline.cost_model.estimate import Plan
+from pipeline.recommendation.nodes import Node, worker_sizes
+from pipeline.recommendation.text_use import TextUse, shortened
+
+CORRECTED_BELOW = 0.8  # docs/results.md#corrections
+MICRO_BATCH_TOKENS = 2048
+LEAST_SHARDS, SHARDS_PER_WORKER = 16, 2
+ACTIVATION_GB, LEAST_ACTIVATION_GB = 8.0, 1.0
+SHORT = 512  # samples are not made shorter than this to save memory
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The size or the loss that a user asks for."""
+
+    field: Literal["keep", "bytes", "max_loss"]
+    value: float
+
+    @property
+    def label(self) -> str:
+        """The goal in the name of a folder, such as keep-0.8."""
+        return f"{self.field.replace('_', '-')}-{self.value:g}"
+
+    @property
+    def corrected(self) -> bool:
+        """True if each layer should make up for the error of the layers before it."""
+        return self.field == "bytes" or (self.field == "keep" and self.value < CORRECTED_BELOW)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that the manifest gets from the text and the machines."""
+
+    text: TextUse
+    shards: int
+    micro_batch: int
+    workers: int
+    cpus: int
+    gpus: int
+    activation_gb: float
+
+
+def choose_settings(text: TextUse, nodes: Sequence[Node], plan: Callable[[Settings], Plan]) -> Settings:
+    """Return the first settings with which every node has room for its workers.
+
+    Tries fewer workers with more threads first, then less memory for hidden states, then shorter samples. If nothing
+    fits, returns the settings that need least, so that the plan can say by how much they exceed the memory.
+
+    Args:
+        nodes: the machines, at least one.
+        plan: predicts the memory of a job with these settings.
+    """
+    chosen = None
+    for chosen in _candidates(text, nodes):
+        worker_bytes = plan(chosen).worker_host_bytes
+        rooms = [node.room(chosen.cpus, chosen.gpus, worker_bytes) for node in nodes]
+        if all(rooms):
+            return replace(chosen, workers=min(chosen.workers, sum(rooms)))
+    assert chosen is not None
+    return replace(chosen, workers=1)
+
+
+def _candidates(text: TextUse, nodes: Sequence[Node]) -> Iterator[Settings]:
+    sizes = worker_sizes(nodes)
+    for cpus, gpus in sizes:
+        yield _settings(text, nodes, cpus, gpus, ACTIVATION_GB)
+    cpus, gpus = sizes[-1]
+    use = text
+    while True:
+        yield _settings(use, nodes, cpus, gpus, LEAST_ACTIVATION_GB)
+        if use.length // 2 < SHORT:
+            return
+        use = shortened(use, use.length // 2)
+
+
+def _settings(text: TextUse, nodes: Sequence[Node], cpus: int, gpus: int, activation_gb: float) -> Settings:
+    workers = max(1, sum(node.room(cpus, gpus, 0.0) for node in nodes))
+    shards = min(text.samples, max(LEAST_SHARDS, SHARDS_PER_WORKER * workers))
+    micro_batch = max(1, min(MICRO_BATCH_TOKENS // text.length, text.samples // shards))
+    return Settings(text, shards, micro_batch, workers, cpus, gpus, activation_gb)

@@ -1,0 +1,94 @@
+"""Divides a text into a part for calibration and a part for evaluation, and chooses length and number of samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from manifests.errors import InputError
+from manifests.schema import Text
+from pipeline.units.sharding import HELD_OUT
+from stores.corpus import count_tokens, read_documents
+from stores.storage import open_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COUNTED_TOKENS = 1 << 20  # a text with as many has enough for every setting below
+EVALUATION_SHARE = 0.1
+EVALUATION_TOKENS = 65_536  # at most
+TEXT_BYTES_PER_TOKEN = 4  # roughly, of a text that is too long to be counted
+LONGEST, SHORTEST = 2048, 32
+SAMPLES, GOOD_SAMPLES, LEAST_SAMPLES = 256, 64, 16
+LEAST_WINDOWS = 2
+TOKENS_PER_CHANNEL = 8  # of the widest MLP, whose statistics would otherwise be noisy
+
+
+@dataclass(frozen=True)
+class TextUse:
+    """The use of a text.
+
+    Attributes:
+        end: the share of the text before which samples are drawn, and behind which the model is evaluated.
+        length: tokens of a sample, and of a window of the evaluation.
+        samples: the number of calibration samples.
+        available: tokens of the calibration part, counted up to a million.
+    """
+
+    end: float
+    length: int
+    samples: int
+    available: int
+
+
+def choose_text_use(text: Text, tokenizer: PreTrainedTokenizerBase, longest: int, channels: int) -> TextUse:
+    """Choose the use of a text by its tokens. `longest`: the model's longest sequence. `channels`: of its widest MLP.
+
+    The longest samples are chosen of which the text has 64, and so many samples as give each channel eight tokens, at
+    least 256. A tenth of the text, at most 65,536 tokens, is left for the evaluation.
+
+    Raises InputError about the text, also if it is too short.
+    """
+    total = count_tokens(read_documents(text), tokenizer, COUNTED_TOKENS)
+    counted = total < COUNTED_TOKENS
+    length_of_text = total if counted else max(total, _file_bytes(text) // TEXT_BYTES_PER_TOKEN)
+    end = 1 - min(EVALUATION_SHARE, EVALUATION_TOKENS / length_of_text) if length_of_text else 1 - EVALUATION_SHARE
+    end = math.floor(end * 1e6) / 1e6
+    available = round(end * total)
+    if counted:
+        first_part = text.model_copy(update={"end": end})
+        available = count_tokens(read_documents(first_part), tokenizer, COUNTED_TOKENS)
+    held_out = round((1 - end) * length_of_text)
+    lengths = [length for length in _lengths(longest) if held_out // length >= LEAST_WINDOWS]
+    good = [length for length in lengths if available // length >= GOOD_SAMPLES]
+    shortest = [length for length in lengths[-1:] if available // length >= LEAST_SAMPLES]
+    if not (chosen := good[:1] or shortest):
+        needed = math.ceil(LEAST_SAMPLES * _lengths(longest)[-1] / (1 - EVALUATION_SHARE))
+        raise InputError(
+            f"--text {', '.join(text.files or ())}: {total:,} tokens; with a tenth held out for the evaluation, "
+            f"calibration needs about {needed:,}; give more text"
+        )
+    length = chosen[0]
+    wanted = max(SAMPLES, TOKENS_PER_CHANNEL * channels // length)
+    windows = available // length
+    return TextUse(end, length, min(wanted, max(LEAST_SAMPLES, windows * HELD_OUT // (HELD_OUT + 1))), available)
+
+
+def shortened(use: TextUse, length: int) -> TextUse:
+    """Return the use with shorter samples, and as many more of them as the text has."""
+    samples = min(use.samples * use.length // length, use.available // length)
+    return TextUse(use.end, length, samples, use.available)
+
+
+def _lengths(longest: int) -> list[int]:
+    """Return the lengths to try, descending: the longest, then its halves."""
+    first = min(LONGEST, longest)
+    halves = list(takewhile(lambda length: length >= SHORTEST, (first >> step for step in range(12))))
+    return halves or [first]
+
+
+def _file_bytes(text: Text) -> int:
+    places = [open_file(name) for name in text.files or ()]
+    return sum(storage.size(name) for storage, name in places)
