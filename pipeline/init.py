@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = parser("init", "Writes a manifest that fits a model, a text and this machine, and says what it costs.")
     options.add_argument("model", nargs="?", help="the dense model: a directory, a hub id, or s3://BUCKET/FOLDER")
-    options.add_argument(
-        "--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet, like what it serves"
-    )
+    options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet files")
     goal = options.add_mutually_exclusive_group()
     goal.add_argument("--keep", type=float, metavar="SHARE", help="of the decoder's numbers; default: 0.8")
     goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
@@ -83,10 +82,11 @@ def _checked_path(arguments: Any) -> Path:
 
 
 def shipped_lines() -> Iterator[str]:
-    """Yield a line for each manifest and sweep of the package: its path and its first comment."""
+    """Yield a line for each manifest and sweep of the package: its path and the first sentence of its comment."""
     for path in (*sorted(SHIPPED.glob("*.yaml")), *sorted((SHIPPED / "sweeps").glob("*.yaml"))):
-        first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
-        yield f"{path}  {first}"
+        lines = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
+        comment = " ".join(line.removeprefix("# ") for line in lines if not line.startswith("#  "))
+        yield f"{path}  {comment.partition('. ')[0].rstrip('.:')}"
 
 
 if __name__ == "__main__":

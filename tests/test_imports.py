@@ -28,7 +28,7 @@ FOLDERS = {  # folder of the repository -> what its modules' names start with
 }
 COMMANDS = {
     f"pipeline.{name}"
-    for name in ("run", "plan", "status", "verify", "evaluate", "export", "push", "report", "scale", "sweep")
+    for name in ("run", "plan", "status", "verify", "evaluate", "export", "push", "report", "scale", "sweep", "init")
 }
 METHODS = {"flat_llm", "lorc", "lestd", "joint_rank_k"} | {
     name for entry in MethodEntry.__subclasses__() for name in get_args(entry.model_fields["method"].annotation)
@@ -82,8 +82,16 @@ LAYERS = {  # the longest name that fits a module is its layer
     ),
     "pipeline.job": Layer(("manifests", "stores", "workers", "lamina", *MODELS, *WORK, *BESIDE_A_JOB)),
     "pipeline.sweeping": Layer(("manifests", "stores", "workers", *MODELS, *WORK, *BESIDE_A_JOB, "pipeline.job")),
+    "pipeline.recommendation": Layer(("manifests", "stores", "workers", *MODELS, *WORK, *BESIDE_A_JOB, "pipeline.job")),
     "pipeline": Layer(  # the commands
-        ("manifests", "stores", "workers", *WORK, *BESIDE_A_JOB, *_rooms("verification", "job", "sweeping"))
+        (
+            "manifests",
+            "stores",
+            "workers",
+            *WORK,
+            *BESIDE_A_JOB,
+            *_rooms("verification", "job", "sweeping", "recommendation"),
+        )
     ),
     "deploy.quickstart": Layer(never=frozenset({"ray", "zarr"})),
 }

@@ -71,6 +71,8 @@ def test_the_console_command(installed: Path, tmp_path: Path) -> None:
     for arguments, code, message in (
         (["run", "--help"], 0, "--connect-timeout"),
         (["run", "nowhere.yaml"], 2, "manifest nowhere.yaml: cannot be read"),
+        (["init", "--list"], 0, str(installed / "manifests" / "sweeps" / "compare.yaml")),
+        (["init", "--list"], 0, str(installed / "manifests" / "llama3-70b.yaml")),
         (["status", "nowhere"], 2, "no run directory"),
         (["walk"], 2, "'walk' is no command"),
         (["status", "--version"], 0, f"Lamina {VERSION}"),
@@ -139,17 +141,24 @@ def test_an_actor_is_imported_before_the_serving_package_can_be(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ("run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "push", "sweep")
+COMMANDS = ("init", "run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "push", "sweep")
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "arguments", [*([name, "--help"] for name in COMMANDS), ["status", "nowhere"], ["run", "nowhere.yaml"]]
+    "arguments",
+    [
+        *([name, "--help"] for name in COMMANDS),
+        ["init", "--list"],
+        ["init", "m"],
+        ["status", "nowhere"],
+        ["run", "nowhere.yaml"],
+    ],
 )
 def test_answers_that_need_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """They take a second, not the many that its import takes."""
     done = python("-X", "importtime", "-m", f"pipeline.{arguments[0]}", *arguments[1:], path=str(ROOT), folder=tmp_path)
-    assert done.returncode == (0 if "--help" in arguments else 2)
+    assert done.returncode == (0 if {"--help", "--list"} & {*arguments} else 2)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "manifests" in imported
     assert not imported & {"torch", "ray", "transformers", "zarr", "rich"}, done.stderr[-2000:]

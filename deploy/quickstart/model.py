@@ -90,7 +90,7 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=recipe.num_heads,
         num_key_value_heads=recipe.num_kv_heads,
-        max_position_embeddings=2 * recipe.window_tokens,
+        max_position_embeddings=recipe.window_tokens,
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,

@@ -43,7 +43,7 @@ def quoted(text: str) -> str:
 def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iterator[str]:
     use = settings.text
     files = f"files: [{', '.join(map(quoted, places.texts))}]"
-    yield f"# Written by: {command}"
+    yield f"# Written by: {' '.join(command.split())}"
     yield f"version: {MANIFEST_VERSION}"
     yield f"model: {{source: {quoted(places.model)}}}"
     yield f"output: {quoted(places.output)}"
@@ -53,17 +53,19 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
         yield "quantize: {bits: auto}  # 8, 4 or 3 for each part; transformers reads them with compressed-tensors"
     yield from _method(goal)
     yield "calibration:"
-    yield f"  text: {{{files}, end: {use.end:g}}}  # should be like the text that the model will serve"
-    yield f"  samples: {use.samples}  # more cost time and change little"
+    yield "  # Like the text that the model will serve: what it never shows is left out first."
+    yield f"  text: {{{files}, end: {use.end:g}}}"
+    yield f"  samples: {use.samples}"
     yield f"  sequence_length: {use.length}"
-    yield f"  shards: {settings.shards}  # parts that workers share; at least as many as workers"
+    yield f"  shards: {settings.shards}  # parts of the samples, which the workers share"
     yield f"  micro_batch: {settings.micro_batch}  # samples computed at once"
     yield "evaluation:"
     yield "  perplexity:"
-    yield f"    text: {{{files}, begin: {use.end:g}}}  # the rest of the text, which calibration does not use"
+    yield "    # The rest of the text, which calibration does not use."
+    yield f"    text: {{{files}, begin: {use.end:g}}}"
     yield f"    window: {use.length}"
     yield "    dense: true  # the dense model's perplexity, too"
-    yield f"workers: {{{_workers(settings)}}}  # any number gives the same bytes; cpus are the threads of one"
+    yield f"workers: {{{_workers(settings)}}}  # cpus: threads of each; `max` changes no byte of the output"
 
 
 def _method(goal: Goal) -> Iterator[str]:

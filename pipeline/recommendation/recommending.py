@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.loading import decode_document, parse_manifest
+from manifests.loading import decode_document, parse_block, parse_manifest
 from manifests.schema import Manifest, Text
 from pipeline.checkpoint.engines import planned_engines
 from pipeline.checkpoint.planned_size import bounded_plan
@@ -49,7 +49,7 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     source, config = open_dense(request.model, weights=False)
     tokenizer = load_tokenizer(source.storage)
     geometry = geometry_of(config)
-    text = Text(files=tuple(request.texts))
+    text = parse_block(Text, {"files": tuple(request.texts)}, "--text")
     use = choose_text_use(text, tokenizer, config["max_position_embeddings"], _channels(geometry))
     places = _places(request)
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import pipeline.evaluate
 import pipeline.export
+import pipeline.init
 import pipeline.plan
 import pipeline.push
 import pipeline.report
@@ -32,6 +33,7 @@ import pipeline.verify
 from manifests.records import Record
 
 COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
+    "init": pipeline.init.main,
     "run": pipeline.run.main,
     "plan": pipeline.plan.main,
     "status": pipeline.status.main,

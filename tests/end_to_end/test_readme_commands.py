@@ -1,4 +1,4 @@
-"""What the README and docs/running-jobs.md show is done as it stands there: the table of commands, the manifest, the
+"""What the README and docs/running-jobs.md show is done as it stands there: the table of commands, the first job, the
 lines that load the result."""
 
 from __future__ import annotations
@@ -67,23 +67,20 @@ def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
     assert "flat_llm-0.6" in said
 
 
-def test_the_manifest_of_the_readme(tmp_path: Path, text: Path, llama: Path) -> None:
-    """Word for word, but for the places of the model, the text and what is written."""
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    for shown, real in {
-        "runs/quickstart/model": llama,
-        "runs/quickstart/calibration.txt": text,
-        "runs/quickstart": tmp_path,
-        "samples: 64, sequence_length: 128": "samples: 16, sequence_length: 24",  # as long as the tiny model knows
-    }.items():
-        assert shown in block
-        block = block.replace(shown, str(real))
-    (tmp_path / "job.yaml").write_text(block)
-    said = _run(tmp_path, "run", MANIFEST=str(tmp_path / "job.yaml"))
-    (shown,) = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    for words in ("query_key", "held-out calibration text: perplexity", "output: "):
-        assert words in shown
-        assert words in said
+def test_the_first_job_of_the_readme(tmp_path: Path, text: Path, llama: Path) -> None:
+    """Word for word, but for the places of the model, the text and what is written; so is what they print."""
+    lines = re.findall(r"^python -m pipeline\.(\w+) (.+)$", README, re.MULTILINE)
+    assert [name for name, _ in lines] == ["init", "run"]
+    shown = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    places = {"runs/quickstart/model": llama, "runs/quickstart/calibration.txt": text, "runs/quickstart": tmp_path}
+    for (name, words), printed in zip(lines, shown, strict=True):
+        for place, real in places.items():
+            words = words.replace(f"{place} ", f"{real} ").replace(f"{place}/", f"{real}/")
+        child = Child(name, words.split(), tmp_path / f"{name}.log", inline=False)
+        assert child.end(WAIT_S) == 0, child.said
+        heads = [line.split()[0] for line in printed.splitlines() if line[:1].islower()]
+        assert len(heads) > 4
+        assert [head for head in heads if not re.search(rf"^{head}", child.said, re.MULTILINE)] == []
 
 
 def _loads_as_shown(output: Path, folder: Path) -> None:

@@ -1,0 +1,103 @@
+"""`init` writes a manifest that `plan` and `run` accept as it is; wrong inputs end with exit code 2 and a remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from manifests.loading import load_manifest
+from tests import factories
+from tests.end_to_end.jobs import Ended, command, without_ray
+
+Init = Callable[..., Ended]
+
+
+@pytest.fixture
+def init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Init:
+    """Runs `init` in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: command("init", *map(str, arguments))
+
+
+def test_the_manifest_is_planned_and_run_as_it_is(init: Init, llama: Path, text: Path, tmp_path: Path) -> None:
+    written = init(llama, "--text", text, "--keep", "0.6")
+    assert written.code == 0, written.err
+    fits, size, time, disk, serves, last = written.out.splitlines()
+    assert fits.startswith("fits   ")
+    assert "before, at most" in size
+    assert time.startswith("time   about ")
+    assert "for the run directory" in disk
+    assert serves == "serves transformers, vLLM with Lamina's serving package, llama.cpp after `export --to gguf`"
+    assert last == "Wrote job.yaml; run it with: python -m pipeline.run job.yaml"
+    manifest = load_manifest("job.yaml")
+    assert manifest.methods[0].model_dump()["correct"] == "output"
+    assert manifest.calibration is not None
+    assert manifest.evaluation.perplexity is not None
+    assert manifest.calibration.texts[0][0].end == manifest.evaluation.perplexity.text.begin == 0.9
+    assert command("plan", "job.yaml").code == 0
+    with without_ray():
+        summary = command("run", "job.yaml", "--set", "workers.max=1", "--json").json
+    assert {*summary["evaluation"]} == {"dense", "perplexity"}
+    assert (tmp_path / manifest.output / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("goal", "budget", "expected"),
+    [
+        ((), "{keep: 0.8}", "methods: [{method: loss_aware}]"),
+        (("--bytes", "0.25"), "{bytes: 0.25}", "quantize: {bits: auto}"),
+        (("--max-loss", "0.02"), "{max_loss: 0.02}", "methods: [{method: loss_aware}]"),
+    ],
+)
+def test_goals(goal: tuple[str, ...], budget: str, expected: str, init: Init, llama: Path, text: Path) -> None:
+    printed = init(llama, "--text", text, *goal, "-o", "other.yaml", "--json").json
+    assert printed["plan"]["fits"]
+    written = Path("other.yaml").read_text()
+    assert f"budget: {budget}" in written
+    assert expected in written
+    assert ("with compressed-tensors" in printed["engines"][0]) == ("--bytes" in goal)
+
+
+def test_an_existing_file_is_overwritten_by_force_alone(init: Init, llama: Path, text: Path) -> None:
+    Path("job.yaml").write_text("mine")
+    refused = init(llama, "--text", text)
+    assert (refused.code, "is there already" in refused.err) == (2, True)
+    assert Path("job.yaml").read_text() == "mine"
+    assert init(llama, "--text", text, "--force").code == 0
+    assert load_manifest("job.yaml").budget is not None
+
+
+def test_wrong_inputs(init: Init, llama: Path, text: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(llama, tmp_path / "bert")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    short = factories.write_text(tmp_path / "short.txt", 500)
+    (tmp_path / "folder").mkdir()
+    for arguments, message in (
+        ((), "give a model and --text FILE"),
+        ((llama,), "give a model and --text FILE"),
+        ((tmp_path / "none", "--text", text), f"{tmp_path / 'none'}"),
+        ((llama, "--text", "none.txt"), "text file none.txt: missing"),
+        ((llama, "--text", short), "with a tenth held out for the evaluation, calibration needs about"),
+        ((other, "--text", text), "'bert'"),
+        ((llama, "--text", text, "--keep", "80"), "--keep 80: a share above 0"),
+        ((llama, "--text", text, "--bytes", "0"), "--bytes 0: a share above 0"),
+        ((llama, "--text", text, "--max-loss", "-1"), "--max-loss -1: nats per token"),
+        ((llama, "--text", text, "--keep", "0.01"), "budget"),
+        ((llama, "--text", text, "-o", "none/job.yaml"), "no folder none"),
+        ((llama, "--text", text, "-o", "folder"), "is a folder"),
+    ):
+        ended = init(*arguments)
+        assert (ended.code, message in ended.err) == (2, True), (arguments, ended)
+        assert not Path("job.yaml").exists()
+
+
+def test_shipped_manifests(init: Init) -> None:
+    lines = init("--list").out.splitlines()
+    paths = [Path(line.partition("  ")[0]) for line in lines]
+    assert {"quickstart.yaml", "llama3-70b.yaml", "compare.yaml"} <= {path.name for path in paths}
+    assert all(path.is_file() and line.partition("  ")[2] for path, line in zip(paths, lines, strict=True))
