@@ -1,0 +1,123 @@
+"""From the tensors of a layer to its `Mixture`, and from one shape for its experts back to tensors and forms.
+
+Statistics of the layer: `sample_of` (1, T, D), the mixture's inputs on sampled tokens, and `metric_of` (1, D, D), the
+moment of the gradient at its output. docs/methods.md#mixtures.
+
+Legend: T tokens, D hidden, E experts, k channels kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from manifests.records import FormSpec
+from pipeline.families.blocks import MLPBlock, roles_of
+from pipeline.families.registry import activation_of
+from pipeline.kernels.routing import RoutingRule
+from pipeline.methods.experts.mixture import (
+    ExpertWeights,
+    Mixture,
+    SolvedExpert,
+    removal_losses,
+    shape_loss,
+    solve_shape,
+)
+from pipeline.methods.experts.scores import few_tokens
+from pipeline.methods.method import Moment, Solution, Statistics
+from pipeline.methods.moments import factored_mean, output_gradient
+
+ROUTER, ROUTER_BIAS = "router.weight", "router_bias"
+
+
+def rule_of(mixture: Mapping[str, Any], top_k: int) -> RoutingRule:
+    """Return the rule of a router that a standard config's `mixture` describes."""
+    return RoutingRule(
+        scores=mixture["score"],
+        top_k=top_k,
+        normalise=mixture["renormalise"],
+        scale=mixture["scale"],
+        groups=mixture["groups"],
+        top_groups=mixture["top_groups"],
+        group_members=2 if mixture["group_score"] == "top2" else 1,
+    )
+
+
+def mixture_from(experts: Sequence[MLPBlock], weights: Mapping[str, Tensor], rule: RoutingRule) -> Mixture:
+    """Return the mixture of a layer. `weights`: of the routed experts, `router.weight` and perhaps `router_bias.*`."""
+    parts = (
+        ExpertWeights(*(weights[matrix.weight_key] for matrix in (*block.readers, block.writer))) for block in experts
+    )
+    bias = next((tensor for key, tensor in weights.items() if key.startswith(f"{ROUTER_BIAS}.")), None)
+    return Mixture(tuple(parts), weights[ROUTER], bias, rule, activation_of(experts[0]))
+
+
+def sample_of(experts: Sequence[MLPBlock], tokens: int) -> Moment:
+    """Return the sample of the mixture's inputs."""
+    return Moment(experts[0].input, kind="sample", tokens=tokens)
+
+
+def metric_of(experts: Sequence[MLPBlock]) -> Moment:
+    """Return the moment of the gradient at the mixture's output."""
+    return output_gradient(experts[0].writer)
+
+
+def removals_on_sample(
+    experts: Sequence[MLPBlock], mixture: Mixture, statistics: Statistics, tokens: int
+) -> list[float]:
+    """Return the predicted loss of each expert's removal, nats per token."""
+    inputs_TD = statistics.moments[sample_of(experts, tokens)][0]
+    return [float(loss) for loss in removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(experts)))]
+
+
+def solve(
+    experts: Sequence[MLPBlock],
+    mixture: Mixture,
+    statistics: Statistics,
+    tokens: int,
+    kept: Sequence[int],
+    width: int,
+    refit: bool = True,
+) -> Solution:
+    """Keep some experts at one width.
+
+    The solution holds tensors of the experts that stay, by their dense roles, and the rows of the router that stay; it
+    holds nothing of the others. The report names the experts that stay, those without tokens and those with few, by
+    their tokens in the sample, and has the predicted `loss`.
+    """
+    inputs_TD = statistics.moments[sample_of(experts, tokens)][0]
+    metric = factored_mean(statistics, metric_of(experts))
+    solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit)
+    tensors: dict[str, Tensor] = {}
+    forms: dict[str, FormSpec] = {}
+    for number, each in zip(kept, solved, strict=True):
+        block = experts[number]
+        matrices = (*block.readers, block.writer)
+        tensors |= {matrix.weight_key: part for matrix, part in zip(matrices, each.weights, strict=True)}
+        if width < block.width:
+            forms |= dict.fromkeys(roles_of(matrices), FormSpec(form="pruned", rank=width))
+    loss = shape_loss(mixture, inputs_TD, metric, kept, solved)
+    router = mixture.subset(kept)
+    tensors[ROUTER] = router.router
+    if router.bias is not None:
+        tensors[ROUTER_BIAS] = router.bias
+    report = {"experts": list(kept), "width": width, "loss": loss, **_thin(experts, kept, solved)}
+    outputs = {
+        reader.role: each.channels
+        for number, each in zip(kept, solved, strict=True)
+        for reader in experts[number].readers
+    }
+    return Solution(tensors, forms, report, outputs=outputs)
+
+
+def _thin(experts: Sequence[MLPBlock], kept: Sequence[int], solved: Sequence[SolvedExpert]) -> dict[str, Any]:
+    tokens = {experts[number].name: each.tokens for number, each in zip(kept, solved, strict=True)}
+    unseen = [name for name, count in tokens.items() if not count]
+    few = {
+        experts[number].name: each.tokens
+        for number, each in zip(kept, solved, strict=True)
+        if few_tokens(each.tokens, experts[number].width)
+    }
+    return {"unseen": unseen, "few_tokens": few}
