@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     LlamaConfig,
@@ -40,6 +44,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "opt": (OPTConfig, OPTForCausalLM),
     "gptj": (GPTJConfig, GPTJForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -75,6 +81,15 @@ EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six expe
     },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }  # fmt: skip
+LATENT: dict[str, Any] = {  # every MLP dense, and no two sizes of the attention alike
+    "intermediate_size": 80, "num_key_value_heads": 4, "first_k_dense_replace": 3, "q_lora_rank": 20,
+    "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.3,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+OWN_NAMES |= {"deepseek_v2": LATENT, "deepseek_v3": LATENT}
 COMMON_NAMES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
     "bos_token_id", "eos_token_id", "pad_token_id",

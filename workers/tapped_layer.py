@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
-from lamina.rotary_lamina import Angles, LaminaRotaryEmbedding
+from lamina.rotary_lamina import Angles, make_rotary
 from manifests.errors import NumericsError
-from pipeline.families.blocks import roles_of
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
 from workers.wide_linear import widen_linears_
@@ -48,7 +47,7 @@ class TappedLayer:
         self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())
         widen_linears_(self.module, self.dtype, device)
         self.module.eval().requires_grad_(False)
-        self.rotary = LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None
+        self.rotary = make_rotary(config, device)
 
     @torch.inference_mode()
     def run(self, hidden_BSD: Tensor, taps: Iterable[tuple[str, Tap]] = (), output: bool = True) -> Tensor | None:
@@ -89,10 +88,8 @@ class TappedLayer:
     def _watched(self) -> Iterator[list[Tensor]]:
         """Collect the extremes of queries and keys: attention kernels turn NaN scores into zeros without an error."""
         ends: list[Tensor] = []
-        queries_keys = roles_of(self.geometry.attention.query_key)
-        roles = (f"{role}_norm" if f"{role}_norm" in self.geometry.roles else role for role in queries_keys)
         with ExitStack() as hooks:
-            for role in roles:
+            for role in self.geometry.score_roles:
                 taps = [lambda values: ends.append(extremes(values))]
                 hooks.callback(_hook(self.module.role(role), "out", taps, lambda: None).remove)
             yield ends

@@ -44,7 +44,7 @@ def stored_sizes(tensors: Iterable[tuple[str, str, Sequence[int]]], layers_path:
 
 def dense_cache(geometry: Geometry, itemsize: int) -> dict[str, int]:
     """Count the cached bytes per token of the dense model."""
-    return {"cache_bytes_per_token": itemsize * sum(layer.attention.cache_numbers for layer in geometry.layers)}
+    return {"cache_bytes_per_token": itemsize * sum(layer.cache_numbers for layer in geometry.layers)}
 
 
 def compressed_cache(config: LayersConfig, itemsize: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lamina.decoder_layer_lamina import DecoderLayer, SelfAttention
 from manifests.errors import InputError
-from pipeline.families.blocks import MLPBlock
+from pipeline.families.blocks import AttentionBlock, MLPBlock
 from pipeline.families.family import LayerGeometry
 
 ROUNDINGS = 64  # units of rounding of the stored numbers, up to which a difference counts as none
@@ -28,9 +28,6 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
     Raises InputError if the rank of value heads is above d.
     """
     layer = layer.to(torch.float64)
-    block = geometry.attention
-    G, d = block.kv_heads, block.head_dim
-    value, output = block.value_output
     weights = {
         f"{norm.role}.{name}": tensor
         for norm in geometry.norms
@@ -43,10 +40,32 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
     }
     matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}
-    for role in (*block.roles[:-1], *(role for mlp in geometry.mlps for role in mlp.roles)):
+    readers = (role for block in geometry.attentions for role in block.roles[:-1])
+    for role in (*readers, *(role for mlp in geometry.mlps for role in mlp.roles)):
         fed = next((other for other in matrices if geometry.matrices[other].feeds == geometry.matrices[role].reads), "")
         width = matrices[fed].shape[0] if fed else geometry.hidden
         matrices[role], biases[role] = _affine(layer, role, width)
+    for block in geometry.attentions:
+        _add_output_(matrices, biases, layer, block, stored)
+    for role, matrix in matrices.items():
+        weights[f"{role}.weight"] = matrix
+        if geometry.matrices[role].bias:
+            weights[f"{role}.bias"] = biases[role]
+        elif biases[role].any():
+            raise InputError(f"layer: {role} has a bias, which a dense {geometry.model_type} model has no place for")
+    return weights
+
+
+def _add_output_(
+    matrices: dict[str, Tensor],
+    biases: dict[str, Tensor],
+    layer: DecoderLayer,
+    block: AttentionBlock,
+    stored: torch.dtype,
+) -> None:
+    """Add the output projection, and bring value heads to d numbers."""
+    G, d = block.kv_heads, block.head_dim
+    value, output = block.value_output
     attention = layer.get_submodule(".".join(layer._attention))
     assert isinstance(attention, SelfAttention)
     heads = matrices[value.role].shape[0] // attention.value_dim
@@ -55,15 +74,8 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
     matrices[output.role], biases[output.role] = _affine(layer, output.role, block.heads * value_GwD.shape[1])
     output_DHw = matrices[output.role].unflatten(1, (block.heads, -1))
     value_GdD, bias_Gd, output_DHd = _to_head_dim(value_GwD, bias_Gw, output_DHw, d, stored)
-    matrices |= {value.role: value_GdD.flatten(0, 1), output.role: output_DHd.flatten(1)}
+    matrices[value.role], matrices[output.role] = value_GdD.flatten(0, 1), output_DHd.flatten(1)
     biases[value.role] = bias_Gd.flatten()
-    for role, matrix in matrices.items():
-        weights[f"{role}.weight"] = matrix
-        if geometry.matrices[role].bias:
-            weights[f"{role}.bias"] = biases[role]
-        elif biases[role].any():
-            raise InputError(f"layer: {role} has a bias, which a dense {geometry.model_type} model has no place for")
-    return weights
 
 
 def pad_mlp(weights: dict[str, Tensor], block: MLPBlock, width: int) -> dict[str, Tensor]:

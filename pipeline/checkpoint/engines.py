@@ -63,7 +63,13 @@ def _transformers(rounded: bool, cache_share: float) -> tuple[str, str]:
     )
 
 
+def _not_served(described: LayersConfig) -> str:
+    return f"not served: attention of {described.foreign['model_type']} inside of Lamina's model"
+
+
 def _own_class(described: LayersConfig, rounded: bool) -> str:
+    if described.foreign:
+        return _not_served(described)
     shapes = [described.layer_shape(layer) for layer in range(described.num_hidden_layers)]
     if any(shape.head_dim != described.head_dim for shape in shapes):
         return f"{NOT_SERVED}: layers with different head widths"
@@ -78,6 +84,8 @@ def _own_class(described: LayersConfig, rounded: bool) -> str:
 
 
 def _backend(described: LayersConfig, rounded: bool) -> str:
+    if described.foreign:
+        return _not_served(described)
     heads = {"num_attention_heads", "num_key_value_heads", "head_dim"}
     if any(heads & {*sizes} for sizes in described.layer_sizes):
         return f"{NOT_SERVED}: layers with different heads"

@@ -144,9 +144,10 @@ def _has_source_code(output: Storage) -> bool:
 
 
 def coarsest(layer: LayerGeometry, dtype_of: Callable[[str], torch.dtype]) -> torch.dtype:
-    """Return the coarsest dtype of the weights of v and o."""
-    dtypes = (dtype_of(f"{layer.path(role)}{WEIGHT}") for role in roles_of(layer.attention.value_output))
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    """Return the coarsest dtype of the weights of v and o; float64 where attention is foreign."""
+    roles = (role for block in layer.attentions for role in roles_of(block.value_output))
+    dtypes = (dtype_of(f"{layer.path(role)}{WEIGHT}") for role in roles)
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
@@ -157,7 +158,7 @@ def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
 
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
     """Return the paths of all linear modules of the family's model."""
-    paths = [layer.path(role) for layer in geometry.layers for role in layer.matrices]
+    paths = [layer.path(role) for layer in geometry.layers for role in (*layer.matrices, *layer.foreign_linears)]
     return [*paths, config["block"]["head"]]
 
 

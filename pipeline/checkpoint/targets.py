@@ -91,14 +91,15 @@ def _value_faults(config: Mapping[str, Any], described: LayersConfig) -> list[st
     for layer in geometry.layers:
         form, spec = described.form_of(layer.index, "v")
         width = form.head_width(described.layer_shape(layer.index), spec)
-        value, output = layer.attention.value_output
-        if width > layer.attention.head_dim and rounded_modules(config, [layer.path(output.role)]):
-            faults.append(
-                f"layer {layer.index}: values of {width} numbers a head, of which o is rounded: no dense model with "
-                f"heads of {layer.attention.head_dim} numbers does the same"
-            )
-        if spec.get("absorbed") and value.bias and not output.bias:
-            faults.append(f"layer {layer.index}: the bias of v went into o, which has none in a dense model")
+        for block in layer.attentions:
+            value, output = block.value_output
+            if width > block.head_dim and rounded_modules(config, [layer.path(output.role)]):
+                faults.append(
+                    f"layer {layer.index}: values of {width} numbers a head, of which o is rounded: no dense model "
+                    f"with heads of {block.head_dim} numbers does the same"
+                )
+            if spec.get("absorbed") and value.bias and not output.bias:
+                faults.append(f"layer {layer.index}: the bias of v went into o, which has none in a dense model")
     return faults
 
 
@@ -138,6 +139,10 @@ def _mixture(described: LayersConfig) -> str | None:
     return "mixtures of experts" if described.mixture else None
 
 
+def _foreign(described: LayersConfig) -> str | None:
+    return f"attention of {described.foreign['model_type']}" if described.foreign else None
+
+
 def _dtype(described: LayersConfig) -> str | None:
     return _unless_known("numbers of {}", str(described.dtype).removeprefix("torch."), DTYPES)
 
@@ -160,6 +165,7 @@ FIELDS: Mapping[str, Rule] = {
     "rope_parameters": _rope,
     "dtype": _dtype,
     "source_dtypes": _in_file,
+    "foreign": _foreign,
     "block": _in_file,  # see BLOCK
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _harmless),  # the vocabulary is left out
     **dict.fromkeys(("attention_dropout", "initializer_range"), _harmless),  # training
@@ -196,4 +202,5 @@ BLOCK: Mapping[str, Rule] = {
     "parallel": _block_is("parallel", False),
     "embed_scale": _block_is("embed_scale", None),
     "norm_offset": _block_is("norm_offset", 0.0),
+    "foreign": _harmless,  # see the config's `foreign`
 }

@@ -179,7 +179,7 @@ def _worker_peak(
     layer, placed = _layer_bytes(manifest, geometry, itemsize)
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + max(
-        3 * sum(block.width for block in each.mlps) + 4 * each.attention.query.outputs for each in geometry.layers
+        3 * sum(block.width for block in each.mlps) + 4 * each.query_features for each in geometry.layers
     )
     hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     statistics, solving = moments

@@ -56,7 +56,8 @@ class ProbedShape:
         widest = max(geometry.layers, key=lambda layer: widths[layer.index])
         calibration = manifest.calibration
         sequence = calibration.sequence_length if calibration else cls.sequence
-        features, read = widest.attention.query.outputs, widest.attention.key.outputs
+        features = widest.query_features
+        read = widest.attention.key.outputs if widest.attentions else features
         return cls(geometry.hidden, widths[widest.index], sequence, features, read)
 
     def at_most(self, hidden: int, length: int) -> ProbedShape:

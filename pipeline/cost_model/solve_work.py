@@ -92,10 +92,10 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
     own; any other curve takes as long as solving the task.
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
-    context = geometry.attention.writer.reads
+    contexts = [block.writer.reads for block in geometry.attentions]
     if samples:
         work = _mlp_curve(task, geometry.mlp_of(task.roles[0]), samples[0])
-    elif any(moment.point == context and moment.heads == 1 for moment in task.moments):
+    elif any(moment.point in contexts and moment.heads == 1 for moment in task.moments):
         work = _value_curve(task, geometry, min(BASES, max(1, geometry.attention.head_dim // multiple)))
     elif pulls := sum(moment.point.startswith("pull:") for moment in task.moments):
         cube = pulls * float(geometry.hidden) ** 3
@@ -115,10 +115,10 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, told: bool = Fa
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     points = {moment.point for moment in task.moments if moment.heads == 1}
-    output = geometry.attention.writer
+    outputs = [{block.writer.reads, block.writer.feeds} for block in geometry.attentions]
     if any(point.startswith("pull:") for point in points):
         return _elementwise(task, geometry).plus(_directed_stack(task, geometry))
-    if {output.reads, output.feeds} <= points and not any(moment.heads > 1 for moment in task.moments):
+    if any(output <= points for output in outputs) and not any(moment.heads > 1 for moment in task.moments):
         return _elementwise(task, geometry).plus(_directed_output(geometry))
     work = _elementwise(task, geometry)
     mlps = {block.writer.reads: block for block in geometry.mlps if block.writer.role in task.roles}

@@ -310,7 +310,7 @@ def _pulled_roles(moment: Moment) -> tuple[str, ...]:
 
 def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
     """Return operations per token and layer: two for every weight, and attention over half the sequence on average."""
-    return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.attention.query.outputs
+    return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.query_features
 
 
 def scoring_flops(geometry: Geometry, window: int) -> float:

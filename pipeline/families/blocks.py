@@ -229,10 +229,10 @@ def mixture_blocks(
 def dense_blocks(
     modules: Mapping[str, str], biased: Collection[str], hidden: int, sizes: Mapping[str, Any]
 ) -> tuple[Block, ...]:
-    """Return the attention block and the MLP block of a dense layer.
+    """Return the attention block and the MLP block of a dense layer; the latter alone where attention is foreign.
 
     Args:
-        modules: role → module path; without `gate`, the MLP has one reader.
+        modules: role → module path; without `gate`, the MLP has one reader; without `q`, attention is foreign.
         biased: the roles that have a bias.
         sizes: `num_attention_heads`, `num_key_value_heads`, `head_dim`, `intermediate_size` and `hidden_act`.
     """
@@ -262,4 +262,4 @@ def dense_blocks(
         width=width,
         activation=sizes["hidden_act"],
     )
-    return attention, mlp
+    return (attention, mlp) if "q" in modules else (mlp,)

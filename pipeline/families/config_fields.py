@@ -64,7 +64,7 @@ def standard_fields(family: Family) -> dict[str, str]:
     copied = {config_class(family).attribute_map.get(name, name): name for name in COPIED_FIELDS}
     renamed = {own_name(family, name): name for name in RENAMED_FIELDS}
     fields = copied | {own: name for own, name in renamed.items() if isinstance(own, str) and own not in COPIED_FIELDS}
-    if "head_dim" in listed or "head_dim" in family.unlisted:
+    if family.foreign is None and ("head_dim" in listed or "head_dim" in family.unlisted):
         fields["head_dim"] = "head_dim"
     return fields | {name: name for name in family.windows}
 
@@ -77,6 +77,8 @@ def kept_fields(family: Family) -> dict[str, str]:
     fields = {**standard_fields(family), **dict.fromkeys(switches, "layer_types"), **dict.fromkeys(biases, "block")}
     if family.mixture is not None:
         fields |= {name: fields.get(name, "mixture") for name in family.mixture.own_fields}
+    if family.foreign is not None:
+        fields |= dict.fromkeys(family.foreign.own_fields, "foreign")
     return fields | ({rotary: "rope_parameters"} if rotary else {})
 
 

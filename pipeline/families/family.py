@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from pipeline.families.blocks import AttentionBlock, Block, Copied, Matrix, MLPBlock
+from pipeline.families.foreign import ForeignBlock, ForeignFamily
 from pipeline.families.mixture import MixtureFamily
 
 TRAINING = "training alone"
@@ -31,6 +32,7 @@ class Family:
         unread: config field -> why it changes no logits. `config_fields` has those of all families.
         unlisted: fields that the family's model in transformers reads though its config class does not list them.
         mixture: the mixtures of experts of its layers; None for a family of dense MLPs.
+        foreign: its attention, where Lamina runs transformers' module and compresses nothing of it.
         windows: those of `sliding_window` and `layer_types` that the family obeys; others carry them without effect.
     """
 
@@ -43,6 +45,7 @@ class Family:
     unlisted: tuple[str, ...] = ()
     windows: tuple[str, ...] = ()
     mixture: MixtureFamily | None = None
+    foreign: ForeignFamily | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class LayerGeometry:
         index: the number of the layer, from 0.
         prefix: the prefix of the names of its tensors, with the trailing dot.
         blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass.
-        copied: further tensors, which no method changes: those of a router.
+        foreign: attention that is not compressed, which is none of the blocks.
+        copied: further tensors, which no method changes: those of a router and of foreign attention.
         modules: role -> module path inside the layer, in the family's order.
         bits: the size of most stored numbers; indices are counted in these.
         own_bits: `role.weight` or `role.bias` -> bits of a number, for tensors that are stored in another dtype.
@@ -80,13 +84,44 @@ class LayerGeometry:
     bits: int
     outer: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     own_bits: tuple[tuple[str, int], ...] = ()
+    foreign: ForeignBlock | None = None
     copied: tuple[Copied, ...] = ()
 
     @property
     def attention(self) -> AttentionBlock:
-        """Return the attention block."""
-        (block,) = (block for block in self.blocks if isinstance(block, AttentionBlock))
-        return block
+        """Return the attention block. Raises ValueError where attention is foreign."""
+        if not self.attentions:
+            raise ValueError(f"no method compresses the attention of {self.model_type} models yet")
+        return self.attentions[0]
+
+    @property
+    def attentions(self) -> tuple[AttentionBlock, ...]:
+        """Return the attention blocks that can be compressed: one, or none where attention is foreign."""
+        return tuple(block for block in self.blocks if isinstance(block, AttentionBlock))
+
+    @property
+    def foreign_linears(self) -> tuple[str, ...]:
+        """Return the roles of foreign attention that have a matrix."""
+        copied = self.foreign.copied if self.foreign else ()
+        return tuple(each.role for each in copied if any(len(shape) > 1 for _, shape in each.shapes))
+
+    @property
+    def query_features(self) -> int:
+        """Return the numbers of all query heads of a token."""
+        return self.foreign.query_features if self.foreign else self.attention.query.outputs
+
+    @property
+    def cache_numbers(self) -> int:
+        """Count the numbers that the dense layer caches per token."""
+        return self.foreign.cache_numbers if self.foreign else self.attention.cache_numbers
+
+    @property
+    def score_roles(self) -> tuple[str, ...]:
+        """Return the roles whose outputs make attention scores; behind norms of heads, those of the norms."""
+        if self.foreign:
+            return self.foreign.scores
+        roles = (matrix.role for matrix in self.attention.query_key)
+        return tuple(f"{role}_norm" if f"{role}_norm" in self.roles else role for role in roles)
 
     @property
     def mlps(self) -> tuple[MLPBlock, ...]:

@@ -17,7 +17,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lamina.mixture_lamina import layer_modules
 from manifests.errors import InputError
-from pipeline.families import gptj, llama, mistral, mixtral, opt, qwen2, qwen2_moe, qwen3, qwen3_moe
+from pipeline.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gptj,
+    llama,
+    mistral,
+    mixtral,
+    opt,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)  # fmt: skip
 from pipeline.families.blocks import MLPBlock, dense_blocks, mixture_blocks
 from pipeline.families.config_fields import (
     COPIED_FIELDS,
@@ -27,11 +39,25 @@ from pipeline.families.config_fields import (
     refuse_other_values,
 )
 from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
+from pipeline.families.foreign import ForeignBlock
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, opt, gptj, mixtral, qwen2_moe, qwen3_moe)
+    for module in (
+        llama,
+        mistral,
+        qwen2,
+        qwen3,
+        opt,
+        gptj,
+        mixtral,
+        qwen2_moe,
+        qwen3_moe,
+        deepseek_v2,
+        deepseek_v3,
+    )
 }
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the name of the same in transformers
 POSITIVE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
@@ -63,6 +89,9 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
         standard[name] = getattr(source, own) if isinstance(own, str) else own
     standard["attention_dropout"] = 0.0
     standard["head_dim"] = _head_dim(family, source) or source.hidden_size // max(1, source.num_attention_heads)
+    if family.foreign is not None:
+        standard["foreign"] = family.foreign.standard(source)
+        standard["head_dim"] = standard["foreign"][family.foreign.rotary_width]
     if standard["intermediate_size"] is None:  # GPT-J writes null for four times the hidden size
         standard["intermediate_size"] = 4 * source.hidden_size
     if sizes := _layer_sizes(family, source, config.get(BY_LAYER) or {}, standard):
@@ -76,7 +105,7 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if family.mixture is not None:
         standard["mixture"] = family.mixture.standard(source)
     standard["source_model_type"] = family.model_type
-    standard["block"] = _block(family, source)
+    standard["block"] = _block(family, source, standard.get("foreign"))
     standard["forms"] = [{} for _ in range(source.num_hidden_layers)]
     return standard
 
@@ -102,8 +131,9 @@ def geometry_of(
         outer.append((f"{block['head']}.weight", (vocab, hidden)))
     if block["head_bias"]:
         outer.append((f"{block['head']}.bias", (vocab,)))
+    foreign = _foreign_block(standard)
     layers = tuple(
-        _layer_geometry(standard, index, sizes, bits) for index, sizes in enumerate(sizes_by_layer(standard))
+        _layer_geometry(standard, index, sizes, bits, foreign) for index, sizes in enumerate(sizes_by_layer(standard))
     )
     return Geometry(
         model_type=standard["source_model_type"],
@@ -117,7 +147,9 @@ def geometry_of(
     )
 
 
-def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str, int], bits: int) -> LayerGeometry:
+def _layer_geometry(
+    standard: Mapping[str, Any], index: int, sizes: Mapping[str, int], bits: int, foreign: ForeignBlock | None
+) -> LayerGeometry:
     block, mixture, hidden = standard["block"], standard.get("mixture"), standard["hidden_size"]
     blocks = dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes})
     experts, copied = mixture_blocks(mixture, index, hidden, standard["hidden_act"]) if mixture else ((), ())
@@ -126,13 +158,23 @@ def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str,
         index=index,
         prefix=f"{block['layers']}.{index}.",
         hidden=hidden,
-        blocks=(blocks[0], *experts) if experts else blocks,
+        blocks=(*blocks[:-1], *experts) if experts else blocks,
         norms=_norms(block, hidden, sizes["head_dim"]),
         modules=tuple(layer_modules(block["modules"], mixture, index).items()),
         bits=bits,
         outer=_outer_matrices(standard, index),
-        copied=copied,
+        foreign=foreign,
+        copied=(*(foreign.copied if foreign else ()), *copied),
     )
+
+
+def _foreign_block(standard: Mapping[str, Any]) -> ForeignBlock | None:
+    """Return the attention block of every layer where it is foreign."""
+    family = FAMILIES[standard["source_model_type"]].foreign
+    if family is None:
+        return None
+    sizes = standard["foreign"], standard["hidden_size"], standard["num_attention_heads"]
+    return family.block(*sizes, standard["block"]["biases"])
 
 
 def _norms(block: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[Norm, ...]:
@@ -192,7 +234,7 @@ def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, 
 
 def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = FAMILIES.get(SAME_AS.get(model_type, model_type)) if isinstance(model_type, str) else None
     if family is None:
         raise InputError(f"config.json: model_type {model_type!r} is not supported; supported: {supported_families()}")
     # A copy, as transformers fills in missing values in place. `_layer_sizes` reads the sizes of single layers.
@@ -222,7 +264,8 @@ def _layer_sizes(
     count = source.num_hidden_layers
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
         raise InputError(f"config.json: {BY_LAYER}: {by_layer!r:.80} is no mapping of layers to their fields")
-    names = {name: own for name in LAYER_FIELDS if isinstance(own := family.fields.get(name, name), str)}
+    differing = LAYER_FIELDS if family.foreign is None else ("intermediate_size",)
+    names = {name: own for name in differing if isinstance(own := family.fields.get(name, name), str)}
     by_index: list[dict[str, int]] = [{} for _ in range(min(count, MAX_LAYERS))]
     for layer, fields in by_layer.items():
         if not str(layer).isdecimal() or int(layer) >= len(by_index):
@@ -306,9 +349,16 @@ def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) ->
     return dict(rope)
 
 
-def _block(family: Family, source: PreTrainedConfig) -> dict[str, Any]:
-    """Return the family's block with the biases of this model as a list of roles."""
+def _block(family: Family, source: PreTrainedConfig, foreign: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the family's block with the biases of this model as a list of roles.
+
+    `foreign`: the fields of foreign attention. Some of its modules may be missing in this model.
+    """
     biases = family.block["biases"]
     has_bias = {role: bias if isinstance(bias, bool) else getattr(source, bias) for role, bias in biases.items()}
     block = copy.deepcopy(dict(family.block))
+    if family.foreign is not None and foreign is not None:
+        present = {each.role for each in family.foreign.block(foreign, 1, 1, ()).copied}
+        inside = {role for role, path in block["modules"].items() if path.startswith(f"{block['foreign']}.")}
+        block["modules"] = {role: path for role, path in block["modules"].items() if role not in inside - present}
     return {**block, "biases": [role for role in block["modules"] if has_bias.get(role, False)]}

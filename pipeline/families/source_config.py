@@ -34,6 +34,9 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         fields["rope_parameters"] = standard["rope_parameters"]
     if not {*SWITCH_FIELDS}.isdisjoint(kept_fields(family)):
         fields |= _window_switches(standard)
+    fields |= {name: fields[other] for name, other in family.equal.items()}
+    if family.foreign is not None:
+        fields |= {name: standard["foreign"][name] for name in family.foreign.own_fields}
     biases = family.block["biases"]
     fields |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
     if family.mixture is not None:

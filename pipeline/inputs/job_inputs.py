@@ -77,7 +77,7 @@ class Inputs:
             for remark in method.remarks(self.geometry)
         )
         of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
-        return of_methods + rounding_remarks(self.manifest, self.geometry) + of_tokens
+        return of_methods + _foreign_remarks(self.geometry) + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property
     def needs_calibration(self) -> bool:
@@ -135,6 +135,13 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     _check_places(manifest, source)
     companions(source.storage, manifest.model.trust_remote_code)  # refuses links out of the model's folder
     return inputs
+
+
+def _foreign_remarks(geometry: Geometry) -> tuple[str, ...]:
+    """Return a remark for a model whose attention is copied."""
+    if not any(layer.foreign for layer in geometry.layers):
+        return ()
+    return (f"model: no method compresses the attention of {geometry.model_type} models yet; it is copied unchanged",)
 
 
 def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, ...], tuple[Task, ...]]:

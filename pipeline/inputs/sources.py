@@ -10,7 +10,7 @@ import torch
 
 from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
-from lamina.rotary_lamina import LaminaRotaryEmbedding
+from lamina.rotary_lamina import make_rotary
 from manifests.errors import InputError
 from pipeline.families.registry import geometry_of, standard_config
 from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
@@ -92,8 +92,7 @@ def check_buildable(config: Mapping[str, Any], where: str) -> None:
         described = LayersConfig(**config)
         with torch.device("meta"):
             DecoderLayer(described, 0)
-        if described.block["rotary"]:
-            LaminaRotaryEmbedding(described, torch.device("cpu"))
+        make_rotary(described, torch.device("cpu"))
     except Exception as error:  # transformers checks little of rope_parameters, and only warns
         raise InputError(f"{where}: no layer can be built by it: {type(error).__name__}: {error}") from error
 

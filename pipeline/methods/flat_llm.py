@@ -5,7 +5,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -63,25 +63,30 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         groups = []
         for layer in self.chosen_layers(geometry):
             self._check_ranks(layer)
-            attention = layer.attention
-            if self.entry.attention:
-                moments = self._attention_moments(attention)
-                groups.append(Group(layer.index, attention.name, roles_of(attention.value_output), moments))
-            if self.entry.query_key == "head_pca":
-                moments = _query_key_moments(attention)
-                groups.append(Group(layer.index, "query_key", roles_of(attention.query_key), moments))
+            groups += [group for block in layer.attentions for group in self._attention_groups(layer, block)]
             if self.entry.mlp:
                 groups += [Group(layer.index, mlp.name, mlp.roles, self._mlp_moments(mlp)) for mlp in layer.mlps]
         return tuple(groups)
 
+    def _attention_groups(self, layer: LayerGeometry, block: AttentionBlock) -> Iterator[Group]:
+        if self.entry.attention:
+            yield Group(layer.index, block.name, roles_of(block.value_output), self._attention_moments(block))
+        if self.entry.query_key == "head_pca":
+            yield Group(layer.index, "query_key", roles_of(block.query_key), _query_key_moments(block))
+
     def _check_ranks(self, geometry: LayerGeometry) -> None:
         ranks = self.entry.ranks.model_dump() if self.entry.ranks is not None else {}
         on = {"value": self.entry.attention, "mlp": self.entry.mlp, "query_key": self.entry.query_key != "none"}
-        head_dim = geometry.attention.head_dim
-        full = {"value": head_dim, "mlp": max(mlp.width for mlp in geometry.mlps), "query_key": head_dim}
+        full = {name: block.head_dim for block in geometry.attentions for name in ("value", "query_key")}
+        full["mlp"] = max(mlp.width for mlp in geometry.mlps)
         for name, rank in ranks.items():
             if rank is not None and not on[name]:
                 raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")
+            if rank is not None and name not in full:
+                raise ValueError(
+                    f"ranks.{name}: {rank} is given, but no method compresses the attention of {geometry.model_type} "
+                    "models yet"
+                )
             if rank is not None and rank > full[name]:
                 raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]} of layer {geometry.index}")
 
@@ -150,10 +155,11 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """Map each role to the form of its group, or to none where `head_low_rank` would save nothing."""
-        D, d = geometry.hidden, geometry.attention.head_dim
         name = _variable_name(group, geometry)
-        if name == QUERY_KEY and ranks[name] * (D + d) >= d * D:
-            return {}
+        if name == QUERY_KEY:
+            D, d = geometry.hidden, geometry.attention.head_dim
+            if ranks[name] * (D + d) >= d * D:
+                return {}
         return dict.fromkeys(group.roles, FormSpec(form=FORMS[name], rank=ranks[name]))
 
     def _value_moment(self, block: AttentionBlock) -> Moment:
@@ -258,9 +264,10 @@ def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:
 
 def _variable_name(group: Group, geometry: LayerGeometry) -> str:
     """Return the name of the rank variable of a group."""
-    if group.roles == roles_of(geometry.attention.value_output):
-        return VALUE
-    return QUERY_KEY if group.roles == roles_of(geometry.attention.query_key) else MLP
+    for block in geometry.attentions:
+        if group.roles in (roles_of(block.value_output), roles_of(block.query_key)):
+            return VALUE if group.roles == roles_of(block.value_output) else QUERY_KEY
+    return MLP
 
 
 def _rank_variable(group: Group, geometry: LayerGeometry, multiple: int) -> RankVariable:

@@ -83,8 +83,8 @@ class JointRankKMethod(MethodBase[JointRankK]):
         """Map the name of each group of a layer to its pair."""
         pairs = {}
         if self.entry.query_key != "none":
-            matrices = geometry.attention.query_key
-            pairs[QUERY_KEY] = _Pair(QUERY_KEY, matrices, self.entry.query_key, QUERY_KEY)
+            for attention in geometry.attentions:
+                pairs[QUERY_KEY] = _Pair(QUERY_KEY, attention.query_key, self.entry.query_key, QUERY_KEY)
         if self.entry.mlp_form != "none":
             for block in geometry.mlps:
                 pairs[block.name] = _Pair(MLP, block.readers, self.entry.mlp_form, block.reader_group)
@@ -178,12 +178,12 @@ class JointRankKMethod(MethodBase[JointRankK]):
             raise ValueError(
                 f"mlp: {geometry.model_type} has an MLP without gate, so nothing is stacked; set mlp: false"
             )
-        heads, kv_heads = geometry.attention.heads, geometry.attention.kv_heads
-        if self.entry.query_key == "joint_per_head" and heads != kv_heads:
-            raise ValueError(
-                f"query_key: joint_per_head pairs each query head with a key head of its own, but the model has "
-                f"{heads} query and {kv_heads} key heads; use joint or separate"
-            )
+        for block in geometry.attentions:
+            if self.entry.query_key == "joint_per_head" and block.heads != block.kv_heads:
+                raise ValueError(
+                    f"query_key: joint_per_head pairs each query head with a key head of its own, but the model has "
+                    f"{block.heads} query and {block.kv_heads} key heads; use joint or separate"
+                )
         fixed = self.entry.ranks.model_dump() if self.entry.ranks else {}
         for pair in self._pairs(geometry).values() if fixed else ():
             rank, limit = fixed[pair.variable], self._limit(geometry, pair)

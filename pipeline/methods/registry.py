@@ -72,6 +72,8 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
             groups = method.claims(geometry)
         except ValueError as error:
             raise InputError(f"methods.{position} ({method.name}): {error}") from error
+        if not groups and not isinstance(method, Unchanged):
+            _refuse_idle(f"methods.{position} ({method.name})", geometry)
         for group in groups:
             claim = f"methods.{position} ({method.name}, {group.name})"
             for role in group.roles:
@@ -82,6 +84,15 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
                     )
             tasks.append(Task.of(position, group))
     return _by_layer(tasks)
+
+
+def _refuse_idle(where: str, geometry: Geometry) -> None:
+    """Raise InputError if a method claims nothing because the model's attention is foreign."""
+    if any(layer.foreign for layer in geometry.layers):
+        raise InputError(
+            f"{where}: nothing to compress: no method compresses the attention of {geometry.model_type} models yet, "
+            "and the entry leaves out their MLPs"
+        )
 
 
 def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:

@@ -79,8 +79,7 @@ def _check_value_ranks(manifest: Manifest, geometry: Geometry) -> None:
         rank, group = getattr(getattr(entry, "ranks", None), "value", None), quantize.group
         if not rank or not group:
             continue
-        for layer in geometry.layers:
-            block = layer.attention
+        for block in (block for layer in geometry.layers for block in layer.attentions):
             read, role = block.heads * rank, block.writer.role
             if rank < block.head_dim and role not in quantize.skip and math.gcd(read, group) < LEAST_GROUP:
                 least = LEAST_GROUP // math.gcd(block.heads, LEAST_GROUP)

@@ -16,12 +16,15 @@ from pipeline.families import registry
 from pipeline.families.config_fields import config_class, fixed_fields, kept_fields, listed_fields, unread_fields
 from pipeline.families.registry import FAMILIES, checkpoint_config, standard_config
 from pipeline.families.source_config import source_config
-from tests.families.test_registry import GPTJ, OPT, SMALL
+from tests.families.test_registry import GPTJ, LATENT, OPT, SMALL
 
 MIXTURE = {**SMALL, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTRAL = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
 QWEN = ("qwen2", "qwen2_moe", "qwen3_moe")
-SIZES = {"opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE}
+SIZES = {
+    "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+}  # fmt: skip
 TOKENS = {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 7}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -34,6 +37,12 @@ COMMON: dict[str, Any] = {
 GATED: dict[str, Any] = {
     **COMMON, "intermediate_size": 33, "num_key_value_heads": 1, "hidden_act": "relu", "rms_norm_eps": 0.5,
     "head_dim": 18, "rope_parameters": LLAMA3,
+}  # fmt: skip
+ODD_LATENT: dict[str, Any] = {
+    **COMMON, "intermediate_size": 33, "hidden_act": "relu", "rms_norm_eps": 0.5, "rope_parameters": LLAMA3,
+    "num_hidden_layers": {"num_hidden_layers": 3, "first_k_dense_replace": 3},
+    "num_attention_heads": {"num_attention_heads": 2, "num_key_value_heads": 2}, "attention_bias": True,
+    "q_lora_rank": 9, "kv_lora_rank": 10, "qk_nope_head_dim": 2, "qk_rope_head_dim": 8, "v_head_dim": 7,
 }  # fmt: skip
 SLIDING = ["sliding_attention", "full_attention"]
 WINDOWS: dict[str, Any] = {
@@ -65,10 +74,13 @@ ODD: dict[str, dict[str, Any]] = {
     "mixtral": {**GATED, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 3},
     "qwen2_moe": {**GATED, **EXPERTS, "qkv_bias": False, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**GATED, **EXPERTS, "attention_bias": True},
+    "deepseek_v2": {**ODD_LATENT, "mlp_bias": True},
+    "deepseek_v3": {**ODD_LATENT, "rope_interleave": False},
 }  # fmt: skip
 OTHER: dict[str, Any] = {
     "is_encoder_decoder": True, "layer_types": SLIDING, "do_layer_norm_before": False, "_remove_final_layer_norm": True,
     "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24, "use_sliding_window": True,
+    "num_key_value_heads": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
 UNREAD: dict[str, Any] = {
     "transformers_version": "4.0", "architectures": ["XForCausalLM"], "dtype": "float16", "output_hidden_states": True,
@@ -76,7 +88,9 @@ UNREAD: dict[str, Any] = {
     "problem_type": "regression", "attention_dropout": 0.5, "pretraining_tp": 2, "dropout": 0.5, "layerdrop": 0.5,
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "output_router_logits": True, "sliding_window": 3,
     "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5, "max_window_layers": 1,
-    "layer_types": SLIDING,
+    "layer_types": SLIDING, "head_dim": 32, "moe_intermediate_size": 9,
+    "n_routed_experts": 8, "n_shared_experts": 3, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 2,
+    "norm_topk_prob": False, "routed_scaling_factor": 3.5, "topk_method": "group_limited_greedy", "num_mtp_layers": 2,
 }  # fmt: skip
 
 
@@ -173,6 +187,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptj", {}, "block.rotary 'interleaved'; known is 'half'"),
     ("gptj", {}, "block.parallel True"),
     ("gptj", {}, "block.head_bias True"),
+    ("deepseek_v3", {}, "attention of deepseek_v3"),
 ]
 
 

@@ -35,6 +35,10 @@ GPTJ: dict[str, Any] = {
     "vocab_size": 100, "n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 8,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    **SMALL, "num_key_value_heads": 4, "first_k_dense_replace": 2, "q_lora_rank": None, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SMALL},
     "llama-head-dim": {"model_type": "llama", **SMALL, "head_dim": 20},
@@ -53,6 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptj": {"model_type": "gptj", **GPTJ},
     "gptj-null-inner": {"model_type": "gptj", **GPTJ, "n_inner": None},
     "gptj-tied": {"model_type": "gptj", **GPTJ, "tie_word_embeddings": True},
+    "deepseek-v2": {"model_type": "deepseek_v2", **LATENT, "mlp_bias": True},
+    "deepseek-v3": {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": 9, "attention_bias": True},
 }
 
 
@@ -114,7 +120,8 @@ def test_what_a_pivoted_group_shares_lies_where_the_model_looks(name: str) -> No
     standard = standard_config(CONFIGS[name])
     geometry = geometry_of(standard)
     stacks = {"query_key": ("q", "k"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-    groups = {group: [role for role in roles if role in geometry.layers[1].roles] for group, roles in stacks.items()}
+    present = {group: [role for role in roles if role in geometry.layers[1].roles] for group, roles in stacks.items()}
+    groups = {group: roles for group, roles in present.items() if roles}
     forms = {role: {"form": "pivoted", "rank": 2, "group": group} for group in groups for role in groups[group]}
     written = checkpoint_config(standard, [forms] * geometry.num_layers, "float32")
     fields = {key: value for key, value in written.items() if key not in ("model_type", "architectures", "dtype")}
@@ -242,6 +249,15 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
     ("gptj", "rotary_dim", 3, "rotary_dim: 3"),
     ("gptj", "rotary_dim", 64, "rotary_dim: 64"),
     ("gptj", "layer_norm_epsilon", None, "layer_norm_epsilon"),
+    ("deepseek_v3", "q_lora_rank", 0, "q_lora_rank: 0 is no positive integer"),
+    ("deepseek_v2", "kv_lora_rank", -1, "kv_lora_rank: -1"),
+    ("deepseek_v2", "kv_lora_rank", 5, "kv_lora_rank: 5 is odd"),
+    ("deepseek_v3", "v_head_dim", None, "v_head_dim: None"),
+    ("deepseek_v3", "qk_rope_head_dim", 5, "even rotary dimension"),
+    ("deepseek_v3", "rope_interleave", None, "rope_interleave: None is neither"),
+    ("deepseek_v3", "num_key_value_heads", 2, "num_key_value_heads: 2 differs from num_attention_heads: 4"),
+    ("deepseek_v3", "first_k_dense_replace", 1, "first_k_dense_replace: 1 differs from num_hidden_layers: 2"),
+    ("kimi_k2", "first_k_dense_replace", 1, "first_k_dense_replace: 1 differs from num_hidden_layers: 2"),
 ]
 
 
@@ -251,7 +267,8 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
     ids=[f"{kind}-{name}-{value}" for kind, name, value, _ in HOSTILE],
 )
 def test_hostile_configs_are_wrong_input(model_type: str, name: str, value: Any, expected: str) -> None:
-    sizes = {"opt": OPT, "gptj": GPTJ}.get(model_type, SMALL)
+    latent = dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), LATENT)
+    sizes = {"opt": OPT, "gptj": GPTJ, **latent}.get(model_type, SMALL)
     with pytest.raises(InputError) as raised:
         standard_config({"model_type": model_type, **sizes, name: value})
     assert "config.json" in str(raised.value)

@@ -38,6 +38,7 @@ MODELLING_FILES = (
     "conversion_lamina.py",
     "decoder_layer_lamina.py",
     "factored_lamina.py",
+    "foreign_lamina.py",
     "form_lamina.py",
     "forms_lamina.py",
     "inputs_lamina.py",

@@ -32,6 +32,7 @@ BLOCK_DEFAULTS: dict[str, Any] = {
     "parallel": False,  # attention and MLP both read the layer's input
     "embed_scale": None,  # token embeddings are multiplied by this number, or by "sqrt(hidden_size)"
     "norm_offset": 0.0,  # RMS norms multiply by this + weight
+    "foreign": None,  # path of an attention module of transformers (foreign_lamina); paths of its roles are below it
 }
 
 
@@ -58,10 +59,11 @@ class LayerShape:
 
 def check_block(block: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the fault, unless `block` describes a layer that can be built."""
-    modules, required = block.get("modules", {}), {*DEFAULT_BLOCK}
-    if missing := sorted(required - {*block}) + [f"modules.{r}" for r in REQUIRED_ROLES if r not in modules]:
+    modules, required, foreign = block.get("modules", {}), {*DEFAULT_BLOCK}, foreign_roles(block)
+    needed = [role for role in REQUIRED_ROLES if not (block.get("foreign") and role in ATTENTION_ROLES)]
+    if missing := sorted(required - {*block}) + [f"modules.{r}" for r in needed if r not in modules]:
         raise ValueError(f"block lacks {', '.join(missing)}")
-    roles = {*REQUIRED_ROLES, *OPTIONAL_ROLES}
+    roles = {*needed, *OPTIONAL_ROLES, *foreign}
     if unknown := sorted({*block} - required - {*BLOCK_DEFAULTS}) + sorted({*modules} - roles):
         raise ValueError(f"block has unknown {', '.join(unknown)}; a newer lamina may know it")
     for key, allowed in (("norm", ("rms", "layer")), ("rotary", ("half", "interleaved", None))):
@@ -74,14 +76,20 @@ def check_block(block: Mapping[str, Any]) -> None:
         raise ValueError(f"block.norm_offset is {offset!r}, which is a number, and 0 unless norm is 'rms'")
     if "mlp_norm" not in modules and not block["parallel"]:
         raise ValueError("block.modules lacks mlp_norm, which only a parallel block can do without")
-    if stray := [role for role in block["biases"] if role not in LINEAR_ROLES or role not in modules]:
+    if stray := [role for role in block["biases"] if role not in {*LINEAR_ROLES, *foreign} or role not in modules]:
         raise ValueError(f"block.biases names {', '.join(stray)}, not a projection of block.modules")
     paths = [block["embed"], block["layers"], block["final_norm"]]
     paths += [block["positions"]["module"]] if block["positions"] else []
     if len({path.split(".")[0] for path in paths}) > 1 or not all("." in path for path in paths):
         raise ValueError(f"block: {', '.join(paths)} must lie below one base module (as in model.layers)")
-    if not attention_path(modules):
+    if not block["foreign"] and not attention_path(modules):
         raise ValueError("block.modules: q, k, v and o must lie below one attention module")
+
+
+def foreign_roles(block: Mapping[str, Any]) -> list[str]:
+    """Return the roles of the modules inside of foreign attention."""
+    path = block.get("foreign")
+    return [role for role, module in block.get("modules", {}).items() if path and module.startswith(f"{path}.")]
 
 
 def _is_number(value: Any) -> bool:

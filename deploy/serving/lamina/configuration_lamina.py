@@ -28,6 +28,7 @@ from .block_lamina import (
     check_block,
     in_base,
 )
+from .foreign_lamina import check_foreign, foreign_cache_numbers
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 from .mixture_lamina import (
@@ -49,6 +50,7 @@ BLOCK_KINDS: dict[str, Any] = {
     "biases": list | tuple | set | frozenset,
     "parallel": bool,
     "positions": dict | None,
+    "foreign": str | None,
 }
 VALUE_MULTIPLE = 16  # kernels of engines need multiples of this as widths of value heads
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -71,6 +73,7 @@ class LayersConfig(PreTrainedConfig):
         mixture: null, or the mixtures of experts of the layers, see `mixture_lamina`.
         core_format: layout in memory of Tucker cores that are stored sparse, "dense" or "csr". Each loading may choose.
         unused_tensors: stored tensors of the source that the model does not use.
+        foreign: fields of the source's config that attention which transformers provides reads, see `foreign_lamina`.
         source_dtypes: dtypes of the source's factored tensors, by name, where they are not `dtype`; exports use them.
 
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
@@ -107,6 +110,7 @@ class LayersConfig(PreTrainedConfig):
     layer_sizes: list[dict[str, int]] = field(default_factory=list)
     mixture: dict[str, Any] | None = None
     unused_tensors: list[str] = field(default_factory=list)
+    foreign: dict[str, Any] = field(default_factory=dict)
     source_dtypes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -121,6 +125,7 @@ class LayersConfig(PreTrainedConfig):
         if self.mixture is not None:
             check_mixture(self.mixture, self.num_hidden_layers)
             self.mixture = {**DEFAULTS, **self.mixture}
+        check_foreign(self.block, self.foreign)
         _check_fields(self)
         _check_forms(self)
         if self.block["rotary"] is None:
@@ -161,6 +166,8 @@ class LayersConfig(PreTrainedConfig):
 
     def cache_numbers(self, layer: int) -> int:
         """Return the numbers that a layer caches per token, keys and values together."""
+        if self.foreign:
+            return foreign_cache_numbers(self.foreign)
         forms = ((role, *self.form_of(layer, role)) for role in ("k", "v"))
         return sum(form.cache_numbers(self.layer_shape(layer), role, spec) for role, form, spec in forms)
 
@@ -233,7 +240,7 @@ def _check_types(config: LayersConfig) -> None:
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
             raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
-    for name, kind in {"block": dict, "source_dtypes": dict, **dict.fromkeys(LISTS, list)}.items():
+    for name, kind in {"block": dict, "foreign": dict, "source_dtypes": dict, **dict.fromkeys(LISTS, list)}.items():
         if not isinstance(value := getattr(config, name), kind | None):
             raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")
     for name, value in (config.block or {}).items():

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .activation_lamina import activation
-from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path
+from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path, foreign_roles
 from .configuration_lamina import LayersConfig
+from .foreign_lamina import make_foreign_attention
 from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, passing, split_role
 from .rotary_lamina import Angles, rotate
 
@@ -262,8 +263,11 @@ class DecoderLayer(_Roles, nn.Module):
         self.parallel = config.block["parallel"]
         self._names = {role: tuple(path.split(".")) for role, path in modules.items()}
         self._sources = {}
+        foreign = foreign_roles(config.block)
         built: dict[str, nn.Module] = {
-            path: _make_role(config, layer_idx, role) for role, path in modules.items() if role != ROUTER_BIAS
+            path: _make_role(config, layer_idx, role)
+            for role, path in modules.items()
+            if role != ROUTER_BIAS and role not in foreign
         }
         for role in modules:
             block, local = split_role(role)
@@ -274,16 +278,21 @@ class DecoderLayer(_Roles, nn.Module):
                 self._sources[role] = (tuple(source.path.split(".")), source.args)
                 if source.path not in built and (shared := form.shared_module(shape, local, spec)) is not None:
                     built[source.path] = shared
-        attention = attention_path(modules)
+        attention = config.block["foreign"] or attention_path(modules)
         self._attention = tuple(attention.split("."))
-        depth = len(self._attention)
-        inside = {r: names[depth:] for r, names in self._names.items() if r in ATTENTION_ROLES}
-        sources = {r: (names[depth:], args) for r, (names, args) in self._sources.items() if r in ATTENTION_ROLES}
-        attach(self, attention, self.attention_class(config, layer_idx, inside, sources))
+        attach(self, attention, self._make_attention(config, layer_idx))
         for path, module in built.items():
             attach(self, path, module)
         self.act_fn = activation(config.hidden_act)
         self._score_bias = _attach_score_bias(self, config, layer_idx) if ROUTER_BIAS in modules else None
+
+    def _make_attention(self, config: LayersConfig, layer_idx: int) -> nn.Module:
+        if config.block["foreign"]:
+            return make_foreign_attention(config, layer_idx)
+        depth = len(self._attention)
+        inside = {r: names[depth:] for r, names in self._names.items() if r in ATTENTION_ROLES}
+        sources = {r: (names[depth:], args) for r, (names, args) in self._sources.items() if r in ATTENTION_ROLES}
+        return self.attention_class(config, layer_idx, inside, sources)
 
     def role(self, role: str) -> nn.Module:
         """Return the module of a role ("q", "down", "input_norm", …). Raises KeyError if the block lacks it."""
@@ -302,6 +311,8 @@ class DecoderLayer(_Roles, nn.Module):
     ) -> Tensor:
         """Map hidden states (B, T, D) to the same shape; the other arguments are those of `LayerInputs.of`."""
         normed = self._apply_role("input_norm", hidden_states)
+        if slot_embeddings is not None:
+            kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
         attention, _ = find(self, self._attention)(
             hidden_states=normed,
             attention_mask=attention_mask,
@@ -309,7 +320,6 @@ class DecoderLayer(_Roles, nn.Module):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            slot_embeddings=slot_embeddings,
             **kwargs,
         )
         if self.parallel:

@@ -8,7 +8,7 @@ B batch, T tokens of this call, S cached tokens, D hidden.
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -76,7 +76,7 @@ def _slot_embeddings(
 
 def prepare_layer_inputs(
     config: LaminaConfig,
-    rotary: LaminaRotaryEmbedding | None,
+    rotary: nn.Module | None,
     hidden_BTD: Tensor,
     attention_mask: Tensor | dict[str, Any] | None = None,
     past_key_values: Cache | None = None,
@@ -109,5 +109,6 @@ def prepare_layer_inputs(
     if rotary is None:
         return LayerInputs(position_ids, None, masks)
     angles = rotary(hidden_BTD, position_ids)
-    slots = _slot_embeddings(config, rotary, hidden_BTD, past_key_values) if past_key_values is not None else {}
-    return LayerInputs(position_ids, angles, masks, slots)
+    if past_key_values is None or not isinstance(rotary, LaminaRotaryEmbedding):
+        return LayerInputs(position_ids, angles, masks)
+    return LayerInputs(position_ids, angles, masks, _slot_embeddings(config, rotary, hidden_BTD, past_key_values))

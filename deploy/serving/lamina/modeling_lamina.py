@@ -39,7 +39,7 @@ from .decoder_layer_lamina import attach, find, make_embedding, make_head, make_
 from .factored_lamina import stored_factors
 from .inputs_lamina import prepare_layer_inputs
 from .layers_lamina import LaminaAttention, LaminaDecoderLayer
-from .rotary_lamina import LaminaRotaryEmbedding
+from .rotary_lamina import make_rotary
 
 register_conversions(LaminaConfig.model_type)
 
@@ -120,6 +120,11 @@ def _faults(report: dict[str, Any], model: Any) -> list[str]:
 
 def _check_equal_heads(config: LaminaConfig) -> None:
     """Raise ValueError for heads that vLLM's Transformers backend cannot hold: it has one kind for all layers."""
+    if config.foreign:
+        raise ValueError(
+            f"vLLM's Transformers backend does not serve the attention of {config.foreign['model_type']} inside of "
+            "Lamina's model; load the checkpoint in transformers"
+        )
     for layer in range(config.num_hidden_layers):
         shape, (form, spec) = config.layer_shape(layer), config.form_of(layer, "v")
         odd = [f"{name} {n}" for name in LAYER_FIELDS[1:] if (n := getattr(shape, name)) != getattr(config, name)]
@@ -138,7 +143,8 @@ def unused(config: LaminaConfig) -> list[str]:
     These are `unused_tensors`, with or without the name of the base model, and buffers that old checkpoints hold for
     each layer: causal masks and rotary frequencies.
     """
-    attention, base = re.escape(attention_path(config.block["modules"])), config.block["embed"].partition(".")[0]
+    path = config.block["foreign"] or attention_path(config.block["modules"])
+    attention, base = re.escape(path), config.block["embed"].partition(".")[0]
     others = [rf"^({base}\.)?{re.escape(name.removeprefix(f'{base}.'))}$" for name in config.unused_tensors or ()]
     return [r"\.rotary_emb\.inv_freq$", rf"\.{attention}\.(bias|masked_bias)$", *others]
 
@@ -161,7 +167,7 @@ class LaminaModel(LaminaPreTrainedModel):
             attach(self, in_base(positions["module"]), make_positions(config))
         attach(self, in_base(block["layers"]), layers)
         attach(self, in_base(block["final_norm"]), make_norm(config))
-        self.rotary_emb = LaminaRotaryEmbedding(config) if block["rotary"] else None
+        self.rotary_emb = make_rotary(config)
         self.gradient_checkpointing = False
         # Must match no tensor of a causal model: vLLM builds its models around this one and skips matches.
         self._keys_to_ignore_on_load_unexpected = set(unused(config))
@@ -256,7 +262,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         """Return None for widths other than d: generate() then allocates a static cache at its first update."""
         config = self.config
-        if any(config.layer_sizes):
+        if any(config.layer_sizes) or config.foreign:
             return None
         for i in range(config.num_hidden_layers):
             shape, forms = config.layer_shape(i), [config.form_of(i, role) for role in ("k", "v")]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .configuration_lamina import LayersConfig
+from .foreign_lamina import make_foreign_rotary
 
 Angles = tuple[Tensor, Tensor]  # cos and sin
 
@@ -55,6 +56,13 @@ class LaminaRotaryEmbedding(nn.Module):
         angles_BTc = freqs.repeat_interleave(2, -1) if self.interleaved else torch.cat((freqs, freqs), dim=-1)
         cos_BTc, sin_BTc = angles_BTc.cos() * self.attention_scaling, angles_BTc.sin() * self.attention_scaling
         return cos_BTc.to(x_BTD.dtype), sin_BTc.to(x_BTD.dtype)
+
+
+def make_rotary(config: LayersConfig, device: torch.device | None = None) -> nn.Module | None:
+    """Build the module that maps hidden states and positions to the angles of all layers; None without rotation."""
+    if config.foreign:
+        return make_foreign_rotary(config).to(device)
+    return LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None
 
 
 def rotate_once(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor) -> Tensor:

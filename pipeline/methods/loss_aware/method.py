@@ -76,14 +76,16 @@ class LossAwareMethod(MethodBase[LossAware]):
         for layer in self.chosen_layers(geometry):
             if self._corrects and len(layer.mlps) > 1:
                 raise ValueError(f"layer {layer.index} is a mixture of experts, which `correct: output` does not know")
-            block = layer.attention
-            for name, matrices in {QUERY_KEY: block.query_key, ATTENTION: block.value_output}.items():
-                if getattr(self.entry, name):
-                    pairs = PARTS[name].corrections(block) if self._corrects else ()
-                    groups.append(Group(layer.index, name, roles_of(matrices), PARTS[name].moments(block), pairs))
+            groups += [group for block in layer.attentions for group in self._attention_groups(layer, block)]
             if self.entry.mlp:
                 groups += [self._mlp_group(layer, block) for block in layer.mlps]
         return tuple(groups)
+
+    def _attention_groups(self, layer: LayerGeometry, block: AttentionBlock) -> Iterator[Group]:
+        for name, matrices in {QUERY_KEY: block.query_key, ATTENTION: block.value_output}.items():
+            if getattr(self.entry, name):
+                pairs = PARTS[name].corrections(block) if self._corrects else ()
+                yield Group(layer.index, name, roles_of(matrices), PARTS[name].moments(block), pairs)
 
     @property
     def _corrects(self) -> bool:

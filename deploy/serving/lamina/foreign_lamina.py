@@ -1,0 +1,98 @@
+# mypy: allow-untyped-calls
+"""Foreign attention: transformers' own module of the source's family, which Lamina runs and never compresses.
+
+`block.foreign` of config.json is the path of the module in a layer. `foreign` holds the fields of the source's config
+that the module reads besides those of Lamina's. Transformers' modelling code takes seconds to import: it is imported
+when the first such module is built.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ForeignAttention:
+    """Attention of a family in transformers.
+
+    Attributes:
+        prefix: of the names of its classes.
+        fields: the fields of the source's config that it reads besides those that every Lamina checkpoint has.
+        cached: the fields whose sum is the count of numbers that it caches per token.
+    """
+
+    prefix: str
+    fields: tuple[str, ...]
+    cached: tuple[str, ...]
+
+
+LATENT_FIELDS = (
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
+)  # fmt: skip
+LATENT_CACHE = ("kv_lora_rank", "qk_rope_head_dim")
+FOREIGN = {
+    "deepseek_v2": ForeignAttention("DeepseekV2", LATENT_FIELDS, LATENT_CACHE),
+    "deepseek_v3": ForeignAttention("DeepseekV3", (*LATENT_FIELDS, "rope_interleave"), LATENT_CACHE),
+}
+
+
+class ForeignConfig:
+    """A config as a foreign module reads it: the fields of `foreign`, and all others of Lamina's config.
+
+    A layer without an attention implementation uses "sdpa", which is causal without a mask.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._lamina = config
+        self._fields: Mapping[str, Any] = config.foreign
+
+    @property
+    def _attn_implementation(self) -> str:
+        return self._lamina._attn_implementation or "sdpa"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_lamina", "_fields"):  # copies ask before these exist
+            raise AttributeError(name)
+        return self._fields[name] if name in self._fields else getattr(self._lamina, name)
+
+
+def check_foreign(block: Mapping[str, Any], foreign: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the fault, unless `foreign` describes the module that `block.foreign` places."""
+    if not block["foreign"]:
+        if foreign:
+            raise ValueError("config.json: foreign describes an attention module, but block.foreign places none")
+        return
+    kind = FOREIGN.get(str(foreign.get("model_type")))
+    if kind is None:
+        raise ValueError(
+            f"config.json: foreign.model_type is {foreign.get('model_type')!r}, this version knows {', '.join(FOREIGN)}"
+        )
+    if lacking := [name for name in kind.fields if name not in foreign]:
+        raise ValueError(f"config.json: foreign lacks {', '.join(lacking)}")
+    if unknown := sorted({*foreign} - {"model_type", *kind.fields}):
+        raise ValueError(f"config.json: foreign has unknown {', '.join(unknown)}; a newer lamina may know it")
+
+
+def foreign_cache_numbers(foreign: Mapping[str, Any]) -> int:
+    """Return the numbers that a layer with this attention caches per token."""
+    return sum(foreign[name] for name in FOREIGN[foreign["model_type"]].cached)
+
+
+def make_foreign_attention(config: Any, layer: int) -> nn.Module:
+    """Build the attention module of a layer."""
+    attention: nn.Module = _class(config, "Attention")(ForeignConfig(config), layer)
+    return attention
+
+
+def make_foreign_rotary(config: Any) -> nn.Module:
+    """Build the module that computes the rotations of all layers."""
+    rotary: nn.Module = _class(config, "RotaryEmbedding")(ForeignConfig(config))
+    return rotary
+
+
+def _class(config: Any, name: str) -> Any:
+    kind = config.foreign["model_type"]
+    return getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), FOREIGN[kind].prefix + name)

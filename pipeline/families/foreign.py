@@ -1,0 +1,127 @@
+"""Attention that no method compresses: its sizes, and the shapes of its tensors. transformers' own module runs it.
+
+`lamina.foreign_lamina` names the modules and the config fields that they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lamina.foreign_lamina import FOREIGN, foreign_cache_numbers
+from manifests.errors import InputError
+from pipeline.families.blocks import Copied
+
+
+@dataclass(frozen=True)
+class ForeignBlock:
+    """An attention block whose tensors are copied bit for bit.
+
+    Attributes:
+        copied: the tensors of its modules.
+        scores: the roles whose outputs make attention scores. A kernel turns scores that are not finite into zeros.
+        query_features: the numbers of all query heads of a token.
+        cache_numbers: the numbers that are cached per token.
+    """
+
+    name: str
+    copied: tuple[Copied, ...]
+    scores: tuple[str, ...]
+    query_features: int
+    cache_numbers: int
+
+
+@dataclass(frozen=True)
+class ForeignFamily:
+    """The foreign attention of a family.
+
+    Attributes:
+        model_type: the family's in transformers.
+        block: (fields, hidden, heads, roles with a bias) -> the block of a layer.
+        rotary_width: the field that holds the width of the rotation.
+        check: fields -> faults.
+    """
+
+    model_type: str
+    block: Callable[[Mapping[str, Any], int, int, Collection[str]], ForeignBlock]
+    rotary_width: str
+    check: Callable[[Mapping[str, Any]], list[str]]
+
+    @property
+    def own_fields(self) -> tuple[str, ...]:
+        """Return the source's fields that the module reads."""
+        return FOREIGN[self.model_type].fields
+
+    def standard(self, source: Any) -> dict[str, Any]:
+        """Return the standard `foreign` of a source's config. Raises InputError for one that cannot be built."""
+        fields = {name: getattr(source, name) for name in self.own_fields}
+        if faults := self.check(fields):
+            raise InputError("config.json:\n  " + "\n  ".join(faults))
+        return {"model_type": self.model_type, **fields}
+
+
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_ROLES = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
+                "o_proj")  # fmt: skip
+LATENT_MODULES = {role: f"self_attn.{role}" for role in LATENT_ROLES}
+LATENT_READERS = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of the normed hidden states
+LATENT_BIASES = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "o_proj"), "attention_bias")
+
+
+def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased: Collection[str]) -> ForeignBlock:
+    """Return multi-head latent attention: keys and values from one latent per token, queries perhaps from another."""
+    latent, nope, rope, value = (fields[name] for name in LATENT_SIZES)
+    query, rank = heads * (nope + rope), fields["q_lora_rank"]
+    shapes: dict[str, tuple[int, ...]] = {"q_proj": (query, hidden)}
+    if rank is not None:
+        shapes = {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (query, rank)}
+    shapes |= {
+        "kv_a_proj_with_mqa": (latent + rope, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (nope + value), latent),
+        "o_proj": (hidden, heads * value),
+    }
+    queries = "q_proj" if rank is None else "q_b_proj"
+    copied = tuple(
+        Copied(
+            role,
+            (("weight", shape), *([("bias", shape[:1])] if role in biased else [])),
+            "attention.in" if role in LATENT_READERS else "",
+        )
+        for role, shape in shapes.items()
+    )
+    return ForeignBlock(
+        "attention", copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), query, foreign_cache_numbers(fields)
+    )
+
+
+def _latent_faults(fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields of latent attention that no module can have."""
+    sizes = {name: fields[name] for name in LATENT_SIZES}
+    if fields["q_lora_rank"] is not None:
+        sizes["q_lora_rank"] = fields["q_lora_rank"]
+    faults = [
+        f"{name}: {size!r:.80} is no positive integer"
+        for name, size in sizes.items()
+        if type(size) is not int or size < 1
+    ]
+    return faults + [
+        f"{name}: {fields[name]!r:.80} is neither true nor false"
+        for name in ("attention_bias", "rope_interleave")
+        if name in fields and not isinstance(fields[name], bool)
+    ]
+
+
+def _even_faults(fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields that the module of DeepSeek-V2 cannot have: it views pairs of numbers as complex ones."""
+    return _latent_faults(fields) or [
+        f"{name}: {fields[name]} is odd, which transformers' deepseek_v2 does not compute in float32"
+        for name in ("kv_lora_rank", "qk_nope_head_dim")
+        if fields[name] % 2
+    ]
+
+
+def latent_family(model_type: str, even: bool = False) -> ForeignFamily:
+    """Return the latent attention of a family of transformers. `even`: odd sizes are refused."""
+    return ForeignFamily(model_type, latent_attention, "qk_rope_head_dim", _even_faults if even else _latent_faults)
