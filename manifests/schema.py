@@ -51,6 +51,8 @@ class Budget(Block):
     beyond the samples. The job finds the smallest `keep` that meets it, to within 0.005. For methods with
     allocation: loss.
 
+    `scope: experts` counts the routed experts of mixtures alone, and nothing else is compressed.
+
     `keep` and `bytes` include the numbers of entries with a size of their own (`keep`, `ranks`, `cache_keep`).
 
     `multiple`: ranks and widths that a budget chooses are multiples of this, or whole; null: 16, or 1 below a hidden
@@ -60,7 +62,7 @@ class Budget(Block):
     keep: Share | None = None
     bytes: Share | None = None
     max_loss: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    scope: Literal["decoder", "model"] = "decoder"
+    scope: Literal["decoder", "model", "experts"] = "decoder"
     multiple: PositiveInt | None = None
 
     @model_validator(mode="after")

@@ -81,7 +81,7 @@ class Sweep(Block):
     run_dir: Location
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     keep: Annotated[tuple[Share, ...], Listed] = ()
-    scope: Literal["decoder", "model"] = "decoder"
+    scope: Literal["decoder", "model", "experts"] = "decoder"
     multiple: PositiveInt | None = None
     calibration: Calibration | None = None
     points: Annotated[tuple[Points, ...], Listed]

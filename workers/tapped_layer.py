@@ -18,6 +18,7 @@ from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
 from lamina.rotary_lamina import Angles, make_rotary
 from manifests.errors import NumericsError
+from pipeline.families.blocks import ROUTING
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
 from workers.wide_linear import widen_linears_
@@ -99,7 +100,8 @@ class TappedLayer:
         """Hook the taps onto the modules of their roles. With `stop`, the pass ends when each tap was reached."""
         resolved: dict[tuple[str, str], list[Tap]] = {}
         for point, tap in taps:
-            resolved.setdefault(self.geometry.tap(point), []).append(tap)
+            seen = _routing_tap(point, tap) if point.endswith(ROUTING) else tap
+            resolved.setdefault(self.geometry.tap(point), []).append(seen)
         awaited = set(resolved)
 
         def reached(point: tuple[str, str]) -> None:
@@ -135,6 +137,20 @@ def overflow_advice(dtype: torch.dtype) -> str:
     if dtype == torch.float16:
         return "weights or activations overflow this dtype: convert the checkpoint to bfloat16 or float32"
     return "the model's own activations overflow: its weights are damaged, or not those of a working model"
+
+
+def _routing_tap(point: str, tap: Tap) -> Tap:
+    """Return a tap at a router, or at the gate of a shared expert, that passes on the weight (T, 1) of one expert."""
+    expert = point.removesuffix(ROUTING).rpartition(".")[2]
+
+    def see(output: Any) -> None:
+        if isinstance(output, Tensor):
+            tap(output.sigmoid())
+        else:
+            weight_Tk, chosen_Tk = output
+            tap((weight_Tk * (chosen_Tk == int(expert))).sum(dim=1, keepdim=True))
+
+    return see
 
 
 def _hook(module: nn.Module, side: str, taps: list[Tap], reached: Callable[[], None]) -> Any:

@@ -11,7 +11,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, saved_numbers
-from pipeline.methods.rounded_size import rounding_overhead, scope_numbers
+from pipeline.methods.rounded_size import rounding_overhead
 
 MOST_BITS = 8  # of codes, if bits are chosen
 
@@ -30,7 +30,7 @@ def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], so
     beyond = max(0, source_bytes - geometry.model_bytes())
     if bounded_by(manifest) == "budget.bytes":
         assert manifest.budget is not None
-        scope = geometry.model_bytes() if manifest.budget.scope == "model" else geometry.decoder_bytes()
+        scope = geometry.scope_bytes(manifest.budget.scope)
         return Size(numbers, beyond + geometry.model_bytes() - math.floor((1 - manifest.budget.share) * scope))
     return Size(numbers, beyond + _most_bytes(manifest, geometry, tasks, numbers))
 
@@ -51,7 +51,7 @@ def _most_numbers(manifest: Manifest, geometry: Geometry) -> int:
     dense = geometry.model_numbers()
     if manifest.budget is None or _ignores_budget(manifest):
         return dense - saved_numbers(build_methods(manifest), geometry)
-    return dense - round((1 - manifest.budget.share) * scope_numbers(geometry, manifest.budget.scope))
+    return dense - round((1 - manifest.budget.share) * geometry.scope_numbers(manifest.budget.scope))
 
 
 @dataclass(frozen=True)

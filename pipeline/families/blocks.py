@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED_GATE, expert_blocks, mixture_of
+from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
 
 STREAM_POINTS = ("mid", "out")
+ROUTING = ".routing"  # end of the points of routers' weights
 ONLY_BLOCKS = ("attention", "mlp")  # the names of blocks that are the only ones of their kind in a layer
 
 
@@ -217,7 +218,8 @@ def mixture_blocks(
         width, inside = sizes.width_of(name), f"{name}.down.in"
         readers = (Matrix(f"{name}.{role}", width, hidden, False, "mlp.in", inside) for role in ("gate", "up"))
         writer = Matrix(f"{name}.down", hidden, width, False, inside, "out")
-        experts.append(MLPBlock(name, tuple(readers), writer, width, activation))
+        routing = f"{name}{ROUTING}" if name != SHARED or mixture["shared_gate"] else ""
+        experts.append(MLPBlock(name, tuple(readers), writer, width, activation, routing))
     copied = [Copied(ROUTER, (("weight", (sizes.experts, hidden)),), "mlp.in")]
     if mixture["score_bias"]:
         copied.append(Copied(ROUTER_BIAS, ((mixture["score_bias"].rpartition(".")[2], (sizes.experts,)),)))

@@ -12,7 +12,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from pipeline.families.blocks import AttentionBlock, Block, Copied, Matrix, MLPBlock
+from lamina.mixture_lamina import ROUTER, SHARED, SHARED_GATE
+from pipeline.families.blocks import ONLY_BLOCKS, ROUTING, AttentionBlock, Block, Copied, Matrix, MLPBlock
 from pipeline.families.foreign import ForeignBlock, ForeignFamily
 from pipeline.families.mixture import MixtureFamily
 
@@ -176,6 +177,12 @@ class LayerGeometry:
         return tuple(role for role, _ in self.modules)
 
     @cached_property
+    def routed_roles(self) -> frozenset[str]:
+        """Return the roles of the experts that a router sends tokens to; none in a layer with a dense MLP."""
+        experts = (block for block in self.mlps if block.name not in (*ONLY_BLOCKS, SHARED))
+        return frozenset(role for block in experts for role in block.roles)
+
+    @cached_property
     def linear_roles(self) -> tuple[str, ...]:
         """Return the roles of matrices, in the family's order."""
         return tuple(role for role in self.roles if role in self.matrices)
@@ -210,6 +217,8 @@ class LayerGeometry:
                 each.role for each in self.copied if each.reads == point
             )  # a router sees all tokens, experts some
             return next(copied, readers[point]), "in"
+        if point.endswith(ROUTING):
+            return SHARED_GATE if point == f"{SHARED}{ROUTING}" else ROUTER, "out"
         role, _, side = point.rpartition(".")
         return role, side
 
@@ -305,6 +314,18 @@ class Geometry:
     def decoder_numbers(self) -> int:
         """Count the numbers of the dense layers."""
         return sum(layer.numbers() for layer in self.layers)
+
+    def scope_numbers(self, scope: str) -> int:
+        """Count the dense numbers in a budget's scope: `model`, `decoder` or `experts`."""
+        if scope == "experts":
+            return sum(layer.numbers(layer.routed_roles) for layer in self.layers)
+        return self.model_numbers() if scope == "model" else self.decoder_numbers()
+
+    def scope_bytes(self, scope: str) -> int:
+        """Count the dense bytes in a budget's scope."""
+        if scope == "experts":
+            return sum(layer.num_bytes(layer.routed_roles) for layer in self.layers)
+        return self.model_bytes() if scope == "model" else self.decoder_bytes()
 
     def model_numbers(self) -> int:
         """Count the numbers of the whole dense model, tied embeddings once."""

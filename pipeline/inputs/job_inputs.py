@@ -149,6 +149,8 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
 
     Raises InputError, also where sizes in the manifest exceed the budget.
     """
+    if manifest.budget is not None and manifest.budget.scope == "experts" and not geometry.scope_numbers("experts"):
+        raise InputError(f"budget.scope: experts: this {geometry.model_type} model has none; give decoder or model")
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
     if manifest.quantize is not None:

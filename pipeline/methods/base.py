@@ -20,6 +20,7 @@ class MethodDefaults(ABC):
     """The defaults of `Method`."""
 
     name: ClassVar[str]
+    routed_only: bool  # the budget counts routed experts alone, and nothing else is claimed
 
     @property
     def keep(self) -> float | None:
@@ -46,9 +47,16 @@ class MethodDefaults(ABC):
         """Return nothing: the forms describe the checkpoint."""
         return {}
 
-    @abstractmethod
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Return the claimed groups, as `Method.claims`."""
+        """Return the claimed groups, as `Method.claims`; with `routed_only`, those of routed experts."""
+        groups = self.claimable(geometry)
+        if not self.routed_only:
+            return groups
+        return tuple(group for group in groups if {*group.roles} <= geometry.layers[group.layer].routed_roles)
+
+    @abstractmethod
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Return the groups that the entry claims. Raises ValueError if the geometry does not allow them."""
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """Return the variables of every claimed group."""
@@ -84,6 +92,7 @@ class MethodBase(MethodDefaults, Generic[E]):
     """
 
     entry: E
+    routed_only: bool = False
 
     @property
     def keep(self) -> float | None:

@@ -55,7 +55,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         follows = self.entry.allocation == "importance" and not (self.fixed_ranks or self.uniform)
         return frozenset({"importance"}) if follows else frozenset()
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim groups `attention` (v, o), `query_key` (q, k) and the MLP of every chosen layer.
 
         Raises ValueError on layers that do not exist, and on ranks given for what is off or beyond the full rank.

@@ -68,7 +68,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         """Return True if the entry gives ranks."""
         return self.entry.ranks is not None
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim groups `query_key` (q, k) and the matrices that read the MLP's input, in every chosen layer."""
         layers = self.chosen_layers(geometry)
         for layer in layers:

@@ -70,7 +70,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         """Return the layout of sparse cores in the memory of a server."""
         return {"core_format": self.entry.core}
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim groups `attention` (q, k, v, o) and `mlp` ((gate), up, down) of every chosen layer."""
         kinds = {"attention": AttentionBlock, "mlp": MLPBlock, "both": Block}[self.entry.target]
         return tuple(

@@ -45,7 +45,7 @@ class LoRCMethod(MethodBase[LoRC]):
         """Return True if the entry gives the share of the cache, so that no budget of stored numbers applies."""
         return self.entry.cache_keep is not None
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim groups `key` (k) and `value` (v, o) of every chosen layer.
 
         Raises ValueError on layers that do not exist, and on a share of the cache below the smallest rank.

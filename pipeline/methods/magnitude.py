@@ -27,7 +27,7 @@ class MagnitudeMethod(MethodBase[Magnitude]):
 
     name: ClassVar[str] = "magnitude"
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim the MLP of every chosen layer."""
         return tuple(
             Group(layer.index, block.name, block.roles)

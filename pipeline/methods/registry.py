@@ -24,7 +24,6 @@ from pipeline.methods.rounded_size import (
     numbers_of_bytes,
     overcounted,
     saved_outside,
-    scope_numbers,
     scope_units,
     weight_of,
 )
@@ -43,7 +42,7 @@ from pipeline.ranks.importance import angular_importance
 
 Weights = Mapping[str, float]  # task -> weight of each of its numbers in the budget
 
-METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
+METHODS: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
     FlatLLM: FlatLLMMethod,
     JointRankK: JointRankKMethod,
     LeSTD: LeSTDMethod,
@@ -55,12 +54,12 @@ METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
 
 def build_methods(manifest: Manifest) -> tuple[Method, ...]:
     """Return the methods of a manifest in its order, and with `quantize` an `Unchanged` for the unclaimed roles."""
-    multiple = manifest.rank_multiple
-    methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple)) for entry in manifest.methods)
+    multiple, routed_only = manifest.rank_multiple, manifest.budget is not None and manifest.budget.scope == "experts"
+    methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple), routed_only) for entry in manifest.methods)
     if manifest.quantize is None:
         return methods
     quantize = manifest.quantize
-    return (*methods, Unchanged(methods, quantize.skip, quantize.bits == "auto", quantize.outer_roles))
+    return (*methods, Unchanged(methods, quantize.skip, quantize.bits == "auto", quantize.outer_roles, routed_only))
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
@@ -170,7 +169,7 @@ def allocate_ranks(
         budget = manifest.budget
         if budget is None or (budget.keep, budget.bytes, budget.max_loss) == (None, None, None):
             return None
-        total = scope_numbers(geometry, budget.scope)
+        total = geometry.scope_numbers(budget.scope)
         untouched = total - sum(entry.dense_numbers for entry in entries)
         if budget.bytes is None:
             return Budget("budget.keep", budget.share, total, untouched + own_numbers)

@@ -22,11 +22,6 @@ Claimed = Collection[tuple[int, str]] | None  # layers and roles
 PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of an index of theirs
 
 
-def scope_numbers(geometry: Geometry, scope: str) -> int:
-    """Return the dense numbers of which the budget is a share."""
-    return geometry.model_numbers() if scope == "model" else geometry.decoder_numbers()
-
-
 def rounded_share(bits: int, group: int | None, dtype_bits: int, scale: float = 1.0) -> float:
     """Return ρ for codes of `bits` bits. `scale`: the size of a scale, in numbers of the dtype."""
     return bits / dtype_bits + (scale / group if group else 0.0)
@@ -69,7 +64,7 @@ def _is_counted(manifest: Manifest, role: str, layer: LayerGeometry) -> bool:
 
 def scope_units(geometry: Geometry, scope: str) -> float:
     """Return the dense bytes of which the budget is a share, in numbers of the most common dtype."""
-    return 8 * (geometry.model_bytes() if scope == "model" else geometry.decoder_bytes()) / geometry.bits
+    return 8 * geometry.scope_bytes(scope) / geometry.bits
 
 
 def rounding_overhead(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtype_bits: int) -> float:
@@ -103,7 +98,7 @@ def numbers_of_bytes(manifest: Manifest, geometry: Geometry, claimed: Claimed = 
 def _reserved(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float:
     """Return the size beyond ρ of the numbers, with matrices weighed by `weight_of`, in numbers of the dtype."""
     assert manifest.budget is not None
-    numbers, units = (count(geometry, manifest.budget.scope) for count in (scope_numbers, scope_units))
+    numbers, units = geometry.scope_numbers(manifest.budget.scope), scope_units(geometry, manifest.budget.scope)
     plain, plain_units, widest = float(numbers), units, 1.0
     for layer, role, shape in _counted(manifest, geometry, claimed):
         wide = layer.bits_of(f"{role}.weight") / layer.bits

@@ -34,7 +34,7 @@ class SeparateMethod(MethodBase[E]):
     def roots(self, moment_FF: Tensor) -> InputRoots:
         """Return S and S⁻¹ for inputs with this second moment; the factors W' minimise ‖(W − W')S‖."""
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim every matrix of each chosen layer; matrices that read the same input are one group."""
         return tuple(
             Group(layer.index, name, roles_of(matrices), (input_moment(matrices[0]),) if self.needs_inputs else ())

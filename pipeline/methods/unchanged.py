@@ -32,6 +32,7 @@ class Unchanged(MethodDefaults):
     skip: tuple[str, ...] = ()
     chosen_bits: bool = False
     outer: tuple[str, ...] = ()
+    routed_only: bool = False
     name: ClassVar[str] = "quantize"
 
     @property
@@ -49,7 +50,7 @@ class Unchanged(MethodDefaults):
         """Return one point, at which nothing is lost."""
         return to_columns([Point({WHOLE: 1}, geometry.numbers(group.roles), 0.0)])
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim the rest: matrices that read the same input as one group, and each outer role by itself.
 
         Raises ValueError as the others do.

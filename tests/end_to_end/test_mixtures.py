@@ -176,6 +176,25 @@ def test_a_damaged_mixture_is_refused_before_work_begins(
 
 
 @inline
+def test_a_budget_of_experts_touches_nothing_else(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "qwen2_moe", layers=3)
+    made = job(source, methods=[{"method": "loss_aware"}], **DENSE, budget={"keep": 0.5, "scope": "experts"})
+    made.run().json  # noqa: B018 - asserts the exit code
+    before, after = read_tensors(source), read_tensors(made.output)
+    routed = {name for name in before if ".mlp.experts." in name}
+    assert all(torch.equal(before[name], after[name]) for name in before if name not in routed)
+    numbers = sum(tensor.numel() for name, tensor in after.items() if name not in before or name in routed)
+    assert 0.45 < numbers / sum(before[name].numel() for name in routed) <= 0.5
+
+
+@inline
+def test_a_budget_of_experts_needs_experts(job: MakeJob) -> None:
+    ended = job(budget={"keep": 0.5, "scope": "experts"}).run()
+    assert ended.code == 2
+    assert "budget.scope: experts: this llama model has none" in ended.err
+
+
+@inline
 def test_more_chosen_experts_than_there_are_is_refused(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
     config = json.loads((source / "config.json").read_text())

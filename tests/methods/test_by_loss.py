@@ -17,7 +17,6 @@ from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import pullback
 from pipeline.methods.method import Group, Method, Moment, Predicting, Scores, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks
-from pipeline.methods.rounded_size import scope_numbers
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama, other
 from tests.methods.loss_aware_weights import make_statistics, make_weights
@@ -182,7 +181,7 @@ def test_three_methods_share_a_budget_by_loss() -> None:
     assert allocate_ranks(job, methods, where, Scores()) == {}
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
     assert ranks.keys() == curves.keys()
-    total = scope_numbers(where, "decoder")
+    total = where.scope_numbers("decoder")
     stored = total - sum(where.layers[0].numbers(task.roles) for task in predict_tasks(methods, where))
     for key, curve in curves.items():
         stored += next(point.numbers for point in from_columns(curve) if dict(point.ranks) == ranks[key])

@@ -25,7 +25,6 @@ from pipeline.methods.registry import (
     build_methods,
     claim_tasks,
     predict_tasks,
-    scope_numbers,
 )
 from pipeline.ranks.curves import Point, from_columns, predicted_loss
 from tests.families.geometries import llama, other
@@ -412,7 +411,7 @@ def test_budgets_are_met_exactly(entries: tuple[dict[str, Any], ...], keep: floa
     ranks = allocate_ranks(manifest, methods, where, Scores(curves=curves))
     tasks = claim_tasks(methods, where)
     assert ranks.keys() == {task.key for task in tasks}
-    total = scope_numbers(where, "decoder")
+    total = where.scope_numbers("decoder")
     stored = total - sum(where.layers[0].numbers(task.roles) for task in tasks)
     for task in tasks:
         chosen = ranks[task.key]

@@ -14,7 +14,6 @@ from pipeline.families.family import Geometry
 from pipeline.methods.lestd_sizes import Part, Rule, choices
 from pipeline.methods.method import Predicting, Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
-from pipeline.methods.rounded_size import scope_numbers
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import make_statistics, make_weights
@@ -66,7 +65,7 @@ def test_ranks_are_multiples_and_the_budget_holds(name: str, multiple: int, keep
     assert all(rank % multiple == 0 or rank == cap for rank, cap in pairs)
     assert any(rank % multiple == 0 and rank < cap for rank, cap in pairs)
     assert job.budget is not None
-    target = job.budget.share * scope_numbers(LLAMA2_7B, "decoder")
+    target = job.budget.share * LLAMA2_7B.scope_numbers("decoder")
     found = stored(job, LLAMA2_7B, chosen(job, LLAMA2_7B))
     steps = [
         variable.cost(above) - variable.cost(rank)

@@ -70,7 +70,7 @@ class LossAwareMethod(MethodBase[LossAware]):
 
     name: ClassVar[str] = "loss_aware"
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim groups `query_key` (q, k), `attention` (v, o) and the MLP of every chosen layer."""
         groups: list[Group] = []
         for layer in self.chosen_layers(geometry):
