@@ -12,7 +12,7 @@ from pipeline.methods.method import Method
 from pipeline.methods.svd import SVDMethod
 from pipeline.methods.svd_llm import SVDLLMMethod
 
-BASELINES: dict[type[MethodEntry], Callable[[Any], Method]] = {
+BASELINES: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
     SVD: SVDMethod,
     ASVD: ASVDMethod,
     SVDLLM: SVDLLMMethod,
