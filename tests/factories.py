@@ -44,15 +44,17 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "opt": (OPTConfig, OPTForCausalLM),
     "gptj": (GPTJConfig, GPTJForCausalLM),
-    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
-CLASSES = FAMILIES | MIXTURES
+FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method compresses
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+CLASSES = FAMILIES | MIXTURES | FOREIGN
 GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size / heads, three layers
     "vocab_size": 320,
     "hidden_size": 48,
@@ -80,9 +82,17 @@ EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six expe
         "mlp_only_layers": [0], "head_dim": 12,
     },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "deepseek_v2": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+        "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+        "n_group": 3, "topk_group": 2,
+    },
 }  # fmt: skip
-LATENT: dict[str, Any] = {  # every MLP dense, and no two sizes of the attention alike
-    "intermediate_size": 80, "num_key_value_heads": 4, "first_k_dense_replace": 3, "q_lora_rank": 20,
+LATENT: dict[str, Any] = {  # no two sizes of the attention alike
+    "intermediate_size": 80, "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 20,
     "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "attention_bias": True,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -135,6 +145,9 @@ def randomise_(model: Any, seed: int) -> Any:
         noise = torch.randn(parameter.shape, generator=generator)
         is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
         parameter.data = 1 + 0.2 * noise if is_scale else 0.15 * noise
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith("correction_bias"):  # of a router
+            buffer.data = 0.15 * torch.randn(buffer.shape, generator=generator)
     return model
 
 

@@ -1,14 +1,25 @@
-"""DeepSeek-V2: V3 with another rotation, and biases in the MLP where the config asks for them."""
+"""DeepSeek-V2: V3 with another rotation and another router."""
 
-from pipeline.families.deepseek_v3 import EQUAL, FIELDS, LATENT_BLOCK, UNREAD, UNROUTED
+from pipeline.families.deepseek_v3 import EQUAL, GROUPS, LATENT_BLOCK, PATHS, SHARED, SIZES, UNREAD
 from pipeline.families.family import Family
-from pipeline.families.foreign import LATENT_BIASES, latent_family
+from pipeline.families.foreign import latent_family
+from pipeline.families.mixture import FIRST_DENSE, MixtureFamily
 
 FAMILY = Family(
     model_type="deepseek_v2",
-    block=LATENT_BLOCK | {"biases": LATENT_BIASES | dict.fromkeys(("gate", "up", "down"), "mlp_bias")},
-    fields=FIELDS,
+    block=LATENT_BLOCK,
+    fields=EQUAL,
     equal=EQUAL,
-    unread=UNREAD | {"head_dim": "qk_rope_head_dim replaces it", "topk_method": UNROUTED},
+    requires={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "mlp_bias": False},
+    unread=UNREAD | {"head_dim": "qk_rope_head_dim replaces it"},
     foreign=latent_family("deepseek_v2", even=True),
+    mixture=MixtureFamily(
+        paths=PATHS,
+        sizes=SIZES,
+        shared=SHARED,
+        routing={"float_logits": True, "renormalise": False},
+        fields=GROUPS,
+        group_methods=("topk_method", "greedy", "group_limited_greedy"),
+        dense_layers=FIRST_DENSE,
+    ),
 )

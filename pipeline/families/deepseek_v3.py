@@ -1,10 +1,12 @@
-"""DeepSeek-V3, with R1 and Kimi-K2: Llama's MLP behind latent attention, which is copied."""
+"""DeepSeek-V3, with R1 and Kimi-K2: mixtures of experts behind latent attention, which is copied."""
 
 from typing import Any
 
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.foreign import LATENT_BIASES, LATENT_MODULES, latent_family
 from pipeline.families.llama import BLOCK, MODULES
+from pipeline.families.mixture import FIRST_DENSE, MixtureFamily
+from pipeline.families.qwen3_moe import EXPERTS, PROJECTIONS
 
 ATTENTION = ("q", "k", "v", "o")
 LAYER = {"input_norm": MODULES["input_norm"], **LATENT_MODULES}
@@ -13,26 +15,31 @@ LATENT_BLOCK: dict[str, Any] = BLOCK | {
     "biases": LATENT_BIASES,
     "foreign": "self_attn",
 }
-UNROUTED = "of mixtures of experts, which no layer is"
+PATHS = {**EXPERTS, "modules": PROJECTIONS, "shared": "mlp.shared_experts"}
+SIZES = {"experts": "n_routed_experts", "width": "moe_intermediate_size", "top_k": "num_experts_per_tok"}
+SHARED = ("moe_intermediate_size", "n_shared_experts")
+GROUPS = {"scale": "routed_scaling_factor", "groups": "n_group", "top_groups": "topk_group"}
 UNREAD = {
     "attention_dropout": TRAINING,
     "pretraining_tp": "how the products were once cut; nobody reads it",
-    **dict.fromkeys(
-        (
-            "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group",
-            "topk_group", "norm_topk_prob", "routed_scaling_factor", "output_router_logits",
-        ),
-        UNROUTED,
-    ),
-}  # fmt: skip
-EQUAL = {"num_key_value_heads": "num_attention_heads", "first_k_dense_replace": "num_hidden_layers"}
-FIELDS = {"num_key_value_heads": "num_attention_heads"}
+    "output_router_logits": "what a call returns",
+}
+EQUAL = {"num_key_value_heads": "num_attention_heads"}
 
 FAMILY = Family(
     model_type="deepseek_v3",
     block=LATENT_BLOCK,
-    fields=FIELDS,
+    fields=EQUAL,
     equal=EQUAL,
+    requires={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     unread=UNREAD | {"num_mtp_layers": "of further predicted tokens, whose layers are left out"},
     foreign=latent_family("deepseek_v3"),
+    mixture=MixtureFamily(
+        paths=PATHS | {"score_bias": "mlp.gate.e_score_correction_bias"},
+        sizes=SIZES,
+        shared=SHARED,
+        routing={"score": "sigmoid", "float_logits": True, "group_score": "top2"},
+        fields=GROUPS | {"renormalise": "norm_topk_prob"},
+        dense_layers=FIRST_DENSE,
+    ),
 )

@@ -31,6 +31,8 @@ class MixtureFamily:
         sizes: `experts`, `width` and `top_k` -> the source's field.
         shared: the source's fields whose product is the width of the shared expert.
         routing: a key of `mixture` -> its value; `fields`: a key -> the source's field that holds it.
+        group_methods: the source's field for the choice of experts, its value for a choice that ignores groups, and the
+            one for a choice from the best groups; empty where groups always count.
         dense_layers: the source's field that says which layers have a dense MLP; empty where none has.
     """
 
@@ -39,13 +41,15 @@ class MixtureFamily:
     shared: tuple[str, ...] = ()
     routing: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=dict)
+    group_methods: tuple[str, ...] = ()
     dense_layers: str = EVERY_LAYER
 
     @property
     def own_fields(self) -> tuple[str, ...]:
         """Return the source's fields that the mixture holds."""
         layers = {EVERY_LAYER: (), SPARSE_STEP: (SPARSE_STEP, "decoder_sparse_step"), FIRST_DENSE: (FIRST_DENSE,)}
-        names = (*self.sizes.values(), *self.shared, *self.fields.values(), *layers[self.dense_layers])
+        names = (*self.sizes.values(), *self.shared, *self.fields.values(), *self.group_methods[:1])
+        names += layers[self.dense_layers]
         return tuple(dict.fromkeys(names))
 
     def standard(self, source: PreTrainedConfig) -> dict[str, Any]:
@@ -55,6 +59,8 @@ class MixtureFamily:
             sizes["shared_width"] = math.prod(getattr(source, own) or 0 for own in self.shared)
         routing = {name: getattr(source, own) for name, own in self.fields.items()}
         routing |= {name: 1 for name in ("groups", "top_groups") if routing.get(name, 1) is None}
+        if self.group_methods and not self._is_grouped(source):
+            routing |= {"groups": 1, "top_groups": 1}
         layers = [dict(sizes) if self._is_mixture(source, layer) else None for layer in range(source.num_hidden_layers)]
         mixture = {**DEFAULTS, **self.paths, **self.routing, **routing, "layers": layers}
         try:
@@ -62,6 +68,13 @@ class MixtureFamily:
         except ValueError as error:
             raise InputError(f"config.json: {error}") from error
         return mixture
+
+    def _is_grouped(self, source: PreTrainedConfig) -> bool:
+        """Tell whether experts are chosen from the best groups. Raises InputError for another choice."""
+        own, *known = self.group_methods
+        if (method := getattr(source, own)) not in known:
+            raise InputError(f"config.json: {own}: {method!r:.80} is not one of {', '.join(known)}")
+        return bool(method == known[1])
 
     def _is_mixture(self, source: PreTrainedConfig, layer: int) -> bool:
         if self.dense_layers == FIRST_DENSE:
@@ -85,6 +98,9 @@ class MixtureFamily:
                 raise InputError(f"a shared expert of {sizes['shared_width']} channels is no multiple of {known}")
             fields[count] = sizes["shared_width"] // known
         fields |= {own: mixture[name] for name, own in self.fields.items()}
+        if self.group_methods:
+            own, alone, grouped = self.group_methods
+            fields[own] = grouped if mixture["groups"] > 1 else alone
         return fields | self._dense_fields(layers)
 
     def _dense_fields(self, layers: Sequence[Any]) -> dict[str, Any]:

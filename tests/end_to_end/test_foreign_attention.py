@@ -29,11 +29,18 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "loss_aware": ("deepseek_v3", {"methods": [LOSS_AWARE], "calibration.propagate": "dense"}),
+    "flat_llm": ("deepseek_v2", {"methods": [FLAT_LLM], "quantize": {"bits": 8, "group": None}}),
+    "svd_llm": ("deepseek_v3", {"methods": [{"method": "svd_llm"}]}),
+}
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("foreign")
     return {
-        family: factories.make_model(folder / family, family, dtype=torch.bfloat16)
+        family: factories.make_model(folder / family, family, dtype=torch.bfloat16, first_k_dense_replace=3)
         for family in ("deepseek_v2", "deepseek_v3")
     }
 
@@ -65,6 +72,39 @@ def test_a_job(name: str, job: MakeJob, sources: dict[str, Path]) -> None:
     ids = some_tokens(320)
     model = load(run.output, trust_remote_code=True)
     assert 1e-3 < relative_error(logits_of(model, ids), logits_of(load(source), ids)) < 1.5
+
+
+@pytest.mark.parametrize("name", list(MIXTURES))
+def test_a_job_on_a_mixture(name: str, job: MakeJob, tmp_path: Path) -> None:
+    family, changes = MIXTURES[name]
+    source = factories.make_model(tmp_path / "source", family)
+    run = job(source, **changes)
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    before, after = read_tensors(source), read_tensors(run.output)
+    copied = [tensor for tensor in before if ".self_attn." in tensor or ".mlp.gate." in tensor]
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in copied)
+    verified = command("verify", str(run.output), "--source", str(source), "--bound", "10")
+    assert verified.code == 0, verified.out + verified.err
+    ids = some_tokens(320)
+    model = load(run.output, trust_remote_code=True)
+    cache = model(ids[:, :12], use_cache=True).past_key_values
+    logits = logits_of(model, ids)
+    assert relative_error(logits_of(model, ids[:, 12:], past_key_values=cache), logits[:, 12:]) < 1e-4
+    assert relative_error(logits, logits_of(load(source), ids)) < 1.5
+
+
+@pytest.mark.parametrize("family", factories.FOREIGN)
+def test_a_mixture_that_loses_nothing(family: str, job: MakeJob, tmp_path: Path) -> None:
+    source = factories.make_model(tmp_path / "source", family)
+    run = job(source, methods=[{**FLAT_LLM, "keep": 1.0}], budget=None)
+    assert run.run().code == 0
+    ids = some_tokens(320)
+    expected = logits_of(load(source), ids)
+    assert relative_error(logits_of(load(run.output), ids), expected) < 1e-5
+    ended = command("export", str(run.output), "--to", "dense", str(tmp_path / "dense"))
+    assert ended.code == 0, ended.err
+    assert relative_error(logits_of(load(tmp_path / "dense"), ids), expected) < 1e-4
 
 
 def test_at_full_rank_the_logits_are_the_source_s(job: MakeJob, sources: dict[str, Path], tmp_path: Path) -> None:

@@ -36,9 +36,11 @@ GPTJ: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 LATENT: dict[str, Any] = {
-    **SMALL, "num_key_value_heads": 4, "first_k_dense_replace": 2, "q_lora_rank": None, "kv_lora_rank": 12,
-    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    **SMALL, "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+DENSE_MLPS = {"first_k_dense_replace": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SMALL},
     "llama-head-dim": {"model_type": "llama", **SMALL, "head_dim": 20},
@@ -57,8 +59,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptj": {"model_type": "gptj", **GPTJ},
     "gptj-null-inner": {"model_type": "gptj", **GPTJ, "n_inner": None},
     "gptj-tied": {"model_type": "gptj", **GPTJ, "tie_word_embeddings": True},
-    "deepseek-v2": {"model_type": "deepseek_v2", **LATENT, "mlp_bias": True},
-    "deepseek-v3": {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": 9, "attention_bias": True},
+    "deepseek-v2": {"model_type": "deepseek_v2", **LATENT, **DENSE_MLPS},
+    "deepseek-v3": {"model_type": "deepseek_v3", **LATENT, **DENSE_MLPS, "q_lora_rank": 9, "attention_bias": True},
 }
 
 
@@ -256,8 +258,9 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
     ("deepseek_v3", "qk_rope_head_dim", 5, "even rotary dimension"),
     ("deepseek_v3", "rope_interleave", None, "rope_interleave: None is neither"),
     ("deepseek_v3", "num_key_value_heads", 2, "num_key_value_heads: 2 differs from num_attention_heads: 4"),
-    ("deepseek_v3", "first_k_dense_replace", 1, "first_k_dense_replace: 1 differs from num_hidden_layers: 2"),
-    ("kimi_k2", "first_k_dense_replace", 1, "first_k_dense_replace: 1 differs from num_hidden_layers: 2"),
+    ("deepseek_v2", "topk_method", "noaux_tc", "topk_method: 'noaux_tc' is not one of greedy, group_limited_greedy"),
+    ("deepseek_v3", "scoring_func", "softmax", "scoring_func is 'softmax'; for deepseek_v3 only 'sigmoid'"),
+    ("kimi_k2", "n_group", 4, "6 experts in 4 groups"),
 ]
 
 
