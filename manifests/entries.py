@@ -22,6 +22,7 @@ from manifests.records import (
     Pair,
     Perplexity,
     Record,
+    RefinedFigures,
     Row,
     Scheme,
     Sha256,
@@ -89,12 +90,13 @@ class GroupReport(Record):
 
 class LayerEntry(Record):
     """A compressed layer: its file, the form of each role, the report of each group, the scheme of each rounded matrix
-    by the path of its module."""
+    by the path of its module, and the figures of its refinement, if it had one."""
 
     staged: StagedRecord
     forms: Mapping[str, FormSpec]
     groups: Mapping[str, GroupReport]
     rounded: Mapping[str, Scheme] = {}
+    refined: RefinedFigures | None = None
 
 
 class TokensEntry(Record):

@@ -14,17 +14,50 @@ WIDE, WIDE_MULTIPLE = 1024, 16  # from this hidden size on, ranks are multiples 
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 
 
+class Refine(Block):
+    """Training of each solved layer towards the dense model's outputs, docs/methods.md#refinement.
+
+    `steps`: the most steps of a layer. `tokens`: the most calibration tokens to train on. `learning_rate`: of Adam;
+    `auto` tries three rates on held-out windows.
+    """
+
+    steps: PositiveInt = 200
+    tokens: PositiveInt | Literal["all"] = "all"
+    learning_rate: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = "auto"
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _is_a_count_or_all(cls, tokens: Any) -> Any:
+        # A union would report each of its kinds as a fault.
+        if tokens == "all" or (type(tokens) is int and tokens > 0):
+            return tokens
+        raise ValueError("should be a number of tokens above 0, or all")
+
+    @field_validator("learning_rate", mode="before")
+    @classmethod
+    def _is_a_rate_or_auto(cls, rate: Any) -> Any:
+        if rate == "auto" or (type(rate) in (int, float) and 0 < rate < 1):
+            return rate if rate == "auto" else float(rate)
+        raise ValueError("should be a number above 0 and below 1, or auto")
+
+
 class MethodEntry(Block):
     """Fields of every method's entry.
 
     `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0. `keep`: a size of
     its own instead of the common budget's. `rank_multiple`: as the budget's `multiple`, for this entry; null: the
-    budget's.
+    budget's. `refine`: true, or settings: train the stored numbers of each solved layer; null or false: do not.
     """
 
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
     rank_multiple: PositiveInt | None = None
+    refine: Refine | None = None
+
+    @field_validator("refine", mode="before")
+    @classmethod
+    def _may_be_true_or_false(cls, refine: Any) -> Any:
+        return ({} if refine else None) if isinstance(refine, bool) else refine
 
     def multiple(self, hidden_size: int) -> int:
         """Return the number that chosen ranks are multiples of, in a model of this hidden size."""

@@ -191,6 +191,33 @@ class ComparedFigures(Record):
         return self
 
 
+class RefinedFigures(Record):
+    """The training of a layer towards the dense model's outputs. docs/methods.md#refinement.
+
+    Errors are mean squares of the difference to the dense layer's outputs, relative to their mean square: `before` and
+    `after` on the held-out samples, `train_before` and `train_after` on those that it was trained on.
+
+    Attributes:
+        kept: the trained numbers are stored; otherwise those of the solve, and `after` is `before`.
+        steps: steps of the stored numbers, or 0; `steps_done`: steps until it stopped.
+        learning_rate: the largest of the schedule.
+        rates: the rates that were tried, and the error of each on the held-out samples.
+        held_out, samples: the number of held-out samples, and of those that it was trained on.
+    """
+
+    kept: bool
+    before: NonNegative
+    after: NonNegative
+    train_before: NonNegative
+    train_after: NonNegative
+    steps: NonNegativeInt
+    steps_done: NonNegativeInt
+    learning_rate: NonNegative
+    rates: Row[Pair[tuple[NonNegative, NonNegative]]] = ()
+    held_out: PositiveInt
+    samples: PositiveInt
+
+
 class Curve(Record):
     """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token).
 

@@ -354,6 +354,23 @@ class Manifest(Block):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _refinement_has_its_text(self) -> Self:
+        asking = [(at, entry) for at, entry in enumerate(self.methods) if entry.refine is not None]
+        for position, entry in asking:
+            where = f"methods.{position} ({entry.method}).refine"
+            if self.calibration is None:
+                raise ValueError(f"{where} trains layers on calibration text; give calibration")
+            if self.calibration.propagate != "dense":
+                raise ValueError(
+                    f"{where} begins with layers that are solved on the dense model; set calibration.propagate: dense"
+                )
+            if self.calibration.samples < 2:
+                raise ValueError(f"{where} holds samples out; give calibration.samples: 2 or more")
+            if entry.refine != asking[0][1].refine:
+                raise ValueError(f"{where} differs from that of methods.{asking[0][0]}; a layer is refined once")
+        return self
+
     def semantic(self) -> dict[str, Any]:
         """Return the fields that change the output's bytes; the fingerprint covers them.
 

@@ -55,9 +55,10 @@ class Points(Block):
     @classmethod
     def _solves_behind_the_dense_model(cls, methods: tuple[AnyMethod, ...]) -> tuple[AnyMethod, ...]:
         for position, entry in enumerate(methods):
-            if getattr(entry, "correct", "none") != "none":
+            field = "refine" if entry.refine is not None else "correct"
+            if field == "refine" or getattr(entry, "correct", "none") != "none":
                 raise ValueError(
-                    f"{position}.correct solves each layer behind the compressed ones of one size, so that points "
+                    f"{position}.{field} solves each layer behind the compressed ones of one size, so that points "
                     f"share no pass over the text; {OWN_JOB}"
                 )
         return methods

@@ -18,6 +18,7 @@ from pipeline.kernels.checks import require_finite
 from pipeline.methods.method import Moment
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.units import Pair
+from stores.activations import ActivationStore
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
 from workers.embedding_and_head import embedding
@@ -37,6 +38,7 @@ class PairPass:
         setup: WorkerConfig,
         layers: LayerReader,
         hidden: HiddenStates,
+        store: ActivationStore,
         tokens: Callable[[int, int], Tensor],
         computing: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -44,6 +46,7 @@ class PairPass:
         self.layers = layers
         self.packed = LayerReader(setup, layers.device)
         self.hidden = hidden
+        self.store = store
         self.tokens = tokens
         self.computing = computing
 
@@ -54,7 +57,10 @@ class PairPass:
             NumericsError: NaN or infinity, naming layer and point.
             CorruptError: stored hidden states or a staged layer are damaged.
         """
-        return self._through(unit, unit.layer, unit.staged, self._inputs(unit), take, emit=unit.emit)
+        inputs = self._inputs(unit)
+        if unit.targets:
+            return self._store_targets(unit, inputs)
+        return self._through(unit, unit.layer, unit.staged, inputs, take, emit=unit.emit)
 
     def begin(self, unit: Pair, take: Take) -> None:
         """Take the first tokens of a unit's shard, by which grids are chosen. Raises as `run`."""
@@ -65,6 +71,18 @@ class PairPass:
     def release(self) -> None:
         """Lets go of the compressed layer."""
         self.packed.release()
+
+    def _store_targets(self, unit: Pair, inputs: HiddenReader) -> ArrayRecord:
+        """Store the dense layer's outputs beside the compressed model's inputs. Inputs stay held."""
+        dense, _ = self._blocks(unit.layer, None)
+        shape, dtype = self._shape(unit.shard), self.setup.dtype
+        with self.store.writer("targets", unit.layer, unit.shard, shape, dtype, self._batch) as writer:
+            for start, stop in self.setup.micro_batches(unit.shard):
+                dense_BSD, packed_BSD = self._read(inputs, start, stop)
+                with self.computing():
+                    output_BSD = _run(dense, dense_BSD)
+                writer.append(torch.cat((output_BSD, packed_BSD), dim=-1).cpu())
+            return writer.commit()
 
     def _replay(self, unit: Pair, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
         self._through(unit, layer, staged, inputs, None, emit=True)

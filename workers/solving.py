@@ -63,7 +63,7 @@ def solve_group(
         names = {key: geometry.tensor_name(key, group.roles) for key in weights}
         factors = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
         solution = problem.method.correct(group, geometry, weights, statistics, ranks, factors)
-    return _named(problem, statistics, ranks, before, solution)
+    return named_solution(problem, statistics, ranks, before, solution)
 
 
 def solve_sizes(problem: GroupProblem, statistics: Statistics, sizes: Sequence[Ranks]) -> Iterator[Solved]:
@@ -71,12 +71,12 @@ def solve_sizes(problem: GroupProblem, statistics: Statistics, sizes: Sequence[R
     if isinstance(problem.method, SharingSizes) and not statistics.unseen:
         solutions = problem.method.compress_sizes(problem.group, problem.geometry, problem.weights, statistics, sizes)
         for ranks, solution in zip(sizes, solutions, strict=True):
-            yield _named(problem, statistics, ranks, {}, solution)
+            yield named_solution(problem, statistics, ranks, {}, solution)
     else:
         yield from (solve_group(problem, statistics, ranks) for ranks in sizes)
 
 
-def _named(
+def named_solution(
     problem: GroupProblem, statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor], solution: Solution
 ) -> Solved:
     """Round a solution and name its factors as in the checkpoint."""

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,8 @@ from pipeline.units.units import (
     ReadDone,
     ReadLayer,
     Reduce,
+    Refine,
+    RefineDone,
     ShardDone,
     SizesSolved,
     Solve,
@@ -62,6 +65,7 @@ from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.memory import return_freed_pages
 from workers.pairing import PairPass
+from workers.refining import RefinePass
 from workers.score_pass import ScorePass
 from workers.solving import GroupProblem, layer_tensors, solve_done, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
@@ -90,7 +94,10 @@ class Worker:
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
         self.sums = LayerSums(self.transfer, self.device, setup.geometry.hidden)
         self.totals = Totals(self.transfer, self.statistics, self.device, setup.tokens_shape)
-        self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
+        self.pairs = PairPass(setup, self.layers, self.hidden, self.activations, self._tokens, self._computing)
+        self.refinement = RefinePass(
+            setup, self.layers, self.activations, lambda group: self._problem(group.task), self._computing
+        )
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # inside products and decompositions
 
@@ -120,6 +127,7 @@ class Worker:
             Predict: self._curve,
             Solve: self._solve,
             SolveSizes: self._solve_sizes,
+            Refine: self._refine,
             Write: self._write,
             WindowForward: self.scores.forward,
             Score: self.scores.score,
@@ -128,8 +136,8 @@ class Worker:
         if not isinstance(unit, BesideUnit):
             self._release_others(unit)
         try:
-            # The backward pass uses autograd, which accepts no tensors of inference mode.
-            with torch.no_grad(), torch.inference_mode(not isinstance(_passing(unit), Backward)):
+            # Autograd accepts no tensors of inference mode.
+            with torch.no_grad(), torch.inference_mode(not isinstance(_passing(unit), Backward | Refine)):
                 return handlers[type(unit)](unit)
         except CorruptError as error:
             # Otherwise the next attempt would read the same data.
@@ -150,7 +158,7 @@ class Worker:
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(_passing(unit), Pair):
             self.pairs.release()
-        if isinstance(unit, SolveUnit):
+        if isinstance(unit, SolveUnit | Refine):
             return_freed_pages()  # after forward passes, because a solve needs the most memory
         if scoring:
             self.layers.release()
@@ -323,9 +331,16 @@ class Worker:
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
         problem, statistics = self._problem(unit.task), self._statistics(unit.statistics, unit.hint)
+        if unit.task.refine is not None:
+            problem = replace(problem, quantize=None)  # rounded behind the training
         with self._computing(), tensor_cores(self.setup.dtype):
             solved = solve_group(problem, statistics, unit.ranks, before)
         return solve_done(solved, self.transfer)
+
+    def _refine(self, unit: Refine) -> RefineDone:
+        with tensor_cores(self.setup.dtype):
+            solved, figures = self.refinement.run(unit)
+        return RefineDone(tuple(solve_done(group, self.transfer) for group in solved), figures)
 
     def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
         problem, statistics = self._problem(unit.task), self._statistics(unit.statistics, unit.hint)

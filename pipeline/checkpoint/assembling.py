@@ -245,7 +245,8 @@ class Assembler:
     def _layer_report(self, layer: int) -> dict[str, Any]:
         entry = self._entry(layer)
         report = entry.as_json() if entry else {}
-        return {field: report.get(field, {}) for field in ("groups", "forms")}
+        fields = {field: report.get(field, {}) for field in ("groups", "forms")}
+        return {**fields, "refined": report["refined"]} if "refined" in report else fields
 
     def _companions(self) -> list[str]:
         """Return the files that are copied beside the weights, with tokenizer settings even if the source has none."""

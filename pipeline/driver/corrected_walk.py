@@ -1,10 +1,11 @@
-"""The walk of `correct: output`: every layer is solved in parts, against the difference to the dense model's values.
+"""The walk of `correct: output` and of `refine`: every layer is solved, and trained, behind the layers before it.
 
-docs/methods.md#corrections.
+docs/methods.md#corrections, docs/methods.md#refinement.
 
-Hidden states of both models go through a layer side by side, once for each part. Each time a draft of the layer is
-staged, its pairs are summed, and from these sums, which are not stored, the groups that ask for them are solved. Only
-the finished layer is entered; an interruption costs the unfinished layer.
+Hidden states of both models go through a layer side by side, once for each part of a correction. Each time a draft of
+the layer is staged, its pairs are summed, and from these sums, which are not stored, the groups that ask for them are
+solved. A refinement then trains the whole draft on one worker. Only the finished layer is entered; an interruption
+costs the unfinished layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 
 from manifests.entries import ActivationsEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, StagedLayer
+from manifests.records import ArrayRecord, RefinedFigures, StagedLayer, StagedRecord
 from pipeline.driver.job_spec import RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key
 from pipeline.driver.reduction import Reductions
@@ -24,7 +25,7 @@ from pipeline.driver.session import Session, write_unit
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment, Task
 from pipeline.units.sums import Summed
-from pipeline.units.units import Pair, Solve, SolveDone
+from pipeline.units.units import Pair, Refine, RefineDone, Solve, SolvedGroup, SolveDone
 
 Solved = dict[Task, tuple[Solve, SolveDone]]
 
@@ -68,7 +69,10 @@ class CorrectedWalk:
                 pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
                 draft = yield from self._write_draft(layer, list(asking), pairs, ranks, solved)
         assert draft is not None, "a claimed layer has groups"
-        self.session.enter_layer(layer, [solved[task] for task in tasks], draft)
+        refined = None
+        if any(task.refine for task in tasks):
+            draft, refined = yield from self._refine(layer, base, draft, solved)
+        self.session.enter_layer(layer, [solved[task] for task in tasks], draft, refined)
 
     def _write_draft(
         self,
@@ -101,10 +105,40 @@ class CorrectedWalk:
         (record,) = yield from self.session.build_on(
             solutions, units, lambda solutions: [write_unit(layer, [*joined(solutions).values()])]
         )
-        drafted = joined(solutions)
-        solved.update(drafted)
-        rounded = {path: scheme for _, solution in drafted.values() for path, scheme in solution.rounded.items()}
-        return StagedLayer(**dict(record), forms=write_unit(layer, [*drafted.values()]).forms, rounded=rounded)
+        solved.update(joined(solutions))
+        return _staged(layer, record, solved)
+
+    def _refine(
+        self, layer: int, base: int, draft: StagedLayer, solved: Solved
+    ) -> TaskStream[tuple[StagedLayer, RefinedFigures]]:
+        """Trains the groups of a draft that ask for it, and replaces them in `solved`. Returns the refined layer, which
+        is written, and the figures of the training."""
+        units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
+        targets = tuple(result.activation for result in (yield units))
+        inputs = tuple(self.session.forwards.activations("compressed", base) or ())
+        self.session.cleaner.retain_activations((*inputs, *targets))
+        tasks = [task for task in solved if task.refine]
+        groups = [(unit, solution) for unit, solution in (solved[task] for task in tasks)]
+        unit = Refine(
+            layer,
+            draft,
+            targets,
+            tuple(SolvedGroup(unit.task, unit.ranks, done.forms, done.report) for unit, done in groups),
+        )
+
+        def joined(results: Sequence[RefineDone]) -> Solved:
+            """Returns all groups of the layer, with the refined ones in place of the solved ones."""
+            new = zip(tasks, (unit for unit, _ in groups), results[0].groups, strict=True)
+            return solved | {task: (unit, done) for task, unit, done in new}
+
+        with self._redone(draft, *targets):
+            results: list[RefineDone] = yield [unit]
+        (record,) = yield from self.session.build_on(
+            results, [unit], lambda results: [write_unit(layer, [*joined(results).values()])]
+        )
+        solved.update(joined(results))
+        self.session.cleaner.retain_activations(inputs)
+        return _staged(layer, record, solved), results[0].refined
 
     def _drop_drafts(self) -> None:
         """Drops the drafts and statistics of a layer that is entered."""
@@ -130,6 +164,7 @@ class CorrectedWalk:
         *,
         moments: tuple[Moment, ...] = (),
         emit: bool = False,
+        targets: bool = False,
     ) -> list[Pair]:
         """Returns the units that take all shards through both layers, in shard order."""
         activations = self.session.forwards.activations("compressed", base)
@@ -142,24 +177,31 @@ class CorrectedWalk:
                 staged,
                 moments,
                 emit=emit,
-                store=emit,
+                store=emit or targets,
                 base=base,
                 base_record=activations[shard] if activations else None,
                 replay=replay,
                 ahead=layer + 1 if emit else None,
+                targets=targets,
             )
             for shard in range(self.job.shards)
         ]
 
     @contextmanager
-    def _redone(self, draft: StagedLayer | None) -> Iterator[None]:
-        """Treats a damaged draft as lost, so that the layer is solved again."""
+    def _redone(self, *drafts: StagedLayer | ArrayRecord | None) -> Iterator[None]:
+        """Treats damaged data that no entry names as lost, so that the layer is solved again."""
         try:
             yield
         except CorruptError as error:
-            if draft is not None and error.path == draft.path:
+            if any(draft is not None and error.path == draft.path for draft in drafts):
                 raise LostInputError(str(error)) from error
             raise
+
+
+def _staged(layer: int, record: StagedRecord, solved: Solved) -> StagedLayer:
+    """Returns the written layer for workers to load."""
+    rounded = {path: scheme for _, solution in solved.values() for path, scheme in solution.rounded.items()}
+    return StagedLayer(**dict(record), forms=write_unit(layer, [*solved.values()]).forms, rounded=rounded)
 
 
 def _joined(before: SolveDone, after: SolveDone) -> SolveDone:

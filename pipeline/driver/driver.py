@@ -27,6 +27,7 @@ from pipeline.driver.job_spec import (
     RanksOf,
     entered_importance,
     entered_scores,
+    walks_behind,
 )
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayerSolves, solve_layers
@@ -94,7 +95,7 @@ class Driver:
         in_pass = self.job.solves_in_pass()
         yield from self._prepare(with_moments=not in_pass)
         ranks = self.choose_ranks()
-        if any(task.corrections for task in self.job.tasks):
+        if any(map(walks_behind, self.job.tasks)):
             yield from CorrectedWalk(self.session, self.stored).run(ranks)
         elif self.job.propagate == "dense" or not self.has_moments:
             if in_pass:

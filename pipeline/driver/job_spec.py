@@ -121,8 +121,13 @@ def solves_in_pass(propagate: str, tasks: Collection[Task], *, waits: bool) -> b
     `waits`: ranks depend on results of all layers.
     """
     moments = {moment for task in tasks for moment in task.moments}
-    more = any(moment.kind == "gradient" for moment in moments) or any(task.corrections for task in tasks)
+    more = any(moment.kind == "gradient" for moment in moments) or any(walks_behind(task) for task in tasks)
     return propagate == "dense" and bool(moments) and not more and not waits
+
+
+def walks_behind(task: Task) -> bool:
+    """Returns True if a group needs the hidden states of both models at its layer."""
+    return bool(task.corrections) or task.refine is not None
 
 
 def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:

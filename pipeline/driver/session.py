@@ -7,7 +7,7 @@ from typing import Any
 
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, FormSpec, Key, StagedRecord
+from manifests.records import ArrayRecord, E, FormSpec, Key, RefinedFigures, StagedRecord
 from pipeline.driver.forward_pass import ForwardPass
 from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
@@ -43,15 +43,27 @@ class Session:
         self.journal.commit(key, record)
         self.repairs.progress()
 
-    def commit_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> LayerEntry:
+    def commit_layer(
+        self,
+        layer: int,
+        solved: Sequence[tuple[Solve, SolveDone]],
+        record: StagedRecord,
+        refined: RefinedFigures | None = None,
+    ) -> LayerEntry:
         """Commits a compressed layer. Every layer of every walk, and of every point of a sweep, is committed here."""
-        entry = layer_entry(layer, solved, record)
+        entry = layer_entry(layer, solved, record, refined)
         self.enter(layer_key(layer), entry)
         return entry
 
-    def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
+    def enter_layer(
+        self,
+        layer: int,
+        solved: Sequence[tuple[Solve, SolveDone]],
+        record: StagedRecord,
+        refined: RefinedFigures | None = None,
+    ) -> None:
         """Commits a compressed layer and reports it to the observer."""
-        self.observer.layer_done("compress", layer, self.commit_layer(layer, solved, record).groups)
+        self.observer.layer_done("compress", layer, self.commit_layer(layer, solved, record, refined).groups)
 
     def entry(self, key: Key[E]) -> E:
         """Reads an entry that must exist. Raises CorruptError."""
@@ -145,11 +157,17 @@ def write_units(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDo
     return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
 
 
-def layer_entry(layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> LayerEntry:
+def layer_entry(
+    layer: int,
+    solved: Sequence[tuple[Solve, SolveDone]],
+    record: StagedRecord,
+    refined: RefinedFigures | None = None,
+) -> LayerEntry:
     """Returns the ledger entry of a compressed layer."""
     groups = {solve.task.name: _report(solve, solution) for solve, solution in solved}
     rounded = {path: scheme for _, solution in solved for path, scheme in solution.rounded.items()}
-    return LayerEntry(staged=record, forms=write_unit(layer, solved).forms, groups=groups, rounded=rounded)
+    forms = write_unit(layer, solved).forms
+    return LayerEntry(staged=record, forms=forms, groups=groups, rounded=rounded, refined=refined)
 
 
 def _report(solve: Solve, solution: SolveDone) -> GroupReport:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from manifests.methods import MethodEntry
+from manifests.methods import MethodEntry, Refine
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Group
 from pipeline.ranks.budget import RankVariable
@@ -25,6 +25,11 @@ class MethodDefaults(ABC):
     @property
     def keep(self) -> float | None:
         """Return None: the method shares the common budget."""
+        return None
+
+    @property
+    def refine(self) -> Refine | None:
+        """Return None: the stored numbers are those of the solve."""
         return None
 
     @property
@@ -98,6 +103,11 @@ class MethodBase(MethodDefaults, Generic[E]):
     def keep(self) -> float | None:
         """Return the entry's own budget, or None."""
         return self.entry.keep
+
+    @property
+    def refine(self) -> Refine | None:
+        """Return the entry's settings for training its stored numbers, or None."""
+        return self.entry.refine
 
     def chosen_layers(self, geometry: Geometry) -> tuple[LayerGeometry, ...]:
         """Return the layers that the entry selects, ascending. Raises ValueError if one does not exist."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from manifests.methods import Refine
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import owner_of
 from pipeline.families.family import Geometry, LayerGeometry
@@ -140,14 +141,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Task(Group):
-    """A group and who compresses it: the position of the method in the manifest."""
+    """A group and who compresses it: the position of the method in the manifest.
+
+    `refine`: how its stored numbers are trained after the solve; None: they are not.
+    """
 
     method: int = field(kw_only=True)
+    refine: Refine | None = field(default=None, kw_only=True)
 
     @classmethod
-    def of(cls, method: int, group: Group) -> Task:
+    def of(cls, method: int, group: Group, refine: Refine | None = None) -> Task:
         """The group, claimed by the method at this position."""
-        return cls(**{each.name: getattr(group, each.name) for each in fields(Group)}, method=method)
+        return cls(**{each.name: getattr(group, each.name) for each in fields(Group)}, method=method, refine=refine)
 
     @property
     def key(self) -> str:
@@ -236,6 +241,11 @@ class Method(Protocol):
     @property
     def keep(self) -> float | None:
         """Return a budget of its own, instead of the common one, or None."""
+        ...
+
+    @property
+    def refine(self) -> Refine | None:
+        """Return how stored numbers are trained after the solve, or None."""
         ...
 
     @property

@@ -81,7 +81,7 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
                     raise InputError(
                         f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once"
                     )
-            tasks.append(Task.of(position, group))
+            tasks.append(Task.of(position, group, method.refine))
     return _by_layer(tasks)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from manifests.records import ArrayRecord, FormSpec, Scheme, StagedLayer
+from manifests.records import ArrayRecord, FormSpec, RefinedFigures, Scheme, StagedLayer
 from pipeline.methods.method import Moment, Task
 from pipeline.units.base import HandleResult, Replaying, WorkUnit
 from pipeline.units.curves import CurveUnit
@@ -128,6 +128,8 @@ class Pair(Replaying):
         staged: the record of the layer as it is by now; None: its dense weights.
         moments: pairs to take, all at one point.
         sums: where they are added, as in `Forward`; emit, store, ahead: as there.
+        targets: with `store`, what is stored is for a refinement of the layer: the dense layer's outputs beside the
+            compressed model's inputs.
     """
 
     lineage: ClassVar[Lineage] = "paired"
@@ -141,10 +143,11 @@ class Pair(Replaying):
     emit: bool = False
     store: bool = False
     ahead: int | None = None
+    targets: bool = False
 
     @property
     def key(self) -> str:
-        return f"pair/{self.layer}/{self.step}/{self.shard}"
+        return f"{'targets' if self.targets else 'pair'}/{self.layer}/{self.step}/{self.shard}"
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
         """Returns a unit that takes only these moments of the same shard."""
@@ -279,6 +282,53 @@ class SizesSolved(HandleResult):
 
 
 @dataclass(frozen=True)
+class SolvedGroup:
+    """A group of a layer that is to be refined: its ranks, and the forms and the report of its solve."""
+
+    task: Task
+    ranks: Mapping[str, int]
+    forms: Mapping[str, FormSpec]
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Refine(WorkUnit):
+    """Trains the stored numbers of some groups of a layer, and rounds them. docs/methods.md#refinement.
+
+    One worker does the whole layer, so that the result does not depend on the number of workers.
+
+    Attributes:
+        staged: the layer as it was solved; the matrices of `groups` are not rounded yet.
+        targets: for each shard, in order, the record of (M, S, 2·D): the dense layer's outputs, and the compressed
+            model's inputs.
+        groups: the groups to train; they have the same settings.
+    """
+
+    layer: int
+    staged: StagedLayer
+    targets: tuple[ArrayRecord, ...]
+    groups: tuple[SolvedGroup, ...]
+
+    @property
+    def key(self) -> str:
+        return f"refine/{self.layer}"
+
+    @property
+    def handles(self) -> int:
+        return len(self.groups)
+
+
+@dataclass(frozen=True)
+class RefineDone(HandleResult):
+    """The results of `Refine`, group by group, and the figures of the training."""
+
+    handle_fields: ClassVar[tuple[str, ...]] = ("groups",)
+
+    groups: tuple[SolveDone, ...]
+    refined: RefinedFigures
+
+
+@dataclass(frozen=True)
 class Write(WorkUnit):
     """Writes one layer: the factors of its groups, and copies of the other tensors from the source.
 
@@ -330,5 +380,5 @@ SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
 BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
 SolveUnit = Solve | SolveSizes
 PassUnit = Summable | WindowForward | Score | Compare
-Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Write
+Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Refine | Write
 ShardUnit = Summable | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard

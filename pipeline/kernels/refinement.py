@@ -1,0 +1,177 @@
+"""Trains parameters by Adam. Held-out samples choose the rate, stop it, and may refuse it. docs/methods.md#refinement.
+
+The result depends on the arguments alone: the order of the samples follows from a seed, and a step is computed at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BETAS = (0.9, 0.95)
+WARM_UP = 10  # steps of rising rates
+CHECKS = 10  # looks at the held-out samples, evenly spread over the steps
+PATIENCE = 3  # looks without a smaller error, after which training stops
+PROBE_SHARE = 0.1  # of the steps, for each rate that is tried
+
+
+@dataclass(frozen=True)
+class Training:
+    """The samples and settings of a training.
+
+    Attributes:
+        train, held_out: numbers of the samples to train on, and of those that judge.
+        steps: the most steps.
+        batch: samples of a step.
+        rates: learning rates to try, ascending; the best one trains.
+        seed: of the order of the samples.
+    """
+
+    train: Sequence[int]
+    held_out: Sequence[int]
+    steps: int
+    batch: int
+    rates: Sequence[float]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a training.
+
+    Attributes:
+        steps: steps of the parameters that were kept; 0: the initial ones.
+        steps_done: steps until training stopped.
+        rate: the learning rate; rates: each rate that was tried, and its held-out error after the trial.
+        before, after: held-out error of the initial and of the kept parameters.
+    """
+
+    steps: int
+    steps_done: int
+    rate: float
+    rates: tuple[tuple[float, float], ...]
+    before: float
+    after: float
+
+
+Error = Callable[[Sequence[int]], Tensor]  # some samples -> their mean error, a scalar
+
+
+def train_(
+    parameters: Sequence[Tensor],
+    error: Error,
+    training: Training,
+    dtypes: Sequence[torch.dtype],
+) -> Trained:
+    """Train parameters in place, and leave them at their best values on the held-out samples.
+
+    `error`: differentiable in the parameters. `dtypes`: in which each of them is stored. All held-out errors are those
+    of stored values; the parameters end as such. They end at their initial values unless training has lowered the
+    error.
+    """
+    run = _Run(parameters, error, training, dtypes)
+    before = run.held_out_error()
+    if not before > 0.0 or not math.isfinite(before):
+        return Trained(0, 0, 0.0, (), before, before)
+    rates: tuple[tuple[float, float], ...] = ()
+    if len(training.rates) > 1:
+        probe = max(1, round(PROBE_SHARE * training.steps))
+        rates = tuple((rate, run.tried(rate, probe)) for rate in training.rates)
+    rate = min(rates, key=lambda tried: tried[1])[0] if rates else training.rates[0]
+    steps, steps_done, after = run.train(rate, before)
+    return Trained(steps, steps_done, rate, rates, before, after)
+
+
+class _Run:
+    """Parameters in training. `initial`: their first values."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], error: Error, training: Training, dtypes: Sequence[torch.dtype]
+    ) -> None:
+        self.parameters = parameters
+        self.error = error
+        self.training = training
+        self.dtypes = dtypes
+        self.initial = [values.detach().clone() for values in parameters]
+
+    @torch.no_grad()
+    def held_out_error(self) -> float:
+        """Return the mean error of stored values over the held-out samples, a batch at a time."""
+        trained = [values.clone() for values in self.parameters]
+        self._set(self._stored(trained))
+        held_out, batch, total = self.training.held_out, self.training.batch, 0.0
+        for start in range(0, len(held_out), batch):
+            samples = held_out[start : start + batch]
+            total += float(self.error(samples)) * len(samples)
+        self._set(trained)
+        return total / len(held_out) if math.isfinite(total) else math.inf
+
+    def tried(self, rate: float, steps: int) -> float:
+        """Return the held-out error after a few steps from the initial values."""
+        for _ in self._steps(rate, steps, self.training.steps):
+            pass
+        error = self.held_out_error()
+        self._set(self.initial)
+        return error
+
+    def train(self, rate: float, before: float) -> tuple[int, int, float]:
+        """Train from the initial values. Return the steps of the best values, the steps done, and the best error."""
+        steps = self.training.steps
+        looks = {round(steps * look / CHECKS) for look in range(1, CHECKS + 1)}
+        best, best_step, best_error, worse, done = self.initial, 0, before, 0, 0
+        for done in self._steps(rate, steps, steps):
+            if done not in looks:
+                continue
+            error = self.held_out_error()
+            if error < best_error:
+                best, best_step, best_error, worse = [each.detach().clone() for each in self.parameters], done, error, 0
+            else:
+                worse += 1
+            if worse == PATIENCE:
+                break
+        self._set(self._stored(best) if best_step else self.initial)
+        return best_step, done, best_error
+
+    def _steps(self, rate: float, steps: int, whole: int) -> Iterator[int]:
+        """Take steps of a schedule of `whole` steps, and yield the number of each. Stops when values are not finite."""
+        optimizer = torch.optim.Adam(self.parameters, lr=rate, betas=BETAS)
+        batches, scale = self._batches(), None
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * schedule(step, whole)
+            optimizer.zero_grad(set_to_none=True)
+            with torch.enable_grad():
+                error = self.error(next(batches))
+                scale = scale or max(float(error.detach()), torch.finfo(torch.float32).tiny)
+                (error / scale).backward()
+            optimizer.step()
+            yield step + 1
+
+    def _batches(self) -> Iterator[Sequence[int]]:
+        """Yield batches of samples without end, each sample once in every round."""
+        generator = torch.Generator().manual_seed(self.training.seed)
+        train, batch = self.training.train, min(self.training.batch, len(self.training.train))
+        waiting: list[int] = []
+        while True:
+            if len(waiting) < batch:
+                waiting += [train[place] for place in torch.randperm(len(train), generator=generator).tolist()]
+            yield waiting[:batch]
+            waiting = waiting[batch:]
+
+    def _stored(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [value.to(dtype).to(value.dtype) for value, dtype in zip(values, self.dtypes, strict=True)]
+
+    @torch.no_grad()
+    def _set(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the share of the learning rate at a step: it rises linearly, then falls to zero as a cosine."""
+    rising = min(1.0, (step + 1) / WARM_UP)
+    return rising * 0.5 * (1.0 + math.cos(math.pi * step / steps))

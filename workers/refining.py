@@ -1,0 +1,264 @@
+"""Trains a solved layer towards the dense model's outputs. docs/methods.md#refinement.
+
+Legend: M samples of a shard, S sequence, D hidden, B samples of a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lamina.factored_lamina import stored_factors, stored_state
+from manifests.methods import Refine as Settings
+from manifests.records import ArrayRecord, RefinedFigures, StagedLayer
+from pipeline.families.family import LayerGeometry
+from pipeline.kernels.refinement import Trained, Training, train_
+from pipeline.methods.method import Solution, Statistics
+from pipeline.rounding.schemes import unpacked
+from pipeline.units.units import Refine, SolvedGroup
+from stores.activations import ActivationStore
+from stores.headers import DTYPES
+from stores.staging import read_staged
+from workers.config import WorkerConfig
+from workers.differentiable import residual_dtype
+from workers.layers import LayerReader
+from workers.solving import GroupProblem, Solved, named_solution
+from workers.tapped_layer import TappedLayer
+
+STEP_TOKENS = 2048  # of a step, about
+HELD_OUT_SHARE = 0.1  # of the samples
+RATE, RATE_WIDTH = 1e-3, 128  # the middle learning rate that is tried, at this hidden size
+RATE_STEP = 3.0  # between the rates that are tried
+
+
+class RefinePass:
+    """Does `Refine` units of a worker."""
+
+    def __init__(
+        self,
+        setup: WorkerConfig,
+        layers: LayerReader,
+        store: ActivationStore,
+        problem: Callable[[SolvedGroup], GroupProblem],
+        computing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`problem`: returns a group as it is solved, with the rounding that it asks for."""
+        self.setup = setup
+        self.layers = layers
+        self.store = store
+        self.problem = problem
+        self.computing = computing
+
+    def run(self, unit: Refine) -> tuple[list[Solved], RefinedFigures]:
+        """Return the trained groups, and the figures of the training.
+
+        Raises CorruptError if the staged layer or the stored hidden states are damaged.
+        """
+        self.layers.release_layer()
+        targets, settings = Targets(self.store, unit.targets, self.setup), unit.groups[0].task.refine
+        assert settings is not None
+        seed = self.setup.manifest.seed if self.setup.manifest else 0
+        training = training_of(settings, *self.setup.tokens_shape, self.setup.geometry.hidden, seed)
+        layer = TrainedLayer(self._block(unit), self._trained_dtypes(unit), self.setup.dtype)
+        with self.computing(), torch.enable_grad():
+            trained, train_before, train_after = layer.train_(targets, training)
+        solved = [self._solved(unit, group, layer, targets) for group in unit.groups]
+        figures = RefinedFigures(
+            kept=trained.steps > 0,
+            before=trained.before,
+            after=trained.after,
+            train_before=train_before,
+            train_after=train_after,
+            steps=trained.steps,
+            steps_done=trained.steps_done,
+            learning_rate=trained.rate,
+            rates=trained.rates,
+            held_out=len(training.held_out),
+            samples=len(training.train),
+        )
+        return solved, figures
+
+    def _block(self, unit: Refine) -> TappedLayer:
+        """Return the draft with parameters in the dtype of training."""
+        geometry, dtype = self.setup.geometry.layers[unit.layer], residual_dtype(self.setup.dtype)
+        config = copy.copy(self.layers.config)
+        forms = unit.staged.as_json()["forms"]
+        config.forms = [forms if index == unit.layer else {} for index in range(config.num_hidden_layers)]
+        tensors = unpacked(read_staged(self.setup.run_dir, unit.staged), unit.staged.rounded)
+        placed = {
+            name.removeprefix(geometry.prefix): tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+            if name.startswith(geometry.prefix)
+        }
+        with torch.inference_mode(False), torch.no_grad():
+            return TappedLayer(config, geometry, placed, self.layers.device)
+
+    def _trained_dtypes(self, unit: Refine) -> dict[str, torch.dtype]:
+        """Map the names, below the layer, of the tensors to train to the dtypes that they are stored in."""
+        geometry = self.setup.geometry.layers[unit.layer]
+        names = [name for group in unit.groups for name in group_tensors(unit.staged, group, geometry).values()]
+        dtypes = {name.removeprefix(geometry.prefix): DTYPES[unit.staged.tensors[name].dtype] for name in names}
+        return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+
+    def _solved(self, unit: Refine, group: SolvedGroup, layer: TrainedLayer, targets: Targets) -> Solved:
+        """Return a group with its trained tensors, rounded by the moments of what they read if the job asks for it."""
+        geometry, state = self.setup.geometry.layers[unit.layer], layer.state()
+        names = group_tensors(unit.staged, group, geometry)
+        tensors = {key: state[name.removeprefix(geometry.prefix)] for key, name in names.items()}
+        report = {name: value for name, value in group.report.items() if name != "refitted"}
+        solution, problem = Solution(tensors, dict(group.forms), report), self.problem(group)
+        if problem.quantize is not None and problem.quantize.feedback is not False:
+            roles = [role for role in group.task.roles if role in geometry.reads]
+            solution.inputs.update({role: partial(layer.moment, targets, role) for role in roles})
+        return named_solution(problem, Statistics(), group.ranks, {}, solution)
+
+
+class Targets:
+    """The dense layer's outputs and the compressed model's inputs of all samples, in float32 or better."""
+
+    def __init__(self, store: ActivationStore, records: Sequence[ArrayRecord], setup: WorkerConfig) -> None:
+        self.readers = [store.open(record) for record in records]
+        self.ends = [*accumulate(setup.samples_of(shard) for shard in range(len(records)))]
+        self.dtype = residual_dtype(setup.dtype)
+        self.device = torch.device("cuda" if setup.use_gpu else "cpu")
+        self.cached: dict[int, Tensor] = {}
+        self.room = setup.hidden_bytes
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def read(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets (B, S, D) of some samples."""
+        pairs_BSC = torch.stack([self._sample(sample) for sample in samples])
+        target_BSD, input_BSD = pairs_BSC.to(self.device).to(self.dtype).chunk(2, dim=-1)
+        return input_BSD, target_BSD
+
+    def _sample(self, sample: int) -> Tensor:
+        """Return the stored numbers of a sample (S, 2·D), from host memory if it is there."""
+        if sample in self.cached:
+            return self.cached[sample]
+        shard = bisect_right(self.ends, sample)
+        place = sample - (self.ends[shard - 1] if shard else 0)
+        values_SC = self.readers[shard].read(place, place + 1)[0]
+        if values_SC.nbytes <= self.room:
+            self.room -= values_SC.nbytes
+            self.cached[sample] = values_SC
+        return values_SC
+
+
+class TrainedLayer:
+    """A layer some of whose tensors are trained. A GPU multiplies in bfloat16 where the model is in half precision."""
+
+    def __init__(self, block: TappedLayer, dtypes: Mapping[str, torch.dtype], stored: torch.dtype) -> None:
+        """`dtypes`: names of the tensors to train, as they are stored, and the dtypes that they are stored in.
+        `stored`: the dtype of the model."""
+        self.block = block
+        renamed = {here: name for here, (name, _) in stored_factors(block.module).items()}
+        named = {renamed.get(here, here): values for here, values in block.module.named_parameters()}
+        self.parameters = {name: named[name].requires_grad_() for name in dtypes}
+        self.dtypes = {id(self.parameters[name]): dtype for name, dtype in dtypes.items()}
+        self.narrow = block.device.type == "cuda" and stored.itemsize == 2
+
+    def train_(self, targets: Targets, training: Training) -> tuple[Trained, float, float]:
+        """Train the tensors. Return the result, and the relative errors on the training samples before and after."""
+        scale = self._mean_square(targets, training.held_out)
+        first = self._whole_error(targets, training.train) / scale
+        parameters = [*self.parameters.values()]
+        dtypes = [self.dtypes[id(values)] for values in parameters]
+        trained = train_(parameters, lambda samples: self._error(targets, samples) / scale, training, dtypes)
+        for values in parameters:
+            values.requires_grad_(False)
+        return trained, first, self._whole_error(targets, training.train) / scale
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the layer's tensors by their stored names below the layer."""
+        return {name: values.detach() for name, values in stored_state(self.block.module).items()}
+
+    def moment(self, targets: Targets, role: str) -> Tensor:
+        """Return the second moment (F, F) per token, float64, of what the module of a role reads on all samples."""
+        total: Tensor | None = None
+        tokens = 0
+
+        def add(_: Any, arguments: tuple[Any, ...]) -> None:
+            nonlocal total, tokens
+            values_TF = arguments[0].flatten(0, -2).to(targets.dtype)
+            product_FF = (values_TF.mT @ values_TF).double()
+            total = product_FF if total is None else total.add_(product_FF)
+            tokens += len(values_TF)
+
+        handle = self.block.module.role(role).register_forward_pre_hook(add)
+        try:
+            with torch.no_grad():
+                for sample in range(len(targets)):
+                    self._forward(targets.read([sample])[0])
+        finally:
+            handle.remove()
+        assert total is not None, "a layer calls the module of each role"
+        return total / tokens
+
+    def _forward(self, input_BSD: Tensor) -> Tensor:
+        angles = self.block.angles(input_BSD.detach())
+        with sdpa_kernel(SDPBackend.MATH), self._computing():  # its backward pass is deterministic on every device
+            output_BSD: Tensor = self.block.module(input_BSD, position_embeddings=angles)
+        return output_BSD
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16) if self.narrow else nullcontext()
+
+    def _error(self, targets: Targets, samples: Sequence[int]) -> Tensor:
+        input_BSD, target_BSD = targets.read(samples)
+        return (self._forward(input_BSD) - target_BSD).square().mean()
+
+    @torch.no_grad()
+    def _whole_error(self, targets: Targets, samples: Sequence[int]) -> float:
+        return sum(float(self._error(targets, [sample])) for sample in samples) / len(samples)
+
+    @torch.no_grad()
+    def _mean_square(self, targets: Targets, samples: Sequence[int]) -> float:
+        return sum(float(targets.read([sample])[1].square().mean()) for sample in samples) / len(samples)
+
+
+def group_tensors(staged: StagedLayer, group: SolvedGroup, geometry: LayerGeometry) -> dict[str, str]:
+    """Map the keys of a group's tensors, as in its solution, to their names in the staged layer."""
+    roles = group.task.roles
+    paths = {f"{role}.": f"{geometry.path(role)}." for role in roles}
+    for form in group.forms.values():
+        owner = form.group or group.task.name
+        paths[f"{owner}.{form.form}."] = f"{geometry.group_path(roles, owner)}.{form.form}."
+    return {
+        key + name.removeprefix(path): name
+        for key, path in paths.items()
+        for name in staged.tensors
+        if name.startswith(path)
+    }
+
+
+def training_of(settings: Settings, samples: int, sequence: int, hidden: int, seed: int) -> Training:
+    """Return the training of a layer: every tenth sample is held out. docs/methods.md#refinement."""
+    count = max(1, round(HELD_OUT_SHARE * samples))
+    held_out = [(2 * place + 1) * samples // (2 * count) for place in range(count)]
+    train = [sample for sample in range(samples) if sample not in held_out]
+    if settings.tokens != "all":
+        most = max(1, min(len(train), settings.tokens // sequence))
+        train = [train[place * len(train) // most] for place in range(most)]
+    rate = RATE * math.sqrt(RATE_WIDTH / hidden)
+    return Training(
+        train=train,
+        held_out=held_out,
+        steps=settings.steps,
+        batch=max(1, STEP_TOKENS // sequence),
+        rates=(rate / RATE_STEP, rate, rate * RATE_STEP)
+        if settings.learning_rate == "auto"
+        else (settings.learning_rate,),
+        seed=seed,
+    )
