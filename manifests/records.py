@@ -201,7 +201,7 @@ class RefinedFigures(Record):
         kept: the trained numbers are stored; otherwise those of the solve, and `after` is `before`.
         steps: steps of the stored numbers, or 0; `steps_done`: steps until it stopped.
         learning_rate: the largest of the schedule.
-        rates: the rates that were tried, and the error of each on the held-out samples.
+        rates: the rates that were tried and did not diverge, and the error of each on the held-out samples.
         held_out, samples: the number of held-out samples, and of those that it was trained on.
     """
 

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,10 +20,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.factored_lamina import stored_factors, stored_state
+from manifests.errors import NumericsError
 from manifests.methods import Refine as Settings
 from manifests.records import ArrayRecord, RefinedFigures, StagedLayer
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.refinement import Trained, Training, train_
+from pipeline.kernels.refinement import Trained, Training, step_samples, train_
 from pipeline.methods.method import Solution, Statistics
 from pipeline.rounding.schemes import unpacked
 from pipeline.units.units import Refine, SolvedGroup
@@ -33,9 +35,8 @@ from workers.config import WorkerConfig
 from workers.differentiable import residual_dtype
 from workers.layers import LayerReader
 from workers.solving import GroupProblem, Solved, named_solution
-from workers.tapped_layer import TappedLayer
+from workers.tapped_layer import TappedLayer, overflow_advice
 
-STEP_TOKENS = 2048  # of a step, about
 HELD_OUT_SHARE = 0.1  # of the samples
 RATE, RATE_WIDTH = 1e-3, 128  # the middle learning rate that is tried, at this hidden size
 RATE_STEP = 3.0  # between the rates that are tried
@@ -68,10 +69,17 @@ class RefinePass:
         targets, settings = Targets(self.store, unit.targets, self.setup), unit.groups[0].task.refine
         assert settings is not None
         seed = self.setup.manifest.seed if self.setup.manifest else 0
-        training = training_of(settings, *self.setup.tokens_shape, self.setup.geometry.hidden, seed)
+        training = replace(
+            training_of(settings, *self.setup.tokens_shape, self.setup.geometry.hidden, seed),
+            floor=rounding_floor(self.setup.dtype),
+        )
         layer = TrainedLayer(self._block(unit), self._trained_dtypes(unit), self.setup.dtype)
-        with self.computing(), torch.enable_grad():
-            trained, train_before, train_after = layer.train_(targets, training)
+        with self.computing():
+            try:
+                trained, train_before, train_after = layer.train_(targets, training)
+            except ValueError as error:
+                advice = overflow_advice(self.setup.dtype)
+                raise NumericsError(f"layer {unit.layer}: refinement: {error}; {advice}") from error
         solved = [self._solved(unit, group, layer, targets) for group in unit.groups]
         figures = RefinedFigures(
             kept=trained.steps > 0,
@@ -82,7 +90,7 @@ class RefinePass:
             steps=trained.steps,
             steps_done=trained.steps_done,
             learning_rate=trained.rate,
-            rates=trained.rates,
+            rates=tuple((rate, error) for rate, error in trained.rates if math.isfinite(error)),
             held_out=len(training.held_out),
             samples=len(training.train),
         )
@@ -243,6 +251,12 @@ def group_tensors(staged: StagedLayer, group: SolvedGroup, geometry: LayerGeomet
     }
 
 
+def rounding_floor(stored: torch.dtype) -> float:
+    """Return the relative square error of hidden states in this dtype, and of computing in float32 or better."""
+    stored_eps, computed_eps = torch.finfo(stored).eps, torch.finfo(residual_dtype(stored)).eps
+    return max(stored_eps**2 / 48, (16 * computed_eps) ** 2)
+
+
 def training_of(settings: Settings, samples: int, sequence: int, hidden: int, seed: int) -> Training:
     """Return the training of a layer: every tenth sample is held out. docs/methods.md#refinement."""
     count = max(1, round(HELD_OUT_SHARE * samples))
@@ -256,7 +270,7 @@ def training_of(settings: Settings, samples: int, sequence: int, hidden: int, se
         train=train,
         held_out=held_out,
         steps=settings.steps,
-        batch=max(1, STEP_TOKENS // sequence),
+        batch=step_samples(sequence),
         rates=(rate / RATE_STEP, rate, rate * RATE_STEP)
         if settings.learning_rate == "auto"
         else (settings.learning_rate,),

@@ -14,6 +14,7 @@ from typing import Any
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size, bounded_by, size_bound
 from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.refinement_work import refine_bytes, settings_of
 from pipeline.cost_model.solve_work import moment_width, solve_work
 from pipeline.cost_model.work import forward_flops
 from pipeline.families.family import Geometry, LayerGeometry
@@ -88,11 +89,13 @@ def make_plan(
     walk = pass_of(manifest, geometry, tasks)
     passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
+    refined = settings_of(manifest) is not None  # hidden states of both models, and the targets of a layer
     bound = "" if size else bounded_by(manifest)
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
     all_stored = walk.keep_statistics or not (compressed or walk.in_pass)  # the statistics of all layers at a time
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = max((_solve_bytes(task, geometry.layers[task.layer]) for task in tasks), default=0)
+    solving = max(solving, max((refine_bytes(manifest, geometry.layers[layer]) for layer in claimed), default=0))
     if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
         solving += sum(_layer_bytes(manifest, geometry, itemsize)) + statistics
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
@@ -112,7 +115,7 @@ def make_plan(
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
         statistics_bytes_per_layer=statistics,
         activation_bytes=activations,
-        run_dir_bytes=2 * activations + stored_statistics + tokens * TOKEN_BYTES + size.num_bytes,
+        run_dir_bytes=(6 if refined else 2) * activations + stored_statistics + tokens * TOKEN_BYTES + size.num_bytes,
         output_bytes=size.num_bytes,
         output_bound=bound,
         expected_numbers=size.numbers,

@@ -206,9 +206,10 @@ def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
     layers = walk.layers
     phases = {"digests": digest_seconds(work, rates, walk), "start": START_SECONDS}
     phases |= (_compressed_phases if walk.compressed else _dense_phases)(work, rates, walk)
-    if work.correction_flops:  # solves one layer at a time, and writes it at each of its four points
+    if work.correction_flops or work.refinement.steps:  # one layer at a time, written at four points and when trained
         solves = [solve_seconds(solve, rates) for solve in work.solves]
-        phases["solve"] = layers * (_spread(solves, walk.workers) + 4 * work.written_bytes / rates.disk)
+        written = (4 if work.correction_flops else 1) + (work.refinement.steps > 0)
+        phases["solve"] = layers * (_spread(solves, walk.workers) + written * work.written_bytes / rates.disk)
     if work.gradient_flops:
         phases["gradient"] = layers * _gradient_layer_seconds(work, rates, walk)
     if work.curves:
@@ -218,6 +219,8 @@ def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
     if work.correction_flops:
         seconds = correction_seconds(work, rates) * walk.rounds + pair_seconds(work, rates, walk)
         phases["correct"] = layers * seconds
+    if work.refinement.steps:
+        phases["refine"] = layers * work.refinement.seconds(rates, walk.rounds)
     phases |= _scoring_phases(work, rates, walk, phases["solve"])
     phases["assemble"] = ASSEMBLE_SECONDS + work.written_bytes / rates.disk
     return phases

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
+from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, refine_work
 from pipeline.cost_model.rounding_work import RoundWork, rounding_work
 from pipeline.cost_model.solve_work import (
     REMOVED_SHARE,
@@ -69,6 +70,7 @@ class LayerWork:
         sample_bytes: size of a layer's samples of values.
         pair_bytes, pair_added_bytes: sizes of the sums of each pair of a correction, and bytes moved to sum them.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
+        refinement: the training of the layer.
         held_out_flops: of the dense and of the compressed model on held-out text, in float32 on tensor cores.
         rounding: of every rounded task of the job, in all layers and outside of them.
         compare_flops: of the comparison that `verify` repeats: the dense layer, and the compressed one on the hidden
@@ -94,6 +96,7 @@ class LayerWork:
     pair_bytes: tuple[int, ...] = ()
     pair_added_bytes: float = 0.0
     correction_flops: float = 0.0
+    refinement: RefineWork = UNREFINED
     held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
     compare_flops: float = 0.0
@@ -148,6 +151,7 @@ def layer_work(
         pair_bytes=tuple(_pair_bytes(moment, layer) for moment in busiest.pairs),
         pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
         correction_flops=float(tokens * _correction_flops(busiest.pairs, layer, forward)),
+        refinement=refine_work(manifest, forward, packed, tokens * layer.hidden * itemsize),
         rounding=rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(_held_out_tokens(manifest) * forward, _held_out_tokens(manifest) * packed),

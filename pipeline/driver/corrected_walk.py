@@ -45,7 +45,8 @@ class CorrectedWalk:
         if not pending:
             return
         base = self.session.forwards.last_committed("compressed", pending[0])
-        passes = max(map(len, self.job.points)) + 1
+        corrects = any(task.corrections for task in self.job.tasks)
+        passes = max(map(len, self.job.points)) * corrects + any(task.refine for task in self.job.tasks) + 1
         self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
             if layer in pending:
@@ -115,8 +116,6 @@ class CorrectedWalk:
         is written, and the figures of the training."""
         units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
         targets = tuple(result.activation for result in (yield units))
-        inputs = tuple(self.session.forwards.activations("compressed", base) or ())
-        self.session.cleaner.retain_activations((*inputs, *targets))
         tasks = [task for task in solved if task.refine]
         groups = [(unit, solution) for unit, solution in (solved[task] for task in tasks)]
         unit = Refine(
@@ -137,7 +136,7 @@ class CorrectedWalk:
             results, [unit], lambda results: [write_unit(layer, [*joined(results).values()])]
         )
         solved.update(joined(results))
-        self.session.cleaner.retain_activations(inputs)
+        self.session.cleaner.drop_activations(targets)
         return _staged(layer, record, solved), results[0].refined
 
     def _drop_drafts(self) -> None:

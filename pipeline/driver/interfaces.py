@@ -86,6 +86,9 @@ class Cleaner(Protocol):
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored hidden states but these."""
 
+    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Drops these stored hidden states, which no entry names."""
+
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
 

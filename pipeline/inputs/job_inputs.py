@@ -81,8 +81,8 @@ class Inputs:
 
     @property
     def needs_calibration(self) -> bool:
-        """True if any method asks for statistics or importance."""
-        return any(task.moments for task in self.tasks) or "importance" in self.scores
+        """True if any method asks for statistics, importance or training."""
+        return any(task.moments or task.refine for task in self.tasks) or "importance" in self.scores
 
     @property
     def max_loss(self) -> float | None:

@@ -85,6 +85,10 @@ class StoreCleaner:
         """Drops all stored hidden states but these."""
         self._retain(self.activations, records, self.always)
 
+    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Drops these stored hidden states, which no entry names."""
+        self.dropping.submit(self.activations.drop, *records)
+
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
         self._retain(self.statistics, records, [])

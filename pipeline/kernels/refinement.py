@@ -15,8 +15,10 @@ from torch import Tensor
 BETAS = (0.9, 0.95)
 WARM_UP = 10  # steps of rising rates
 CHECKS = 10  # looks at the held-out samples, evenly spread over the steps
-PATIENCE = 3  # looks without a smaller error, after which training stops
+PATIENCE = 5  # looks without a smaller error, after which training stops
 PROBE_SHARE = 0.1  # of the steps, for each rate that is tried
+RATES_TRIED = 3
+STEP_TOKENS = 2048  # of a step, about
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Training:
         batch: samples of a step.
         rates: learning rates to try, ascending; the best one trains.
         seed: of the order of the samples.
+        floor: an error that is rounding alone; below it nothing is trained.
     """
 
     train: Sequence[int]
@@ -37,6 +40,7 @@ class Training:
     batch: int
     rates: Sequence[float]
     seed: int
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Trained:
     Attributes:
         steps: steps of the parameters that were kept; 0: the initial ones.
         steps_done: steps until training stopped.
-        rate: the learning rate; rates: each rate that was tried, and its held-out error after the trial.
+        rate: the learning rate; rates: each rate that was tried, and its held-out error after the trial, or infinity.
         before, after: held-out error of the initial and of the kept parameters.
     """
 
@@ -71,16 +75,17 @@ def train_(
 
     `error`: differentiable in the parameters. `dtypes`: in which each of them is stored. All held-out errors are those
     of stored values; the parameters end as such. They end at their initial values unless training has lowered the
-    error.
+    error. Raises ValueError if the initial error is not finite.
     """
     run = _Run(parameters, error, training, dtypes)
     before = run.held_out_error()
-    if not before > 0.0 or not math.isfinite(before):
+    if not math.isfinite(before):
+        raise ValueError("the error on the held-out samples is not finite")
+    if before <= training.floor:
         return Trained(0, 0, 0.0, (), before, before)
     rates: tuple[tuple[float, float], ...] = ()
     if len(training.rates) > 1:
-        probe = max(1, round(PROBE_SHARE * training.steps))
-        rates = tuple((rate, run.tried(rate, probe)) for rate in training.rates)
+        rates = tuple((rate, run.tried(rate, probe_steps(training.steps))) for rate in training.rates)
     rate = min(rates, key=lambda tried: tried[1])[0] if rates else training.rates[0]
     steps, steps_done, after = run.train(rate, before)
     return Trained(steps, steps_done, rate, rates, before, after)
@@ -111,8 +116,8 @@ class _Run:
         return total / len(held_out) if math.isfinite(total) else math.inf
 
     def tried(self, rate: float, steps: int) -> float:
-        """Return the held-out error after a few steps from the initial values."""
-        for _ in self._steps(rate, steps, self.training.steps):
+        """Return the held-out error after a short training from the initial values."""
+        for _ in self._steps(rate, steps):
             pass
         error = self.held_out_error()
         self._set(self.initial)
@@ -123,7 +128,7 @@ class _Run:
         steps = self.training.steps
         looks = {round(steps * look / CHECKS) for look in range(1, CHECKS + 1)}
         best, best_step, best_error, worse, done = self.initial, 0, before, 0, 0
-        for done in self._steps(rate, steps, steps):
+        for done in self._steps(rate, steps):
             if done not in looks:
                 continue
             error = self.held_out_error()
@@ -136,13 +141,13 @@ class _Run:
         self._set(self._stored(best) if best_step else self.initial)
         return best_step, done, best_error
 
-    def _steps(self, rate: float, steps: int, whole: int) -> Iterator[int]:
-        """Take steps of a schedule of `whole` steps, and yield the number of each. Stops when values are not finite."""
+    def _steps(self, rate: float, steps: int) -> Iterator[int]:
+        """Take all steps of a schedule, and yield the number of each."""
         optimizer = torch.optim.Adam(self.parameters, lr=rate, betas=BETAS)
         batches, scale = self._batches(), None
         for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = rate * schedule(step, whole)
+                group["lr"] = rate * schedule(step, steps)
             optimizer.zero_grad(set_to_none=True)
             with torch.enable_grad():
                 error = self.error(next(batches))
@@ -171,7 +176,17 @@ class _Run:
             parameter.copy_(value)
 
 
+def step_samples(sequence: int) -> int:
+    """Return the number of samples of a step, for samples of this length."""
+    return max(1, STEP_TOKENS // sequence)
+
+
+def probe_steps(steps: int) -> int:
+    """Return the steps of the short training by which a rate is tried."""
+    return max(1, round(PROBE_SHARE * steps))
+
+
 def schedule(step: int, steps: int) -> float:
     """Return the share of the learning rate at a step: it rises linearly, then falls to zero as a cosine."""
-    rising = min(1.0, (step + 1) / WARM_UP)
+    rising = min(1.0, (step + 1) / min(WARM_UP, 1 + steps // 4))
     return rising * 0.5 * (1.0 + math.cos(math.pi * step / steps))

@@ -16,7 +16,17 @@ from typing import Any
 
 from manifests.entries import KINDS
 from manifests.errors import CorruptError, Interrupted, LostInputError
-from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, Record, StagedLayer, StagedRecord
+from manifests.methods import Refine as Settings
+from manifests.records import (
+    ArrayRecord,
+    Curve,
+    FormSpec,
+    GradientRecord,
+    Record,
+    RefinedFigures,
+    StagedLayer,
+    StagedRecord,
+)
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job
 from pipeline.driver.scheduler import Scheduler
@@ -44,6 +54,8 @@ from pipeline.units.units import (
     ReadDone,
     ReadLayer,
     Reduce,
+    Refine,
+    RefineDone,
     ShardDone,
     Solve,
     SolveDone,
@@ -203,6 +215,13 @@ class WorldCleaner:
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         self._retain("activation", records)
 
+    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        self.world.happen()
+        for record in records:
+            assert not any(f'"{record.path}"' in text for text in self.world.entries.values())
+            del self.world.stores["activation"][record.path]
+        self.world.happen()
+
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         self._retain("statistic", records)
 
@@ -348,6 +367,8 @@ class SimulatedPool:
             return self._curve(unit)
         if isinstance(unit, Solve):
             return self._solve(unit)
+        if isinstance(unit, Refine):
+            return self._refine(unit)
         if isinstance(unit, WindowForward | Score):
             return self._score(unit)
         assert isinstance(unit, Write)
@@ -468,12 +489,13 @@ class SimulatedPool:
         for before, staged in enumerate(unit.replay, unit.base):
             dense, packed = self._through(before, None, dense), self._through(before, staged, packed)
         after = self._through(unit.layer, None, dense), self._through(unit.layer, unit.staged, packed)
+        left = (after[0], packed) if unit.targets else after
         moments = {moment: digest("pair", moment.key, unit.layer, dense, packed, *after) for moment in unit.moments}
         assert (unit.sums is not None) == bool(moments)
         return ShardDone(
             partials={},
             cosine=None,
-            activation=self.world.store("activation", " ".join(after)) if unit.store else None,
+            activation=self.world.store("activation", " ".join(left)) if unit.store else None,
             tokens=1,
             worker=self._add(unit, {moment.key: value for moment, value in moments.items()}),
         )
@@ -549,6 +571,19 @@ class SimulatedPool:
         form = FormSpec(form="test", rank=1 + group.layer)
         said = {f"{group.name}.{pair.point}": form for pair in pairs}
         return SolveDone(self._handle(value), {group.name: form, **said}, {"error": 0.5, **dict.fromkeys(said, 1.0)})
+
+    def _refine(self, unit: Refine) -> RefineDone:
+        assert all(group.task.refine for group in unit.groups)
+        read = [self.world.load("staged", unit.staged), *(self.world.load("activation", of) for of in unit.targets)]
+        figures = RefinedFigures(
+            kept=True, before=1.0, after=0.5, train_before=1.0, train_after=0.4, steps=3, steps_done=4,
+            learning_rate=0.1, held_out=1, samples=2,
+        )  # fmt: skip
+        solved = (
+            SolveDone(self._handle(digest("refined", group.task.key, read)), group.forms, group.report)
+            for group in unit.groups
+        )
+        return RefineDone(tuple(solved), figures)
 
     def _handle(self, value: str) -> Handle:
         handle = Handle(self.world.life, value)
@@ -648,6 +683,16 @@ def make_corrected_job(layers: Sequence[int], groups: Sequence[str] = ("first", 
     return make_job(make_corrected_tasks(layers, groups), **{**given, **settings})
 
 
+def make_refined_job(
+    layers: Sequence[int], corrected: Sequence[str] = (), groups: Sequence[str] = ("attention",), **settings: Any
+) -> Job:
+    """Groups that are trained after their solve, those of `corrected` behind their corrections; "free" is not."""
+    given = {"num_layers": max(layers) + 1, "propagate": "dense", "keep_statistics": True, "scores": frozenset()}
+    tasks = (*make_tasks(layers, groups), *make_corrected_tasks(layers, corrected))
+    trained = (replace(task, refine=None if task.name == "free" else Settings()) for task in tasks)
+    return make_job(tuple(sorted(trained, key=lambda task: task.layer)), **{**given, **settings})
+
+
 def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None) -> tuple[World, Recorder]:
     """One process's life, from start to end."""
     world = world or World()
@@ -716,6 +761,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "corrected-two": lambda: make_corrected_job(range(2), shards=1, keep_statistics=False),
     "corrected-every-2": lambda: make_corrected_job(range(4), ["second"], every=2, shards=1),
     "corrected-some": lambda: make_corrected_job([1], ["first", "free"], num_layers=3),
+    "refined": lambda: make_refined_job(range(3), shards=1),
+    "refined-every-2": lambda: make_refined_job(range(4), shards=1, every=2, keep_statistics=False),
+    "refined-some": lambda: make_refined_job([1, 3], groups=["free", "mlp"], num_layers=5, shards=1),
+    "refined-corrected": lambda: make_refined_job(range(2), ["first"], ["free"], shards=1),
     "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
     "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
     "free-measured": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset(), measures=measures(ALL)),

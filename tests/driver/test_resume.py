@@ -50,7 +50,7 @@ def test_killed_anywhere_it_goes_on(job: Job) -> None:
         assert world.journal() == expected.journal(), f"killed at {number}"
         assert not world.repairs
         # Corrections go through a layer several times.
-        corrects = any(task.corrections for task in job.tasks)
+        corrects = any(task.corrections or task.refine for task in job.tasks)
         again = passes_of_a_layer(job) * (8 if corrects else 1)
         if job.solves_in_pass():  # from a commit on, each from there
             again = job.shards * sum(range(layers_behind(2) + job.every + 1))
@@ -67,7 +67,9 @@ def test_killed_again_and_again_it_gets_there(job: Job) -> None:
     expected, _ = run(job)
     source = random.Random(7)
     world = World()
-    most = 60 if any(task.corrections for task in job.tasks) else 25  # a corrected layer is entered when it is finished
+    most = (
+        60 if any(task.corrections or task.refine for task in job.tasks) else 25
+    )  # a corrected layer is entered when it is finished
     most = len(expected.events) if job.solves_in_pass() else most  # many are in hand
     for _ in range(10_000):
         world.fuel = source.randrange(5, most)

@@ -1,0 +1,74 @@
+"""The work and memory of training solved layers, from the geometry and the manifest. docs/methods.md#refinement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manifests.methods import Refine
+from manifests.schema import Manifest
+from pipeline.cost_model.rates import Rates
+from pipeline.families.family import LayerGeometry
+from pipeline.kernels.refinement import RATES_TRIED, probe_steps, step_samples
+
+BACK = 3  # cost of a backward pass in forward passes, its forward pass included
+TRAINED_BYTES = 30  # for each number: itself, its gradient, two of Adam's, three copies, and one in half precision
+VALUE_BYTES = 4  # of a value that the backward pass needs
+SCORES = 3  # copies of the attention's scores that it needs
+LAUNCHES = 20  # of `Rates.step_s` in a step of training
+
+
+@dataclass(frozen=True)
+class RefineWork:
+    """The training of a layer on one worker.
+
+    Attributes:
+        steps: of all rates that are tried, and of the training.
+        flops: operations of these steps.
+        read_bytes: size of the stored inputs and targets.
+        passes: operations of the passes of all shards that store them, and that go on through the trained layer.
+    """
+
+    steps: int = 0
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    passes: float = 0.0
+
+    def seconds(self, rates: Rates, rounds: float) -> float:
+        """Return the seconds of a layer. `rounds`: the load of the busiest worker in a pass over all shards."""
+        training = self.flops / rates.backward + self.steps * LAUNCHES * rates.step_s + self.read_bytes / rates.disk
+        return training + self.passes / rates.products * rounds
+
+
+UNREFINED = RefineWork()
+
+
+def settings_of(manifest: Manifest) -> Refine | None:
+    """Return the settings of the entries that ask for training, which are alike, or None."""
+    return next((entry.refine for entry in manifest.methods if entry.refine is not None), None)
+
+
+def refine_work(manifest: Manifest, forward: float, packed: float, hidden_bytes: int) -> RefineWork:
+    """Return the work of a layer. `forward`, `packed`: operations per token of the dense and the compressed layer."""
+    settings, calibration = settings_of(manifest), manifest.calibration
+    if settings is None or calibration is None:
+        return UNREFINED
+    sequence = calibration.sequence_length
+    tried = RATES_TRIED * probe_steps(settings.steps) if settings.learning_rate == "auto" else 0
+    steps, tokens = settings.steps + tried, calibration.samples * sequence
+    return RefineWork(
+        steps=steps,
+        flops=float(BACK * steps * step_samples(sequence) * sequence * packed),
+        read_bytes=2.0 * hidden_bytes,
+        passes=float(tokens * (2 * forward + packed)),
+    )
+
+
+def refine_bytes(manifest: Manifest, layer: LayerGeometry) -> int:
+    """Return the memory of training a layer of this geometry; 0 if none is trained."""
+    if settings_of(manifest) is None or manifest.calibration is None:
+        return 0
+    sequence = manifest.calibration.sequence_length
+    samples, block = step_samples(sequence), layer.attention
+    values = 12 * layer.hidden + 6 * block.query.outputs + 5 * sum(mlp.width for mlp in layer.mlps)
+    scores = SCORES * samples * block.heads * sequence**2
+    return TRAINED_BYTES * layer.numbers() + VALUE_BYTES * (samples * sequence * values + scores)

@@ -1,0 +1,105 @@
+"""Jobs with `refine`: killed at every commit and every written file, on several workers, by every method and family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.children import Child, Hook, killed_again_and_again
+from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.sources import FAMILIES, make_source
+
+MakeJob = Callable[..., Job]
+LOSS_AWARE = {"method": "loss_aware", "refine": {"steps": 15}}
+REFINED: dict[str, Any] = {"methods": [LOSS_AWARE], "calibration.propagate": "dense", "budget.keep": 0.6}
+ROUNDED = {
+    **REFINED,
+    "methods": [{**LOSS_AWARE, "correct": "output"}],
+    "quantize": {"bits": 4, "group": None},
+}
+LAYERS, MOST_RUNS = 3, 60
+SMALL = {"calibration.shards": 2, "calibration.samples": 40}
+METHODS: dict[str, dict[str, Any]] = {
+    "loss_aware": {"method": "loss_aware"},
+    "flat_llm": {"method": "flat_llm"},
+    "joint_rank_k": {"method": "joint_rank_k", "query_key": "separate"},
+    "lorc": {"method": "lorc"},
+    "magnitude": {"method": "magnitude"},
+    "lestd": {"method": "lestd"},
+    "svd_llm": {"method": "svd_llm"},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> dict[str, str]:
+    """The output of one run without an interruption."""
+    made = Job(tmp_path_factory.mktemp("clean"), llama, text, ROUNDED).write()
+    child = Child("run", [str(made.manifest)], made.root / "log")
+    assert child.end() == 0, child.said
+    assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
+    assert not list((made.run_dir / "activations.zarr").glob("targets/*/*/*")), "targets are left"
+    figures = [layer["refined"] for layer in made.compression()["layers"]]
+    assert all(layer["after"] <= layer["before"] for layer in figures)
+    assert any(layer["kept"] for layer in figures)
+    return file_digests(made.output)
+
+
+@pytest.mark.parametrize(
+    ("every", "hook"),
+    [
+        pytest.param(1, Hook("commit"), marks=pytest.mark.nightly),
+        pytest.param(1, Hook("file"), marks=pytest.mark.nightly),
+        (2, Hook("commit", after=True)),
+    ],
+)
+def test_killed_again_and_again_it_ends_the_same(
+    every: int, hook: Hook, job: MakeJob, reference: dict[str, str]
+) -> None:
+    made = job(**ROUNDED, **{"resume.every": every})
+    runs = list(killed_again_and_again(made, hook, MOST_RUNS))
+    assert runs[-1] >= 3
+    assert file_digests(made.output) == reference
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+def test_bytes_for_any_number_of_workers(job: MakeJob, reference: dict[str, str]) -> None:
+    made = job(**ROUNDED, **{"workers.max": 3})
+    assert made.run().code == 0
+    assert file_digests(made.output) == reference
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_refined_and_verified(method: str, job: MakeJob, inline: None) -> None:
+    made = job(**{**REFINED, **SMALL, "methods": [{**METHODS[method], "refine": {"steps": 8}}]})
+    assert made.run().code == 0
+    figures = [layer["refined"] for layer in made.compression()["layers"]]
+    assert any(layer["kept"] for layer in figures)
+    assert command("verify", str(made.output), "--source", str(made.source)).code == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_changes_at_full_size(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, **{**REFINED, **SMALL, "budget.keep": 1.0})
+    assert made.run().code == 0
+    dense, compressed = load(source), load(made.output)
+    ids = some_tokens(dense.config.vocab_size)
+    assert relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1e-5
+
+
+def test_only_entries_that_ask_are_trained(job: MakeJob, inline: None) -> None:
+    """The attention's tensors are those of a job without refinement."""
+    attention = {"method": "joint_rank_k", "mlp": "none"}
+    entries = [attention, {"method": "magnitude", "refine": {"steps": 8}}]
+    made = job(**{**REFINED, **SMALL, "methods": entries})
+    assert made.run().code == 0
+    plain = job(**{**REFINED, **SMALL, "methods": [attention, {"method": "magnitude"}]})
+    assert plain.run().code == 0
+    ours, theirs = (each.compression()["tensors"] for each in (made, plain))
+    changed = {name for name in ours if ours[name]["sha256"] != theirs[name]["sha256"]}
+    assert changed
+    assert {ours[name]["origin"] for name in changed} == {"magnitude"}
