@@ -122,13 +122,13 @@ class CorrectedWalk:
             layer,
             draft,
             targets,
-            tuple(SolvedGroup(unit.task, unit.ranks, done.forms, done.report) for unit, done in groups),
+            tuple(SolvedGroup(unit.task, unit.ranks, solution.forms, solution.report) for unit, solution in groups),
         )
 
         def joined(results: Sequence[RefineDone]) -> Solved:
             """Returns all groups of the layer, with the refined ones in place of the solved ones."""
             new = zip(tasks, (unit for unit, _ in groups), results[0].groups, strict=True)
-            return solved | {task: (unit, done) for task, unit, done in new}
+            return solved | {task: (unit, solution) for task, unit, solution in new}
 
         with self._redone(draft, *targets):
             results: list[RefineDone] = yield [unit]

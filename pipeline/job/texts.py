@@ -116,6 +116,9 @@ class _Keeping:
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops nothing."""
 
+    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Drops nothing."""
+
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops nothing."""
 

@@ -34,7 +34,7 @@ TRAINED = {"refine": {"steps": 12, "learning_rate": 0.001}}
 FLAT = {"method": "flat_llm", "allocation": "uniform", **TRAINED}
 METHODS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "flat_llm": ("llama-gqa", FLAT, {"value": 5, "mlp": 33}),
-    "flat_llm-opt": ("opt-tied", FLAT, {"value": 5, "mlp": 33}),
+    "magnitude-opt": ("opt-tied", {"method": "magnitude", **TRAINED}, {"mlp": 33}),
     "lorc": ("llama-gqa", {"method": "lorc", **TRAINED}, {"key": 9, "value": 9}),
     "joint": ("llama-gqa", {"method": "joint_rank_k", **TRAINED}, {"query_key": 9, "mlp": 12}),
     "joint-heads": ("gptj", {"method": "joint_rank_k", "query_key": "joint_per_head", "mlp": False, **TRAINED},
