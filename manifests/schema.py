@@ -252,10 +252,15 @@ class Evaluation(Block):
 
     `tasks`: names of lm-eval's tasks, or YAML files of one task each. The dense model is measured, too. Each model is
     loaded whole by the process that runs the job.
+
+    `calibrate_prediction`: the layers are also compressed to two other sizes, and the losses of these correct the
+    predicted loss of every size from 0.9 to 0.5. For jobs with `budget.keep` whose methods all follow predicted loss.
+    `budget.max_loss` measures several sizes anyway.
     """
 
     perplexity: Perplexity | None = None
     tasks: Annotated[tuple[str, ...], Listed] = ()
+    calibrate_prediction: bool = False
 
 
 class Manifest(Block):

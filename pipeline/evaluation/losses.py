@@ -76,7 +76,8 @@ def text_warnings(texts: Mapping[str, Any] | None) -> list[str]:
     return [
         f"WARNING: the dense model's loss is {calibration:.3g} nats per token on the calibration samples and "
         f"{evaluation:.3g} on the evaluation text, {share:.0%} apart (a warning from {WARNED_SHARE:.0%} on); "
-        "the texts may be of different kinds, or one of them may have lost line ends or other characters"
+        "the texts may be of different kinds, one of them may have lost line ends or other characters, or the model "
+        "was trained on it"
     ]
 
 

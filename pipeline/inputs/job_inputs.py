@@ -89,6 +89,11 @@ class Inputs:
         """The limit of the loss that decides the size, if one does."""
         return self.manifest.budget.max_loss if self.manifest.budget else None
 
+    @property
+    def measures_sizes(self) -> str:
+        """The field of the manifest for which several sizes are compressed and scored; empty if none asks for it."""
+        return _measures_sizes(self.manifest)
+
     def at_size(self, size: int) -> Inputs:
         """Returns these inputs with `keep`, in thousandths, in place of the budget's limit of the loss."""
         assert self.manifest.budget is not None
@@ -156,8 +161,8 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
     if manifest.quantize is not None:
         tasks = rounded_tasks(tasks, manifest, geometry)
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
-    if manifest.budget is not None and manifest.budget.max_loss is not None:
-        _check_max_loss(manifest, tasks, predict_tasks(methods, geometry))
+    if field := _measures_sizes(manifest):
+        _check_predicted_loss(field, manifest, tasks, predict_tasks(methods, geometry))
     return methods, tasks
 
 
@@ -192,17 +197,27 @@ def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     return DTYPES[max(numbers, key=lambda name: (numbers[name], DTYPES[name].itemsize, name))]
 
 
-def _check_max_loss(manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> None:
+def _measures_sizes(manifest: Manifest) -> str:
+    if manifest.budget is not None and manifest.budget.max_loss is not None:
+        return "budget.max_loss"
+    return "evaluation.calibrate_prediction" if manifest.evaluation.calibrate_prediction else ""
+
+
+def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> None:
+    """Raises InputError unless losses can be predicted and measured at several sizes, as a field asks for."""
     calibration = manifest.calibration
+    remedy = "give keep" if field == "budget.max_loss" else "leave it out"
     if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in tasks}:
-        raise InputError("budget.max_loss: all methods must go by predicted loss (allocation: loss); or give keep")
+        raise InputError(f"{field}: all methods must go by predicted loss (allocation: loss); or {remedy}")
     if calibration is None or calibration.gradient.kind == "local" or calibration.propagate != "dense":
         raise InputError(
-            "budget.max_loss: needs calibration with propagate: dense and gradient.kind: model; random gradients "
+            f"{field}: needs calibration with propagate: dense and gradient.kind: model; random gradients "
             "predict no loss in nats"
         )
     if manifest.statistics.keep is False:
-        raise InputError("budget.max_loss: tries sizes from kept statistics; leave out statistics.keep: false")
+        raise InputError(f"{field}: tries sizes from kept statistics; leave out statistics.keep: false")
+    if field != "budget.max_loss" and (manifest.budget is None or manifest.budget.keep is None):
+        raise InputError(f"{field}: measures sizes beside budget.keep; give budget.keep, or leave it out")
 
 
 def _check_sequence(manifest: Manifest, config: Mapping[str, Any]) -> None:

@@ -118,10 +118,10 @@ def open_job(
     map_large_tensors()  # memory that digests and copies take is returned, too
     inputs = read_inputs(manifest)
     text = read_text(inputs)
-    if inputs.max_loss is not None and text.held_out is None:
+    if inputs.measures_sizes and text.held_out is None:
         raise InputError(
-            "budget.max_loss: is measured on calibration text beyond the samples, and there is none; give more text, "
-            "or lower calibration.samples"
+            f"{inputs.measures_sizes}: is measured on calibration text beyond the samples, and there is none; give "
+            "more text, or lower calibration.samples"
         )
     plan = plan_of(inputs)
     run_dir, output = RunDirectory(manifest.run_dir), open_storage(manifest.output)
@@ -188,8 +188,8 @@ def check_ledger(job: JobContext) -> None:
     """Enters the source's digests, and retracts entries that contradict the job."""
     ledger = job.ledger
     ledger.commit(SOURCE, job.source_files)
-    target = ledger.get(TARGET) if job.inputs.max_loss is not None else None
-    sized = job.inputs.at_size(target.size) if target else job.inputs
+    target = ledger.get(TARGET)  # the entries are of this size, which may not be the job's
+    sized = job.inputs.at_size(target.size) if target and job.manifest.budget else job.inputs
     check_entries(ledger, driver_job(sized), job.inputs.config)
 
 
@@ -282,7 +282,7 @@ def _undo_solves(ledger: Ledger, differing: Sequence[str]) -> None:
         ledger.commit(REUSED, ReusedEntry(seconds=complete.summary.get("seconds_saved", 0.0) + seconds))
     ledger.retract(COMPLETE)
     changed = ["measured", TARGET]
-    if names != ["budget.max_loss"]:
+    if not {"budget.max_loss", "budget.keep"}.issuperset(names):
         changed.append("tries")
     if not all(name.startswith("budget") for name in names):
         changed.append("curves")

@@ -37,6 +37,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs, fit_methods, read_inputs
 from pipeline.methods.method import Task
+from pipeline.ranks.calibration import OTHER_SIZES
 from workers.hardware import machine_cores, thread_fault
 from workers.memory import map_large_tensors
 
@@ -77,6 +78,8 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     tokens = evaluation_tokens(inputs) if inputs else None
     evaluation = 0 if tokens is None else tokens.numel()
     texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, way)}
+    if manifest.evaluation.calibrate_prediction:
+        phases["other sizes"] = OTHER_SIZES * size_seconds(phases)
     phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
     if inputs is not None and tokens is not None:
         phases["evaluate"] = scoring_seconds(inputs, tokens, rates, way.workers)
@@ -126,6 +129,13 @@ def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
     if manifest.evaluation.tasks:
         remarks.append("evaluation.tasks is not among the seconds")
     return remarks
+
+
+def size_seconds(phases: Mapping[str, float]) -> float:
+    """Returns the seconds to compress a model to one more size, and to score it on held-out text."""
+    return (
+        sum(phases.get(name, 0.0) for name in ("solve", "round", "correct", "verify")) + phases.get("held-out", 0.0) / 2
+    )
 
 
 def scoring_seconds(inputs: Inputs, tokens: torch.Tensor, rates: Rates, workers: int) -> float:

@@ -27,6 +27,7 @@ from pipeline.driver.ledger_keys import (
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
+from pipeline.ranks.calibration import OTHER_SIZES
 
 TRIED = 4  # sizes, about, in the search for the smallest one within a loss
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
@@ -79,7 +80,9 @@ class _Remaining:
         """Returns the phases of each size: solving, and scores on held-out text."""
         phase, amount = self._solving
         ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / 2
-        count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - len(ledger.keys(TRIES)))
+        tries = len(ledger.keys(TRIES))
+        count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
+        count += max(0, OTHER_SIZES - tries) if self.job.manifest.evaluation.calibrate_prediction else 0
         scored = self.job.held_out is not None and of_model > 0.0
         held_out = ledger.get(HELD_OUT)
         has_dense = held_out is not None and held_out.outputs is not None

@@ -10,13 +10,14 @@ from manifests.importing import quick_imports
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
-from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, TEXTS
+from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, TARGET, TEXTS
 from pipeline.evaluation.losses import all_warnings
 from pipeline.job.context import JobContext, begin, check_output, open_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.output_scores import missing_scores, score_output, scores
+from pipeline.job.prediction import prediction_of, tries_of
 from pipeline.job.run_record import recorded
-from pipeline.job.sizing import compress_to_budget, tries_of
+from pipeline.job.sizing import compress_to_budget
 from pipeline.job.worker_session import Effort, assemble_output
 from workers.in_process_pool import check_device
 from workers.memory import peak_bytes
@@ -110,7 +111,8 @@ def finish(
         "evaluation": dict(evaluation),
         "held_out": held_out.as_json() if (held_out := job.ledger.get(HELD_OUT_SCORE)) else None,
         "texts": texts.as_json() if (texts := job.ledger.get(TEXTS)) else None,
-        "tries": tries_of(job),
+        "tries": tries_of(job) if job.ledger.get(TARGET) else [],
+        "prediction": prediction_of(job),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
         "seconds_saved": reused.seconds if (reused := job.ledger.get(REUSED)) else 0.0,
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},

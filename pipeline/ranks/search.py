@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from pipeline.ranks.calibration import CalibratedLoss
+
 WHOLE = 1000
 CLOSE = 5  # thousandths: no further try between a size that is too small and one that is not
 TRUSTED = 3  # tries that follow predictions; after these the bracket is halved
@@ -20,7 +22,7 @@ def next_size(limit: float, tries: Mapping[int, float], least: int, predicted: C
         limit: the largest loss, in nats per token.
         tries: size -> measured loss.
         least: the smallest size that is possible.
-        predicted: size -> predicted loss; it falls with the size. The nearest try scales it.
+        predicted: size -> predicted loss; it falls with the size. The tries calibrate it.
 
     Returns WHOLE, tried and above the limit, when nothing stays below it.
     """
@@ -36,19 +38,10 @@ def next_size(limit: float, tries: Mapping[int, float], least: int, predicted: C
         return enough
     if len(tries) >= TRUSTED:
         return (short + enough) // 2
-    scaled_limit = limit / _off_by(tries, limit, predicted)
-    size = _smallest(lambda size: predicted(size) <= scaled_limit, short + 1, enough)
+    expected = CalibratedLoss((predicted(size), loss) for size, loss in tries.items())
+    size = _smallest(lambda size: expected(predicted(size)) <= limit, short + 1, enough)
     nearest_untried = enough - 1 if size >= enough else size
     return max(short + 1, nearest_untried)
-
-
-def _off_by(tries: Mapping[int, float], limit: float, predicted: Callable[[int], float]) -> float:
-    """Return measured over predicted loss of the try nearest to the limit; 1 without tries."""
-    useful = {size: loss for size, loss in tries.items() if loss > 0 and predicted(size) > 0}
-    if not useful:
-        return 1.0
-    nearest = min(useful, key=lambda size: abs(useful[size] - limit))
-    return useful[nearest] / predicted(nearest)
 
 
 def _smallest(holds: Callable[[int], bool], low: int, high: int) -> int:

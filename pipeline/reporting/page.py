@@ -33,7 +33,12 @@ def render(run: Run) -> str:
     sections = [
         section("What is kept", tables.kept(run), tables.scores(run), tables.texts(run)),
         section("Ranks", figures(plots, "ranks")),
-        section("Loss curves", figures(plots, "curves"), _folded("Chosen points", tables.predictions(run))),
+        section(
+            "Loss curves",
+            figures(plots, "curves"),
+            tables.expected(run),
+            _folded("Chosen points", tables.predictions(run)),
+        ),
         section("Errors and conditions", figures(plots, "errors"), _folded("All layers", tables.layers(run))),
         section(
             "Time",
@@ -96,6 +101,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     facts = [(label, f"{shares[name]:.2%}") for name, label in KEPT.items() if name in shares]
     if "perplexity" in scores:
         facts.append(("perplexity", shown_perplexity(scores["perplexity"]["perplexity"])))
+    if prediction := run.summary.get("prediction"):
+        predicted.append(("measured loss, nats per token", f"{prediction['measured']:.4g}"))
     return [*facts, *predicted, ("time", f"{run.summary['seconds']['total']:,.0f} s")]
 
 

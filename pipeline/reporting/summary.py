@@ -53,6 +53,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         say(f"  tried keep {entry['keep']:g}: divergence {entry['divergence']:.3g}, predicted {entry['predicted']:.3g}")
     if summary.get("tries"):
         say(f"  the smallest keep within the limit, to within {CLOSE / WHOLE:g}")
+    for line in prediction_lines(summary.get("prediction")):
+        say(line)
     for line in score_lines(summary["evaluation"]):
         say(line)
     say(f"output: {summary['output']}")
@@ -67,6 +69,19 @@ def held_out_line(held_out: Mapping[str, Any]) -> str:
         f"dense {shown_perplexity(held_out['dense_perplexity'], held_out.get('dense_loss'))}; "
         f"divergence {held_out['divergence']:.3g} nats per token ({held_out['tokens']:,} tokens)"
     )
+
+
+def prediction_lines(prediction: Mapping[str, Any] | None) -> Iterator[str]:
+    """Say the predicted and the measured loss, and the losses that other sizes would have."""
+    if prediction is None:
+        return
+    yield (
+        f"loss in nats per token: predicted {prediction['predicted']:.3g}, measured {prediction['measured']:.3g} as "
+        "the divergence above"
+    )
+    if sizes := prediction.get("sizes"):
+        expected = ", ".join(f"keep {entry['keep']:g}: {entry['expected']:.3g}" for entry in sizes)
+        yield f"  expected at other sizes, by the measured ones: {expected}"
 
 
 def seen_warning(share: float) -> str:

@@ -148,6 +148,13 @@ def predictions(run: Run) -> str:
     return table("predictions", ("layer", "group", "numbers", "kept", "nats per token"), sorted(rows), words=2)
 
 
+def expected(run: Run) -> str:
+    """Render the predicted loss of several sizes, and the expected one after calibration."""
+    sizes = ((run.summary or {}).get("prediction") or {}).get("sizes", ())
+    rows = [(f"{each['keep']:g}", f"{each['predicted']:.3e}", f"{each['expected']:.3e}") for each in sizes]
+    return table("expected", ("keep", "predicted, nats per token", "expected, nats per token"), rows, words=0)
+
+
 def plan_and_measurement(run: Run) -> str:
     """Render the amounts of the plan beside the measured ones, as far as they are measured."""
     summary, plan = run.summary or {}, run.plan

@@ -18,17 +18,17 @@ from pipeline.checkpoint.compression_record import SEAL
 from pipeline.checkpoint.counting import count_sizes, stored_tensors
 from pipeline.console.signals import catch_signals
 from pipeline.cost_model.rates import known_rates
-from pipeline.driver.job_spec import entered_scores, staged_layer
-from pipeline.driver.ledger_keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RANKS, RESULT
+from pipeline.driver.job_spec import staged_layer
+from pipeline.driver.ledger_keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RESULT
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS, perplexity_figures
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
 from pipeline.job.output_scores import dense_score_key, score_entry
+from pipeline.job.prediction import predicted_at_ranks
 from pipeline.job.sizing import compress_and_score
 from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
-from pipeline.ranks.curves import predicted_loss
 from pipeline.sweeping.joint_solving import stage_together
 from pipeline.sweeping.point_pool import PointPool
 from pipeline.sweeping.points import SweptPoint, series_of
@@ -144,7 +144,7 @@ def _solve(
         counts=count_sizes(job.inputs, tensors, forms),
         loss=scored.loss / scored.tokens if scored else None,
         held_out=job.ledger.get(HELD_OUT_SCORE),
-        predicted=_predicted(job),
+        predicted=predicted_at_ranks(job),
         seconds=shared_s + time.monotonic() - started,
         output=job.output if compression else None,
         seal=compression[SEAL] if compression else None,
@@ -171,17 +171,6 @@ def _compress_and_score(
                 raise
             job.observer.repaired(str(error), [])
     raise AssertionError("the second attempt returns or raises")
-
-
-def _predicted(job: JobContext) -> float | None:
-    """Return the loss in nats per token that the curves predict, or None if not every task has a curve of it."""
-    spec, calibration, ranks = driver_job(job.inputs), job.manifest.calibration, job.ledger.get(RANKS)
-    if ranks is None or calibration is None or calibration.gradient.kind == "local":
-        return None
-    if not spec.tasks or {task.key for task in spec.predicts} != {task.key for task in spec.tasks}:
-        return None
-    scores = entered_scores(spec, job.ledger.get, {})
-    return predicted_loss(scores.curves or {}, ranks.ranks)
 
 
 def _result_line(label: str, entry: PointEntry) -> str:

@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from manifests import VERSION
-from pipeline.driver.ledger_keys import RANKS, RESULT
-from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity
+from pipeline.driver.ledger_keys import RANKS, RESULT, TEXTS
+from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity, text_warnings
 from pipeline.job.output_scores import dense_score_key
+from pipeline.job.prediction import ENOUGH
+from pipeline.ranks.calibration import CalibratedLoss
 from pipeline.sweeping.front import Point, front
 from pipeline.sweeping.plots import SIZES, series_name
 from pipeline.sweeping.points import SweptPoint
@@ -37,7 +39,7 @@ GAP = 2
 COLUMNS = (
     "point", "series", "methods", "rounding", "numbers_kept", "bytes", "bytes_kept", "cache_bytes_per_token",
     "cache_kept", "perplexity", "loss", "loss_over_dense", "divergence", "held_out_perplexity", "damaged",
-    "predicted_loss", "best_by_bytes", "best_by_cache", "seconds", "output",
+    "predicted_loss", "calibrated_loss", "best_by_bytes", "best_by_cache", "seconds", "output",
 )  # fmt: skip
 
 
@@ -46,7 +48,10 @@ def sweep_results(sweep: SweepContext) -> dict[str, Any]:
     job = sweep.job
     scored = next((job.ledger.get(key) for key in dense_score_key(job)), None)
     dense = scored.as_json() if scored else None
+    texts = entered.as_json() if (entered := job.ledger.get(TEXTS)) else None
     rows = [row for point in sweep.points if (row := _row(sweep, point, dense)) is not None]
+    for row, calibrated in zip(rows, calibrated_losses(rows), strict=True):
+        row["calibrated_loss"] = calibrated
     for size in SIZES:
         best = front([Point(row[f"{size}_kept"], _loss(row), series_name(row)) for row in rows])
         for place, row in enumerate(rows):
@@ -56,11 +61,28 @@ def sweep_results(sweep: SweepContext) -> dict[str, Any]:
         "code_version": VERSION,
         "model": job.manifest.model.source,
         "dense": {name: dense[name] for name in ("perplexity", "loss", "tokens", "window")} if dense else None,
+        "texts": texts,
         "points": rows,
-        "warnings": _warnings(rows),
+        "warnings": [*text_warnings(texts), *_warnings(rows)],
         "missing": [point.point.label for point in sweep.points if not sweep.is_done(point)],
         "seconds": {"phases": job.observer.seconds, "total": job.seconds()},
     }
+
+
+def calibrated_losses(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Return the predicted loss of each row, corrected by three points of its curve: those of the smallest, the middle
+    and the largest loss. None without a predicted loss, and on curves with fewer points."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["predicted_loss"] is not None and row["divergence"] is not None:
+            curves.setdefault(series_name(row), []).append((row["predicted_loss"], row["divergence"]))
+    calibrated = {
+        name: CalibratedLoss((points[0], points[len(points) // 2], points[-1]))
+        for name, points in ((name, sorted(points)) for name, points in curves.items())
+        if len(points) >= ENOUGH
+    }
+    of_row = [(row["predicted_loss"], calibrated.get(series_name(row))) for row in rows]
+    return [None if loss is None or corrected is None else corrected(loss) for loss, corrected in of_row]
 
 
 def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:

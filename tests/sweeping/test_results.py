@@ -13,7 +13,7 @@ from rich.console import Console
 from pipeline.reporting.drawing import INK, MARKERS, SERIES
 from pipeline.sweeping.front import Point, front
 from pipeline.sweeping.plots import RING, sweep_plots
-from pipeline.sweeping.results import as_csv, print_results
+from pipeline.sweeping.results import as_csv, calibrated_losses, print_results
 from pipeline.sweeping.sweep_page import render_sweep
 from tests.contrast import contrast
 
@@ -37,6 +37,7 @@ def row(point: str, kept: float, perplexity: float, **other: Any) -> dict[str, A
         "held_out_perplexity": 3.0,
         "damaged": False,
         "predicted_loss": None,
+        "calibrated_loss": None,
         "best_by_bytes": perplexity < 4,
         "best_by_cache": False,
         "seconds": 1.5,
@@ -142,3 +143,15 @@ def test_without_an_evaluation_text() -> None:
     print_results(found, Console(file=text, width=120))
     assert "perplexity" not in text.getvalue()
     assert as_csv(found).splitlines()[1].startswith("method-a-0.9,method-a,")
+
+
+def test_three_points_of_a_curve_calibrate_its_predictions() -> None:
+    """Measured losses are twice the predicted ones and a floor. Other curves have no prediction or too few points."""
+    measured = {0.9: 0.01, 0.8: 0.05, 0.7: 0.1, 0.6: 0.2, 0.5: 0.4}
+    rows = [
+        row(f"a-{keep}", keep, 2.5, predicted_loss=loss, divergence=2 * loss + 0.01) for keep, loss in measured.items()
+    ]
+    rows += [row("b-0.9", 0.9, 2.5), row("c-0.9", 0.9, 2.5, predicted_loss=0.1)]
+    *calibrated, none, too_few = calibrated_losses(rows)
+    assert (none, too_few) == (None, None)
+    assert calibrated == pytest.approx([row["divergence"] for row in rows[:5]])

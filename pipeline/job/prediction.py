@@ -1,0 +1,74 @@
+"""The loss that curves predict at a size, beside measured ones, which calibrate it.
+
+docs/methods.md#calibrated-losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from manifests.errors import InputError
+from pipeline.driver.job_spec import entered_scores
+from pipeline.driver.ledger_keys import HELD_OUT_SCORE, RANKS, TRIES, try_key
+from pipeline.job.context import JobContext, driver_job
+from pipeline.ranks.calibration import CalibratedLoss
+from pipeline.ranks.curves import predicted_loss
+from pipeline.ranks.search import WHOLE
+
+SHOWN = (900, 800, 700, 600, 500)  # thousandths of `keep`
+ENOUGH = 3  # measured sizes, from which the losses of other sizes follow
+
+
+def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
+    """Returns a function: size in thousandths -> predicted loss, nats per token; None where so little cannot be
+    kept."""
+    scores = entered_scores(driver_job(job.inputs), job.ledger.get, {})
+
+    @cache
+    def predicted(size: int) -> float | None:
+        """Returns the predicted loss at a size."""
+        try:
+            ranks = driver_job(job.inputs.at_size(size)).allocate(scores)
+        except InputError:
+            return None
+        return predicted_loss(scores.curves or {}, ranks)
+
+    return predicted
+
+
+def predicted_at_ranks(job: JobContext) -> float | None:
+    """Returns the predicted loss at the chosen ranks, nats per token; None if not every task has a curve of it."""
+    spec, calibration, ranks = driver_job(job.inputs), job.manifest.calibration, job.ledger.get(RANKS)
+    if ranks is None or calibration is None or calibration.gradient.kind == "local":
+        return None
+    if not spec.tasks or {task.key for task in spec.predicts} != {task.key for task in spec.tasks}:
+        return None
+    scores = entered_scores(spec, job.ledger.get, {})
+    return predicted_loss(scores.curves or {}, ranks.ranks)
+
+
+def tries_of(job: JobContext) -> list[dict[str, Any]]:
+    """Returns the scores of all sizes that were tried, by ascending size: `keep`, `divergence`, `predicted`."""
+    sizes = sorted(int(key.removeprefix(TRIES)) for key in job.ledger.keys(TRIES))
+    return [{"keep": size / WHOLE, **entry.as_json()} for size in sizes if (entry := job.ledger.get(try_key(size)))]
+
+
+def prediction_of(job: JobContext) -> dict[str, Any] | None:
+    """Returns `predicted` and `measured` loss of the job's size, in nats per token; None if no loss is predicted.
+
+    With three measured sizes also `sizes`: for each `keep` from 0.9 to 0.5 the `predicted` loss and, by calibration,
+    the `expected` one.
+    """
+    predicted, held_out = predicted_at_ranks(job), job.ledger.get(HELD_OUT_SCORE)
+    if predicted is None or held_out is None:
+        return None
+    figures: dict[str, Any] = {"predicted": predicted, "measured": held_out.divergence}
+    measured = {entry["predicted"]: entry["divergence"] for entry in tries_of(job)} | {predicted: held_out.divergence}
+    if len(measured) < ENOUGH:
+        return figures
+    of_size, expected = predicted_by_size(job), CalibratedLoss(measured.items())
+    sizes = [(size / WHOLE, loss) for size in SHOWN if (loss := of_size(size)) is not None]
+    figures["sizes"] = [{"keep": keep, "predicted": loss, "expected": expected(loss)} for keep, loss in sizes]
+    return figures

@@ -1,0 +1,83 @@
+"""A map from predicted to measured loss, through the sizes at which both are known. docs/methods.md#calibrated-losses.
+
+A predicted loss adds up the losses of parts that are compressed alone. It is too small where many parts lose much, and
+it leaves out what calibration text does not show. Both grow smoothly with the size that is removed, so that three
+measurements are enough to correct it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable
+
+ENDS = (900, 500)  # thousandths of `keep`: the sizes that are measured besides the job's own
+MIDDLE = 700  # in place of one that the job's own size is close to
+NEAR = 50
+OTHER_SIZES = 2  # the number of sizes besides the job's own
+
+
+def other_sizes(size: float) -> tuple[int, int]:
+    """Return two sizes, in thousandths of `keep`, to measure besides this one: together they span 0.9 to 0.5."""
+    far = [end for end in ENDS if abs(end - size) > NEAR]
+    return (far[0], far[1]) if len(far) == 2 else (max(far[0], MIDDLE), min(far[0], MIDDLE))
+
+
+class CalibratedLoss:
+    """A monotone map from predicted to expected loss that meets every measurement.
+
+    Between measurements it is a cubic with harmonic slopes (Fritsch and Carlson 1980; Fritsch and Butland 1984), which
+    does not overshoot. Below the smallest it is proportional, above the largest a straight line. Without measurements
+    the expected loss is the predicted one.
+    """
+
+    def __init__(self, measured: Iterable[tuple[float, float]]) -> None:
+        """`measured`: pairs of predicted and measured loss. A measurement below that of a smaller predicted loss is
+        noise, and counts as equal to it."""
+        points: list[tuple[float, float]] = []
+        for predicted, loss in sorted(measured):
+            if predicted <= 0.0 or loss <= 0.0 or (points and predicted == points[-1][0]):
+                continue
+            points.append((predicted, max(loss, points[-1][1] if points else loss)))
+        self.predicted = [predicted for predicted, _ in points]
+        self.measured = [loss for _, loss in points]
+        self.slopes = _slopes(self.predicted, self.measured)
+
+    def __call__(self, predicted: float) -> float:
+        """Return the expected loss at a predicted one."""
+        x, y, slopes = self.predicted, self.measured, self.slopes
+        if not x:
+            return predicted
+        if predicted <= x[0]:
+            return y[0] * predicted / x[0]
+        if predicted >= x[-1]:
+            return y[-1] + slopes[-1] * (predicted - x[-1])
+        place = bisect.bisect_right(x, predicted) - 1
+        width = x[place + 1] - x[place]
+        t = (predicted - x[place]) / width
+        ends = y[place] * (1 + 2 * t) * (1 - t) ** 2 + y[place + 1] * t * t * (3 - 2 * t)
+        return ends + width * t * (1 - t) * (slopes[place] * (1 - t) - slopes[place + 1] * t)
+
+
+def _slopes(x: list[float], y: list[float]) -> list[float]:
+    """Return the slope at each point: harmonic means inside, and at both ends that of a parabola, within bounds."""
+    if len(x) < 2:
+        return [value / at for at, value in zip(x, y, strict=True)]
+    widths = [after - before for before, after in itertools.pairwise(x)]
+    chords = [(after - before) / width for (before, after), width in zip(itertools.pairwise(y), widths, strict=True)]
+    if len(x) == 2:
+        return [chords[0], chords[0]]
+    inner = [_harmonic(*widths[place : place + 2], *chords[place : place + 2]) for place in range(len(x) - 2)]
+    return [_end(*widths[:2], *chords[:2]), *inner, _end(*widths[:-3:-1], *chords[:-3:-1])]
+
+
+def _harmonic(width: float, next_width: float, chord: float, next_chord: float) -> float:
+    if chord == 0.0 or next_chord == 0.0:
+        return 0.0
+    weight, next_weight = 2 * next_width + width, next_width + 2 * width
+    return (weight + next_weight) / (weight / chord + next_weight / next_chord)
+
+
+def _end(width: float, next_width: float, chord: float, next_chord: float) -> float:
+    slope = ((2 * width + next_width) * chord - width * next_chord) / (width + next_width)
+    return min(max(slope, 0.0), 3 * chord)

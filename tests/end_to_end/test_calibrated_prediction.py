@@ -1,0 +1,103 @@
+"""Predicted losses that two other sizes calibrate: the same bytes, kills between the sizes, and refusals."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeline.ranks.calibration import CalibratedLoss
+from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.jobs import Job, command, file_digests
+
+pytestmark = pytest.mark.usefixtures("inline")
+
+MakeJob = Callable[..., Job]
+PLAIN: dict[str, Any] = {
+    "methods": [{"method": "loss_aware"}],
+    "calibration.propagate": "dense",
+    "budget": {"keep": 0.8},
+}
+CALIBRATED = {**PLAIN, "evaluation": {"calibrate_prediction": True}}
+
+
+def weights(job: Job) -> dict[str, str]:
+    return {name: digest for name, digest in file_digests(job.output).items() if name.endswith(".safetensors")}
+
+
+def test_two_other_sizes_calibrate_the_prediction(job: MakeJob) -> None:
+    plain, made, smaller = job(**PLAIN), job(**CALIBRATED), job(**{**PLAIN, "budget": {"keep": 0.5}})
+    expected, summary = plain.run().json, made.run().json
+    assert "sizes" not in expected["prediction"]
+    assert expected["prediction"]["measured"] == expected["held_out"]["divergence"]
+    assert weights(made) == weights(plain)
+    assert (summary["held_out"], summary["tries"]) == (expected["held_out"], [])
+    tries = {size: made.ledger(f"tries/{size:04d}") for size in (900, 500)}
+    assert tries[500]["divergence"] == smaller.run().json["held_out"]["divergence"]
+    own = (summary["prediction"]["predicted"], summary["held_out"]["divergence"])
+    calibrated = CalibratedLoss([own, *((entry["predicted"], entry["divergence"]) for entry in tries.values())])
+    sizes = {entry["keep"]: entry for entry in summary["prediction"]["sizes"]}
+    assert [*sizes] == [0.9, 0.8, 0.7, 0.6, 0.5]
+    assert all(entry["expected"] == calibrated(entry["predicted"]) for entry in sizes.values())
+    assert sizes[0.8]["expected"] == pytest.approx(summary["held_out"]["divergence"])
+    assert sizes[0.5]["expected"] == pytest.approx(tries[500]["divergence"])
+    assert "expected at other sizes" in command("run", str(made.manifest)).out
+    assert command("report", str(made.run_dir)).code == 0
+    assert "expected, nats per token" in (made.run_dir / "report.html").read_text()
+
+
+def test_another_size_measures_nothing_twice(job: MakeJob) -> None:
+    """The first job's tries serve the second, which needs neither a pass nor another try."""
+    made, plain = job(**CALIBRATED), job(**{**PLAIN, "budget": {"keep": 0.7}})
+    assert made.run().code == 0
+    again = made.run("--set", "budget.keep=0.7")
+    assert "phase statistics" not in again.err
+    assert "nats per token, predicted" not in again.err
+    assert len(again.json["prediction"]["sizes"]) == 5
+    assert plain.run().code == 0
+    assert weights(made) == weights(plain)
+
+
+def test_killed_between_sizes_it_ends_the_same(job: MakeJob) -> None:
+    """Also if the option is switched off meanwhile, with the layers of another size in the run directory."""
+    made, clean = job(**CALIBRATED), job(**CALIBRATED)
+    expected = clean.run().json
+    for kill, match in enumerate(("tries/", "target", "layer/00001", "tries/")):
+        child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match=match, after=kill % 2 == 0))
+        assert child.end() == -signal.SIGKILL, child.said
+    kept = made.root.with_name("kept")
+    made.keep()
+    assert made.run().json["prediction"] == expected["prediction"]
+    assert weights(made) == weights(clean)
+    made.put_back()
+    assert kept.exists()
+    summary = made.run("--set", "evaluation.calibrate_prediction=false").json
+    assert summary["held_out"] == expected["held_out"]
+    assert weights(made) == weights(clean)
+
+
+def test_plan_counts_the_other_sizes(job: MakeJob) -> None:
+    seconds = [
+        json.loads(command("plan", str(job(**each).manifest), "--json", "--tflops", "1").out)["phases"]
+        for each in (PLAIN, CALIBRATED)
+    ]
+    assert "other sizes" not in seconds[0]
+    assert seconds[1]["other sizes"] >= 2 * seconds[1]["solve"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": [{"method": "flat_llm"}]}, "all methods must go by predicted loss"),
+        ({"calibration.gradient": {"kind": "local"}}, "predict no loss in nats"),
+        ({"statistics": {"keep": False}}, "statistics.keep: false"),
+        ({"budget": {"bytes": 0.5}}, "give budget.keep"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(changes: dict[str, Any], said: str, job: MakeJob) -> None:
+    ended = job(**{**CALIBRATED, **changes}).run()
+    assert (ended.code, said in ended.err) == (2, True), ended.err
+    assert "evaluation.calibrate_prediction: " in ended.err
