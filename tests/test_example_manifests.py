@@ -46,7 +46,7 @@ def test_geometry_counts_the_published_parameters(name: str) -> None:
     assert geometry.model_numbers() / 1e9 == pytest.approx(PARAMETERS[name], abs=6e-4)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = load_manifest(path)

@@ -35,6 +35,7 @@ def test_what_is_imported_is_set_aside(tmp_path: Path, monkeypatch: pytest.Monke
         gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_nothing_new_is_not_set_aside() -> None:
     before, kept = gc.get_freeze_count(), Cycle()
     left = weakref.ref(kept)

@@ -82,6 +82,7 @@ def test_the_console_command(installed: Path, tmp_path: Path) -> None:
         assert (done.returncode, message in done.stdout + done.stderr) == (code, True), done
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_named_as_a_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -406,6 +406,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(PLAIN)
 def test_anything_written_reads_the_same(value: Any) -> None:
     assert read_yaml(write_yaml(value)) == value

@@ -29,6 +29,7 @@ def _check(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workflow", [WORKFLOW, NIGHTLY], ids=lambda path: path.stem)
 def test_it_fits_the_schema(workflow: Path) -> None:
     done = _check(workflow)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# Idle threads sleep instead of spinning: on a machine that does other work as well, training is several times faster.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import argparse
 import json
 import subprocess
@@ -50,7 +45,7 @@ def main() -> int:
     model = FOLDER / "model"
     recipe = Recipe()
     if not model.is_dir():
-        print(f"Training a small model into {model}: {recipe.num_steps} steps, 1 to 2 minutes on two cores", flush=True)
+        print(f"Training a small model into {model}: {recipe.num_steps} steps, about a minute on two cores", flush=True)
         started = time.monotonic()
         make_model(FOLDER, recipe, lambda line: print(line, flush=True))
         print(f"Trained in {time.monotonic() - started:.0f} s", flush=True)

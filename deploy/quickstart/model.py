@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from deploy.quickstart.text import story_text
 
 BOS, EOS = "<s>", "</s>"
-NUM_THREADS = 2  # fixed: sums are ordered by thread, and the same seed must give the same weights everywhere
+NUM_PARTS = 2  # of a batch, each computed by a thread; fixed, so that the same seed gives the same weights everywhere
 
 
 @dataclass(frozen=True)
@@ -100,21 +102,25 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, tokens_T: torch.Tensor, recipe: Recipe, say: Callable[[str], None]) -> float:
-    """Train in place on random windows of `tokens_T`. Return the last loss, in nats per token."""
+    """Train in place on random windows of `tokens_T`. Return the last loss, in nats per token.
+
+    Each thread computes the gradients of one part of the batch. Products of this size are too small to share.
+    """
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(NUM_THREADS)
+    torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
     started = time.monotonic()
     loss = math.nan
-    try:
+    with ThreadPoolExecutor(NUM_PARTS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for step in range(recipe.num_steps):
-            windows_BS = _draw_windows(tokens_T, recipe, generator)
-            loss = _step(model, optimizer, windows_BS, recipe.learning_rate * _schedule(step, recipe.num_steps))
+            parts = _draw_windows(tokens_T, recipe, generator).chunk(NUM_PARTS)
+            losses, gradients = zip(*pool.map(partial(_loss_and_gradients, model), parts), strict=True)
+            loss = sum(losses) / NUM_PARTS
+            _step(model, optimizer, gradients, recipe.learning_rate * _schedule(step, recipe.num_steps))
             if (step + 1) % max(1, recipe.num_steps // 6) == 0:
                 say(f"  step {step + 1}/{recipe.num_steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s")
-    finally:
-        torch.set_num_threads(threads_before)
+    torch.set_num_threads(threads_before)
     model.eval()
     return loss
 
@@ -136,13 +142,23 @@ def _schedule(step: int, num_steps: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
 
 
-def _step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, windows_BS: torch.Tensor, rate: float) -> float:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def _loss_and_gradients(model: LlamaForCausalLM, windows_BS: torch.Tensor) -> tuple[float, tuple[torch.Tensor, ...]]:
+    """Return the mean loss over the windows, and its gradient by each parameter."""
     logits_BSV = model(input_ids=windows_BS[:, :-1], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), windows_BS[:, 1:].flatten())
-    optimizer.zero_grad()
-    loss.backward()
+    return float(loss.detach()), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def _step(
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    gradients: Sequence[Sequence[torch.Tensor]],
+    rate: float,
+) -> None:
+    """Step along the mean of the parts' gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for parameter, *of_parts in zip(model.parameters(), *gradients, strict=True):
+        parameter.grad = torch.stack(of_parts).mean(dim=0)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(loss.detach())

@@ -75,6 +75,7 @@ def messages(tree: ast.AST) -> list[str]:
     return [node.value for node in constants if isinstance(node.value, str) and " " in node.value]
 
 
+@pytest.mark.slow
 def test_help_and_messages_spell_commands_in_one_way() -> None:
     """`python -m pipeline.run`; `lamina run` is the same command and named in its own help alone."""
     wrong = {

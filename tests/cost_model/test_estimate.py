@@ -379,6 +379,7 @@ def of_nowhere(folder: Path) -> dict[str, Any]:
     return {"version": 1, "model": {"source": "nowhere"}, **places, "budget": {"keep": 0.8}}
 
 
+@pytest.mark.slow
 def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No source is there; a GPU's rates come from the table, and what is too large is said."""
     config = tmp_path / "config.json"

@@ -36,6 +36,7 @@ def validators(shared_dir: Path) -> dict[tuple[str, str], Any]:
     return read_validators(directory)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("resource", [JOB, CLUSTER], ids=["rayjob", "raycluster"])
 def test_definitions_know_every_field(resource: dict[str, Any], validators: dict[tuple[str, str], Any]) -> None:
     assert faults(resource, validators) == []

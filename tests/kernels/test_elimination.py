@@ -136,7 +136,7 @@ def test_order_is_the_selection_seen_from_any_count() -> None:
         )
 
 
-@pytest.mark.parametrize(("channels", "block"), [(200, 64), (1100, None)])
+@pytest.mark.parametrize(("channels", "block"), [(200, 64), pytest.param(1100, None, marks=pytest.mark.slow)])
 def test_how_far_it_goes_changes_no_bit_of_the_order(channels: int, block: int | None) -> None:
     """One channel at a time, and two: an order taken once serves every smaller removal."""
     moment, weight, _ = problem(channels, 16, 2 * channels)

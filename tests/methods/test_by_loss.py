@@ -22,6 +22,8 @@ from tests.families.geometries import llama, other
 from tests.methods.loss_aware_weights import make_statistics, make_weights
 from tests.methods.tucker_weights import rebuild as tucker_weights
 
+pytestmark = pytest.mark.sample(3)
+
 GEOMETRIES = {"mha": llama("mha"), "gqa": llama("gqa"), "biased": llama("biased"), "opt": other("opt")}
 
 
@@ -168,6 +170,7 @@ def effective_output(
     return tensors["o.weight"] @ torch.block_diag(*bases)
 
 
+@pytest.mark.slow
 def test_three_methods_share_a_budget_by_loss() -> None:
     where = llama("gqa", num_hidden_layers=3)
     entries = (

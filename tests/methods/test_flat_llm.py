@@ -16,6 +16,8 @@ from pipeline.methods.registry import build_methods
 from tests.families.geometries import SIZES, alone, llama, manifest, other
 from tests.methods import naive_flat_llm as naive
 
+pytestmark = pytest.mark.sample(3)
+
 SMALL = {"hidden_size": 24, "intermediate_size": 18, "num_hidden_layers": 1}
 HEAD_DIMS = {"mha": 6, "gqa": 8, "mqa": 6, "biased": 6, "wide-heads": 20}
 VALUES = [(basis, weighting) for basis in ("value", "context") for weighting in ("none", "output")]

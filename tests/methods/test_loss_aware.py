@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from pipeline.ranks.curves import Point, from_columns, predicted_loss
 from tests.families.geometries import llama, other
 from tests.methods.loss_aware_weights import TOKENS, counted, make_statistics, make_weights, rebuild
 
+pytestmark = pytest.mark.sample(3)
+
 GEOMETRIES = {
     "mha": llama("mha"),
     "gqa": llama("gqa"),
@@ -55,7 +58,16 @@ def group_of(method: LossAwareMethod, where: Geometry, name: str) -> Group:
 def curve_of(method: LossAwareMethod, where: Geometry, name: str) -> tuple[Group, dict[str, Any], Statistics, Any]:
     group = group_of(method, where, name)
     weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
-    return group, weights, statistics, from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+    return group, weights, statistics, _points(method.entry, where, name)
+
+
+@cache
+def _points(entry: LossAware, where: Geometry, name: str) -> list[Point]:
+    """The points of a group's curve, computed once for all tests."""
+    method = LossAwareMethod(entry)
+    group = group_of(method, where, name)
+    weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
+    return from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
 
 
 def a_few(points: list[Point], count: int = 3) -> list[Point]:
@@ -163,6 +175,7 @@ def test_values_lose_what_their_point_says(geometry: str, entry: dict[str, Any])
     assert seen > 1
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("geometry", ["gqa", "biased", "opt"])
 def test_down_loses_what_its_point_says(geometry: str) -> None:
@@ -189,6 +202,7 @@ def test_down_loses_what_its_point_says(geometry: str) -> None:
     assert seen > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_in_the_metric_costs_less_than_without(name: str) -> None:
     where = GEOMETRIES["gqa"]
@@ -393,6 +407,7 @@ def curves_of(manifest: Manifest, where: Geometry) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("entries", "keep"),
     [
@@ -428,6 +443,7 @@ def test_before_curves_are_taken_only_the_reach_is_checked() -> None:
         allocate_ranks(tight, build_methods(tight), where, Scores())
 
 
+@pytest.mark.slow
 def test_more_budget_never_costs_more() -> None:
     where = llama("gqa", num_hidden_layers=2)
     curves = curves_of(job({}), where)

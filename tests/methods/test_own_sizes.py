@@ -27,6 +27,8 @@ from tests import factories
 from tests.families.geometries import llama
 from tests.methods.test_registry import stored
 
+pytestmark = pytest.mark.sample(8)
+
 BY_LOSS = {"allocation": "loss"}
 LATENT = {"method": "lorc", "cache_keep": 0.25}
 OWN: dict[str, list[dict[str, Any]]] = {

@@ -22,6 +22,8 @@ from pipeline.methods.registry import (
 )
 from tests.families.geometries import SIZES, llama, manifest, other
 
+pytestmark = pytest.mark.sample(3)
+
 LLAMA2_7B = llama(
     "mha",
     hidden_size=4096,

@@ -5,9 +5,12 @@ Everything is written out here, in float64: the compress side's kernels have tes
 D hidden, H query heads, G KV heads, d head_dim, N MLP width, n heads of a role, p roles of a core, r rank.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -48,17 +51,23 @@ def sizes_of(source: PreTrainedConfig) -> Sizes:
 def factored(name: str, kind: Any, share: float, seed: int = 0, **options: Any) -> tuple[Any, Any]:
     """(model, reference): a source with the forms that `kind(sizes, share)` gives to each layer, and the source itself
     with the products of the factors for weights."""
-    source = make_source(name, seed)
-    forms = forms_of(source.config, kind, share)
-    ours, reference = factorise(source.config, source.state_dict(), forms)
-    model = build(source.config, ours, forms, **options)
+    source, forms, ours, reference = _factored(name, tuple(kind) if isinstance(kind, list) else kind, share, seed)
+    model, source = build(source.config, ours, deepcopy(forms), **options), deepcopy(source)
     source.load_state_dict(reference)
     return model, source
 
 
+@cache
+def _factored(name: str, kind: Any, share: float, seed: int) -> tuple[Any, Forms, dict[str, Tensor], dict[str, Tensor]]:
+    """(source, forms, tensors of the model, tensors of the reference), computed once for all tests of a file."""
+    source = make_source(name, seed)
+    forms = forms_of(source.config, kind, share)
+    return source, forms, *factorise(source.config, source.state_dict(), forms)
+
+
 def forms_of(source: PreTrainedConfig, kind: Any, share: float) -> Forms:
-    """The layers' forms: `kind` is a function of sizes and kept share, or a list of such, one for each layer."""
-    kinds = kind if isinstance(kind, list) else [kind] * 3
+    """The layers' forms: `kind` is a function of sizes and kept share, or several of them, one for each layer."""
+    kinds = [kind] * 3 if callable(kind) else kind
     sizes = sizes_of(source)
     return [{role: s for role, s in one(sizes, share).items() if role in sizes.roles} for one in kinds]
 
@@ -242,9 +251,8 @@ def sparse_core(core: Tensor, nnz: int) -> tuple[Tensor, Tensor, Tensor]:
     """The nnz largest entries: dense with zeros, in C order, and as a bitmap, least significant bit first."""
     flat = core.flatten()
     kept = flat.abs().topk(nnz).indices.sort().values
-    mask = torch.zeros(-(-flat.numel() // 8), dtype=torch.uint8)
-    for i in kept.tolist():
-        mask[i // 8] |= 1 << i % 8
+    is_kept = np.isin(np.arange(flat.numel()), kept)
+    mask = torch.from_numpy(np.packbits(is_kept, bitorder="little"))
     return torch.zeros_like(flat).index_put((kept,), flat[kept]).view_as(core), flat[kept], mask
 
 

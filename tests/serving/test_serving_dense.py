@@ -11,6 +11,8 @@ from lamina import LaminaConfig, LaminaForCausalLM, LaminaModel
 from lamina.layers_lamina import LaminaDecoderLayer
 from tests.serving.serving_sources import SOURCES, build, describe, layer_prefix, make_source, padded_batch
 
+pytestmark = pytest.mark.sample(3)
+
 SHARED_MODELS = Path(__file__).resolve().parents[2].parent / "shared" / "models"
 # OPT scales the query before the product and GPT-J divides after it: equal to rounding. The rest is equal bit for bit.
 ROUNDING = {"opt": 5e-6, "gptj": 5e-6}

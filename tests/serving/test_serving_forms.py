@@ -11,6 +11,8 @@ from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_factors import compiled_is_eager
 from tests.serving.serving_sources import SOURCES, build, make_source, padded_batch
 
+pytestmark = pytest.mark.sample(3)
+
 TOLERANCE = 2e-5
 CACHED = ("llama-gqa", "llama-mqa-tied", "mistral-window", "qwen2-mixed-window", "qwen3", "opt-tied", "gptj")
 

@@ -14,6 +14,8 @@ from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import compiled_is_eager, factored, factorise, forms_of, same_as_prefill, same_logits
 from tests.serving.serving_sources import SMALL, build, make_source, padded_batch
 
+pytestmark = pytest.mark.sample(3)
+
 SOURCES = (
     "llama-gqa", "llama-yarn-rope", "qwen2-tied", "qwen2-mixed-window", "qwen3", "mistral-window", "opt-tied", "gptj",
 )  # fmt: skip

@@ -19,6 +19,8 @@ from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_factors import factored
 from tests.serving.serving_sources import SOURCES, build, describe, layer_prefix, make_source, padded_batch
 
+pytestmark = pytest.mark.sample(3)
+
 
 def streamed_hidden(
     config: LaminaConfig, tensors: dict[str, torch.Tensor], prefixes: list[str], ids_BT: torch.Tensor, mask_BT: Any

@@ -14,6 +14,8 @@ from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factored, same_as_prefill
 from tests.serving.serving_sources import make_source, padded_batch
 
+pytestmark = pytest.mark.sample(3)
+
 KINDS = (
     kinds.low_rank,
     kinds.joint,

@@ -10,6 +10,8 @@ from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factored, same_as_prefill, same_logits, sizes_of
 from tests.serving.serving_sources import describe, make_source, padded_batch
 
+pytestmark = pytest.mark.sample(3)
+
 SOURCES = ("llama-gqa", "qwen2-tied", "qwen3", "mistral-window", "opt-tied", "gptj")
 ONE_GROUP = ("llama-mha", "opt-tied", "gptj")
 CASES = [(kind, name) for kind in (kinds.low_rank, kinds.joint) for name in SOURCES]

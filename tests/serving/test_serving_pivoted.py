@@ -13,6 +13,8 @@ from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import compiled_is_eager, factored, same_as_prefill, same_logits
 from tests.serving.serving_sources import SOURCES, describe, make_source, padded_batch
 
+pytestmark = pytest.mark.sample(3)
+
 KINDS = (kinds.pivoted, kinds.pivoted_in_bases, kinds.low_rank_in_bases)
 
 

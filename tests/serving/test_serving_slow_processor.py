@@ -13,6 +13,8 @@ from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factored
 from tests.serving.serving_sources import padded_batch
 
+pytestmark = pytest.mark.sample(3)
+
 KINDS = (kinds.latent_both, kinds.latent_keys_narrow_values, kinds.narrow_keys_latent_values, kinds.absorbed)
 CASES = [(kind, "llama-gqa") for kind in KINDS]
 CASES += [(kinds.latent_both, name) for name in ("qwen3", "opt-tied", "gptj", "mistral-window")]

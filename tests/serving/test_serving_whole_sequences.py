@@ -18,6 +18,8 @@ from lamina.rotary_lamina import LaminaRotaryEmbedding
 from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_sources import SOURCES, describe, layer_prefix, make_source
 
+pytestmark = pytest.mark.sample(3)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -131,6 +131,7 @@ def test_a_bucket_is_tried_before_it_is_used(bucket: Bucket, monkeypatch: pytest
         bucket.prepare()
 
 
+@pytest.mark.slow
 def test_a_silent_owner_is_succeeded(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is taken with a higher generation, and it sees that when it comes back."""
     monkeypatch.setattr(lease, "is_gone", lambda _: False)  # of a machine elsewhere
@@ -222,6 +223,7 @@ def test_how_often_the_server_is_asked(s3_url: str, bucket: Bucket, monkeypatch:
         assert asked(proxy) == ["GET", "HEAD"], "neighbours come together"
 
 
+@pytest.mark.slow
 def test_an_owner_that_was_succeeded_commits_nothing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped (SIGSTOP, a laptop's lid) behind its last look at the lock, it comes back when another has it."""
     monkeypatch.setattr(lease, "is_gone", lambda _: False)
@@ -361,6 +363,7 @@ def test_a_server_that_fails_for_good_is_named_without_a_key(bucket: Bucket, pro
         assert buckets.ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in value
 
 
+@pytest.mark.slow
 def test_a_lease_outlives_short_failures_and_not_long_ones(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_the_table_fits(width: int) -> None:
         assert f"{point['perplexity']:.4f}" in line
 
 
+@pytest.mark.slow
 def test_plots_of_what_was_measured() -> None:
     """The cache is the same for all points: it is no axis. Every series is named; the front is ringed."""
     plots = sweep_plots(results(8))

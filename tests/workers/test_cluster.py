@@ -74,6 +74,7 @@ def test_nobody_answers() -> None:
             await_cluster(address, 0.5, never)
 
 
+@pytest.mark.slow
 def test_somebody_who_is_no_ray() -> None:
     with silent_server() as address, pytest.raises(InputError, match=r"none answers at .*timed out.*0.5 s"):
         await_cluster(address, 0.5, never)

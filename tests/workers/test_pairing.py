@@ -32,6 +32,8 @@ from tests.workers.bench import (
 )
 from workers.worker import Worker
 
+pytestmark = pytest.mark.sample(3)
+
 FLAT = {"method": "flat_llm"}
 RANKS = {name: rank for name, rank in LOW.items() if name != "query_key"}
 POINTS = ("attention.in", "o.in", "mlp.in", "down.in")

@@ -31,6 +31,8 @@ from workers.config import WorkerConfig
 from workers.embedding_and_head import head
 from workers.layers import LayerReader
 
+pytestmark = pytest.mark.sample(3)
+
 
 def windows_of(setup: WorkerConfig, dtype: str = "float32") -> Windows:
     """The calibration samples themselves."""

@@ -12,6 +12,8 @@ from tests.workers.bench import FAMILIES, Reference, layer_names, make_setup, sa
 from workers.config import WorkerConfig
 from workers.tapped_layer import TappedLayer
 
+pytestmark = pytest.mark.sample(3)
+
 LAYER = 1
 CPU = torch.device("cpu")
 

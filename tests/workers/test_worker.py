@@ -38,6 +38,8 @@ from tests.workers.bench import (
 )
 from workers.worker import Worker
 
+pytestmark = pytest.mark.sample(3)
+
 
 def moment_of(values: Tensor, moment: Moment) -> Tensor:
     """Σ y yᵀ in float64, head by head."""
