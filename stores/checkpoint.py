@@ -57,9 +57,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def copy_shard(
-    place: Place, name: str, source: SourceCheckpoint, names: Iterable[str], metadata: Mapping[str, str] | None = None
-) -> ShardRecord:
+def copy_shard(place: Place, name: str, source: SourceCheckpoint, names: Iterable[str]) -> ShardRecord:
     """Copies tensors of the source, bit for bit, into a new shard, a few megabytes at a time.
 
     Returns the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
@@ -69,7 +67,7 @@ def copy_shard(
         if key not in source.tensors:
             raise InputError(f"{storage.at(name)}: cannot copy {key!r}: the source has no such tensor")
         specs.append((key, source.tensors[key].dtype, source.tensors[key].shape))
-    return _write(storage, name, specs, metadata, source.copy_bytes)
+    return _write(storage, name, specs, None, source.copy_bytes)
 
 
 def verify_shard(place: Place, name: str, record: ShardRecord) -> None:

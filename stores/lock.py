@@ -196,17 +196,17 @@ class RunLock:
         self.release()
 
 
-def read_lock(place: Place, name: str = LOCK) -> dict[str, Any] | None:
+def read_lock(place: Place) -> dict[str, Any] | None:
     """Return the last owner's note plus `alive` (bool) and `heartbeat_age_s`; None if there never was one.
 
     Raises StorageError.
     """
     storage = open_storage(place)
-    owner = _read_owner(storage, name)
+    owner = _read_owner(storage, LOCK)
     if owner is None:
         return None
     age_s = max(0.0, time.time() - float(owner["heartbeat"]))  # another host's clock may be ahead of ours
-    alive = storage.is_held(name) or _lives_elsewhere(owner)
+    alive = storage.is_held(LOCK) or _lives_elsewhere(owner)
     return {**owner, "alive": alive, "heartbeat_age_s": age_s}
 
 

@@ -52,7 +52,7 @@ def manifest_of(
 
 
 def run_manifest(
-    manifest: Mapping[str, Any], directory: Path, watch: Callable[[int], None] | None = None, fresh: bool = True
+    manifest: Mapping[str, Any], directory: Path, watch: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
     """Run `python -m pipeline.run` on a manifest, which is written to `directory`. Return its summary.
 
@@ -63,7 +63,7 @@ def run_manifest(
     """
     path = directory / "manifest.json"  # JSON is YAML
     path.write_text(json.dumps(manifest))
-    command = [sys.executable, "-m", "pipeline.run", str(path), "--json", *(["--fresh"] if fresh else [])]
+    command = [sys.executable, "-m", "pipeline.run", str(path), "--json", "--fresh"]
     log = directory / "log.txt"
     with log.open("w") as errors:
         job = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -81,14 +81,7 @@ def run_manifest(
     return summary
 
 
-def markdown_row(cells: Iterable[object]) -> str:
-    """Return one line of a Markdown table."""
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
-
-
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a Markdown table."""
-    print(markdown_row(titles))
-    print(markdown_row(["---"] * len(titles)))
-    for row in rows:
-        print(markdown_row(row))
+    for cells in (titles, ["---"] * len(titles), *rows):
+        print(f"| {' | '.join(str(cell) for cell in cells)} |")

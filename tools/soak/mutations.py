@@ -117,7 +117,7 @@ def _paths(value: Any, prefix: Keys = ()) -> Iterator[Keys]:
         yield from _paths(child, (*prefix, key))
 
 
-def mutate_json(text: bytes, rng: Random, hostile: tuple[Any, ...] = HOSTILE) -> bytes:
+def mutate_json(text: bytes, rng: Random) -> bytes:
     """Change a JSON document as bytes, as a tree, or by text that no encoder writes."""
     kind = rng.randrange(10)
     if kind < 2:
@@ -135,7 +135,7 @@ def mutate_json(text: bytes, rng: Random, hostile: tuple[Any, ...] = HOSTILE) ->
         at = rng.choice([n for n, character in enumerate(encoded) if character == "{"] or [0])
         end = encoded.find(",", at)
         return (encoded[:end] + "," + encoded[at + 1 : end] + encoded[end:]).encode() if end > at else b"{,}"
-    return json.dumps(mutate_tree(document, rng, hostile), ensure_ascii=rng.random() < 0.5).encode()
+    return json.dumps(mutate_tree(document, rng, HOSTILE), ensure_ascii=rng.random() < 0.5).encode()
 
 
 YAML_TEXTS = (
