@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -67,7 +68,7 @@ class Record(BaseModel):
 
     def as_json(self) -> dict[str, Any]:
         """Return the stored object, without fields at their defaults. Raises ValueError for values that JSON lacks."""
-        return self.model_dump(mode="json", exclude_defaults=True)
+        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
 # -- committed data ----------------------------------------------------------------------------------------------------
@@ -221,14 +222,14 @@ class RefinedFigures(Record):
 class Curve(Record):
     """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token).
 
-    `told`: a hint for solving the group from the same statistics, in a format of its method.
+    `hint`: for solving the group from the same statistics, in a format of its method. Stored as `told`.
     """
 
     ranks: Mapping[str, Row[PositiveInt]]
     numbers: Row[int | float]
     cache: Row[int | float]
     loss: Row[Finite]
-    told: str = ""
+    hint: str = Field(default="", validation_alias=AliasChoices("told", "hint"), serialization_alias="told")
 
     @model_validator(mode="after")
     def _columns_of_one_length(self) -> Self:

@@ -79,7 +79,7 @@ def test_nothing_is_added_and_nothing_is_lost() -> None:
     check(FormSpec, {"form": "latent", "rank": 3, "absorbed": False})
     check(Scheme, {"bits": 4, "group": None})
     check(GroupReport, {"ranks": {"value": 3}, "method": 0, "clipped": 2, "energies": [0.5, 1]})
-    check(Curve, {"ranks": {"q": [1]}, "numbers": [3], "cache": [0], "loss": [0.0], "from": "later"})
+    check(Curve, {"ranks": {"q": [1]}, "numbers": [3], "cache": [0], "loss": [0.0], "told": "01", "from": "later"})
     check(AssemblingEntry, {"output": "/out", "files": []})
     check(TaskScores, {"metrics": {"acc": {"value": 0.5, "stderr": None}}, "documents": 3})
     assert CompleteEntry(output="/out", contract_sha256="0" * 64, summary={"a": (1, None)}).as_json()["summary"] == {

@@ -39,9 +39,10 @@ def _curve(unit: Predict, problem: GroupProblem, read: Read) -> Curve:
         curve = method.join_curve(group, geometry, unit.begun, unit.pieces)
     else:
         curve = method.curve(group, geometry, weights, statistics)
-    if any(isinstance(record, CountedRecord) and not record.tokens for record in unit.statistics.values()):
-        curve = to_columns(from_columns(curve)[-1:])  # no token passed a point: the group stays dense
+    counts = {moment: record.tokens for moment, record in unit.statistics.items() if isinstance(record, CountedRecord)}
+    if Statistics(passed=counts).unseen:
+        curve = to_columns(from_columns(curve)[-1:])  # the group stays dense
     if quantize is None:
         return curve
-    solve = partial(method.compress, group, geometry, weights, replace(statistics, hint=curve.told))
+    solve = partial(method.compress, group, geometry, weights, replace(statistics, hint=curve.hint))
     return with_bits(curve, group, quantize, weights, statistics, solve, geometry)

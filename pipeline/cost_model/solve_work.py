@@ -106,10 +106,10 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
     return work.plus(_elementwise(task, geometry))
 
 
-def solve_work(task: Task, geometry: LayerGeometry, tokens: int, told: bool = False) -> SolveWork:
+def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = False) -> SolveWork:
     """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
 
-    `told`: its curve was taken of the same moments; which channels of an MLP that has a sample stay is then known.
+    `hinted`: its curve was taken of the same moments; which channels of an MLP that has a sample stay is then known.
     For a sample, of all calibration `tokens` at most, what the MLP gives on it, whole and cut, and the fits of down.
     Where matrices are cut in the metric of the loss, the directions of the stack and its pivoted form.
     """
@@ -126,7 +126,7 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, told: bool = Fa
         width = moment_width(moment, geometry)
         if moment.point in mlps and moment.heads == 1 and len(task.roles) > 1:
             block = mlps[moment.point]
-            if not (told and samples):
+            if not (hinted and samples):
                 work = work.plus(_elimination(block, REMOVED_SHARE, refit=not samples))
             if not samples and any(other.kind == "gradient" for other in task.moments):  # W_down's energy, too
                 work = work.plus(SolveWork("", geometry.hidden * float(block.width) ** 2, 0))

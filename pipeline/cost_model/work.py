@@ -195,7 +195,8 @@ class _Busiest:
         """Return the work of each task's solve."""
         dense = self.manifest.calibration is not None and self.manifest.calibration.propagate == "dense"
         return tuple(
-            solve_work(task, self.layer, self.tokens, hinted=dense and task.name in self.predicted) for task in self.tasks
+            solve_work(task, self.layer, self.tokens, hinted=dense and task.name in self.predicted)
+            for task in self.tasks
         )
 
     def curves(self) -> tuple[SolveWork, ...]:

@@ -83,7 +83,7 @@ class Session:
         """Returns the hint of a task's curve for its solve; empty if it has no curve."""
         entry = self.journal.get(curves_key(task.layer))
         curve = entry.curves.get(task.key) if entry else None
-        return curve.told if curve else ""
+        return curve.hint if curve else ""
 
     def batch(self, pending: list[int]) -> tuple[list[int], list[int]]:
         """Splits layers into as many as there are workers, and the rest."""

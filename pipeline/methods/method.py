@@ -74,7 +74,7 @@ class Statistics:
         tokens: the number of calibration tokens; 0 for a data-free group. Means divide by it whatever passed a point,
             so that a point that few tokens pass counts for little.
         passed: moment -> the number of tokens that passed its point, for points that not all of them passed.
-        hint: `Curve.told` of the group's curve, if the curve was taken of the same statistics.
+        hint: `Curve.hint` of the group's curve, if the curve was taken of the same statistics.
         factors: filled by `moments.factored_mean`: moment -> it and the factor of its mean; a layer's groups share it.
     """
 

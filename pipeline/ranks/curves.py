@@ -38,8 +38,8 @@ def cache_numbers(point: Point) -> float:
     return point.cache
 
 
-def to_columns(points: Sequence[Point], told: str = "") -> Curve:
-    """A curve as the ledger keeps it, and what it told besides.
+def to_columns(points: Sequence[Point], hint: str = "") -> Curve:
+    """Return the curve as the ledger keeps it, with a hint for its solves.
 
     Raises ValueError on a loss that is negative, NaN or infinite, or on no point.
     """
@@ -53,7 +53,7 @@ def to_columns(points: Sequence[Point], told: str = "") -> Curve:
         numbers=tuple(point.numbers for point in points),
         cache=tuple(point.cache for point in points),
         loss=tuple(point.loss for point in points),
-        told=told,
+        hint=hint,
     )
 
 

@@ -80,7 +80,7 @@ def with_bits(
             Point({**point.ranks, BITS: CHOICES[0]}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
             for point in from_columns(curve)
         ]
-        return to_columns(frontier(whole), curve.told)
+        return to_columns(frontier(whole), curve.hint)
     scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
     feedbacks = Feedbacks()
     predictors = {
@@ -115,7 +115,7 @@ def with_bits(
                 numbers = codes + min(unrounded, point.numbers) + wider + more
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
-    return to_columns(frontier(points), curve.told)
+    return to_columns(frontier(points), curve.hint)
 
 
 def _counted_shape(weight_OI: Tensor, group: int | None, odd: bool) -> tuple[int, int]:

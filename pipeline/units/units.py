@@ -223,7 +223,7 @@ class Solve(WorkUnit):
 
     `statistics`: as they are stored, or as they were summed.
     `before`: the handle of the factors that the group's correction before this one gave.
-    `hint`: `Curve.told` of the group's curve, if it was taken of the same statistics.
+    `hint`: `Curve.hint` of the group's curve, if it was taken of the same statistics.
     """
 
     task: Task

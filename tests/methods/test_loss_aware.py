@@ -256,23 +256,24 @@ def test_ranks_below_those_that_were_looked_at_are_not_free() -> None:
 
 
 @pytest.mark.parametrize("weighting", ["loss", "input"])
-def test_what_the_curve_told_is_not_found_again(weighting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hint_of_a_curve_changes_no_bit_of_a_solution(weighting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which channels stay: the solution has the same bits, at a width of the curve and beside it."""
     where, method = GEOMETRIES["biased"], method_of(weighting=weighting)
     group, layer = group_of(method, where, "mlp"), where.layers[0]
     weights, statistics = consistent(where, group)
     curve = method.curve(group, layer, weights, statistics)
-    told = replace(statistics, hint=curve.told)
+    hinted = replace(statistics, hint=curve.hint)
     points = a_few(from_columns(curve))
     expected = [method.compress(group, layer, weights, statistics, point.ranks) for point in points]
     beside = {"width": layer.mlps[0].width - 1, "gate_up": 20, "down": 20}
     assert_same(
-        method.compress(group, layer, weights, told, beside), method.compress(group, layer, weights, statistics, beside)
+        method.compress(group, layer, weights, hinted, beside),
+        method.compress(group, layer, weights, statistics, beside),
     )
     monkeypatch.setattr(mlp_solver, "eliminate", None)
     assert len({point.ranks["width"] for point in points}) > 1
     for point, plain in zip(points, expected, strict=True):
-        assert_same(method.compress(group, layer, weights, told, point.ranks), plain)
+        assert_same(method.compress(group, layer, weights, hinted, point.ranks), plain)
 
 
 def assert_same(found: Solution, expected: Solution) -> None:
