@@ -7,23 +7,28 @@ from typing import Annotated, Literal, Self
 from pydantic import field_validator, model_validator
 
 from manifests.blocks import Block, Listed
+from manifests.records import LevelKind
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 OUTER_ROLES = ("embed", "head")
+LEVEL_KINDS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
 
 
 class Quantize(Block):
     """Fewer bits for stored numbers, with any method or with none. docs/methods.md#rounding.
 
-    `bits: auto` chooses 8, 4 or 3 for each part of a layer, together with its ranks, by predicted loss within
-    `budget.bytes`. `group`: columns that share a scale; null: one scale for each row. `what: all` also rounds token
-    embeddings and the head, to 8 bits with `bits: auto`. `skip`: roles that keep the checkpoint's dtype.
-    `feedback`: later columns compensate the error of each column (GPTQ), which needs calibration text. null: with
-    feedback if there is calibration text, else to the nearest code.
+    `bits: auto` chooses 8, 4 or 3 (2, too, unless levels are uniform) for each part of a layer, together with its
+    ranks, by predicted loss within `budget.bytes`. `levels`: uniform ones have fused kernels in engines; `normal` ones
+    (quantiles of the normal distribution) and `learned` ones (fitted to each matrix) lose less, and lie in a table
+    beside each matrix; `auto` chooses the kind of least error for each matrix. `group`: columns that share a scale;
+    null: one scale for each row. `what: all` also rounds token embeddings and the head, to 8 bits with `bits: auto`.
+    `skip`: roles that keep the checkpoint's dtype. `feedback`: later columns compensate the error of each column
+    (GPTQ), which needs calibration text. null: with feedback if there is calibration text, else to the nearest code.
     """
 
-    bits: Literal[8, 4, 3, "auto"]
+    bits: Literal[8, 4, 3, 2, "auto"]
+    levels: Literal["uniform", "normal", "learned", "auto"] = "uniform"
     group: Literal[32, 64, 128] | None = 32
     symmetric: bool = True
     what: Literal["factors", "all"] = "factors"
@@ -48,6 +53,23 @@ class Quantize(Block):
         if set(self.skip) >= {*QUANTIZED_ROLES, *self.outer_roles}:
             raise ValueError("skip: names every role, so that nothing would be rounded; leave out `quantize`")
         return self
+
+    @property
+    def kinds_of_levels(self) -> tuple[LevelKind, ...]:
+        """Return the kinds of levels to choose from."""
+        return LEVEL_KINDS if self.levels == "auto" else (self.levels,)
+
+    @property
+    def may_have_tables(self) -> bool:
+        """Return True if a table of levels may be stored with each matrix."""
+        return self.levels != "uniform"
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Return the bits to choose from, ascending: two of uniform levels lose too much."""
+        if self.bits != "auto":
+            return (self.bits,)
+        return (3, 4, 8) if self.levels == "uniform" else (2, 3, 4, 8)
 
     @property
     def outer_roles(self) -> tuple[str, ...]:

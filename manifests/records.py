@@ -142,11 +142,21 @@ class StagedRecord(ShardRecord):
     path: Annotated[str, Field(pattern=r"^staged/layer-\d{5,}\.[0-9a-f]{32}\.safetensors$")]
 
 
+LevelKind = Literal["uniform", "normal", "learned"]  # what codes of few bits stand for
+
+
 class Scheme(Record):
-    """The rounding of a matrix: bits of a code, and columns that share a scale (None: the whole row)."""
+    """The rounding of a matrix: bits of a code, columns that share a scale (None: the whole row), and what codes stand
+    for: themselves (`uniform`), or levels in a stored table."""
 
     bits: Annotated[int, Field(ge=2, le=8)]
     group: PositiveInt | None
+    levels: LevelKind = "uniform"
+
+    @property
+    def has_table(self) -> bool:
+        """Return True if the levels are stored."""
+        return self.levels != "uniform"
 
 
 class FormSpec(Record):

@@ -240,4 +240,5 @@ def _rounding(quantize: Quantize | None) -> str:
         return ""
     group = "" if quantize.group == 32 else f"g{quantize.group}" if quantize.group else "row"
     skipped = "".join(f"-{role}" for role in quantize.skip)
-    return (f"int{quantize.bits}" if quantize.bits != "auto" else "bits") + group + skipped
+    levels = "" if quantize.levels == "uniform" else f"-{quantize.levels}"
+    return (f"int{quantize.bits}" if quantize.bits != "auto" else "bits") + levels + group + skipped

@@ -30,6 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         "gguf: a file for llama.cpp, each MLP at its own width, without vocabulary",
     )
     options.add_argument("destination", help="an empty or new directory; for gguf a new file")
+    options.add_argument(
+        "--multiply-out",
+        action="store_true",
+        help="for stock and gguf: store matrices unrounded whose codes stand for levels in a table",
+    )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))
 
@@ -41,9 +46,10 @@ def _body(arguments: Any) -> int:
 
     note = partial(say, stream=sys.stderr)
     if arguments.to == "gguf":
-        written = export_gguf(arguments.output, arguments.destination, note)
+        written = export_gguf(arguments.output, arguments.destination, note, arguments.multiply_out)
     else:
-        written = export_checkpoint(arguments.output, arguments.to, arguments.destination, note)
+        target, destination = arguments.to, arguments.destination
+        written = export_checkpoint(arguments.output, target, destination, note, arguments.multiply_out)
     if arguments.json:
         print(json.dumps(written))
     else:

@@ -138,7 +138,8 @@ class LayerReader:
 
         `staged`: the layer that holds the rounded ones among them, if they are not the source's.
         """
-        wanted = {part for name in names for part in (name, *packed_names(name))}
+        stored = self.setup.source.tensors.keys() | (staged.tensors.keys() if staged is not None else set())
+        wanted = {part for name in names for part in (name, *packed_names(name, stored))}
         inside = {name for name in wanted if staged is not None and name in staged.tensors}
         replaced = {name for name in names if packed_names(name) <= inside}
         present = [name for name in wanted - replaced if name in self.setup.source.tensors]

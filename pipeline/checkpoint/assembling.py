@@ -36,7 +36,7 @@ from pipeline.inputs.job_inputs import Inputs
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
 from pipeline.inputs.source_dtypes import unstored_dtypes
 from pipeline.methods.registry import config_fields, layers_of
-from pipeline.rounding.schemes import FIELD, quantization_config
+from pipeline.rounding.schemes import rounding_fields
 from stores.checkpoint import (
     copy_shard,
     describe_shard,
@@ -182,7 +182,7 @@ class Assembler:
             rounded |= entry.rounded if entry else {}
         fields: dict[str, Any] = {}
         if rounded:
-            fields[FIELD] = quantization_config(rounded, linear_modules(config))
+            fields |= rounding_fields(rounded, linear_modules(config))
         if unused := self._unused(config):
             fields["unused_tensors"] = unused
         source = self.inputs.source.tensors

@@ -9,7 +9,7 @@ from lamina import LayersConfig
 from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import foreign_rotation, tensor_parallel_plan
 from pipeline.checkpoint.targets import export_faults, mlp_widths
-from pipeline.rounding.schemes import FIELD
+from pipeline.rounding.schemes import FIELD, TABLES
 
 NO_CACHE = "nothing of the cache"
 NOT_SERVED = "not served"
@@ -17,23 +17,24 @@ NOT_SERVED = "not served"
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     """Return a Markdown table. `cache_share`: cached bytes per token in transformers, over the dense model's."""
-    described, rounded = LayersConfig(**config), bool(config.get(FIELD))
+    described, rounded, tables = LayersConfig(**config), bool(config.get(FIELD)), bool(config.get(TABLES))
     rows = [
         ("engine", "how", "savings"),
         ("---", "---", "---"),
-        ("transformers, 5.14 or newer", *_transformers(rounded, cache_share)),
-        ("vLLM with Lamina's serving package", "`vllm serve PATH`", _own_class(described, rounded)),
+        ("transformers, 5.14 or newer", *_transformers(rounded, tables, cache_share)),
+        ("vLLM with Lamina's serving package", "`vllm serve PATH`", _own_class(described, rounded, tables)),
         ("vLLM (Transformers backend)", "`vllm serve PATH --trust-remote-code`", _backend(described, rounded)),
     ]
     export, widths = "python -m pipeline.export PATH", mlp_widths(described)
     sizes = zip(widths, (described.layer_shape(i).intermediate_size for i in range(len(widths))), strict=True)
     cut = "narrower MLPs" if any(width < dense for width, dense in sizes) else "nothing"
-    if not export_faults(config, "gguf"):
-        codes = "; codes of 8 and 4 bits of matrices that are not factored" if rounded else ""
-        rows.append(("llama.cpp", f"`{export} --to gguf FILE`", cut + codes))
-    if not export_faults(config, "stock"):
-        codes = "; codes of matrices that are not factored" if rounded else ""
-        rows.append(("any other", f"`{export} --to stock DEST`", cut + codes))
+    option, uniform = (" --multiply-out", " and have uniform levels") if tables else ("", "")
+    if not export_faults(config, "gguf", tables):
+        codes = f"; codes of 8 and 4 bits of matrices that are not factored{uniform}" if rounded else ""
+        rows.append(("llama.cpp", f"`{export} --to gguf{option} FILE`", cut + codes))
+    if not export_faults(config, "stock", tables):
+        codes = f"; codes of matrices that are not factored{uniform}" if rounded else ""
+        rows.append(("any other", f"`{export} --to stock{option} DEST`", cut + codes))
     elif not export_faults(config, "dense"):
         rows.append(("any other", f"`{export} --to dense DEST`", "nothing"))
     return "\n".join(f"| {' | '.join(cells)} |" if cells[0] != "---" else "|---|---|---|" for cells in rows)
@@ -41,33 +42,33 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
 
 def planned_engines(config: Mapping[str, Any]) -> list[str]:
     """Return the engines that load a checkpoint with this config, as far as its forms and rounding are known."""
-    described, rounded = LayersConfig(**config), bool(config.get(FIELD))
+    described, rounded, tables = LayersConfig(**config), bool(config.get(FIELD)), bool(config.get(TABLES))
     engines = [f"transformers{f' with {READER}' if rounded else ''}"]
-    if not _own_class(described, rounded).startswith(NOT_SERVED):
+    if not _own_class(described, rounded, tables).startswith(NOT_SERVED):
         engines.append("vLLM with Lamina's serving package")
     elif not _backend(described, rounded).startswith(NOT_SERVED):
         engines.append("vLLM's Transformers backend")
-    if not export_faults(config, "gguf"):
-        engines.append("llama.cpp after `export --to gguf`")
+    if not export_faults(config, "gguf", tables):
+        engines.append(f"llama.cpp after `export --to gguf{' --multiply-out' if tables else ''}`")
     return engines
 
 
-def _transformers(rounded: bool, cache_share: float) -> tuple[str, str]:
+def _transformers(rounded: bool, tables: bool, cache_share: float) -> tuple[str, str]:
     how = "as above, or `transformers serve --trust-remote-code`"
+    parts = ["on the disk and in memory; each product looks levels up in tables, which takes time"] if tables else []
+    if rounded:
+        how += f", after `pip install '{READER}>={READER_VERSION}'`"
+        which, whose = ("with uniform levels ", "these") if tables else ("", "all")
+        parts.append(f"{which}on the disk, and in memory until the first token, which dequantizes {whose} weights")
     cache = f"{1 - cache_share:.0%} of the cache" if cache_share < 1 else NO_CACHE
-    if not rounded:
-        return how, f"weights; {cache}"
-    return (
-        f"{how}, after `pip install '{READER}>={READER_VERSION}'`",
-        f"on the disk, and in memory until the first token, which dequantizes all weights; {cache}",
-    )
+    return how, "; ".join([*(parts or ["weights"]), cache])
 
 
 def _not_served(described: LayersConfig) -> str:
     return f"not served: attention of {described.foreign['model_type']} inside of Lamina's model"
 
 
-def _own_class(described: LayersConfig, rounded: bool) -> str:
+def _own_class(described: LayersConfig, rounded: bool, tables: bool) -> str:
     if described.foreign:
         return _not_served(described)
     shapes = [described.layer_shape(layer) for layer in range(described.num_hidden_layers)]
@@ -76,6 +77,9 @@ def _own_class(described: LayersConfig, rounded: bool) -> str:
     if fault := foreign_rotation(described):
         return f"{NOT_SERVED}: {fault}"
     weights = "weights, if vLLM has a kernel for their bits and widths" if rounded else "weights"
+    if tables:
+        looked_up = "levels in tables are multiplied out when vLLM loads the model"
+        weights = f"{weights}; {looked_up}" if rounded else f"on the disk; {looked_up}"
     width, head_dim = described.served_value_width(), described.head_dim
     if width > head_dim:
         return f"{weights}; the cache is larger than the dense model's: heads of {width} numbers, not {head_dim}"
@@ -86,6 +90,8 @@ def _own_class(described: LayersConfig, rounded: bool) -> str:
 def _backend(described: LayersConfig, rounded: bool) -> str:
     if described.foreign:
         return _not_served(described)
+    if described.level_tables:
+        return "not served: codes that stand for levels in a table"
     heads = {"num_attention_heads", "num_key_value_heads", "head_dim"}
     if any(heads & {*sizes} for sizes in described.layer_sizes):
         return f"{NOT_SERVED}: layers with different heads"

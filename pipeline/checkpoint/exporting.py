@@ -44,8 +44,12 @@ from stores.storage import Place, Storage, contains, matching, open_storage
 from workers.layers import cpu_reader
 
 
-def export_checkpoint(output: Place, target: Target, destination: Place, say: Callable[[str], None]) -> dict[str, Any]:
+def export_checkpoint(
+    output: Place, target: Target, destination: Place, say: Callable[[str], None], multiply_out: bool = False
+) -> dict[str, Any]:
     """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
+
+    `multiply_out`: store matrices unrounded whose codes stand for levels in a table, in place of refusing them.
 
     Raises:
         InputError: OUTPUT is no Lamina checkpoint, the destination is not empty or not writable, or the target cannot
@@ -56,7 +60,7 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     storage = open_storage(destination)
     if storage.fault() or storage.children():
         raise InputError(f"{storage.at()}: holds something; give a directory that does not, or is not there yet")
-    refuse_faults(config, target)
+    refuse_faults(config, target, multiply_out)
     with all_or_nothing(storage):
         try_destination(storage)
         return _write(checkpoint, config, target, storage, say)
@@ -74,7 +78,8 @@ def _write(
     exported_config = written_config(config, one_width or config["intermediate_size"])
     reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
-    packed = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
+    stored = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
+    packed = {path: scheme for path, scheme in stored.items() if not scheme.has_table}
     rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
     for layer in geometry.layers:

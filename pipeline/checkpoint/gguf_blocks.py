@@ -22,7 +22,7 @@ ROUNDING = 2.0**-11  # relative rounding error of float16, by which a scale may 
 
 def block_kind(scheme: Scheme, columns: int, scales_OS: Tensor) -> Kind | None:
     """Return the kind of block for such codes, or None if no kind fits them or float16 cannot represent the scales."""
-    fits = columns % BLOCK == 0 and (scheme.group is None or scheme.group % BLOCK == 0)
+    fits = not scheme.has_table and columns % BLOCK == 0 and (scheme.group is None or scheme.group % BLOCK == 0)
     exact_OS = scales_OS.to(torch.float64)
     near = (exact_OS.to(torch.float16).to(torch.float64) - exact_OS).abs() <= ROUNDING * exact_OS.abs()
     return KINDS.get(scheme.bits) if fits and bool(near.all()) else None

@@ -49,10 +49,13 @@ LAYER_NAMES = {
 DTYPE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # GGUF's names
 
 
-def export_gguf(output: str, destination: str, say: Callable[[str], None]) -> dict[str, Any]:
+def export_gguf(
+    output: str, destination: str, say: Callable[[str], None], multiply_out: bool = False
+) -> dict[str, Any]:
     """Write OUTPUT to a file, a layer at a time. The file appears complete or not at all. Return its sizes.
 
-    The vocabulary is left out (`no_vocab`): llama.cpp then reads and prints token ids.
+    The vocabulary is left out (`no_vocab`): llama.cpp then reads and prints token ids. `multiply_out`: as in
+    `export_checkpoint`.
 
     Raises:
         InputError: OUTPUT is no Lamina checkpoint, the package gguf is missing, the file exists or its folder does not,
@@ -67,7 +70,7 @@ def export_gguf(output: str, destination: str, say: Callable[[str], None]) -> di
         raise InputError(f"{destination}: its folder is no directory of this machine; make it, or give another file")
     if os.path.lexists(path):
         raise InputError(f"{destination}: is there already; give a file that is not")
-    refuse_faults(config, "gguf")
+    refuse_faults(config, "gguf", multiply_out)
     try_destination(open_storage(path.parent))
     partial = partial_path(path)
     try:

@@ -51,7 +51,9 @@ def _treatment(manifest: Mapping[str, Any]) -> str:
     names, rounding = [entry["method"] for entry in manifest["methods"]], manifest.get("quantize")
     parts = [f"compressed with {', '.join(names)}"] if names else []
     if rounding:
-        parts.append("rounded to chosen bits" if rounding["bits"] == "auto" else f"rounded to {rounding['bits']} bits")
+        bits = "chosen bits" if rounding["bits"] == "auto" else f"{rounding['bits']} bits"
+        levels = {"uniform": "", "auto": " with chosen levels"}.get(kind := rounding["levels"], f" with {kind} levels")
+        parts.append(f"rounded to {bits}{levels}")
     return ", ".join(parts)
 
 

@@ -56,8 +56,9 @@ def planned_size(inputs: Inputs) -> Size | None:
 def known_ranks(inputs: Inputs) -> Ranks | None:
     """Return task -> ranks if no measurement can change them and they decide every stored shape, else None."""
     manifest, methods, geometry = inputs.manifest, inputs.methods, inputs.geometry
-    chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
-    if chosen_bits or inputs.max_loss is not None or not all(isinstance(method, Shaped) for method in methods):
+    quantize = manifest.quantize
+    chosen = quantize is not None and "auto" in (quantize.bits, quantize.levels)
+    if chosen or inputs.max_loss is not None or not all(isinstance(method, Shaped) for method in methods):
         return None
     measuring = {task.method for task in measure_tasks(methods, geometry)}
     if predict_tasks(methods, geometry) or any(methods[position].fixed_ranks for position in measuring):
@@ -132,9 +133,11 @@ def _task_sizes(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: M
 def _packed(solution: Solution, quantize: Quantize) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return rounded matrix -> names and shapes of its packed tensors. Raises ValueError if no group fits."""
     assert quantize.bits != "auto"
+    assert quantize.levels != "auto"
     packed = {}
     for matrix in rounded_matrices(solution, quantize.skip):
         rows, columns = solution.tensors[matrix.key].shape
-        scheme = Scheme(bits=quantize.bits, group=fitting_group(columns, quantize.group))
+        group = fitting_group(columns, quantize.group)
+        scheme = Scheme(bits=quantize.bits, group=group, levels=quantize.levels)
         packed[matrix.key] = packed_shapes({matrix.key: (rows, columns)}, {matrix.key.removesuffix(WEIGHT): scheme})
     return packed

@@ -14,7 +14,7 @@ from lamina import LayersConfig
 from manifests.errors import InputError
 from pipeline.families.registry import geometry_of
 from pipeline.families.source_config import source_config
-from pipeline.rounding.schemes import rounded_modules
+from pipeline.rounding.schemes import TABLES, rounded_modules
 
 Target = Literal["dense", "stock", "gguf"]
 TARGETS: tuple[Target, ...] = ("dense", "stock", "gguf")
@@ -27,10 +27,19 @@ ROLES = ("input_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")  # 
 Rule = Callable[[LayersConfig], str | None]
 
 
-def export_faults(config: Mapping[str, Any], target: Target) -> list[str]:
-    """Return everything in a checkpoint with this config.json that the target cannot express."""
+def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool = False) -> list[str]:
+    """Return everything in a checkpoint with this config.json that the target cannot express.
+
+    `multiply_out`: weights whose codes stand for levels in a table may be multiplied out.
+    """
     described = LayersConfig(**config)
     faults = _value_faults(config, described)
+    tables = (config.get(TABLES) or {}).values()
+    if tables and target != "dense" and not multiply_out:
+        kinds = " and ".join(sorted({scheme["levels"] for scheme in tables}))
+        faults.append(
+            f"{kinds} levels (quantize.levels) of {len(tables)} matrices; --multiply-out stores them unrounded"
+        )
     if target == "gguf":
         return gguf_faults(described) + faults
     width = config["intermediate_size"]
@@ -47,11 +56,12 @@ def export_faults(config: Mapping[str, Any], target: Target) -> list[str]:
     return faults
 
 
-def refuse_faults(config: Mapping[str, Any], target: Target) -> None:
+def refuse_faults(config: Mapping[str, Any], target: Target, multiply_out: bool = False) -> None:
     """Raise InputError with all `export_faults`, if any, and the targets without faults."""
-    if not (faults := export_faults(config, target)):
+    if not (faults := export_faults(config, target, multiply_out)):
         return
-    others = [f"--to {other}" for other in TARGETS if other != target and not export_faults(config, other)]
+    possible = (other for other in TARGETS if other != target and not export_faults(config, other, multiply_out))
+    others = [f"--to {other}" for other in possible]
     remedy = f"; possible targets: {', '.join(others)}" if others else ""
     reasons = "; ".join(faults)
     if target == "gguf":
@@ -166,6 +176,7 @@ FIELDS: Mapping[str, Rule] = {
     "dtype": _dtype,
     "source_dtypes": _in_file,
     "foreign": _foreign,
+    "level_tables": _in_file,  # multiplied out, see `export_faults`
     "block": _in_file,  # see BLOCK
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _harmless),  # the vocabulary is left out
     **dict.fromkeys(("attention_dropout", "initializer_range"), _harmless),  # training

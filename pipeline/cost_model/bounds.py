@@ -91,7 +91,7 @@ def _claimed(quantize: Quantize | None, geometry: Geometry, tasks: Sequence[Task
         extra = vectors * max(0.0, max(own, default=0) - widest)
         if quantize is not None:
             shapes = [layer.weight_shape(role) for role in roles if _is_rounded(quantize, role)]
-            numbers = rounding_overhead(shapes, _code_bits(quantize, roles[0]), quantize.group, layer.bits)
+            numbers = rounding_overhead(shapes, _code_bits(quantize, roles[0]), quantize, layer.bits)
             extra += numbers * max(layer.bits_of(f"{role}.weight") for role in roles)
         yield _Claimed(layer.numbers(roles), widest, extra)
 

@@ -14,7 +14,7 @@ from pipeline.families.registry import check_fields, geometry_of
 from pipeline.inputs.job_inputs import STORED_NAMES
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
 from pipeline.inputs.sources import as_loaded, check_buildable, describe_dense
-from pipeline.rounding.schemes import FIELD, named_modules, packed_shapes, rounded_modules
+from pipeline.rounding.schemes import FIELD, TABLES, named_modules, packed_shapes, rounded_modules
 from stores.source import SourceCheckpoint, open_source
 
 
@@ -58,7 +58,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def build_on_meta(config: Mapping[str, Any]) -> lamina.LaminaForCausalLM:
     """Builds the model that a config describes, without its numbers and without rounding."""
-    described = lamina.LaminaConfig(**{name: value for name, value in config.items() if name != FIELD})
+    described = lamina.LaminaConfig(**{name: value for name, value in config.items() if name not in (FIELD, TABLES)})
     with torch.device("meta"):
         return lamina.LaminaForCausalLM(described)
 

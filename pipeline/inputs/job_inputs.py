@@ -134,7 +134,7 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
     check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
-    if manifest.quantize is not None and manifest.evaluation.tasks:
+    if manifest.quantize is not None and "uniform" in manifest.quantize.kinds_of_levels and manifest.evaluation.tasks:
         check_reader_of_rounded("evaluation.tasks")
     _check_sequence(manifest, config)
     _check_places(manifest, source)

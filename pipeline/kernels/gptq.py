@@ -13,7 +13,9 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import factor_
-from pipeline.kernels.packing import code_range, scaled
+from pipeline.kernels.levels import LevelKind, borders, choose_table
+from pipeline.kernels.packing import code_range, scaled, stored_scales
+from pipeline.kernels.polishing import polish
 
 DAMPING = 0.01  # of the moment's mean diagonal, added to its diagonal
 MOST_DAMPING = 1e6  # a moment that needs more carries no information
@@ -26,16 +28,20 @@ TRIED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on 
 
 
 class Rounded(NamedTuple):
-    """Codes (O, I) int8, scales (O, S) of the stored dtype, and the moment's damping (0: rounded to nearest)."""
+    """Codes (O, I) int8, scales (O, S) of the stored dtype, and the moment's damping (0: rounded to nearest).
+
+    `levels`: the table (n), of the stored dtype, in which codes are looked up; None: uniform levels, the codes.
+    """
 
     codes: Tensor
     scales: Tensor
     damping: float
+    levels: Tensor | None = None
 
     @property
     def values(self) -> Tensor:
         """The stored weight (O, I) in float64."""
-        return scaled(self.codes, self.scales.to(torch.float64))
+        return scaled(self.codes, self.scales.to(torch.float64), self.levels)
 
 
 class Feedback(NamedTuple):
@@ -47,12 +53,14 @@ class Feedback(NamedTuple):
             columns compensate; diagonal and lower triangle are undefined.
         remaining: (I,) float64, by original column: the share of a squared error that remains after compensation.
         damping: added to the moment's diagonal, relative to its mean.
+        moment: (I, I) M itself, without the damping.
     """
 
     order: Tensor
     share: Tensor
     remaining: Tensor
     damping: float
+    moment: Tensor
 
 
 def error_feedback(moment_II: Tensor) -> Feedback | None:
@@ -69,56 +77,83 @@ def error_feedback(moment_II: Tensor) -> Feedback | None:
     peak = require_finite("moment", moment_II)
     if peak == 0.0:
         return None
-    moment_II = moment_II.detach().to(torch.float64) / peak
-    diagonal_I = moment_II.diagonal().clamp_min(0.0)
+    scaled_II = moment_II.detach().to(torch.float64) / peak
+    diagonal_I = scaled_II.diagonal().clamp_min(0.0)
     order_I = torch.argsort(diagonal_I, descending=True, stable=True)
-    factor_II, damping = _factor(moment_II[order_I][:, order_I])
+    factor_II, damping = _factor(scaled_II[order_I][:, order_I])
     diagonal_I = factor_II.diagonal().clone()
     remaining_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.square())
-    return Feedback(order_I, factor_II.div_(diagonal_I).to(torch.float32), remaining_I, damping)
+    return Feedback(order_I, factor_II.div_(diagonal_I).to(torch.float32), remaining_I, damping, moment_II.detach())
 
 
 def round_to_nearest(
-    weight_OI: Tensor, bits: int, group: int | None, dtype: torch.dtype, importance_I: Tensor | None = None
+    weight_OI: Tensor,
+    bits: int,
+    group: int | None,
+    dtype: torch.dtype,
+    importance_I: Tensor | None = None,
+    levels: LevelKind = "uniform",
 ) -> Rounded:
-    """Round every number to the nearest code · scale, without a moment of the inputs.
+    """Round every number to the nearest level · scale, without a moment of the inputs.
 
-    `group`: the number of columns that share a scale (None: the whole row). `dtype`: of the stored scales.
+    `group`: the number of columns that share a scale (None: the whole row). `dtype`: of the stored scales and levels.
     `importance_I`: weights of the columns in the search for scales (None: equal). Raises ValueError on NaN or infinity,
     a group that does not divide the columns, or a scale beyond this dtype.
     """
     _check(weight_OI, bits, group)
-    scales_OS = choose_scales(weight_OI, bits, group, dtype, importance_I)
-    low, high = code_range(bits)
+    scales_OS, levels_n = _scales_and_levels(weight_OI, bits, group, dtype, importance_I, levels)
     steps_OS = scales_OS.to(torch.float64)[..., None]
     grouped_OSg = weight_OI.detach().to(torch.float64).unflatten(1, (scales_OS.shape[1], -1))
-    codes_OI = (grouped_OSg / steps_OS).round_().clamp_(low, high).to(torch.int8).flatten(1)
-    return Rounded(codes_OI, scales_OS, 0.0)
+    codes_OI = _Nearest(bits, levels_n, torch.float64).codes(grouped_OSg / steps_OS).to(torch.int8).flatten(1)
+    return Rounded(codes_OI, scales_OS, 0.0, levels_n)
 
 
 def round_with_feedback(
-    weight_OI: Tensor, feedback: Feedback | None, bits: int, group: int | None, dtype: torch.dtype
+    weight_OI: Tensor,
+    feedback: Feedback | None,
+    bits: int,
+    group: int | None,
+    dtype: torch.dtype,
+    levels: LevelKind = "uniform",
 ) -> Rounded:
     """Round with small tr(Δ M Δᵀ), Δ the change of the weight and M the moment of `error_feedback`.
 
     Columns are rounded one after another, and later ones compensate each error: at once within BLOCK columns, then in
     all others by one product, in float32. Scales are chosen first, by groups of neighbouring columns, so that the order
-    need not be stored; the search weights errors by what remains of them. Without feedback every number goes to the
-    nearest code. Raises ValueError as `round_to_nearest`, and on feedback of
-    another width.
+    need not be stored; the search weights errors by what remains of them. Codes and scales of a table of levels are
+    polished afterwards. Without feedback every number goes to the nearest level. Raises ValueError as
+    `round_to_nearest`, and on feedback of another width.
     """
     if feedback is None:
-        return round_to_nearest(weight_OI, bits, group, dtype)
+        return round_to_nearest(weight_OI, bits, group, dtype, levels=levels)
     _check(weight_OI, bits, group)
     columns = weight_OI.shape[1]
     if len(feedback.order) != columns:
         width = len(feedback.order)
         raise ValueError(f"moment ({width}, {width}) does not fit a weight {tuple(weight_OI.shape)}")
-    scales_OS = choose_scales(weight_OI, bits, group, dtype, feedback.remaining)
-    rows = max(1, FED_NUMBERS // columns)
+    scales_OS, levels_n = _scales_and_levels(weight_OI, bits, group, dtype, feedback.remaining, levels)
+    rows, nearest = max(1, FED_NUMBERS // columns), _Nearest(bits, levels_n, torch.float32)
     parts = zip(weight_OI.detach().split(rows), scales_OS.split(rows), strict=True)
-    codes = [_fed_codes(weight_oI, scales_oS, feedback, code_range(bits)) for weight_oI, scales_oS in parts]
-    return Rounded(torch.cat(codes), scales_OS, feedback.damping)
+    codes_OI = torch.cat([_fed_codes(weight_oI, scales_oS, feedback, nearest) for weight_oI, scales_oS in parts])
+    if levels_n is not None:
+        codes_OI, scales_OS = polish(
+            weight_OI.detach(), codes_OI, scales_OS, levels_n, feedback.moment, feedback.damping
+        )
+    return Rounded(codes_OI, scales_OS, feedback.damping, levels_n)
+
+
+def _scales_and_levels(
+    weight_OI: Tensor,
+    bits: int,
+    group: int | None,
+    dtype: torch.dtype,
+    importance_I: Tensor | None,
+    levels: LevelKind,
+) -> tuple[Tensor, Tensor | None]:
+    if levels == "uniform":
+        return choose_scales(weight_OI, bits, group, dtype, importance_I), None
+    table = choose_table(weight_OI, bits, group, dtype, levels, importance_I)
+    return table.scales, table.levels
 
 
 def choose_scales(
@@ -143,7 +178,7 @@ def choose_scales(
         groups_oSg = weight_oI.to(torch.float64).reshape(len(weight_oI), -1, width)
         peaks_oS = groups_oSg.abs().amax(dim=-1)
         unit_oS = peaks_oS.where(peaks_oS > 0.0, 1.0)
-        best_oS = _stored(unit_oS * (2.0 / (high - low)), dtype)
+        best_oS = stored_scales(unit_oS * (2.0 / (high - low)), dtype)
         if len(clips) > 1:
             shares_oSg = (groups_oSg / unit_oS[..., None]).to(torch.float32)
             best_oS = _least_error(shares_oSg, unit_oS, clips, (low, high), dtype, importance_Sg)
@@ -163,7 +198,7 @@ def _least_error(
     low, high = limits
     best_oS, least_oS = torch.ones_like(unit_oS), torch.full_like(unit_oS, torch.inf, dtype=torch.float32)
     for clip in clips:
-        scales_oS = _stored(unit_oS * (2.0 * clip / (high - low)), dtype)
+        scales_oS = stored_scales(unit_oS * (2.0 * clip / (high - low)), dtype)
         steps_oS = (scales_oS / unit_oS).to(torch.float32)[..., None]
         errors_oSg = (shares_oSg / steps_oS).round_().clamp_(low, high).mul_(steps_oS).sub_(shares_oSg).square_()
         errors_oS = (errors_oSg if importance_Sg is None else errors_oSg.mul_(importance_Sg)).sum(dim=-1)
@@ -193,14 +228,6 @@ def _check(weight_OI: Tensor, bits: int, group: int | None) -> None:
         raise ValueError(f"groups of {group} do not divide {weight_OI.shape[1]} columns")
 
 
-def _stored(scales_OS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales as read back from `dtype`, in float64, never zero. Raises ValueError on a scale beyond it."""
-    stored_OS = scales_OS.to(dtype).to(torch.float64).clamp_min(torch.finfo(dtype).tiny)
-    if not torch.isfinite(stored_OS).all():
-        raise ValueError(f"a scale of {float(scales_OS.max()):.3g} is beyond {dtype}")
-    return stored_OS
-
-
 def _factor(moment_II: Tensor) -> tuple[Tensor, float]:
     """Return the upper triangular R of M + λI = R Rᵀ and λ / mean diagonal, which is raised until R exists."""
     mean = moment_II.diagonal().mean()
@@ -216,7 +243,28 @@ def _factor(moment_II: Tensor) -> tuple[Tensor, float]:
     raise ValueError(f"moment {tuple(moment_II.shape)} is far from positive semidefinite")
 
 
-def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, limits: tuple[int, int]) -> Tensor:
+class _Nearest:
+    """The nearest codes to numbers in units of their scales."""
+
+    def __init__(self, bits: int, levels_n: Tensor | None, dtype: torch.dtype) -> None:
+        """`levels_n`: a table; None: uniform levels. `dtype`: in which numbers are compared."""
+        self.limits = code_range(bits)
+        self.levels_n = None if levels_n is None else levels_n.to(dtype)
+        self.borders_b = None if self.levels_n is None else borders(self.levels_n)
+
+    def codes(self, numbers: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the codes of numbers, which are overwritten, in their dtype. `out`: tensor that holds the codes."""
+        if self.borders_b is None:
+            return torch.clamp(numbers.round_(), *self.limits, out=out)
+        codes = torch.bucketize(numbers, self.borders_b).add_(self.limits[0])
+        return codes.to(numbers.dtype) if out is None else out.copy_(codes)
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Return the levels of codes."""
+        return codes if self.levels_n is None else self.levels_n[codes.to(torch.int64) - self.limits[0]]
+
+
+def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, nearest: _Nearest) -> Tensor:
     """Return the codes with error feedback. Works on the transposed weight, so that a column is contiguous."""
     order_I, share_II = feedback.order, feedback.share
     weight_IO = weight_OI.T.to(torch.float32)[order_I]
@@ -232,8 +280,8 @@ def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, limits:
             column = start + place
             value_O = torch.addmv(target_IO[column], errors_bO[:place].T, share_bI[:place, column])
             step_O = steps_SO[places[column]]
-            code_O = torch.clamp(value_O.div_(step_O).round_(), *limits, out=codes_bO[place])
-            torch.addcmul(weight_IO[column], code_O, step_O, value=-1.0, out=errors_bO[place])
+            level_O = nearest.levels(nearest.codes(value_O.div_(step_O), out=codes_bO[place]))
+            torch.addcmul(weight_IO[column], level_O, step_O, value=-1.0, out=errors_bO[place])
         codes_IO[start:stop] = codes_bO
         target_IO[stop:].addmm_(share_bI[:, stop:].T, errors_bO)
     return torch.empty_like(codes_IO).index_copy_(0, order_I, codes_IO).T.contiguous()

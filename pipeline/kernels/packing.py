@@ -63,13 +63,31 @@ def unpack(words_OW: Tensor, bits: int, columns: int) -> Tensor:
     return (numbers_OBn.flatten(1)[:, :columns] + low).to(torch.int8)
 
 
-def scaled(codes_OI: Tensor, scales_OS: Tensor) -> Tensor:
-    """Multiply codes by scales, one for I / S columns, in the scales' dtype. Raises ValueError unless S divides I."""
+def scaled(codes_OI: Tensor, scales_OS: Tensor, levels_n: Tensor | None = None) -> Tensor:
+    """Multiply codes, or the levels that they stand for, by scales, one for I / S columns, in the scales' dtype.
+
+    Raises ValueError unless S divides I.
+    """
     rows, columns = codes_OI.shape
     if scales_OS.ndim != 2 or scales_OS.shape[0] != rows or scales_OS.shape[1] == 0 or columns % scales_OS.shape[1]:
         raise ValueError(f"scales {tuple(scales_OS.shape)} do not divide codes {tuple(codes_OI.shape)}")
-    grouped_OSg = codes_OI.reshape(rows, scales_OS.shape[1], -1)
-    return (grouped_OSg.to(scales_OS.dtype) * scales_OS[..., None]).reshape(rows, columns)
+    values_OI = codes_OI.to(scales_OS.dtype) if levels_n is None else levels_of(codes_OI, levels_n.to(scales_OS.dtype))
+    return (values_OI.reshape(rows, scales_OS.shape[1], -1) * scales_OS[..., None]).reshape(rows, columns)
+
+
+def levels_of(codes_OI: Tensor, levels_n: Tensor) -> Tensor:
+    """Look the levels of codes up: number c + n/2 of the table (n) for code c."""
+    return levels_n[codes_OI.to(torch.int64) + len(levels_n) // 2]
+
+
+def stored_scales(scales_OS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales as read back from `dtype`, in float64, never zero. Raises ValueError on a scale beyond it."""
+    tiny = torch.finfo(dtype).tiny
+    stored_OS = scales_OS.to(dtype).to(torch.float64)
+    stored_OS = torch.where(stored_OS < 0.0, stored_OS.clamp_max(-tiny), stored_OS.clamp_min(tiny))
+    if not torch.isfinite(stored_OS).all():
+        raise ValueError(f"a scale of {float(scales_OS.abs().max()):.3g} is beyond {dtype}")
+    return stored_OS
 
 
 def code_range(bits: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.packing import WORD_BITS, words_of
 
 SHAPE_BYTES = 16  # of each rounded matrix, two int64
-LEAST_BITS, MOST_BITS = 3, 8
+MOST_BITS = 8
 MATRICES = 2  # that a role is stored as, at most
 Claimed = Collection[tuple[int, str]] | None  # layers and roles
 PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of an index of theirs
@@ -67,20 +67,20 @@ def scope_units(geometry: Geometry, scope: str) -> float:
     return 8 * geometry.scope_bytes(scope) / geometry.bits
 
 
-def rounding_overhead(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtype_bits: int) -> float:
+def rounding_overhead(shapes: Sequence[tuple[int, ...]], bits: int, quantize: Quantize, dtype_bits: int) -> float:
     """Return the overhead of rounded matrices of these dense shapes beyond ρ of their numbers, in numbers of the dtype.
 
-    It holds their shapes, the padding of rows, and further scales where `group` does not divide the columns; without
-    groups, a scale for each row, of a first factor too.
+    It holds their shapes, the padding of rows, tables of levels, and further scales where the groups do not divide the
+    columns; without groups, a scale for each row, of a first factor too.
     """
-    extra = 0.0
+    extra, group = 0.0, quantize.group
     for rows, columns in shapes:
         if group is None:
             extra += rows + min(rows, columns)
         else:
             extra += rows * columns * (1.0 / math.gcd(columns, group) - 1.0 / group)
         extra += rows * (words_of(columns, bits) * WORD_BITS - columns * bits) / dtype_bits
-        extra += MATRICES * SHAPE_BYTES * 8 / dtype_bits
+        extra += MATRICES * (SHAPE_BYTES * 8 / dtype_bits + (2**bits if quantize.may_have_tables else 0))
     return extra
 
 
@@ -127,14 +127,14 @@ def _share(manifest: Manifest, dtype_bits: int) -> float:
 
 def least_bits(quantize: Quantize) -> int:
     """Return the bits of the manifest, or the fewest to choose from."""
-    return LEAST_BITS if quantize.bits == "auto" else quantize.bits
+    return quantize.choices[0]
 
 
 def most_by_bits(quantize: Quantize | None, dtype_bits: int) -> float:
     """Return the largest size of rounded numbers over their size with `least_bits`."""
     if quantize is None or quantize.bits != "auto":
         return 1.0
-    least, most = (rounded_share(bits, quantize.group, dtype_bits) for bits in (LEAST_BITS, MOST_BITS))
+    least, most = (rounded_share(bits, quantize.group, dtype_bits) for bits in (least_bits(quantize), MOST_BITS))
     return most / least
 
 
@@ -145,7 +145,7 @@ def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
         assert quantize is not None
         wide = layer.bits_of(f"{role}.weight") / layer.bits
         saved += math.prod(shape) * (wide - rounded_share(OUTER_BITS, quantize.group, layer.bits, wide))
-        saved -= max(1.0, wide) * rounding_overhead([shape], OUTER_BITS, quantize.group, layer.bits)
+        saved -= max(1.0, wide) * rounding_overhead([shape], OUTER_BITS, quantize, layer.bits)
     return saved
 
 
@@ -161,11 +161,11 @@ def _total_overhead(manifest: Manifest, geometry: Geometry) -> float:
     """Sum `rounding_overhead` over the model, with a bound on indices."""
     if manifest.quantize is None:
         return 0.0
-    bits, group = least_bits(manifest.quantize), manifest.quantize.group
+    quantize, bits = manifest.quantize, least_bits(manifest.quantize)
     extra = [
-        rounding_overhead(_rounded_shapes(manifest, layer), bits, group, geometry.bits) for layer in geometry.layers
+        rounding_overhead(_rounded_shapes(manifest, layer), bits, quantize, geometry.bits) for layer in geometry.layers
     ]
-    outside = rounding_overhead([shape for _, _, shape in _outer(manifest, geometry)], bits, group, geometry.bits)
+    outside = rounding_overhead([shape for _, _, shape in _outer(manifest, geometry)], bits, quantize, geometry.bits)
     if any(isinstance(entry, LossAware) and entry.factors == "pivoted" for entry in manifest.methods):
         indices = PIVOTED * geometry.hidden * INDEX_BITS / geometry.bits  # no rank is above the hidden size
         extra = [numbers + indices for numbers in extra]

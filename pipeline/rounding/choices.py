@@ -34,7 +34,6 @@ from pipeline.rounding.solutions import (
     round_solution,
 )
 
-CHOICES = (3, 4, 8)
 MOST_GAIN = 100.0  # of a channel that down hardly read before it was fitted again
 TINY = 1e-150
 SAMPLED = 3  # sizes of points that have the same ranks full; factors lose more by rounding than what stays whole
@@ -63,28 +62,28 @@ def with_bits(
     solve: Callable[[Ranks], Solution],
     geometry: LayerGeometry,
 ) -> Curve:
-    """Return the curve with a point at each of CHOICES in place of each, `bits` among its ranks.
+    """Return the curve with a point at each of `quantize.choices` in place of each, `bits` among its ranks.
 
     `numbers` become bytes in numbers of the layer's dtype, codes, scales and shapes counted. The loss is what the ranks
     lose, times UNDERSTATED, and what rounding with error feedback loses, ½ tr(G Δ C Δᵀ). That is known at
     SAMPLED sizes, at which the group is solved and rounded, and interpolated between them, among points of which the
     same matrices are factors. `solve`: ranks -> solution.
     """
-    bits = geometry.bits
+    bits, choices = geometry.bits, quantize.choices
     roles = [role for role in group.roles if role in geometry.matrices and role not in quantize.skip]
     others = [weight for name, weight in weights.items() if name.removesuffix(".weight") not in roles]
     plain = sum(weight.numel() for weight in others)
     wider = math.ceil(sum(weight.numel() * (8 * weight.itemsize - bits) for weight in others) / bits)
     if not roles:  # all are skipped: the bits of nothing
         whole = [
-            Point({**point.ranks, BITS: CHOICES[0]}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
+            Point({**point.ranks, BITS: choices[0]}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
             for point in from_columns(curve)
         ]
         return to_columns(frontier(whole), curve.hint)
     scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
     feedbacks = Feedbacks()
     predictors = {
-        choice: _Predictor(group, geometry, weights, statistics, quantize, choice, feedbacks) for choice in CHOICES
+        choice: _Predictor(group, geometry, weights, statistics, quantize, choice, feedbacks) for choice in choices
     }
 
     def rounding(solution: Solution, choice: int) -> RoundedSolution:
@@ -99,7 +98,7 @@ def with_bits(
             indexed |= {form.group for form in solution.forms.values() if form.form == "pivoted" and form.group}
             odd |= roles_of_odd_groups(solution, quantize)
             before = multiplied(solution, {})
-            each = ((choice, rounding(solution, choice)) for choice in CHOICES)
+            each = ((choice, rounding(solution, choice)) for choice in choices)
             sampled_losses.append([predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each])
         shapes = [_counted_shape(weights[f"{role}.weight"], quantize.group, role in odd) for role in roles]
         sizes = torch.tensor([point.numbers for point in line])
@@ -107,11 +106,11 @@ def with_bits(
         losses_PB = interpolate([point.numbers for point in sampled], losses_SB, sizes)
         for point, lost in zip(line, losses_PB.tolist(), strict=True):
             unrounded = plain + sum(math.ceil(INDEX_BITS * point.ranks[name] / bits) for name in indexed)
-            for choice, loss in zip(CHOICES, lost, strict=True):
+            for choice, loss in zip(choices, lost, strict=True):
                 codes = math.ceil(
                     max(0, point.numbers - unrounded) * rounded_share(choice, quantize.group, bits, scale)
                 )
-                more = math.ceil(max(1.0, scale) * rounding_overhead(shapes, choice, quantize.group, bits))
+                more = math.ceil(max(1.0, scale) * rounding_overhead(shapes, choice, quantize, bits))
                 numbers = codes + min(unrounded, point.numbers) + wider + more
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
@@ -166,7 +165,7 @@ class _Predictor:
             moment_II, felt_O = statistics.mean(read)[0], statistics.mean(output_gradient(matrix))[0]
             columns = fitting_group(weight_OI.shape[1], quantize.group)
             feedback, dtype = feedbacks.of(read, moment_II), weights[matrix.weight_key].dtype
-            rounded = round_with_feedback(weight_OI, feedback, bits, columns, dtype)
+            rounded = round_with_feedback(weight_OI, feedback, bits, columns, dtype, quantize.kinds_of_levels[-1])
             errors_O = _squares(rounded.values - weight_OI, moment_II)
             share = float(errors_O.sum()) / max(float(_squares(weight_OI, moment_II).sum()), TINY)
             self.whole[role] = 0.5 * float(errors_O @ felt_O), share

@@ -1,34 +1,37 @@
-"""Writes and reads the pack-quantized layout of compressed-tensors.
+"""Writes and reads the pack-quantized layout of compressed-tensors, and ours with a table of levels.
 
 docs/formats.md#rounded-tensors. A module PATH that is rounded holds `PATH.weight_packed`, `PATH.weight_scale` and
-`PATH.weight_shape` in place of `PATH.weight`.
+`PATH.weight_shape` in place of `PATH.weight`; with levels of its own also `PATH.weight_levels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifests.records import Scheme
+from pipeline.kernels.gptq import Rounded
 from pipeline.kernels.packing import pack, scaled, unpack, words_of
 
-FIELD = "quantization_config"  # of config.json
+FIELD = "quantization_config"  # of config.json: the modules of uniform levels
+TABLES = "level_tables"  # of config.json: the modules with a table of levels
 WEIGHT = ".weight"
-PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
+PACKED, SCALE, SHAPE, LEVELS = ".weight_packed", ".weight_scale", ".weight_shape", ".weight_levels"
 LAYOUT = "pack-quantized"
 EVERY = "Linear"  # a target that means each module of the class that is not ignored
 
 
-def packed_tensors(path: str, codes_OI: Tensor, scales_OS: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+def packed_tensors(path: str, rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
     """Return the packed tensors that replace `PATH.weight`."""
-    return {
-        path + PACKED: pack(codes_OI, scheme.bits),
-        path + SCALE: scales_OS,
-        path + SHAPE: torch.tensor(codes_OI.shape, dtype=torch.int64),
+    packed = {
+        path + PACKED: pack(rounded.codes, scheme.bits),
+        path + SCALE: rounded.scales,
+        path + SHAPE: torch.tensor(rounded.codes.shape, dtype=torch.int64),
     }
+    return packed if rounded.levels is None else {**packed, path + LEVELS: rounded.levels}
 
 
 def unpacked(tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
@@ -37,12 +40,13 @@ def unpacked(tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> di
     `rounded`: by the path of a module. Raises KeyError for packed tensors of a module that it lacks, or for a missing
     part, and ValueError for words that do not fit their shape.
     """
-    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith((PACKED, SCALE, SHAPE))}
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith((PACKED, SCALE, SHAPE, LEVELS))}
     for name, words_OW in tensors.items():
         if name.endswith(PACKED):
             path = name.removesuffix(PACKED)
             codes_OI = unpack(words_OW, rounded[path].bits, int(tensors[path + SHAPE][1]))
-            plain[path + WEIGHT] = scaled(codes_OI, tensors[path + SCALE])
+            levels_n = tensors[path + LEVELS] if rounded[path].has_table else None
+            plain[path + WEIGHT] = scaled(codes_OI, tensors[path + SCALE], levels_n)
     return plain
 
 
@@ -59,11 +63,14 @@ def packed_shapes(shapes: Mapping[str, tuple[int, ...]], rounded: Mapping[str, S
         packed[path + PACKED] = (rows, words_of(columns, bits))
         packed[path + SCALE] = (rows, 1 if group is None else columns // group)
         packed[path + SHAPE] = (2,)
+        if rounded[path].has_table:
+            packed[path + LEVELS] = (2**bits,)
     return packed
 
 
 def quantization_config(rounded: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
-    """Return the field of config.json. `linears`: the paths of all modules that are `torch.nn.Linear`.
+    """Return the field of config.json for modules of uniform levels. `linears`: the paths of all modules that are
+    `torch.nn.Linear`.
 
     A single scheme targets every Linear that is not ignored; several schemes name their modules. Rounded embeddings are
     always named.
@@ -93,9 +100,18 @@ def quantization_config(rounded: Mapping[str, Scheme], linears: Iterable[str]) -
     }
 
 
+def rounding_fields(rounded: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of config.json that describe rounded modules. `linears`: as in `quantization_config`."""
+    tables = {path: scheme for path, scheme in rounded.items() if scheme.has_table}
+    uniform = {path: scheme for path, scheme in rounded.items() if path not in tables}
+    fields: dict[str, Any] = {FIELD: quantization_config(uniform, linears)} if uniform else {}
+    return {**fields, TABLES: {path: tables[path].model_dump() for path in sorted(tables)}} if tables else fields
+
+
 def rounded_modules(config: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Scheme]:
     """Map the modules among `paths` that config.json lists as rounded to their schemes."""
-    schemes: dict[str, Scheme] = {}
+    paths = [*paths]
+    schemes = {path: Scheme(**scheme) for path, scheme in (config.get(TABLES) or {}).items() if path in paths}
     field = config.get(FIELD) or {}
     for group in field.get("config_groups", {}).values():
         scheme = Scheme(bits=group["weights"]["num_bits"], group=group["weights"]["group_size"])
@@ -108,17 +124,22 @@ def rounded_modules(config: Mapping[str, Any], paths: Iterable[str]) -> dict[str
 def named_modules(config: Mapping[str, Any]) -> set[str]:
     """Return the paths that config.json names as rounded."""
     groups = (config.get(FIELD) or {}).get("config_groups", {}).values()
-    return {target for group in groups for target in group["targets"]} - {EVERY}
+    return {target for group in groups for target in group["targets"]} - {EVERY} | {*(config.get(TABLES) or {})}
 
 
-def packed_names(name: str) -> set[str]:
-    """Return the names of the packed tensors of the weight `name`; of another tensor its own name."""
+def packed_names(name: str, stored: Container[str] = ()) -> set[str]:
+    """Return the names of the packed tensors of the weight `name`; of another tensor its own name.
+
+    `stored`: the table of levels is among them if it is among these names.
+    """
     path = name.removesuffix(WEIGHT)
-    return {path + part for part in (PACKED, SCALE, SHAPE)} if path != name else {name}
+    if path == name:
+        return {name}
+    return {path + part for part in (PACKED, SCALE, SHAPE)} | ({path + LEVELS} if path + LEVELS in stored else set())
 
 
 def packed_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a packed tensor; float32 for scales, which may have any floating type."""
+    """Return the dtype of a packed tensor; float32 for scales and levels, which may have any floating type."""
     return {PACKED: torch.int32, SHAPE: torch.int64}.get(f".{name.rpartition('.')[2]}", torch.float32)
 
 

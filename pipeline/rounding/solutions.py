@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.quantize import Quantize
-from manifests.records import Scheme
+from manifests.records import LevelKind, Scheme
 from pipeline.kernels.gptq import Feedback, Rounded, error_feedback, round_with_feedback, rounding_error
 from pipeline.kernels.packing import scaled
 from pipeline.kernels.pivoted import Pivoted, expand
@@ -120,26 +120,63 @@ def round_solution(
             _as_read(matrix, solution, moments, by_key, reads) if fed else (solution.tensors[matrix.key], None)
             for matrix in together
         ]
-        weight_OI, moment_II = torch.cat([weight_oI for weight_oI, _ in read]), read[0][1]
+        moment_II = read[0][1]
         try:
-            scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
+            group = fitting_group(read[0][0].shape[1], quantize.group)
             feedback = feedbacks.of(_read_by(first, solution, reads), moment_II)
-            rounded = round_with_feedback(weight_OI, feedback, bits, scheme.group, dtype)
+            rounded = _round(read, feedback, quantize.kinds_of_levels, bits, group, dtype)
         except ValueError as error:
             raise ValueError(f"{', '.join(matrix.key for matrix in together)}: {error}") from error
-        rows = [len(weight_oI) for weight_oI, _ in read]
-        parts = zip(together, read, rounded.codes.split(rows), rounded.scales.split(rows), strict=True)
-        for matrix, (weight_oI, _), codes_oI, scales_oS in parts:
-            path = matrix.key.removesuffix(WEIGHT)
+        for matrix, part in zip(together, rounded, strict=True):
+            path, scheme = matrix.key.removesuffix(WEIGHT), Scheme(bits=bits, group=group, levels=part.levels)
             del tensors[matrix.key]
-            tensors |= packed_tensors(path, codes_oI, scales_oS, scheme)
-            schemes[path], by_key[matrix.key] = scheme, Rounded(codes_oI, scales_oS, rounded.damping)
-            worst = max(worst, _error(weight_oI, by_key[matrix.key], moment_II))
+            tensors |= packed_tensors(path, part.rounded, scheme)
+            schemes[path], by_key[matrix.key] = scheme, part.rounded
+            worst = max(worst, part.error)
             nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if nearest and moments and fed:
         report["nearest"] = sorted(nearest)
     return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, by_key)
+
+
+class _Candidate(NamedTuple):
+    """A rounded matrix: the kind of its levels, its codes, and its relative error."""
+
+    levels: LevelKind
+    rounded: Rounded
+    error: float
+
+
+def _round(
+    read: Sequence[tuple[Tensor, Tensor | None]],
+    feedback: Feedback | None,
+    kinds: Sequence[LevelKind],
+    bits: int,
+    group: int | None,
+    dtype: torch.dtype,
+) -> list[_Candidate]:
+    """Round matrices that read the same, each by the kind of levels of least error; of equal ones by the first."""
+    weights = [weight_oI for weight_oI, _ in read]
+    candidates = []
+    for kind in kinds:
+        if kind == "uniform":
+            rounded = _round_together(weights, feedback, bits, group, dtype)
+        else:  # each has a table of its own
+            rounded = [round_with_feedback(weight_oI, feedback, bits, group, dtype, kind) for weight_oI in weights]
+        errors = [_error(weight_oI, each, moment) for (weight_oI, moment), each in zip(read, rounded, strict=True)]
+        candidates.append([_Candidate(kind, *pair) for pair in zip(rounded, errors, strict=True)])
+    return [min(each, key=lambda candidate: candidate.error) for each in zip(*candidates, strict=True)]
+
+
+def _round_together(
+    weights: Sequence[Tensor], feedback: Feedback | None, bits: int, group: int | None, dtype: torch.dtype
+) -> list[Rounded]:
+    """Round matrices to uniform levels at once."""
+    rows = [len(weight_oI) for weight_oI in weights]
+    rounded = round_with_feedback(torch.cat(list(weights)), feedback, bits, group, dtype)
+    parts = zip(rounded.codes.split(rows), rounded.scales.split(rows), strict=True)
+    return [Rounded(codes_oI, scales_oS, rounded.damping) for codes_oI, scales_oS in parts]
 
 
 def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple[str, ...], Tensor]:
@@ -241,7 +278,7 @@ def _as_read(
 def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> float:
     """Estimate `rounding_error` on evenly spread rows: products with the moment are more work than rounding."""
     rows = slice(None, None, max(1, len(weight_OI) // ERROR_ROWS))
-    stored_oI = scaled(rounded.codes[rows], rounded.scales[rows].to(torch.float64))
+    stored_oI = scaled(rounded.codes[rows], rounded.scales[rows].to(torch.float64), rounded.levels)
     return rounding_error(weight_OI[rows], stored_oI, moment_II)
 
 

@@ -115,7 +115,7 @@ def check_coverage(pair: Pair) -> Finding:
         if role in described["forms"]:
             faults += _factor_faults(pair, name, layer, role, described["forms"], claimed[name])
         elif name not in pair.checkpoint.tensors and packed_names(name) <= pair.checkpoint.tensors.keys():
-            faults += _packed_faults(pair, packed_names(name), claimed[name])
+            faults += _packed_faults(pair, packed_names(name, pair.checkpoint.tensors), claimed[name])
         elif any(role in report.get("refitted", ()) for report in described["groups"].values()):
             faults += _refitted_faults(pair, name, claimed[name])
         else:

@@ -20,7 +20,7 @@ from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
 from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, to_columns
-from pipeline.rounding.choices import CHOICES, UNDERSTATED, _Predictor, gradient_moments, with_bits
+from pipeline.rounding.choices import UNDERSTATED, _Predictor, gradient_moments, with_bits
 from pipeline.rounding.solutions import Feedbacks, input_moments, multiplied, round_solution
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import features, make_statistics, make_weights
@@ -102,7 +102,7 @@ def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str, solve_it: Ca
     group, weights = Group(0, "matrix", (role,)), {f"{role}.weight": WEIGHT}
     curve = with_bits(to_columns(points), group, QUANTIZE, weights, statistics(role), solve_it, LAYER)
     found = from_columns(curve)
-    assert {point.ranks[BITS] for point in found} == set(CHOICES)
+    assert {point.ranks[BITS] for point in found} == set(QUANTIZE.choices)
     assert {point.ranks["rank"] for point in found} >= {RANKS[0], COLUMNS}
     for point in found:
         lost = loss(role, change_by_rounding(role, point.ranks, point.ranks[BITS]))
@@ -155,7 +155,7 @@ def test_points_never_store_more_than_they_say(name: str, width: int) -> None:
     ranked = method.curve(group, where.layers[0], weights, found)
     dtype = {key: tensor.to(torch.bfloat16) for key, tensor in weights.items()}
     points = from_columns(with_bits(ranked, group, QUANTIZE, dtype, found, solve_it, where.layers[0]))
-    assert {point.ranks[BITS] for point in points} == set(CHOICES)
+    assert {point.ranks[BITS] for point in points} == set(QUANTIZE.choices)
     for point in points:
         rounded = round_solution(
             solve_it(point.ranks), QUANTIZE, point.ranks[BITS], found.moments, dtype, LAYER.reads

@@ -44,6 +44,7 @@ MODELLING_FILES = (
     "inputs_lamina.py",
     "latent_attention_lamina.py",
     "layers_lamina.py",
+    "levels_lamina.py",
     "mixture_lamina.py",
     "modeling_lamina.py",
     "processor_lamina.py",

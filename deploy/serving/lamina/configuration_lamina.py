@@ -74,6 +74,7 @@ class LayersConfig(PreTrainedConfig):
         core_format: layout in memory of Tucker cores that are stored sparse, "dense" or "csr". Each loading may choose.
         unused_tensors: stored tensors of the source that the model does not use.
         foreign: fields of the source's config that attention which transformers provides reads, see `foreign_lamina`.
+        level_tables: modules whose codes stand for levels in a table, by path: `bits`, `group`, and the kind of levels.
         source_dtypes: dtypes of the source's factored tensors, by name, where they are not `dtype`; exports use them.
 
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
@@ -112,6 +113,7 @@ class LayersConfig(PreTrainedConfig):
     unused_tensors: list[str] = field(default_factory=list)
     foreign: dict[str, Any] = field(default_factory=dict)
     source_dtypes: dict[str, str] = field(default_factory=dict)
+    level_tables: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_types(self)
@@ -240,7 +242,8 @@ def _check_types(config: LayersConfig) -> None:
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
             raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
-    for name, kind in {"block": dict, "foreign": dict, "source_dtypes": dict, **dict.fromkeys(LISTS, list)}.items():
+    dicts = ("block", "foreign", "level_tables", "source_dtypes")
+    for name, kind in {**dict.fromkeys(dicts, dict), **dict.fromkeys(LISTS, list)}.items():
         if not isinstance(value := getattr(config, name), kind | None):
             raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")
     for name, value in (config.block or {}).items():
@@ -336,8 +339,10 @@ def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
 
     Of factors, the one with heads or channels on one side is cut: the second of a role that reads the hidden states,
     the first of a role that writes to them. The other is whole on every device. Attention and MLP are cut separately,
-    each only if the same modules of all layers can be cut. None if neither can.
+    each only if the same modules of all layers can be cut. None if neither can, and for modules with tables of levels.
     """
+    if config.level_tables:
+        return None
     prefix, modules = in_base(config.block["layers"]), config.block["modules"]
     plan: dict[str, str] = {}
     for roles in (QKVO_ROLES, MLP_ROLES) if config.mixture is None else (QKVO_ROLES,):

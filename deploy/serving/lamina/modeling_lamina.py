@@ -13,9 +13,9 @@ width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 The files beside this one: configuration_lamina, block_lamina (the block and the sizes of a layer), activation_lamina,
 form_lamina and forms_lamina (how projections are stored), factored_lamina and tucker_lamina (the modules of factored
 projections), conversion_lamina (names and shapes of stored factors), decoder_layer_lamina (norm, attention and MLP over
-whole sequences), layers_lamina (the same in transformers: caches, attention functions), rotary_lamina,
-latent_attention_lamina (cached latents, in blocks), processor_lamina (the dtype of products on a CPU), inputs_lamina
-(positions and masks), checking_lamina (checks of a checkpoint's files).
+whole sequences), layers_lamina (the same in transformers: caches, attention functions), levels_lamina (weights as codes
+and a table), rotary_lamina, latent_attention_lamina (cached latents, in blocks), processor_lamina (the dtype of
+products on a CPU), inputs_lamina (positions and masks), checking_lamina (checks of a checkpoint's files).
 """
 
 import re
@@ -39,6 +39,7 @@ from .decoder_layer_lamina import attach, find, make_embedding, make_head, make_
 from .factored_lamina import stored_factors
 from .inputs_lamina import prepare_layer_inputs
 from .layers_lamina import LaminaAttention, LaminaDecoderLayer
+from .levels_lamina import attach_tables
 from .rotary_lamina import make_rotary
 
 register_conversions(LaminaConfig.model_type)
@@ -119,11 +120,19 @@ def _faults(report: dict[str, Any], model: Any) -> list[str]:
 
 
 def _check_equal_heads(config: LaminaConfig) -> None:
-    """Raise ValueError for heads that vLLM's Transformers backend cannot hold: it has one kind for all layers."""
+    """Raise ValueError for heads that vLLM's Transformers backend cannot hold: it has one kind for all layers.
+
+    Modules with tables of levels are refused as well: the backend loads none.
+    """
     if config.foreign:
         raise ValueError(
             f"vLLM's Transformers backend does not serve the attention of {config.foreign['model_type']} inside of "
             "Lamina's model; load the checkpoint in transformers"
+        )
+    if config.level_tables:
+        raise ValueError(
+            "weights whose codes stand for levels in a table (level_tables): vLLM's Transformers backend loads none; "
+            "with Lamina's serving package (pip install CHECKOUT/deploy/serving), vLLM has a class that does"
         )
     for layer in range(config.num_hidden_layers):
         shape, (form, spec) = config.layer_shape(layer), config.form_of(layer, "v")
@@ -167,6 +176,8 @@ class LaminaModel(LaminaPreTrainedModel):
             attach(self, in_base(positions["module"]), make_positions(config))
         attach(self, in_base(block["layers"]), layers)
         attach(self, in_base(block["final_norm"]), make_norm(config))
+        tables = config.level_tables.items()
+        attach_tables(self, {in_base(path): scheme for path, scheme in tables if path != block["head"]})
         self.rotary_emb = make_rotary(config)
         self.gradient_checkpointing = False
         # Must match no tensor of a causal model: vLLM builds its models around this one and skips matches.
@@ -235,7 +246,9 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         self._head = tuple(config.block["head"].split("."))
         base = LaminaModel(config)
         self.add_module(self.base_model_prefix, base)
-        attach(self, config.block["head"], make_head(config))
+        head = config.block["head"]
+        attach(self, head, make_head(config))
+        attach_tables(self, {path: scheme for path, scheme in config.level_tables.items() if path == head})
         self._tied_weights_keys = {f"{config.block['head']}.weight": f"{config.block['embed']}.weight"}
         self.post_init()
 

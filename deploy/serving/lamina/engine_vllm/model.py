@@ -3,6 +3,7 @@
 T tokens of all sequences of a step, D hidden, V vocabulary.
 """
 
+import copy
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -206,8 +207,10 @@ class LaminaForVllm(nn.Module):
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
         """Return the shapes of the checkpoint's tensors by name; None for those that only vLLM's quantisation knows."""
+        plain = copy.copy(self.config)
+        plain.level_tables = {}
         with torch.device("meta"):
-            model = LaminaForCausalLM(self.config)
+            model = LaminaForCausalLM(plain)
         expected: dict[str, tuple[int, ...] | None] = {n: tuple(t.shape) for n, t in stored_state(model).items()}
         if self.config.tie_word_embeddings:
             expected.pop(f"{self.config.block['head']}.weight", None)

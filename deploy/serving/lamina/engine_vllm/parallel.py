@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES, LayerShape
 from lamina.configuration_lamina import LaminaConfig
 from lamina.decoder_layer_lamina import LaminaRMSNorm, attach
-from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, check_dtype, check_operator, scheme_of
+from lamina.engine_vllm.rounded import Scheme, Unpacking, check_kernel, check_operator, scheme_of
 from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.tucker_lamina import SparseCore, TuckerLinears
@@ -101,7 +101,7 @@ class SummedRole(RoleOutput):
 def unpacked_places(module: Any, path: str, scheme: Scheme) -> dict[str, Place]:
     """Return places for the packed tensors of a linear or a table that is unpacked at loading."""
     unpacking = Unpacking(scheme, lambda stored: module.weight.weight_loader(module.weight, stored))
-    return {f"{path}.{part}": partial(unpacking.take, part) for part in PARTS}
+    return {f"{path}.{part}": partial(unpacking.take, part) for part in scheme.parts}
 
 
 class Parallel:
@@ -160,10 +160,11 @@ class Parallel:
     def _linear(self, style: Any, linear: nn.Linear, path: str) -> nn.Module:
         sizes, name = (linear.in_features, linear.out_features), f"{self.prefix}.{path}"
         options = {"bias": linear.bias is not None, "prefix": name, "return_bias": False}
-        scheme = scheme_of(self.config, name) if self.quant_config else None
+        scheme = scheme_of(self.config, name)
+        scheme = scheme if self.quant_config or (scheme and scheme.table) else None
         try:
             if scheme is not None:
-                check_dtype()
+                check_kernel(scheme)
             parallel: nn.Module = style(*sizes, quant_config=self.quant_config, **options)
             check_operator(parallel)
         except ValueError as error:  # no kernel of the platform takes these bits and widths

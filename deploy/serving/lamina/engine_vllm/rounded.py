@@ -1,7 +1,8 @@
 """Weights of a few bits in the pack-quantized layout of compressed-tensors (docs/formats.md#rounded-tensors).
 
-vLLM multiplies them packed if the platform has a kernel for the bits, the group and the widths. Otherwise a matrix is
-unpacked at loading: the outputs are right, but it is as large as an unrounded one. O outputs, I inputs, W words a row.
+vLLM multiplies them packed if the platform has a kernel for the bits, the group and the widths. Otherwise, and with a
+table of levels, a matrix is unpacked at loading: the outputs are right, but it is as large as an unrounded one.
+O outputs, I inputs, W words a row, n levels.
 """
 
 import math
@@ -13,29 +14,45 @@ from torch import Tensor
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.platforms import current_platform
 
+from lamina.levels_lamina import scaled_levels
+
 PACKED, SCALE, SHAPE = PARTS = ("weight_packed", "weight_scale", "weight_shape")
+LEVELS = "weight_levels"
 LAYOUT, EVERY, WORD_BITS = "pack-quantized", "Linear", 32
 ROWS = 1024  # unpacked at a time
 OPERATOR = "cpu_gemm_wna16"
 
 
 class Scheme(NamedTuple):
-    """Codes of `bits` bits, and a scale for each `group` columns of a row; None: for each row."""
+    """Codes of `bits` bits, and a scale for each `group` columns of a row; None: for each row.
+
+    `table`: codes stand for levels in a stored table.
+    """
 
     bits: int
     group: int | None
+    table: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of the stored tensors."""
+        return (*PARTS, LEVELS) if self.table else PARTS
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the packed tensors of a weight (O, I)."""
         scales = 1 if self.group is None else inputs // self.group
-        return {PACKED: (outputs, math.ceil(inputs * self.bits / WORD_BITS)), SCALE: (outputs, scales), SHAPE: (2,)}
+        shapes = {PACKED: (outputs, math.ceil(inputs * self.bits / WORD_BITS)), SCALE: (outputs, scales), SHAPE: (2,)}
+        return {**shapes, LEVELS: (2**self.bits,)} if self.table else shapes
 
 
 def scheme_of(config: Any, path: str, linear: bool = True) -> Scheme | None:
-    """Return the scheme of a module in `quantization_config`; None if it is not rounded, or in another layout.
+    """Return the scheme of a module in `quantization_config` or `level_tables`; None if it is in neither, or in another
+    layout.
 
-    `linear`: entries for every linear apply to the module. A table must be named.
+    `linear`: entries for every linear apply to the module. A table of embeddings must be named.
     """
+    if (tabled := (getattr(config, "level_tables", None) or {}).get(path)) is not None:
+        return Scheme(tabled["bits"], tabled["group"], table=True)
     field = getattr(config, "quantization_config", None) or {}
     if field.get("format") != LAYOUT or path in field.get("ignore", ()):
         return None
@@ -45,8 +62,11 @@ def scheme_of(config: Any, path: str, linear: bool = True) -> Scheme | None:
     return None
 
 
-def check_dtype() -> None:
-    """Raise ValueError for a dtype that vLLM would accept, and fail with in the first forward pass."""
+def check_kernel(scheme: Scheme) -> None:
+    """Raise ValueError for levels that no kernel takes, and for a dtype that vLLM would accept, and fail with in the
+    first forward pass."""
+    if scheme.table:
+        raise ValueError("no kernel looks levels up in a table")
     if current_platform.is_cpu() and torch.get_default_dtype() == torch.float32:
         raise ValueError("CPU kernels for packed weights compute in bfloat16 or float16, not in float32")
 
@@ -61,22 +81,15 @@ def check_operator(linear: Any) -> None:
         raise ValueError(f"vLLM's build for this CPU has no operator {OPERATOR}, which needs AVX-512 on x86")
 
 
-def unpack(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: int) -> Tensor:
-    """Return the weight (O, I): code · scale, in the scales' dtype.
+def unpack(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: int, levels_n: Tensor | None = None) -> Tensor:
+    """Return the weight (O, I) in the scales' dtype: code · scale, or with a table the code's level · scale.
 
-    A code is stored plus 2^(bits-1), lowest bits first, and may continue in the next word.
+    A code is stored plus 2^(bits-1), which is the number of its level.
     """
     columns = int(shape[1])
-    begins_I = torch.arange(columns, device=packed_OW.device) * bits
-    word_I, shift_I = begins_I // WORD_BITS, begins_I % WORD_BITS
-    parts = []
-    for packed_oW, scales_oS in zip(packed_OW.split(ROWS), scales_OS.split(ROWS), strict=True):
-        words_oW = torch.nn.functional.pad(packed_oW.long() & 0xFFFFFFFF, (0, 1))
-        both_oI = words_oW[:, word_I] | words_oW[:, word_I + 1] << WORD_BITS
-        codes_oI = (both_oI >> shift_I & 2**bits - 1) - 2 ** (bits - 1)
-        grouped_oSg = codes_oI.unflatten(1, (scales_oS.shape[1], -1)).to(scales_oS.dtype)
-        parts.append((grouped_oSg * scales_oS[..., None]).flatten(1))
-    return torch.cat(parts)
+    table_n = torch.arange(2**bits, device=packed_OW.device) - 2 ** (bits - 1) if levels_n is None else levels_n
+    parts = zip(packed_OW.split(ROWS), scales_OS.split(ROWS), strict=True)
+    return torch.cat([scaled_levels(packed_oW, scales_oS, table_n, columns) for packed_oW, scales_oS in parts])
 
 
 class Unpacking:
@@ -89,7 +102,7 @@ class Unpacking:
     def take(self, part: str, tensor: Tensor) -> None:
         """Take one of the stored tensors."""
         self.parts[part] = tensor
-        if len(self.parts) == len(PARTS):
+        if len(self.parts) == len(self.scheme.parts):
             packed, scale, shape = (self.parts[part] for part in PARTS)
-            self.place(unpack(packed, scale, shape, self.scheme.bits))
+            self.place(unpack(packed, scale, shape, self.scheme.bits, self.parts.get(LEVELS)))
             self.parts.clear()
