@@ -52,7 +52,9 @@ def _treatment(manifest: Mapping[str, Any]) -> str:
     parts = [f"compressed with {', '.join(names)}"] if names else []
     if rounding:
         bits = "chosen bits" if rounding["bits"] == "auto" else f"{rounding['bits']} bits"
-        levels = {"uniform": "", "auto": " with chosen levels"}.get(kind := rounding["levels"], f" with {kind} levels")
+        levels = {"uniform": "", "auto": " with chosen levels"}.get(
+            kind := rounding.get("levels", "uniform"), f" with {kind} levels"
+        )
         parts.append(f"rounded to {bits}{levels}")
     return ", ".join(parts)
 

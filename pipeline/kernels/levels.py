@@ -122,7 +122,7 @@ def _search_scales(
     """Return scales (O, S) of the levels' dtype of least Σ importance · error² to the nearest level.
 
     Candidates are `clips` of the largest magnitude, with either sign. Errors are compared in float32, relative
-    to the largest magnitude. Groups of zeros get the scale 1.
+    to the largest magnitude. Groups of zeros get the least scale, as the table may have no zero.
     """
     importance_Sg = importance_I.to(torch.float32).reshape(-1, width)
     table_n = levels_n.to(torch.float32)
@@ -141,5 +141,5 @@ def _search_scales(
             errors_oS = (nearest_oSg.mul_(steps_oS1).sub_(shares_oSg).square_() * importance_Sg).sum(dim=-1)
             better_oS = errors_oS < least_oS
             best_oS, least_oS = best_oS.where(~better_oS, scales_oS), least_oS.where(~better_oS, errors_oS)
-        scales.append(best_oS.masked_fill(peaks_oS == 0.0, 1.0).to(dtype))
+        scales.append(best_oS.masked_fill(peaks_oS == 0.0, torch.finfo(dtype).tiny).to(dtype))
     return torch.cat(scales)

@@ -82,7 +82,8 @@ class _Rows:
         numbers_bo, moment_bb = numbers_go[block], moment_gg[block, block]
         before_bo, pull_bo = numbers_bo.clone(), pull_go[block].clone()
         for column in range(len(numbers_bo)):  # on a GPU dominated by kernel launches
-            wanted_o = numbers_bo[column] + pull_bo[column] / (scale_o * moment_bb[column, column])
+            # not divided by their product, which may be zero where the scale is the least one
+            wanted_o = numbers_bo[column] + pull_bo[column] / moment_bb[column, column] / scale_o
             level_o = self.levels_n[torch.bucketize(wanted_o, self.borders_B)]
             pull_bo.addr_(moment_bb[column], (level_o - numbers_bo[column]) * scale_o, alpha=-1.0)
             numbers_bo[column] = level_o

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from manifests.records import Scheme
-from pipeline.kernels.gptq import Rounded
 from pipeline.kernels.packing import pack, scaled, unpack, words_of
 
 FIELD = "quantization_config"  # of config.json: the modules of uniform levels
@@ -24,14 +23,16 @@ LAYOUT = "pack-quantized"
 EVERY = "Linear"  # a target that means each module of the class that is not ignored
 
 
-def packed_tensors(path: str, rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
-    """Return the packed tensors that replace `PATH.weight`."""
+def packed_tensors(
+    path: str, codes_OI: Tensor, scales_OS: Tensor, scheme: Scheme, levels_n: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the packed tensors that replace `PATH.weight`. `levels_n`: the table, if codes stand for its levels."""
     packed = {
-        path + PACKED: pack(rounded.codes, scheme.bits),
-        path + SCALE: rounded.scales,
-        path + SHAPE: torch.tensor(rounded.codes.shape, dtype=torch.int64),
+        path + PACKED: pack(codes_OI, scheme.bits),
+        path + SCALE: scales_OS,
+        path + SHAPE: torch.tensor(codes_OI.shape, dtype=torch.int64),
     }
-    return packed if rounded.levels is None else {**packed, path + LEVELS: rounded.levels}
+    return packed if levels_n is None else {**packed, path + LEVELS: levels_n}
 
 
 def unpacked(tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:

@@ -130,7 +130,7 @@ def round_solution(
         for matrix, part in zip(together, rounded, strict=True):
             path, scheme = matrix.key.removesuffix(WEIGHT), Scheme(bits=bits, group=group, levels=part.levels)
             del tensors[matrix.key]
-            tensors |= packed_tensors(path, part.rounded, scheme)
+            tensors |= packed_tensors(path, part.rounded.codes, part.rounded.scales, scheme, part.rounded.levels)
             schemes[path], by_key[matrix.key] = scheme, part.rounded
             worst = max(worst, part.error)
             nearest += [path] if moment_II is None else []

@@ -16,6 +16,7 @@ ROUNDED = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": None}}},
 }
+TABLES = {"model.layers.0.self_attn.q_proj": {"bits": 4, "group": 32, "levels": "learned"}}
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 10000.0, "factor": 2.0}
 BY_CHANNELS = [{}, {"intermediate_size": 24}, {}]
 BY_HEADS = [{}, {"num_key_value_heads": 1}, {}]
@@ -67,6 +68,21 @@ def table(kind: Any, source: str = "llama-gqa", share: float = 0.5, cache: float
             ],
         ),
         (
+            table(pruned, level_tables=TABLES),
+            [
+                "on the disk and in memory; each product looks levels up in tables, which takes time; "
+                "nothing of the cache",
+                "on the disk; levels in tables are multiplied out when vLLM loads the model; nothing of the cache",
+                "not served: codes that stand for levels in a table",
+                *["narrower MLPs"] * 2,
+            ],
+        ),
+        (
+            table(pruned, level_tables=TABLES, quantization_config=ROUNDED)[0],
+            "on the disk and in memory; each product looks levels up in tables, which takes time; with uniform levels "
+            "on the disk, and in memory until the first token, which dequantizes these weights; nothing of the cache",
+        ),
+        (
             table(kinds.dense, rope_parameters=PROPORTIONAL)[1],
             "not served: rope_type proportional: vLLM ignores its factor 2",
         ),
@@ -88,6 +104,8 @@ def test_rounded_weights_need_a_package() -> None:
     [
         ([{"method": "lorc"}, {"method": "svd"}], None, "# x, compressed with lorc, svd\n"),
         ([], {"bits": 3}, "# x, rounded to 3 bits\n"),
+        ([], {"bits": 4, "levels": "normal"}, "# x, rounded to 4 bits with normal levels\n"),
+        ([], {"bits": 4, "levels": "auto"}, "# x, rounded to 4 bits with chosen levels\n"),
         ([{"method": "flat_llm"}], {"bits": "auto"}, "# x, compressed with flat_llm, rounded to chosen bits\n"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lamina import LaminaConfig
-from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, scheme_of, unpack
+from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, check_kernel, scheme_of, unpack
 from manifests.records import Scheme as Stored
 from pipeline.kernels.packing import code_range, scaled
 from pipeline.rounding.schemes import packed_shapes, packed_tensors, quantization_config
@@ -30,6 +30,25 @@ def test_codes_come_back(bits: int, columns: int, group: int | None) -> None:
     assert torch.equal(found[0], meant)
     shapes = packed_shapes({"p.weight": tuple(codes_OI.shape)}, {"p": Stored(bits=bits, group=group)})
     assert Scheme(bits, group).shapes(*codes_OI.shape) == {part: shapes[f"p.{part}"] for part in PARTS}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_levels_are_looked_up(bits: int) -> None:
+    low, high = code_range(bits)
+    codes_OI = torch.randint(low, high + 1, (1030, 48), dtype=torch.int8)
+    scales_OS, levels_n = torch.rand(1030, 3) - 0.5, torch.randn(2**bits).sort().values
+    stored = packed_tensors("p", codes_OI, scales_OS, Stored(bits=bits, group=16, levels="learned"), levels_n)
+    scheme = scheme_of(LaminaConfig(level_tables={"p": {"bits": bits, "group": 16, "levels": "learned"}}), "p")
+    assert scheme == Scheme(bits, 16, table=True)
+    with pytest.raises(ValueError, match="no kernel looks levels up"):
+        check_kernel(scheme)
+    placed: list[torch.Tensor] = []
+    unpacking = Unpacking(scheme, placed.append)
+    for part in scheme.parts:
+        unpacking.take(part, stored[f"p.{part}"])
+    assert torch.equal(placed[0], scaled(codes_OI, scales_OS, levels_n))
+    shapes = packed_shapes({"p.weight": (1030, 48)}, {"p": Stored(bits=bits, group=16, levels="learned")})
+    assert scheme.shapes(1030, 48) == {part: shapes[f"p.{part}"] for part in scheme.parts}
 
 
 def test_schemes() -> None:
