@@ -20,7 +20,7 @@ from manifests.quantize import Quantize
 
 MANIFEST_VERSION = 1
 RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that change ranks and bits, but no measurement on text
-    r"budget(\..*)?|quantize\.(bits|group)|"
+    r"budget(\..*)?|quantize\.(bits|group|levels)|"
     r"methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?",
     re.ASCII,
 )

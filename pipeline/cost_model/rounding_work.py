@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
 from pipeline.families.family import LayerGeometry
+from pipeline.kernels.polishing import SWEEPS
 from pipeline.methods.method import Task
 
 TRIED_BYTES, NEAREST_BYTES = 200, 700  # of memory for each number while scales are tried: six of them, or twenty
 FED_BYTES = 300  # for each number, mostly the errors before it in its block
-CHOSEN = 1 + 3 * 2 * 3  # roundings of a task whose bits are chosen: at each of three of them two kinds of three sizes
+SIZES_TRIED = 2 * 3  # roundings to each choice of bits, of a task whose bits are chosen: two kinds of three sizes
+SEARCHED_BYTES = {"normal": 500, "learned": 1000}  # of memory for each number while scales of a table are searched
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ def rounding_work(
     """
     if manifest.quantize is None:
         return ()
-    fed, times = manifest.rounds_by_feedback, CHOSEN if manifest.quantize.bits == "auto" else 1
+    quantize, fed = manifest.quantize, manifest.rounds_by_feedback
+    times = 1 + SIZES_TRIED * len(quantize.choices) if quantize.bits == "auto" else 1
+    tables = [kind for kind in quantize.kinds_of_levels if kind != "uniform"]
+    searched = sum(SEARCHED_BYTES[kind] for kind in tables)
+    passes = len(quantize.kinds_of_levels) + SWEEPS * len(tables)  # of error feedback, and of polishing
     works = []
     for task in tasks:
         layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
@@ -59,11 +65,12 @@ def rounding_work(
         if fed and inputs:
             widths = {columns for _, columns in sizes}
             flops = sum(width**3 / 3 for width in widths)
-            fed_flops = float(sum(rows * columns**2 for rows, columns in sizes))
-            steps = sum(widths)
-            works.append((task.name, flops, fed_flops, steps, numbers * float(TRIED_BYTES + FED_BYTES)))
+            fed_flops = passes * float(sum(rows * columns**2 for rows, columns in sizes))
+            steps = passes * sum(widths)
+            moved = numbers * float(TRIED_BYTES + passes * FED_BYTES + searched)
+            works.append((task.name, flops, fed_flops, steps, moved))
         elif numbers:
-            works.append((task.name, 0.0, 0.0, 0, numbers * float(NEAREST_BYTES)))
+            works.append((task.name, 0.0, 0.0, 0, numbers * float(NEAREST_BYTES + 3 * searched)))
     return tuple(
         RoundWork(name, times * flops, times * fed_flops, times * steps, times * moved)
         for name, flops, fed_flops, steps, moved in works

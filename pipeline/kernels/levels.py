@@ -17,11 +17,11 @@ from pipeline.kernels.packing import code_range, stored_scales
 TableKind = Literal["normal", "learned"]
 LevelKind = Literal["uniform", "normal", "learned"]
 CLIPS = tuple(1.0 - 0.03 * step for step in range(18))  # of the largest magnitude, tried as scales, of either sign
-FED_CLIPS = 6  # of these are tried with error feedback, where stronger clipping burdens the later columns
+FED_CLIPS = 1.0, 0.91  # tried with error feedback: stronger clipping burdens the later columns, and polishing follows
 LLOYD_STEPS = 25
 EVEN_BITS = 8  # from here on fits begin at even levels, of which so many describe numbers better
-FITS = 3  # of levels to numbers at their scales, each followed by a search for scales
-FITTED_NUMBERS = 2**20  # of a matrix, from rows spread evenly, to which levels are fitted
+FITS = 2  # of levels to numbers at their scales, each followed by a search for scales
+FITTED_NUMBERS = 2**17  # of a matrix, from rows spread evenly, to which levels are fitted
 SEARCHED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU, to fit its cache; elsewhere
 
 
@@ -80,7 +80,7 @@ def choose_table(
     numbers divided by their scales. `importance_I`: weights of the columns (None: equal).
     """
     weight_OI, columns = weight_OI.detach(), weight_OI.shape[1]
-    clips = CLIPS if importance_I is None else CLIPS[:FED_CLIPS]
+    clips = CLIPS if importance_I is None else FED_CLIPS
     importance_I = weight_OI.new_ones(columns, dtype=torch.float64) if importance_I is None else importance_I
     importance_I = importance_I / importance_I.max()
     width = columns if group is None else group

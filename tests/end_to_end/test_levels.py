@@ -76,8 +76,8 @@ def test_transformers_loads_what_was_meant(
 ) -> None:
     budget = {"keep": 0.8} if methods else None
     made = job(wide, methods=methods, **{**rounding(bits, levels, **more), "budget": budget})
-    divergence = made.run().json["held_out"]["divergence"]
-    assert 0.0 < divergence < 1.0
+    held_out = made.run().json["held_out"]
+    assert held_out is None if more.get("feedback") is False else 0.0 < held_out["divergence"] < 1.0
     config, model, ids = config_of(made.output), load(made.output), some_tokens(320)
     assert FIELD not in config
     kinds = {type(module) for module in model.modules()} & {TableLinear, TableEmbedding}
