@@ -51,6 +51,7 @@ class SourceCheckpoint:
         indexed: the checkpoint has an index.
         cache_bytes: size of the cache on the reading node's disk for tensors of a bucket (`stores.node_cache`).
         tags: the required entity tags of files in a bucket.
+        left_out: tensors of the files that are not part of the model, and not among `tensors`.
         opened: stamps of files on a disk, taken before the first was read.
     """
 
@@ -62,6 +63,7 @@ class SourceCheckpoint:
     cache_bytes: int = 0
     tags: Mapping[str, int | str] = field(default_factory=dict)
     opened: Mapping[str, FileStamp] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     DeepseekV2Config,
@@ -149,6 +150,12 @@ def randomise_(model: Any, seed: int) -> Any:
         if name.endswith("correction_bias"):  # of a router
             buffer.data = 0.15 * torch.randn(buffer.shape, generator=generator)
     return model
+
+
+def read_layer(directory: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of a layer of a checkpoint, by names relative to the layer."""
+    tensors = {name: tensor for shard in directory.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def make_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:

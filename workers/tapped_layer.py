@@ -77,7 +77,7 @@ class TappedLayer:
             self.module.every_expert = False
 
     def angles(self, hidden_BSD: Tensor) -> Angles | None:
-        """Return cos and sin of the rotations of whole samples; None for a family without rotation."""
+        """Return the rotations of whole samples, cos and sin, or as foreign attention takes them; None without any."""
         positions_1S = torch.arange(hidden_BSD.shape[1], device=hidden_BSD.device).unsqueeze(0)
         return None if self.rotary is None else self.rotary(hidden_BSD, positions_1S)
 
@@ -124,7 +124,8 @@ class TappedLayer:
         def watch(role: str) -> Tap:
             return lambda values: bad.append(role) if not all_finite(values) else None
 
-        roles = [role for role in self.geometry.roles if role not in (each.role for each in self.geometry.copied)]
+        routing = {each.role for each in self.geometry.copied} - {*self.geometry.foreign_roles}
+        roles = [role for role in self.geometry.roles if role not in routing]
         with self._tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
             self._forward(hidden_BSD)
         where = dict(self.geometry.modules)[bad[0]] if bad else "the residual sum"

@@ -216,6 +216,7 @@ class Assembler:
                 "revision": self.inputs.manifest.model.revision,
                 "model_type": geometry.model_type,
                 "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.source_files.items()},
+                **({"left_out": list(left_out)} if (left_out := self.inputs.source.left_out) else {}),
             },
             "manifest": self.inputs.manifest.semantic(),
             "counts": count_sizes(self.inputs, tensors, forms),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,18 @@ tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
 Lamina's serving package loads it without `trust_remote_code`: `pip install CHECKOUT/deploy/serving`, where CHECKOUT is
 a checkout of Lamina, or a wheel that `pip wheel --no-deps CHECKOUT/deploy/serving` builds there; then `import lamina`.
 The package is on no index: a project called `lamina` there is somebody else's. `compression.json` lists the form and
-the method of every tensor. {origin}
+the method of every tensor. {origin}{_left_out(compression["source"].get("left_out", ()))}
 
 {engine_table(config, cache["compressed"] / cache["dense"])}
 
 {_decoding(compression["decoding"])}{_latents(compression)}"""
+
+
+def _left_out(tensors: Sequence[str]) -> str:
+    """Say which tensors of the source the checkpoint lacks. Return an empty string without any."""
+    if not tensors:
+        return ""
+    return f"\nIt lacks the source's layers that predict further tokens: {len(tensors)} tensors, `{tensors[0]}` first."
 
 
 def _treatment(manifest: Mapping[str, Any]) -> str:

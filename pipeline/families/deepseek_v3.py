@@ -34,6 +34,7 @@ FAMILY = Family(
     requires={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     unread=UNREAD | {"num_mtp_layers": "of further predicted tokens, whose layers are left out"},
     foreign=latent_family("deepseek_v3"),
+    further_layers=True,
     mixture=MixtureFamily(
         paths=PATHS | {"score_bias": "mlp.gate.e_score_correction_bias"},
         sizes=SIZES,

@@ -34,6 +34,7 @@ class Family:
         unlisted: fields that the family's model in transformers reads though its config class does not list them.
         mixture: the mixtures of experts of its layers; None for a family of dense MLPs.
         foreign: its attention, where Lamina runs transformers' module and compresses nothing of it.
+        further_layers: the checkpoints on the hub may hold layers behind the last that predict further tokens.
         windows: those of `sliding_window` and `layer_types` that the family obeys; others carry them without effect.
     """
 
@@ -47,6 +48,7 @@ class Family:
     windows: tuple[str, ...] = ()
     mixture: MixtureFamily | None = None
     foreign: ForeignFamily | None = None
+    further_layers: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,14 @@ class LayerGeometry:
         return tuple(block for block in self.blocks if isinstance(block, AttentionBlock))
 
     @property
+    def foreign_roles(self) -> tuple[str, ...]:
+        """Return the roles of foreign attention."""
+        return tuple(each.role for each in self.foreign.copied) if self.foreign else ()
+
+    @property
     def foreign_linears(self) -> tuple[str, ...]:
         """Return the roles of foreign attention that have a matrix."""
-        copied = self.foreign.copied if self.foreign else ()
-        return tuple(each.role for each in copied if any(len(shape) > 1 for _, shape in each.shapes))
+        return tuple(role for role in self.foreign_roles if len(self.weight_shape(role)) > 1)
 
     @property
     def query_features(self) -> int:

@@ -77,7 +77,8 @@ class Inputs:
             for remark in method.remarks(self.geometry)
         )
         of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
-        return of_methods + _foreign_remarks(self.geometry) + rounding_remarks(self.manifest, self.geometry) + of_tokens
+        of_model = _foreign_remarks(self.geometry) + _further_remarks(self.source)
+        return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property
     def needs_calibration(self) -> bool:
@@ -147,6 +148,16 @@ def _foreign_remarks(geometry: Geometry) -> tuple[str, ...]:
     if not any(layer.foreign for layer in geometry.layers):
         return ()
     return (f"model: no method compresses the attention of {geometry.model_type} models yet; it is copied unchanged",)
+
+
+def _further_remarks(source: SourceCheckpoint) -> tuple[str, ...]:
+    """Return a remark for a model with layers that predict further tokens."""
+    if not source.left_out:
+        return ()
+    return (
+        f"model: {len(source.left_out)} tensors of layers behind the last, which predict further tokens, are left out "
+        f"({source.left_out[0]}, ...): transformers and the compressed model do not use them",
+    )
 
 
 def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, ...], tuple[Task, ...]]:

@@ -12,7 +12,7 @@ from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.rotary_lamina import make_rotary
 from manifests.errors import InputError
-from pipeline.families.registry import geometry_of, standard_config
+from pipeline.families.registry import FAMILIES, geometry_of, standard_config
 from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
 
 CAUSAL_SUFFIX = "ForCausalLM"
@@ -38,7 +38,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     refuse_other_models(opened.config, where)
     config = standard_config(opened.config)
     check_buildable(config, where)
-    source, config = as_loaded(opened, config, weights)
+    source, config = as_loaded(without_further_layers(opened, config), config, weights)
     source.require(geometry_of(config).expected_tensors())
     return source, config
 
@@ -65,6 +65,17 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
             f"{where}: architectures: {', '.join(map(str, architectures))}: no causal language model; "
             f"supported are those whose name ends in {CAUSAL_SUFFIX}"
         )
+
+
+def without_further_layers(source: SourceCheckpoint, config: Mapping[str, Any]) -> SourceCheckpoint:
+    """Returns the source without layers behind the last, which predict further tokens; transformers ignores them."""
+    if not FAMILIES[config["source_model_type"]].further_layers:
+        return source
+    prefix, layers = f"{config['block']['layers']}.", config["num_hidden_layers"]
+    numbers = {name: name.removeprefix(prefix).partition(".")[0] for name in source.tensors if name.startswith(prefix)}
+    further = {name for name, number in numbers.items() if number.isdecimal() and int(number) >= layers}
+    tensors = {name: record for name, record in source.tensors.items() if name not in further}
+    return replace(source, tensors=tensors, left_out=tuple(sorted(further)))
 
 
 def as_loaded(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests import factories
 from tests.end_to_end.jobs import FLAT_LLM, Job, command, load, logits_of, read_tensors, relative_error, some_tokens
@@ -92,6 +93,27 @@ def test_a_job_on_a_mixture(name: str, job: MakeJob, tmp_path: Path) -> None:
     logits = logits_of(model, ids)
     assert relative_error(logits_of(model, ids[:, 12:], past_key_values=cache), logits[:, 12:]) < 1e-4
     assert relative_error(logits, logits_of(load(source), ids)) < 1.5
+
+
+def test_layers_that_predict_further_tokens_are_left_out(job: MakeJob, tmp_path: Path) -> None:
+    """As transformers leaves them out. It is said before the job begins and on the card."""
+    source = factories.make_model(tmp_path / "source", "deepseek_v3", max_shard_size="1GB")
+    tensors = read_tensors(source)
+    further = {f"model.layers.3.{name}": torch.ones(4, 4) for name in ("eh_proj.weight", "self_attn.q_a_proj.weight")}
+    save_file(tensors | further, source / "model.safetensors", metadata={"format": "pt"})
+    run = job(source)
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    said = (
+        "2 tensors of layers behind the last, which predict further tokens, are left out (model.layers.3.eh_proj.weight"
+    )
+    assert said in ended.err
+    assert not {*read_tensors(run.output)} & {*further}
+    assert (
+        "It lacks the source's layers that predict further tokens: 2 tensors" in (run.output / "README.md").read_text()
+    )
+    assert command("verify", str(run.output), "--source", str(source)).code == 0
+    load(run.output, trust_remote_code=True)
 
 
 @pytest.mark.parametrize("family", factories.FOREIGN)

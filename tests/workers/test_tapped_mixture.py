@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lamina import LayersConfig
@@ -18,15 +17,13 @@ from workers.tapped_layer import TappedLayer
 LAYER = 1  # of the Qwen2-MoE model, whose first layer is dense
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe", *factories.FOREIGN])
 def layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TappedLayer:
     source = factories.make_model(tmp_path_factory.mktemp("mixture"), request.param)
     config = standard_config(json.loads((source / "config.json").read_text()))
     geometry = geometry_of(config).layers[LAYER]
-    tensors = {name: tensor for shard in source.glob("*.safetensors") for name, tensor in load_file(shard).items()}
-    names = (name for name in tensors if name.startswith(geometry.prefix))
-    relative = {name.removeprefix(geometry.prefix): tensors[name] for name in names}
-    return TappedLayer(LayersConfig(**config), geometry, relative, torch.device("cpu"))
+    tensors = factories.read_layer(source, geometry.prefix)
+    return TappedLayer(LayersConfig(**config), geometry, tensors, torch.device("cpu"))
 
 
 def seen(layer: TappedLayer, points: list[str]) -> dict[str, Tensor]:

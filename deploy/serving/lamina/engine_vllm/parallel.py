@@ -55,8 +55,13 @@ class Cut(NamedTuple):
 def check_cut(config: LaminaConfig, parts: int) -> None:
     """Raise ValueError, naming layer and number, for heads or channels that the devices do not divide.
 
-    Heads of another width than the model's are refused as well: vLLM's cache has one width.
+    Heads of another width than the model's are refused as well: vLLM's cache has one width. So is foreign attention.
     """
+    if config.foreign:
+        raise ValueError(
+            f"the attention of {config.foreign['model_type']} is transformers' own module, which Lamina's class for "
+            "vLLM does not run; use transformers"
+        )
     for layer in range(config.num_hidden_layers):
         shape = config.layer_shape(layer)
         if shape.head_dim != config.head_dim:
