@@ -13,7 +13,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from manifests.errors import StorageError
@@ -51,7 +51,7 @@ class NodeCache:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._warn_once(error)
+            self.warn_once(error)
             return False
 
     def store(self, key: str, view: memoryview) -> None:
@@ -69,7 +69,7 @@ class NodeCache:
                 os.replace(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            self._warn_once(error)
+            self.warn_once(error)
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
@@ -105,7 +105,8 @@ class NodeCache:
     def _path(self, key: str) -> Path:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}{RANGE_SUFFIX}"
 
-    def _warn_once(self, error: OSError) -> None:
+    def warn_once(self, error: OSError) -> None:
+        """Logs an error of this node's disk, unless one was logged before."""
         if not self._warned:
             logger.warning("cache %s: %s; missing ranges are fetched again", self.folder, error)
         self._warned = True
@@ -125,7 +126,12 @@ class _Cached(Readable):
 
     def read_spans(self, spans: Sequence[tuple[int, memoryview]]) -> list[int]:
         counts = {begin: len(view) for begin, view in spans}
-        with self._cache.locked(self._name):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._cache.locked(self._name))
+            except OSError as error:
+                self._cache.warn_once(error)
+                return self._file.read_spans(spans)
             missing = [(begin, view) for begin, view in spans if not self._cache.load(self._key(begin, view), view)]
             for (begin, view), count in zip(missing, self._file.read_spans(missing), strict=True):
                 counts[begin] = count

@@ -42,7 +42,7 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, LaminaError):
         return Ending(error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Ending(Interrupted.exit_code, f"{error or 'stopped'}; {GO_ON}")
+        return Ending(Interrupted.exit_code, f"{str(error) or 'stopped'}; {GO_ON}")
     if isinstance(error, MemoryError):
         return Ending(1, "out of memory; stop other programs, or run it where there is more")
     if isinstance(error, OSError) and error.filename is None:
