@@ -13,6 +13,7 @@ from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.blocks import owner_of
 from pipeline.families.family import LayerGeometry
+from pipeline.methods.experts.scores import few_tokens
 from pipeline.methods.method import (
     Correcting,
     Group,
@@ -96,6 +97,8 @@ def named_solution(
         factors[geometry.tensor_name(key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights, solution.forms))
     if refitted := _refitted(problem, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
+    if passed := _passed(problem, statistics):
+        solution = replace(solution, report={**solution.report, **passed})
     return factors, solution, rounded
 
 
@@ -108,6 +111,17 @@ def _refitted(problem: GroupProblem, factors: Mapping[str, Tensor], solution: So
         if role not in solution.forms and factor is not None and not torch.equal(factor, dense.to(factor)):
             changed.add(role)
     return sorted(changed)
+
+
+def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, int]:
+    """Return how many tokens passed an expert, and again as `few_tokens` if its channels are more than these bear."""
+    width = {block.writer.reads: block.width for block in problem.geometry.mlps if block.routing}
+    counts = {moment.point: tokens for moment, tokens in statistics.passed.items() if moment.point in width}
+    if len(counts) != 1:  # the group is no single expert
+        return {}
+    ((point, tokens),) = counts.items()
+    few = {"few_tokens": tokens} if few_tokens(tokens, width[point]) else {}
+    return {"tokens": tokens, **few}
 
 
 def _changes(solution: Solution, role: str) -> bool:

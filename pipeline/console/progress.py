@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
 from pipeline.console.eta import Eta, Paces
+from pipeline.console.expert_groups import extent, named, split_experts
 from pipeline.console.wrapping import wrapped
 from pipeline.units.curves import Predict
 from pipeline.units.scores import WindowForward
@@ -102,7 +103,10 @@ class JobObserver:
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
         """Reports a committed layer, or one that is done, if nothing of it is kept."""
-        figures = "; ".join(f"{group}: {_group_figures(report)}" for group, report in summary.items())
+        groups, experts = split_experts(summary)
+        lines = [f"{group}: {_group_figures(report)}" for group, report in groups.items()]
+        lines += [f"experts: {_expert_figures(experts)}"] if experts else []
+        figures = "; ".join(lines)
         state = "done" if phase == "evaluate" else "committed"
         self.done_layers[phase] += 1
         of = f", {self.done_layers[phase]}/{self.state['layers']}" if self.state.get("layers") else ""
@@ -188,6 +192,19 @@ def shorten(name: str, width: int) -> str:
 
 def _joined(figures: Mapping[str, str], chosen: Sequence[str]) -> str:
     return ", ".join(figure for name, figure in figures.items() if name in chosen)
+
+
+def _expert_figures(experts: Mapping[int, Sequence[GroupReport]]) -> str:
+    """Return the least and the largest of the figures of a layer's experts, and experts with few tokens."""
+    reports = [report for each in experts.values() for report in each]
+    names = dict.fromkeys(name for report in reports for name in report.ranks)
+    parts = [f"{name} {extent(each.ranks[name] for each in reports if name in each.ranks)}" for name in names]
+    errors = [report.error for report in reports if isinstance(report.error, float)]
+    parts += [f"error {extent(errors, '.2e')}"] if errors else []
+    for note, text in {"unseen": "no tokens", "few_tokens": "few tokens"}.items():
+        numbers = [number for number, each in experts.items() if any(note in report.as_json() for report in each)]
+        parts += [f"{text} for {named(numbers)}"] if numbers else []
+    return ", ".join(parts)
 
 
 def _group_figures(report: GroupReport) -> str:

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from manifests.records import Curve
+from pipeline.console.expert_groups import EXPERTS, expert_number, split_experts
 from pipeline.methods.method import read_task_key, task_key
 from pipeline.methods.registry import build_methods
 from pipeline.reporting.drawing import (
@@ -22,6 +23,7 @@ from pipeline.reporting.drawing import (
     draw,
     legend_below,
 )
+from pipeline.reporting.experts import expert_plots
 from pipeline.reporting.run_data import Run
 from pipeline.reporting.time_figures import time_plots
 
@@ -31,8 +33,8 @@ WITH_LEGEND_INCHES = 3.1  # the height of a plot with a legend below
 
 def all_plots(run: Run) -> list[Plot]:
     """Draw all plots, in the order of the page."""
-    plots = [_importance(run), *_ranks(run), _stored(run), *_curves(run), _predicted_loss(run)]
-    plots += [_errors(run), *_spectra(run), _conditions(run), *time_plots(run)]
+    plots = [_importance(run), *expert_plots(run, _chosen_losses(run)), *_ranks(run), _stored(run), *_curves(run)]
+    plots += [_predicted_loss(run), _errors(run), *_spectra(run), _conditions(run), *time_plots(run)]
     return [plot for plot in plots if plot is not None]
 
 
@@ -55,7 +57,7 @@ def _ranks(run: Run) -> list[Plot]:
     ranks_of: dict[tuple[int, str, str], dict[int, int]] = {}
     for task, ranks in run.ranks.items():
         layer, method, group = read_task_key(task)
-        for name, rank in ranks.items():
+        for name, rank in ranks.items() if expert_number(group) is None else ():
             ranks_of.setdefault((method, group, name), {})[layer] = rank
     return [_rank_plot(run, *key, rank_by_layer) for key, rank_by_layer in ranks_of.items()]
 
@@ -83,7 +85,7 @@ def _stored(run: Run) -> Plot | None:
     if not run.layers:
         return None
     layers = sorted(run.layers)
-    stored = {layer: run.stored_bytes(layer) for layer in layers}
+    stored = {layer: _by_shown_group(run.stored_bytes(layer)) for layer in layers}
     names = {group for by_group in stored.values() for group in by_group}
     groups = sorted(names, key=lambda group: (group == "rest", group))
 
@@ -110,7 +112,8 @@ def _stack(axes: Axes, layers: Sequence[int], heights_by_group: Mapping[str, Seq
 def _curves(run: Run) -> list[Plot]:
     groups: dict[str, list[str]] = {}
     for task in run.curves:
-        groups.setdefault(read_task_key(task).group, []).append(task)
+        if expert_number(group := read_task_key(task).group) is None:
+            groups.setdefault(group, []).append(task)
     return [_curve_plot(run, group, tasks) for group, tasks in groups.items()]
 
 
@@ -161,15 +164,15 @@ def chosen_point(run: Run, task: str) -> int | None:
 
 
 def _predicted_loss(run: Run) -> Plot | None:
-    chosen = {task: point for task in run.curves if (point := chosen_point(run, task)) is not None}
+    chosen = _chosen_losses(run)
     if not chosen:
         return None
     layers = sorted({read_task_key(task).layer for task in chosen})
-    groups = sorted({read_task_key(task).group for task in chosen})
+    groups = sorted({_shown(read_task_key(task).group) for task in chosen})
     loss = {group: dict.fromkeys(layers, 0.0) for group in groups}
-    for task, point in chosen.items():
+    for task, lost in chosen.items():
         layer, _, group = read_task_key(task)
-        loss[group][layer] += run.curves[task].loss[point]
+        loss[_shown(group)][layer] += lost
 
     def plot(axes: Axes) -> None:
         _stack(axes, layers, {group: list(losses.values()) for group, losses in loss.items()})
@@ -179,6 +182,24 @@ def _predicted_loss(run: Run) -> Plot | None:
 
     caption = "Predicted loss of the chosen sizes, by layer and group."
     return draw("curves", "predicted-loss", caption, plot, WITH_LEGEND_INCHES)
+
+
+def _chosen_losses(run: Run) -> dict[str, float]:
+    """Map each task whose ranks are on its curve to the predicted loss there."""
+    chosen = ((task, chosen_point(run, task)) for task in run.curves)
+    return {task: run.curves[task].loss[point] for task, point in chosen if point is not None}
+
+
+def _shown(group: str) -> str:
+    """Return the name of a group in plots, which is one for all experts."""
+    return group if expert_number(group) is None else EXPERTS
+
+
+def _by_shown_group(values: Mapping[str, int]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for group, value in values.items():
+        totals[_shown(group)] = totals.get(_shown(group), 0) + value
+    return totals
 
 
 def _errors(run: Run) -> Plot | None:
@@ -200,7 +221,7 @@ def _conditions(run: Run) -> Plot | None:
 def _spectra(run: Run) -> list[Plot]:
     spectra: dict[str, dict[int, tuple[Sequence[float], float]]] = {}
     for layer, entry in sorted(run.layers.items()):
-        for group, group_report in entry.groups.items():
+        for group, group_report in split_experts(entry.groups)[0].items():
             report = group_report.as_json()
             for name in sorted(name for name in report if name.endswith("spectrum")):
                 error = report.get(name.removesuffix("spectrum") + "error", 0.0)
@@ -235,7 +256,7 @@ def _figures(run: Run, suffix: str) -> dict[str, dict[int, float]]:
     """Return `group` or `group: figure` -> layer -> value, of the reported figures whose name has this suffix."""
     figures: dict[str, dict[int, float]] = {}
     for layer, entry in sorted(run.layers.items()):
-        for group, report in entry.groups.items():
+        for group, report in split_experts(entry.groups)[0].items():
             for name, value in sorted(report.as_json().items()):
                 if name.endswith(suffix) and isinstance(value, float):
                     line = group if name == suffix else f"{group}: {name.removesuffix(suffix).strip('_')}"

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.console.expert_groups import EXPERTS, extent, named, split_experts
 from pipeline.console.wrapping import wrapped
 from pipeline.evaluation.losses import all_warnings, shown_perplexity, texts_line
 from pipeline.evaluation.task_scores import read_scores, task_lines
@@ -19,7 +20,7 @@ from pipeline.ranks.search import CLOSE, WHOLE
 
 SEEN_LIMIT = 0.1  # share of passages in both texts; unrelated texts share less
 FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # fields of a group's report in the table
-NOTES = re.compile(r"(fallback|dropped|clipped|jitter|selection_jitter|scaled|dense|repaired).*")
+NOTES = re.compile(r"(fallback|dropped|clipped|jitter|selection_jitter|scaled|dense|repaired|unseen|few_tokens).*")
 NOTES_WIDTH = 24  # least characters of the column of notes
 UNBOUNDED = 1000  # console width at which a table shows its natural width
 GAP = 2  # characters between columns, the table's divider among them
@@ -146,17 +147,32 @@ def layer_tables(layers: Sequence[Mapping[str, Any]], width: int) -> list[Table]
 
 def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, str], str]]:
     """Yield ((group, figure), cell) of a layer."""
-    for group, report in groups.items():
+    others, experts = split_experts(groups)
+    for group, report in others.items():
         for name, rank in report["ranks"].items():
             yield (group, "rank" if name == group else name), f"{rank:,}"
         for name, value in sorted(report.items()):
             if value is not None and FIGURES.fullmatch(name):
                 yield (group, name.replace("_", " ")), _short(value)
+    reports = [report for each in experts.values() for report in each]
+    for name in dict.fromkeys(name for report in reports for name in report["ranks"]):
+        yield (EXPERTS, name), extent(report["ranks"][name] for report in reports if name in report["ranks"])
+    for name in sorted({name for report in reports for name in report if FIGURES.fullmatch(name)}):
+        values = [value for report in reports if isinstance(value := report.get(name), int | float)]
+        if values:
+            yield (EXPERTS, name.replace("_", " ")), extent(values, ".3g")
 
 
 def _notes(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield the unusual events of a layer's solves."""
-    for group, report in groups.items():
+    others, experts = split_experts(groups)
+    noted: dict[str, list[int]] = {}
+    for number, reports in experts.items():
+        for name in {name for report in reports for name, value in report.items() if NOTES.fullmatch(name) and value}:
+            noted.setdefault(name, []).append(number)
+    for name, numbers in sorted(noted.items()):
+        yield f"experts {named(numbers)}: {name.replace('_', ' ')}"
+    for group, report in others.items():
         for name, value in sorted(report.items()):
             if NOTES.fullmatch(name) and value:
                 yield f"{group} {name.replace('_', ' ')}{'' if value is True else f' {_short(value)}'}"

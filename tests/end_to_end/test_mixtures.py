@@ -109,6 +109,12 @@ def test_an_expert_without_tokens_stays_dense_and_is_named(tmp_path: Path, job: 
     made.run().json  # noqa: B018 - asserts the exit code
     written = json.loads((made.output / "config.json").read_text())
     assert str(made.ledger("layer/00000")).count("'unseen'") == 4
+    log = next((made.run_dir / "logs").glob("*.log")).read_text()
+    assert re.search(r"compress layer 0 committed \(experts: .*no tokens for (\d, ){3}\d", log)
+    assert command("report", str(made.run_dir)).code == 0
+    page = (made.run_dir / "report.html").read_text()
+    for caption in ("Calibration tokens that the router sent", "Share of its channels", "chosen size of each expert"):
+        assert caption in page
     dense = [role for role in (f"experts.{expert}.down" for expert in range(6)) if role not in written["forms"][0]]
     assert len(dense) >= 4
     before, after = read_tensors(source), read_tensors(made.output)
