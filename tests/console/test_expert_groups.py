@@ -16,7 +16,9 @@ def test_the_number_of_an_expert(group: str, number: int | None) -> None:
 
 
 def test_experts_are_split_from_other_groups_and_come_in_order() -> None:
-    others, experts = split_experts({"attention": 1, "experts.10.down": 2, "experts.2.down": 3, "experts.10.gate_up": 4})
+    others, experts = split_experts(
+        {"attention": 1, "experts.10.down": 2, "experts.2.down": 3, "experts.10.gate_up": 4}
+    )
     assert others == {"attention": 1}
     assert list(experts.items()) == [(2, [3]), (10, [2, 4])]
 
