@@ -1,0 +1,119 @@
+"""`make dist`: builds the wheels of the last commit reproducibly, with a bill of materials for each.
+
+The same commit and the same setuptools give the same bytes anywhere: the wheels are built from files of git alone, with
+the commit's time in place of the files' times. A bill names the packages that a wheel brings, at the versions that this
+environment has (`deploy/constraints.txt`), in CycloneDX's format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECTS = (Path("."), Path("deploy/serving"))
+BILLS = ROOT / ".engines" / "cyclonedx"  # in an environment of its own: it needs other versions than the project
+CYCLONEDX = "cyclonedx-bom==7.5.0"
+
+
+def main() -> None:
+    """Build both wheels, their bills of materials, and a list of digests."""
+    parser = argparse.ArgumentParser(prog="python -m tools.distributions", description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", metavar="DIR", help="default: dist")
+    parser.add_argument("--no-bills", action="store_true", help="wheels alone, without a package index")
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for old in arguments.output.iterdir():
+        old.unlink()
+    build_wheels(arguments.output)
+    if not arguments.no_bills:
+        for wheel in sorted(arguments.output.glob("*.whl")):
+            write_bill(wheel)
+    files = sorted(path for path in arguments.output.iterdir())
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (arguments.output / "SHA256SUMS").write_text("".join(sums))
+    sys.stdout.writelines(sums)
+
+
+def build_wheels(output: Path) -> None:
+    """Build the wheels of the last commit into a folder."""
+    time = _git("log", "-1", "--format=%ct").decode().strip()
+    os.umask(0o022)  # a wheel holds the modes of its files
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as archive:
+            archive.extractall(folder, filter="data")
+        for project in PROJECTS:
+            subprocess.run(
+                [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir",
+                 str(output), str(Path(folder, project))],
+                env={**os.environ, "SOURCE_DATE_EPOCH": time}, check=True,
+            )  # fmt: skip
+
+
+def write_bill(wheel: Path) -> None:
+    """Write WHEEL.cdx.json beside a wheel, about the distribution that this environment has by the wheel's name."""
+    name = wheel.name.partition("-")[0]
+    tool = BILLS / "bin" / "cyclonedx-py"
+    if not tool.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(BILLS)], check=True)
+        subprocess.run([str(BILLS / "bin" / "python"), "-m", "pip", "install", "--quiet", CYCLONEDX], check=True)
+    project = next(path for path in PROJECTS if _project_name(path) == normalized(name))
+    pins = "".join(f"{requirement}\n" for requirement in sorted(brought_packages(name)))
+    command = [tool, "requirements", "-", "--pyproject", ROOT / project / "pyproject.toml", "--mc-type", "library"]
+    command += ["--output-reproducible", "--output-file", wheel.with_suffix(".cdx.json")]
+    subprocess.run([str(word) for word in command], input=pins, text=True, check=True)
+
+
+def brought_packages(distribution: str) -> set[str]:
+    """Return NAME==VERSION of everything that a distribution of this environment requires, directly or not."""
+    found: dict[str, str] = {}
+    pending = list(_requirements(distribution, frozenset()))
+    while pending:
+        requirement = pending.pop()
+        name = normalized(requirement.name)
+        key = f"{name}[{','.join(sorted(requirement.extras))}]"
+        if key in found:
+            continue
+        version = metadata.version(requirement.name).partition("+")[0]  # a local version, such as torch's, has no index
+        found[key] = f"{name}=={version}"
+        pending += _requirements(requirement.name, frozenset(requirement.extras))
+    return {*found.values()}
+
+
+def normalized(name: str) -> str:
+    """Return a distribution's name as indexes compare names."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _requirements(distribution: str, extras: frozenset[str]) -> Iterator[Requirement]:
+    """Yield the requirements of a distribution that apply here, with these of its extras."""
+    for line in metadata.requires(distribution) or ():
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
+            yield requirement
+
+
+def _project_name(project: Path) -> str:
+    (name,) = re.findall(r'^name = "([^"]+)"$', (ROOT / project / "pyproject.toml").read_text(), re.MULTILINE)
+    return str(name)
+
+
+def _git(*words: str) -> bytes:
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+
+
+if __name__ == "__main__":
+    main()
