@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -63,21 +64,29 @@ def build_wheels(output: Path) -> None:
 
 
 def write_bill(wheel: Path) -> None:
-    """Write WHEEL.cdx.json beside a wheel, about the distribution that this environment has by the wheel's name."""
-    name = wheel.name.partition("-")[0]
+    """Write WHEEL.cdx.json beside a wheel."""
     tool = BILLS / "bin" / "cyclonedx-py"
     if not tool.exists():
         subprocess.run([sys.executable, "-m", "venv", str(BILLS)], check=True)
         subprocess.run([str(BILLS / "bin" / "python"), "-m", "pip", "install", "--quiet", CYCLONEDX], check=True)
-    project = next(path for path in PROJECTS if _project_name(path) == normalized(name))
-    pins = "".join(f"{requirement}\n" for requirement in sorted(brought_packages(name)))
-    command = [tool, "requirements", "-", "--pyproject", ROOT / project / "pyproject.toml", "--mc-type", "library"]
+    described = wheel_metadata(wheel)
+    (pyproject,) = [
+        path for project in PROJECTS if f'"{described.name}"' in (path := ROOT / project / "pyproject.toml").read_text()
+    ]
+    pins = "".join(f"{requirement}\n" for requirement in sorted(brought_packages(described)))
+    command = [tool, "requirements", "-", "--pyproject", pyproject, "--mc-type", "library"]
     command += ["--output-reproducible", "--output-file", wheel.with_suffix(".cdx.json")]
     subprocess.run([str(word) for word in command], input=pins, text=True, check=True)
 
 
-def brought_packages(distribution: str) -> set[str]:
-    """Return NAME==VERSION of everything that a distribution of this environment requires, directly or not."""
+def wheel_metadata(wheel: Path) -> metadata.Distribution:
+    """Return the metadata inside of a wheel."""
+    (folder,) = [path for path in zipfile.Path(wheel).iterdir() if path.name.endswith(".dist-info")]
+    return metadata.PathDistribution(folder)
+
+
+def brought_packages(distribution: metadata.Distribution) -> set[str]:
+    """Return NAME==VERSION of everything that a distribution requires here, directly or not."""
     found: dict[str, str] = {}
     pending = list(_requirements(distribution, frozenset()))
     while pending:
@@ -86,9 +95,9 @@ def brought_packages(distribution: str) -> set[str]:
         key = f"{name}[{','.join(sorted(requirement.extras))}]"
         if key in found:
             continue
-        version = metadata.version(requirement.name).partition("+")[0]  # a local version, such as torch's, has no index
-        found[key] = f"{name}=={version}"
-        pending += _requirements(requirement.name, frozenset(requirement.extras))
+        required = metadata.distribution(requirement.name)
+        found[key] = f"{name}=={required.version.partition('+')[0]}"  # a local version, such as torch's, has no index
+        pending += _requirements(required, frozenset(requirement.extras))
     return {*found.values()}
 
 
@@ -97,18 +106,13 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _requirements(distribution: str, extras: frozenset[str]) -> Iterator[Requirement]:
+def _requirements(distribution: metadata.Distribution, extras: frozenset[str]) -> Iterator[Requirement]:
     """Yield the requirements of a distribution that apply here, with these of its extras."""
-    for line in metadata.requires(distribution) or ():
+    for line in distribution.requires or ():
         requirement = Requirement(line)
         marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
             yield requirement
-
-
-def _project_name(project: Path) -> str:
-    (name,) = re.findall(r'^name = "([^"]+)"$', (ROOT / project / "pyproject.toml").read_text(), re.MULTILINE)
-    return str(name)
 
 
 def _git(*words: str) -> bytes:
