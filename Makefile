@@ -1,4 +1,4 @@
-# make setup | check | unit | test | nightly | test-vllm | test-transformers | gpu | mutants | quickstart | docs | clean
+# make setup | check | unit | test | nightly | test-vllm | test-transformers | gpu | mutants | quickstart | docs | dist | clean
 # PYTHON chooses the interpreter of the environment, VENV its folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +15,7 @@ export PYTHON
 # Where it is set, each process compiles the product's modules and pytest's tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup check unit test nightly test-vllm test-transformers gpu mutants quickstart docs clean
+.PHONY: setup check unit test nightly test-vllm test-transformers gpu mutants quickstart docs dist clean
 
 setup: $(STAMP)
 
@@ -71,6 +71,10 @@ quickstart: setup
 # The site of the documentation, in build/site; a broken link or anchor is an error.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Both wheels of the last commit, with their bills of materials and digests, in dist.
+dist: setup
+	$(BIN)/python -m tools.distributions
 
 clean:
 	rm -rf $(VENV) build dist runs/quickstart .mypy_cache .ruff_cache .pytest_cache mutants

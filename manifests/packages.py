@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from manifests import VERSION
 from manifests.processor import limit_onednn
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or where the project is installed
@@ -27,7 +29,8 @@ def prepare_process() -> None:
     if (SERVING / "lamina").is_dir() and str(SERVING) not in sys.path:
         sys.path.append(str(SERVING))
     for name in (*PACKAGES, *SERVED):
-        if fault := package_fault(name):
+        fault = package_fault(name) or (name in SERVED and version_fault())
+        if fault:
             print(f"wrong input: package {name}: {fault}", file=sys.stderr)
             raise SystemExit(2)
     limit_onednn()
@@ -36,6 +39,23 @@ def prepare_process() -> None:
 def install_advice(extra: str) -> str:
     """Return the command that installs an extra from the checkout; no package index has this project."""
     return f"`pip install 'CHECKOUT[{extra}]'`, where CHECKOUT is the folder of Lamina's pyproject.toml"
+
+
+def version_fault() -> str | None:
+    """Return why the package `lamina` may be of another version, or None.
+
+    Both distributions hold it. Where both are installed, the files are those of the one that was installed last.
+    """
+    try:
+        served = version(SERVING_DISTRIBUTION)
+    except PackageNotFoundError:
+        return None
+    if served == VERSION:
+        return None
+    return (
+        f"{SERVING_DISTRIBUTION} {served} is installed beside {DISTRIBUTION} {VERSION}, and both hold it; install the "
+        "same version of both, or each in an environment of its own"
+    )
 
 
 def package_fault(name: str) -> str | None:

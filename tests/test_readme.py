@@ -70,6 +70,7 @@ def test_each_command_of_the_pages_is_run_by_a_test() -> None:
         "make test": ".github/workflows/test.yml",
         "make quickstart": "tests/test_quickstart_model.py",
         "make docs": "tests/docs/test_site.py",
+        "make dist": "tests/test_wheels.py",
         "ray job submit": "tests/end_to_end/test_submitted.py",
         "pip install": "Makefile",  # by `make setup`, which comes before every test
         "lamina run": "tests/test_installation.py",

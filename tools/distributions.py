@@ -76,7 +76,8 @@ def write_bill(wheel: Path) -> None:
     pins = "".join(f"{requirement}\n" for requirement in sorted(brought_packages(described)))
     command = [tool, "requirements", "-", "--pyproject", pyproject, "--mc-type", "library"]
     command += ["--output-reproducible", "--output-file", wheel.with_suffix(".cdx.json")]
-    subprocess.run([str(word) for word in command], input=pins, text=True, check=True)
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}  # of the tool's, about bills without a tree of dependencies
+    subprocess.run([str(word) for word in command], input=pins, text=True, env=quiet, check=True)
 
 
 def wheel_metadata(wheel: Path) -> metadata.Distribution:
