@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,8 @@ class Environment:
         (own,) = (folder / "env" / "lib").glob("python3*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps", *wheels]
         subprocess.run(pip, check=True)
-        (own / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # whose own .pth files are not read
+        others = [path for path in sys.path if Path(path).name == "site-packages"]  # whose .pth files are not read
+        (own / "others.pth").write_text("".join(f"{path}\n" for path in others))
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Python's answer to these arguments, in a folder without a checkout."""
@@ -77,22 +77,17 @@ def test_each_wheel_alone(wheels: list[Path], tmp_path: Path) -> None:
     listed = compressing.succeed("-m", "pipeline.init", "--list").splitlines()
     shipped = next(line.partition("  ")[0] for line in listed if "llama3-8b" in line)
     assert Path(shipped).is_relative_to(tmp_path / "compress" / "env")
-    plan = compressing.succeed(
-        "-m", "pipeline.plan", shipped, "--config", model / "config.json", "--tflops", "1", "--json"
-    )
-    assert json.loads(plan)["layers"] == 3
+    options = ("--config", model / "config.json", "--tflops", "1", "--json")
+    assert json.loads(compressing.succeed("-m", "pipeline.plan", shipped, *options))["layers"] == 3
     assert "fits" in compressing.succeed("-m", "pipeline.init", model, "--text", text)
     assert "fits" in compressing.succeed("-m", "pipeline.plan", "job.yaml")
     compressing.succeed("-m", "pipeline.run", "job.yaml", "--in-process", "--set", "workers.max=1")
     output = tmp_path / "compress" / "model-keep-0.8"
-    for environment, expected in (
-        (compressing, "pipeline"),
-        (Environment(tmp_path / "serve", wheels[1]), "nothing else"),
-    ):
+    serving = Environment(tmp_path / "serve", wheels[1])
+    for environment, expected in ((compressing, "pipeline"), (serving, "nothing else")):
         first, second = environment.succeed("-c", LOAD, output).splitlines()
-        assert (
-            first == f"LaminaForCausalLM {next(environment.folder.glob('env/lib/*/site-packages'))}/lamina/__init__.py"
-        )
+        (own,) = environment.folder.glob("env/lib/*/site-packages")
+        assert first == f"LaminaForCausalLM {own}/lamina/__init__.py"
         assert second == expected
 
 
