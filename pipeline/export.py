@@ -13,6 +13,7 @@ import threading
 from functools import partial
 from typing import Any
 
+from manifests.errors import InputError
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.signals import interrupt_on_signals
 from pipeline.console.wrapping import say
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         choices=("dense", "stock", "gguf"),
         required=True,
         help="dense: factors multiplied, in the source's shapes; stock: narrower MLPs, if all layers have one width; "
-        "gguf: a file for llama.cpp, each MLP at its own width, without vocabulary",
+        "gguf: a file for llama.cpp, each MLP at its own width",
     )
     options.add_argument("destination", help="an empty or new directory; for gguf a new file")
     options.add_argument(
@@ -35,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="for stock and gguf: store matrices unrounded whose codes stand for levels in a table",
     )
+    options.add_argument("--no-vocabulary", action="store_true", help="gguf: token ids instead of text")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))
 
@@ -45,8 +47,11 @@ def _body(arguments: Any) -> int:
     from pipeline.checkpoint.gguf_file import export_gguf
 
     note = partial(say, stream=sys.stderr)
+    if arguments.no_vocabulary and arguments.to != "gguf":
+        raise InputError(f"--no-vocabulary goes with --to gguf, not with --to {arguments.to}")
     if arguments.to == "gguf":
-        written = export_gguf(arguments.output, arguments.destination, note, arguments.multiply_out)
+        words = not arguments.no_vocabulary
+        written = export_gguf(arguments.output, arguments.destination, note, arguments.multiply_out, words)
     else:
         target, destination = arguments.to, arguments.destination
         written = export_checkpoint(arguments.output, target, destination, note, arguments.multiply_out)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,16 +31,22 @@ from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
+from pipeline.checkpoint.gguf_vocabulary import add_vocabulary, vocabulary_of
 from pipeline.checkpoint.targets import mlp_widths, refuse_faults
 from pipeline.families.blocks import AttentionBlock
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.kernels.packing import unpack
 from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, rounded_modules
+from stores.corpus import load_tokenizer
 from stores.durable import partial_path, storage_errors
+from stores.model_files import TOKENIZERS
 from stores.source import SourceCheckpoint
-from stores.storage import is_address, open_storage
+from stores.storage import is_address, matching, open_storage
 from workers.layers import cpu_reader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LAYER_NAMES = {
     "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
@@ -50,16 +56,19 @@ DTYPE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16
 
 
 def export_gguf(
-    output: str, destination: str, say: Callable[[str], None], multiply_out: bool = False
+    output: str,
+    destination: str,
+    say: Callable[[str], None],
+    multiply_out: bool = False,
+    with_vocabulary: bool = True,
 ) -> dict[str, Any]:
     """Write OUTPUT to a file, a layer at a time. The file appears complete or not at all. Return its sizes.
 
-    The vocabulary is left out (`no_vocab`): llama.cpp then reads and prints token ids. `multiply_out`: as in
-    `export_checkpoint`.
+    `multiply_out`: as in `export_checkpoint`. Without a vocabulary (`no_vocab`), llama.cpp reads and prints token ids.
 
     Raises:
         InputError: OUTPUT is no Lamina checkpoint, the package gguf is missing, the file exists or its folder does not,
-            or llama.cpp's two architectures cannot express the model.
+            or llama.cpp's two architectures cannot express the model, or none of its vocabularies the tokenizer.
         StorageError: a file cannot be read or written.
     """
     if importlib.util.find_spec("gguf") is None:
@@ -72,21 +81,66 @@ def export_gguf(
         raise InputError(f"{destination}: is there already; give a file that is not")
     refuse_faults(config, "gguf", multiply_out)
     try_destination(open_storage(path.parent))
-    partial = partial_path(path)
+    describe = partial(_add_description, output, checkpoint, config, _tokenizer(checkpoint, with_vocabulary, say))
+    unfinished = partial_path(path)
     try:
         with storage_errors("writing", path):
-            written = _write(checkpoint, config, partial, say)
-            partial.replace(path)
+            written = _write(checkpoint, config, unfinished, describe, say)
+            unfinished.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
     return {**written, "bytes": path.stat().st_size, "bytes_before": before}
 
 
+def _tokenizer(
+    checkpoint: SourceCheckpoint, wanted: bool, say: Callable[[str], None]
+) -> PreTrainedTokenizerBase | None:
+    """Return the checkpoint's tokenizer, if llama.cpp has a vocabulary like it; None if none is wanted or there."""
+    if not wanted:
+        return None
+    if not matching(checkpoint.storage, TOKENIZERS):
+        say(f"{checkpoint.place}: has no tokenizer; llama.cpp will read and print token ids")
+        return None
+    tokenizer = load_tokenizer(checkpoint.storage)
+    if vocabulary_of(tokenizer, checkpoint.config["vocab_size"]).single_spaces:
+        say("tokenizer: counts several spaces as one, which llama.cpp does not; give it text with single spaces")
+    return tokenizer
+
+
+def _add_description(
+    output: str,
+    checkpoint: SourceCheckpoint,
+    config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    writer: Any,
+    kinds: Sequence[str],
+) -> None:
+    """Write the model's name, the kind of most of its matrices, and its vocabulary."""
+    import gguf
+
+    writer.add_name(PurePath(output).name)
+    kind = max(kinds, key=kinds.count)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+    if {*kinds} - {*DTYPE_KINDS.values()}:
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        add_vocabulary(writer, tokenizer, config["vocab_size"])
+
+
 def _write(
-    checkpoint: SourceCheckpoint, config: Mapping[str, Any], path: Path, say: Callable[[str], None]
+    checkpoint: SourceCheckpoint,
+    config: Mapping[str, Any],
+    path: Path,
+    describe: Callable[[Any, Sequence[str]], None],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write the file. Return its architecture and the count of its numbers."""
+    """Write the file. `describe`: adds the fields that are no sizes, by the writer and the kinds of matrices.
+
+    Returns its architecture and the count of its numbers.
+    """
     import gguf
 
     described = LayersConfig(**config)
@@ -94,7 +148,7 @@ def _write(
     uniform = len(set(widths)) == 1
     writer = gguf.GGUFWriter(str(path), "llama" if uniform else "deci")
     _add_sizes(writer, described, widths[0] if uniform else widths)
-    numbers = 0
+    numbers, kinds = 0, []
     rounded, dtypes = _rounded_matrices(checkpoint, config), _file_dtypes(checkpoint, config)
     for name, shape in _shapes(described, widths):
         if name in rounded:
@@ -103,9 +157,11 @@ def _write(
         else:
             dtype = dtypes.get(name, torch.float32)
             kind, row_bytes = DTYPE_KINDS[dtype], shape[-1] * dtype.itemsize
+        kinds += [kind] if len(shape) > 1 else []
         bytes_shape, raw_dtype = (*shape[:-1], row_bytes), gguf.GGMLQuantizationType[kind]
         writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), math.prod(bytes_shape), raw_dtype=raw_dtype)
         numbers += math.prod(shape)
+    describe(writer, kinds)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -174,7 +230,6 @@ def _add_sizes(writer: Any, described: LayersConfig, width: int | list[int]) -> 
     writer.add_rope_freq_base(float((described.rope_parameters or {})["rope_theta"]))
     writer.add_layer_norm_rms_eps(described.norm_eps)
     writer.add_vocab_size(described.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
 
 
 def _shapes(described: LayersConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
