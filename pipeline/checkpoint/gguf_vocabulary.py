@@ -1,4 +1,4 @@
-"""Writes a tokenizer into a GGUF file, for llama.cpp's vocabularies `llama` (SentencePiece) and `gpt2` (byte-level BPE).
+"""Writes a tokenizer into a GGUF file, as llama.cpp's vocabulary `llama` (SentencePiece) or `gpt2` (byte-level BPE).
 
 llama.cpp has rules of its own where a tokenizer.json has data: regular expressions by name, and merges by the score of
 the merged token. A tokenizer that these rules would cut in another way is refused.

@@ -29,9 +29,9 @@ METHODS: dict[str, dict[str, Any]] = {
 DENSE = {"calibration.propagate": "dense"}
 
 
-def export(made: Job, target: str, name: str = "exported") -> tuple[Ended, Path]:
+def export(made: Job, target: str, name: str = "exported", *more: str) -> tuple[Ended, Path]:
     destination = made.root / name
-    return command("export", str(made.output), "--to", target, str(destination), "--json"), destination
+    return command("export", str(made.output), "--to", target, str(destination), "--json", *more), destination
 
 
 def stock(directory: Path) -> Any:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.end_to_end.jobs import Job, command, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_export import METHODS, export
+from tests.factories import make_tokenizer
 
 MakeJob = Callable[..., Job]
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf, an extra, is not installed")
@@ -25,6 +26,13 @@ ROLES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
 }  # fmt: skip
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp is not there: make test-llama-cpp builds it"
+)
+TEXTS = (
+    "Once upon a time, there was a girl.", " leading", "tail ", "one\ntwo\n\n three\ttabs\r\n", "Zoë's 3rd café 😀!",
+    "I'LL don't we've 123456 3..3", "中文字", "special <s> and </s> here", "x",
+)  # fmt: skip
 UNIFORM = {"methods": [{"method": "flat_llm", "ranks": {"value": 9, "mlp": 33}}], "budget": None}
 ROUNDED = {"methods": [], "budget": None, "quantize": {"bits": 4, "group": 32, "what": "all"}}
 BY_LAYER = {"methods": [{"method": "flat_llm", "layers": [1], "ranks": {"mlp": 33}}], "budget": None}
@@ -173,7 +181,7 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     assert (ended.code, "pip install 'CHECKOUT[gguf]'" in ended.err) == (2, True)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp's Python package is not installed")
+@needs_llama_cpp
 @needs_gguf
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("method", [UNIFORM, BY_LAYER, ROUNDED], ids=["llama", "deci", "rounded"])
@@ -201,3 +209,52 @@ def test_llama_cpp_computes_the_same(method: dict[str, Any], tmp_path: Path, job
         return
     assert relative_error(got, expected) < 0.02
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+def test_metadata(tmp_path: Path, job: MakeJob) -> None:
+    """The file names the model, what its numbers are, its special tokens and its chat template; or token ids alone."""
+    source = make_source(tmp_path / "source", "llama", dtype=torch.bfloat16)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(source)
+    made = job(source, **UNIFORM)
+    made.run().json  # noqa: B018 - asserts the exit code
+    fields = written(made)[1]
+    assert fields["general.name"] == made.output.name
+    assert fields["general.file_type"] == 32  # llama.cpp's number for bfloat16
+    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    assert (fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.add_bos_token"]) == (0, True)
+    assert fields["tokenizer.ggml.eos_token_id"] == 1
+    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    assert len(fields["tokenizer.ggml.tokens"]) == 320
+    ended, destination = export(made, "gguf", "ids.gguf", "--no-vocabulary")
+    assert ended.code == 0
+    fields = read_gguf(destination)[0]
+    assert (fields["tokenizer.ggml.model"], "tokenizer.ggml.tokens" in fields) == ("no_vocab", False)
+    assert export(made, "dense", "dense", "--no-vocabulary")[0].code == 2
+
+
+@needs_llama_cpp
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("name", ["stories260K", "wiki-llama-gqa-8m"])
+def test_llama_cpp_answers_in_words(name: str, tmp_path: Path, job: MakeJob, shared_dir: Path) -> None:
+    """Trained models, with SentencePiece's vocabulary and with one of bytes: the same tokens, and the same answer."""
+    import llama_cpp
+
+    made = job(shared_dir / "models" / name, **{"budget.keep": 0.95, "methods": [{"method": "magnitude"}]})
+    made.run().json  # noqa: B018 - asserts the exit code
+    ended, destination = export(made, "gguf", "model.gguf")
+    assert ended.code == 0, ended.err
+    tokenizer: Any = AutoTokenizer.from_pretrained(shared_dir / "models" / name)
+    llama = llama_cpp.Llama(str(destination), n_ctx=128, verbose=False)
+    begins = llama.metadata["tokenizer.ggml.add_bos_token"] == "true"
+    for text in TEXTS:
+        ids = llama.tokenize(text.encode(), add_bos=begins, special=True)
+        assert ids == tokenizer(text)["input_ids"], text
+    prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    said = load(made.output).float().generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    answer = llama("Once upon a time", max_tokens=12, temperature=0.0)["choices"][0]["text"]
+    assert answer == tokenizer.decode([*prompt[0], *said])[len(tokenizer.decode(prompt[0])) :]
