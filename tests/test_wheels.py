@@ -99,4 +99,4 @@ def test_both_in_one_environment(wheels: list[Path], tmp_path: Path) -> None:
     metadata.write_text(metadata.read_text().replace("Version: 0.1.0", "Version: 0.0.9"))
     refused = both.run("-m", "pipeline.init", "--list")
     assert refused.returncode == 2
-    assert f"package lamina: {SERVING_DISTRIBUTION} 0.0.9 is installed beside" in refused.stderr
+    assert f": {SERVING_DISTRIBUTION} 0.0.9 is installed beside" in refused.stderr

@@ -26,7 +26,6 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 PROJECTS = (Path("."), Path("deploy/serving"))
 BILLS = ROOT / ".engines" / "cyclonedx"  # in an environment of its own: it needs other versions than the project
-CYCLONEDX = "cyclonedx-bom==7.5.0"
 
 
 def main() -> None:
@@ -68,7 +67,9 @@ def write_bill(wheel: Path) -> None:
     tool = BILLS / "bin" / "cyclonedx-py"
     if not tool.exists():
         subprocess.run([sys.executable, "-m", "venv", str(BILLS)], check=True)
-        subprocess.run([str(BILLS / "bin" / "python"), "-m", "pip", "install", "--quiet", CYCLONEDX], check=True)
+        subprocess.run(
+            [str(BILLS / "bin" / "python"), "-m", "pip", "install", "--quiet", "cyclonedx-bom==7.5.0"], check=True
+        )
     described = wheel_metadata(wheel)
     (pyproject,) = [
         path for project in PROJECTS if f'"{described.name}"' in (path := ROOT / project / "pyproject.toml").read_text()
