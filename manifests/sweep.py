@@ -51,18 +51,6 @@ class Points(Block):
             return save if save == "all" else tuple(map(float, save))
         raise ValueError("should be a list of sizes, or all")
 
-    @field_validator("methods")
-    @classmethod
-    def _solves_behind_the_dense_model(cls, methods: tuple[AnyMethod, ...]) -> tuple[AnyMethod, ...]:
-        for position, entry in enumerate(methods):
-            field = "refine" if entry.refine is not None else "correct"
-            if field == "refine" or getattr(entry, "correct", "none") != "none":
-                raise ValueError(
-                    f"{position}.{field} solves each layer behind the compressed ones of one size, so that points "
-                    f"share no pass over the text; {OWN_JOB}"
-                )
-        return methods
-
     @property
     def title(self) -> str:
         """The name, by default made of the names of the methods."""

@@ -166,6 +166,9 @@ def test_minimal_manifest(tmp_path: Path) -> None:
         ({"resume": {"every": 0}}, "resume.every", "0", "greater than 0, or auto"),
         ({"resume": {"every": "often"}}, "resume.every", "'often'", "greater than 0, or auto"),
         ({"resume": {"every": True}}, "resume.every", "True", "greater than 0, or auto"),
+        (flat_llm(refine={"steps": 0}), "methods.0.refine.steps", "0", "greater than 0"),
+        (flat_llm(refine={"tokens": "some"}), "methods.0.refine.tokens", "'some'", "above 0, or all"),
+        (flat_llm(refine={"learning_rate": 2}), "methods.0.refine.learning_rate", "2", "below 1, or auto"),
         ({"environment": "HOME"}, "environment", "'HOME'", "a list"),
         ({"evaluation": {"tasks": "piqa"}}, "evaluation.tasks", "'piqa'", "a list"),
         ({"calibration": {"text": {"files": "a.txt"}}}, "calibration.text.files", "'a.txt'", "a list"),
@@ -194,6 +197,24 @@ def test_fault_names_field_value_and_what_is_allowed(
     assert line.startswith(f"{field}: ")
     assert given in line
     assert allowed in line
+
+
+def test_refinement_needs_text_and_one_setting() -> None:
+    text = {"text": {"files": ["a"]}, "samples": 9, "shards": 3}
+    (line,) = faults(**flat_llm(refine=True))
+    assert line == "methods.0 (flat_llm).refine trains layers on calibration text; give calibration"
+    (line,) = faults(**flat_llm(refine=True), calibration={**text, "propagate": "compressed"})
+    assert "set calibration.propagate: dense" in line
+    (line,) = faults(**flat_llm(refine=True), calibration={**text, "samples": 1, "shards": 1})
+    assert "give calibration.samples: 2 or more" in line
+    entries = [{"method": "flat_llm", "refine": True}, {"method": "lorc", "refine": {"steps": 9}}]
+    (line,) = faults(methods=entries, calibration=text)
+    assert line == "methods.1 (lorc).refine differs from that of methods.0; a layer is refined once"
+    for off in (False, None):
+        assert parse_manifest(document(**flat_llm(refine=off))).methods[0].refine is None
+    refined = parse_manifest(document(**flat_llm(refine={"steps": 5}), calibration=text)).methods[0].refine
+    assert refined is not None
+    assert (refined.steps, refined.tokens, refined.learning_rate) == (5, "all", "auto")
 
 
 def test_every_fault_is_reported_at_once() -> None:

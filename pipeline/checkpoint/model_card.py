@@ -57,6 +57,8 @@ def _left_out(tensors: Sequence[str]) -> str:
 def _treatment(manifest: Mapping[str, Any]) -> str:
     names, rounding = [entry["method"] for entry in manifest["methods"]], manifest.get("quantize")
     parts = [f"compressed with {', '.join(names)}"] if names else []
+    if any(entry.get("refine") for entry in manifest["methods"]):
+        parts.append("refined layer by layer")
     if rounding:
         bits = "chosen bits" if rounding["bits"] == "auto" else f"{rounding['bits']} bits"
         levels = {"uniform": "", "auto": " with chosen levels"}.get(

@@ -34,7 +34,7 @@ WITH_LEGEND_INCHES = 3.1  # the height of a plot with a legend below
 def all_plots(run: Run) -> list[Plot]:
     """Draw all plots, in the order of the page."""
     plots = [_importance(run), *expert_plots(run, _chosen_losses(run)), *_ranks(run), _stored(run), *_curves(run)]
-    plots += [_predicted_loss(run), _errors(run), *_spectra(run), _conditions(run), *time_plots(run)]
+    plots += [_predicted_loss(run), _errors(run), _refinement(run), *_spectra(run), _conditions(run), *time_plots(run)]
     return [plot for plot in plots if plot is not None]
 
 
@@ -208,6 +208,20 @@ def _errors(run: Run) -> Plot | None:
         return None
     caption = "Relative squared error of each group, which is 1 less the kept energy. It is zero at full rank."
     return _line_plot(run, "errors", "relative squared error", errors, caption)
+
+
+def _refinement(run: Run) -> Plot | None:
+    refined = {layer: entry.refined for layer, entry in sorted(run.layers.items()) if entry.refined is not None}
+    if not refined:
+        return None
+    lines = {
+        "held-out, before": {layer: figures.before for layer, figures in refined.items()},
+        "held-out, after": {layer: figures.after for layer, figures in refined.items()},
+        "training, before": {layer: figures.train_before for layer, figures in refined.items()},
+        "training, after": {layer: figures.train_after for layer, figures in refined.items()},
+    }
+    caption = "Squared difference to the dense layer's outputs, relative to these, before and after refinement."
+    return _line_plot(run, "refinement", "error before and after refinement", lines, caption)
 
 
 def _conditions(run: Run) -> Plot | None:

@@ -39,7 +39,12 @@ def render(run: Run) -> str:
             tables.expected(run),
             _folded("Chosen points", tables.predictions(run)),
         ),
-        section("Errors and conditions", figures(plots, "errors"), _folded("All layers", tables.layers(run))),
+        section(
+            "Errors and conditions",
+            figures(plots, "errors"),
+            _folded("Refinement", tables.refinement(run)),
+            _folded("All layers", tables.layers(run)),
+        ),
         section(
             "Time",
             figures(plots, "time"),

@@ -123,7 +123,7 @@ def compute_share(seconds: Mapping[str, Any]) -> float:
 
 def layer_tables(layers: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
     """Build tables with a row for each layer, as many as the width needs. Notes, if any, are in the last one."""
-    rows = [dict(_figures(entry["groups"])) for entry in layers]
+    rows = [dict(_figures(entry["groups"])) | refined_cells(entry.get("refined")) for entry in layers]
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
     notes = [", ".join(_notes(entry["groups"])) for entry in layers]
     widths = {heading: GAP + max(map(len, [*heading, *(row.get(heading, "") for row in rows)])) for heading in headings}
@@ -143,6 +143,25 @@ def layer_tables(layers: Sequence[Mapping[str, Any]], width: int) -> list[Table]
             last = [notes[layer]] if any(notes) and table is tables[-1] else []
             table.add_row(str(layer), *(row.get(heading, "") for heading in part), *last)
     return tables
+
+
+def refined_cells(refined: Mapping[str, Any] | None) -> dict[tuple[str, str], str]:
+    """Map headings to the cells of a layer's refinement: errors on held-out and on training samples, before and after.
+
+    Empty without one.
+    """
+    if refined is None:
+        return {}
+    figures = {
+        "held-out before": _short(refined["before"]),
+        "held-out after": _short(refined["after"]),
+        "training before": _short(refined["train_before"]),
+        "training after": _short(refined["train_after"]),
+        "rate": f"{refined['learning_rate']:.2g}",
+        "steps": str(refined["steps"]),
+        "kept": "yes" if refined["kept"] else "no",
+    }
+    return {("refined", name): cell for name, cell in figures.items()}
 
 
 def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, str], str]]:

@@ -17,7 +17,7 @@ from pipeline.methods.method import read_task_key
 from pipeline.methods.registry import build_methods
 from pipeline.reporting.figures import chosen_point
 from pipeline.reporting.run_data import Run
-from pipeline.reporting.summary import compute_share
+from pipeline.reporting.summary import compute_share, refined_cells
 
 PACKAGES = (
     "torch", "ray", "transformers", "safetensors", "zarr", "numpy", DISTRIBUTION, SERVING_DISTRIBUTION,
@@ -134,6 +134,24 @@ def layers(run: Run) -> str:
             )
     headers = ("layer", "group", "method", "ranks", "notes")
     return table("layers", (*headers, "importance", "bytes", "error", "kept energy", "condition"), rows, words=5)
+
+
+def refinement(run: Run) -> str:
+    """Render the refinement of each layer: errors before and after, rates that were tried, steps, kept or not."""
+    refined = {layer: entry.refined for layer, entry in sorted(run.layers.items()) if entry.refined is not None}
+    cells = {layer: refined_cells(figures.as_json()) for layer, figures in refined.items()}
+    rows = [
+        (
+            layer,
+            *row.values(),
+            ", ".join(f"{rate:.2g}: {error:.3g}" for rate, error in refined[layer].rates),
+            f"{refined[layer].samples:,} and {refined[layer].held_out:,}",
+        )
+        for layer, row in cells.items()
+    ]
+    names = [name for row in cells.values() for _, name in row]
+    headers = ("layer", *dict.fromkeys(names), "rates and their held-out errors", "samples, held-out ones")
+    return table("refinement", headers, rows)
 
 
 def predictions(run: Run) -> str:

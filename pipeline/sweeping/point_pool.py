@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.driver.interfaces import BusyPool
 from pipeline.sweeping.points import shifted
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
-from pipeline.units.units import Measure, Solve, SolveSizes, Unit
+from pipeline.units.units import Measure, Refine, Solve, SolveSizes, Unit
 
 TASK_UNITS = (Measure, BeginCurve, CurvePieces, Predict, Solve, SolveSizes)
 
@@ -48,9 +48,15 @@ class PointPool:
 
     def submit(self, unit: Unit) -> None:
         """Submit a unit with the workers' number of its method."""
-        translated = replace(unit, task=shifted(unit.task, self.first)) if isinstance(unit, TASK_UNITS) else unit
+        translated = self._translated(unit)
         self.submitted[translated.key] = unit
         self.whole.submit(translated)
+
+    def _translated(self, unit: Unit) -> Unit:
+        if isinstance(unit, Refine):
+            groups = (replace(group, task=shifted(group.task, self.first)) for group in unit.groups)
+            return replace(unit, groups=tuple(groups))
+        return replace(unit, task=shifted(unit.task, self.first)) if isinstance(unit, TASK_UNITS) else unit
 
     def wait(self) -> tuple[Unit, Any]:
         """Return the next finished unit, as it was submitted, and its result."""

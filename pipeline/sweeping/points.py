@@ -13,7 +13,7 @@ from typing import Any
 from manifests.errors import InputError
 from manifests.schema import Budget
 from manifests.sweep import Point
-from pipeline.driver.job_spec import Passes, passes_of
+from pipeline.driver.job_spec import Passes, passes_of, walks_behind
 from pipeline.driver.ledger_keys import point_part
 from pipeline.inputs.fingerprint import semantic_fields
 from pipeline.inputs.job_inputs import Inputs, check_inputs, opened_model
@@ -40,6 +40,11 @@ class SweptPoint:
     first: int
     digest: str
     curves_digest: str
+
+    @property
+    def walks(self) -> bool:
+        """True if layers are solved or trained behind the compressed ones before them."""
+        return any(map(walks_behind, self.inputs.tasks))
 
     def ledger(self, whole: Ledger) -> Ledger:
         """Return its view of the ledger: statistics are shared by all points, curves by those with the same methods."""
@@ -95,11 +100,15 @@ def _check_points(
 
 
 def series_of(points: Sequence[SweptPoint]) -> list[tuple[SweptPoint, ...]]:
-    """Group consecutive points that differ in size alone, at most `MOST_TOGETHER` in a group."""
+    """Group consecutive points that differ in size alone, at most `MOST_TOGETHER` in a group.
+
+    A point whose layers follow its own compressed ones is alone.
+    """
     series: list[tuple[SweptPoint, ...]] = []
     for _, group in groupby(points, key=lambda point: point.curves_digest):
         alike = tuple(group)
-        series += [alike[start : start + MOST_TOGETHER] for start in range(0, len(alike), MOST_TOGETHER)]
+        most = 1 if alike[0].walks else MOST_TOGETHER
+        series += [alike[start : start + most] for start in range(0, len(alike), most)]
     return series
 
 

@@ -84,7 +84,8 @@ def sweep_eta(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> E
         if series[0].curves_digest not in curved and "curves" in each[0]:
             planned.append(PlannedPhase("curves", each[0]["curves"], name))
         curved.add(series[0].curves_digest)
-        planned.append(PlannedPhase("compress", sum(seconds["solve"] for seconds in each), name))
+        phase = "correct" if series[0].walks else "compress"
+        planned.append(PlannedPhase(phase, sum(seconds["solve"] for seconds in each), name))
         for point, seconds in zip(series, each, strict=True):
             if job.held_out is not None:
                 models = ("held-out-dense", "held-out")[point is not pending[0] :]
@@ -104,7 +105,7 @@ def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> d
     """Return phase -> seconds of a job with these inputs; `evaluate` is the scoring of one model."""
     work, way = _work(inputs)
     seconds = phase_seconds(work, rates, way)
-    seconds["solve"] += seconds.pop("round", 0.0)
+    seconds["solve"] += sum(seconds.pop(name, 0.0) for name in ("round", "correct", "refine"))
     numel = 0 if evaluation is None else evaluation.numel()
     seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, work, rates, way)
     if evaluation is not None:

@@ -106,6 +106,7 @@ def test_rounded_weights_need_a_package() -> None:
         ([], {"bits": 3}, "# x, rounded to 3 bits\n"),
         ([], {"bits": 4, "levels": "normal"}, "# x, rounded to 4 bits with normal levels\n"),
         ([], {"bits": 4, "levels": "auto"}, "# x, rounded to 4 bits with chosen levels\n"),
+        ([{"method": "svd", "refine": {"steps": 5}}], None, "# x, compressed with svd, refined layer by layer\n"),
         ([{"method": "flat_llm"}], {"bits": "auto"}, "# x, compressed with flat_llm, rounded to chosen bits\n"),
     ],
 )

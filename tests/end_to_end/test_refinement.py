@@ -74,6 +74,10 @@ def test_every_method_is_refined_and_verified(method: str, job: MakeJob, inline:
     assert made.run().code == 0
     figures = [layer["refined"] for layer in made.compression()["layers"]]
     assert any(layer["kept"] for layer in figures)
+    assert "refined layer by layer" in (made.output / "README.md").read_text()
+    page = made.root / "page.html"
+    assert command("report", str(made.run_dir), "--output", str(page)).code == 0
+    assert "rates and their held-out errors" in page.read_text()
     assert command("verify", str(made.output), "--source", str(made.source)).code == 0
 
 

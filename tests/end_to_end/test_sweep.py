@@ -164,10 +164,31 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline: None) -> None:
     assert (state["points"], state["output"]) == ({"done": 2, "of": 2}, str(made.job.output))
 
 
+def test_points_behind_their_own_layers_share_the_dense_pass(
+    sweep: Callable[..., Sweep], job: MakeJob, inline: None
+) -> None:
+    """Corrected, refined, and neither: one pass over the text, and each is its job byte for byte."""
+    entries = {
+        "plain": {"method": "loss_aware"},
+        "corrected": {"method": "loss_aware", "correct": "output"},
+        "refined": {"method": "loss_aware", "refine": {"steps": 6}},
+    }
+    points = [{"name": name, "methods": [entry], "save": "all"} for name, entry in entries.items()]
+    made = sweep(*points, keep=[0.7, 0.6])
+    found = made.run().json
+    assert len(made.forwards()) == len(set(made.forwards()))
+    assert len([unit for unit in made.units() if unit.startswith("refine/")]) == 6
+    dense = {"calibration.propagate": "dense", "evaluation": made.document["evaluation"], "budget.keep": 0.6}
+    rows = {row["point"]: row for row in found["points"]}
+    for name in ("corrected", "refined"):
+        single = job(**dense, methods=[entries[name]])
+        assert single.run().code == 0
+        assert file_digests(Path(rows[f"{name}-0.6"]["output"])) == file_digests(single.output)
+
+
 @pytest.mark.parametrize(
     ("points", "changes", "said"),
     [
-        ([{"methods": [{"method": "loss_aware", "correct": "output"}]}], {}, ["0.correct solves", "a job of its own"]),
         (
             [{"methods": [{"method": "flat_llm"}]}],
             {"calibration": {"text": {"files": ["t"]}, "propagate": "compressed"}},

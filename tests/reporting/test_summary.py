@@ -45,6 +45,17 @@ def test_a_row_for_each_layer_with_the_same_right_aligned_figures(width: int) ->
     assert all(len(line) <= width for line in lines)
 
 
+def test_a_refinement_has_columns_of_its_own() -> None:
+    figures = {"before": 0.5, "after": 0.25, "train_before": 0.4, "train_after": 0.125, "steps": 180}
+    refined = {**figures, "steps_done": 200, "learning_rate": 1e-3, "kept": True, "held_out": 6, "samples": 58}
+    text = shown([layer(0.5), {**layer(0.1), "refined": refined}], 200)
+    rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
+    assert rows == [
+        ["0", "41", "0.0123", "5,632", "0.5"],
+        ["1", "41", "0.0123", "5,632", "0.1", "0.5", "0.25", "0.4", "0.125", "0.001", "180", "yes"],
+    ]
+
+
 def test_only_what_is_out_of_the_ordinary_is_noted() -> None:
     text = shown([layer(0.5), layer(0.1, fallback=True), layer(0.1, dropped=3)], 100)
     rows = [line for line in text.splitlines() if line.strip()[:1].isdigit()]

@@ -12,8 +12,8 @@ from pipeline.sweeping.joint_solving import stage_together
 from pipeline.sweeping.points import MOST_TOGETHER, series_of
 
 
-def point(methods: str) -> Any:
-    return SimpleNamespace(curves_digest=methods, point=SimpleNamespace(series=methods))
+def point(methods: str, walks: bool = False) -> Any:
+    return SimpleNamespace(curves_digest=methods, point=SimpleNamespace(series=methods), walks=walks)
 
 
 def test_neighbours_of_the_same_methods_and_not_too_many() -> None:
@@ -21,6 +21,7 @@ def test_neighbours_of_the_same_methods_and_not_too_many() -> None:
     series = series_of(points)
     assert [len(alike) for alike in series] == [2, 1, MOST_TOGETHER, 1, 1]
     assert [found for alike in series for found in alike] == points
+    assert [len(alike) for alike in series_of([point("d", walks=True), point("d", walks=True), point("a")])] == [1] * 3
 
 
 class Failing:

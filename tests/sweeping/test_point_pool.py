@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from manifests.records import StagedLayer
 from pipeline.methods.method import Task
 from pipeline.sweeping.point_pool import PointPool
 from pipeline.units.scores import Compare
-from pipeline.units.units import Solve, Unit
+from pipeline.units.units import Refine, Solve, SolvedGroup, Unit
 
 
 class Recording:
@@ -49,3 +50,18 @@ def test_methods_are_counted_from_the_first_of_the_point() -> None:
     assert (pool.submitted, list(whole.waiting)) == ({}, [])
     pool.forget()
     assert (pool.size, pool.seconds, pool.peak_bytes, whole.forgotten) == (3, whole.seconds, {"here": 7}, 1)
+
+
+def test_every_group_of_a_refinement_is_counted_so() -> None:
+    whole = Recording()
+    pool = PointPool(whole, first=4)
+    staged = StagedLayer(
+        path=f"staged/layer-00002.{'0' * 32}.safetensors", size=1, sha256="0" * 64, tensors={}, forms={}
+    )
+    groups = tuple(SolvedGroup(Task(2, name, ("down",), method=1), {}, {}, {}) for name in ("mlp", "attention"))
+    unit = Refine(2, staged, (), groups)
+    pool.submit(unit)
+    (sent,) = whole.waiting
+    assert isinstance(sent, Refine)
+    assert [group.task.method for group in sent.groups] == [5, 5]
+    assert pool.wait() == (unit, "refine/2")
