@@ -344,4 +344,19 @@ class Magnitude(MethodEntry):
     method: Literal["magnitude"]
 
 
-AnyMethod = Annotated[OfPaper | LossAware | OfSingularValues | Magnitude, Field(discriminator="method")]
+class HEAPr(MethodEntry):
+    """A baseline: the channels of all MLPs and experts in one ranking by loss. docs/methods.md#baselines.
+
+    `refit`: fit what writes to the channels that stay.
+    """
+
+    method: Literal["heapr"]
+    refit: bool = False
+
+    @property
+    def follows_curves(self) -> bool:
+        """True: widths always follow predicted loss."""
+        return True
+
+
+AnyMethod = Annotated[OfPaper | LossAware | OfSingularValues | Magnitude | HEAPr, Field(discriminator="method")]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from manifests.methods import ASVD, SVD, SVDLLM, Magnitude, MethodEntry
+from manifests.methods import ASVD, SVD, SVDLLM, HEAPr, Magnitude, MethodEntry
 from pipeline.methods.asvd import ASVDMethod
+from pipeline.methods.heapr import HEAPrMethod
 from pipeline.methods.magnitude import MagnitudeMethod
 from pipeline.methods.method import Method
 from pipeline.methods.svd import SVDMethod
@@ -17,4 +18,5 @@ BASELINES: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
     ASVD: ASVDMethod,
     SVDLLM: SVDLLMMethod,
     Magnitude: MagnitudeMethod,
+    HEAPr: HEAPrMethod,
 }

@@ -33,6 +33,7 @@ ENTRIES: dict[str, list[dict[str, Any]]] = {
     "lestd": [{"method": "lestd", "target": "mlp"}],
     "svd-llm": [{"method": "svd_llm"}],
     "magnitude": [{"method": "magnitude"}],
+    "heapr-by-loss": [{"method": "heapr", "refit": True}],
 }
 FULL = ("loss_aware", "flat_llm", "svd", "svd_llm", "magnitude")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.methods.experts.channels import channel_losses, channel_points, rank_channels
-from pipeline.ranks.curves import choose
+from pipeline.kernels.channel_ranking import RankedChannels, channel_losses, rank_channels
+from pipeline.ranks.curves import Point, choose
 
 
 def test_a_channels_loss_is_that_of_zeroing_it() -> None:
@@ -30,11 +30,15 @@ def make_expert(seed: int, channels: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     return squares_N, torch.randn(3, channels, generator=source, dtype=torch.float64), torch.eye(3, dtype=torch.float64)
 
 
+def points_of(ranked: RankedChannels) -> list[Point]:
+    return [Point({"width": width}, 9 * width, float(ranked.losses[width])) for width in range(1, 7)]
+
+
 @pytest.mark.parametrize("share", [0.5, 0.65, 0.8])
 def test_a_budget_keeps_the_channels_of_largest_loss_of_all_experts(share: float) -> None:
     experts = {str(seed): make_expert(seed) for seed in range(3)}
     ranked = {key: rank_channels(*expert) for key, expert in experts.items()}
-    chosen = choose({key: channel_points(each, 9) for key, each in ranked.items()}, share * 18 * 9)
+    chosen = choose({key: points_of(each) for key, each in ranked.items()}, share * 18 * 9)
     kept = {(key, int(c)) for key, point in chosen.items() for c in ranked[key].kept(point.ranks["width"])}
     every = sorted(
         ((-float(loss), key, c) for key, expert in experts.items() for c, loss in enumerate(channel_losses(*expert))),
@@ -44,8 +48,7 @@ def test_a_budget_keeps_the_channels_of_largest_loss_of_all_experts(share: float
     assert kept == expected
 
 
-def test_equal_channels_stay_by_index_and_widths_are_multiples() -> None:
+def test_equal_channels_stay_by_index() -> None:
     ranked = rank_channels(torch.ones(5), torch.ones(2, 5), torch.eye(2))
     assert ranked.kept(3).tolist() == [0, 1, 2]
-    assert [point.ranks["width"] for point in channel_points(ranked, 1, multiple=2)] == [2, 4, 5]
-    assert channel_points(ranked, 1)[-1].loss == 0.0
+    assert ranked.losses.tolist() == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]

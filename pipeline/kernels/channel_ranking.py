@@ -1,11 +1,10 @@
-"""Channels of all experts in one ranking by the loss of their removal alone: HEAPr. docs/methods.md#mixtures.
+"""Channels ranked by the loss of removing each alone, after HEAPr. docs/methods.md#baselines.
 
-Statistics of an expert: the diagonal of C_e, E[(p h)²] of each channel (N,); of its layer: G (D, D).
+Statistics: E[h²] of each channel (N,), of an expert E[(p h)²] per token of all; G (D, D), the moment of the gradient at
+the outputs.
 
 Legend: D hidden, N channels.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -13,13 +12,10 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.spectra import tail_sums
-from pipeline.ranks.curves import Point
-
-WIDTH = "width"
 
 
 class RankedChannels(NamedTuple):
-    """The channels of an expert in `order`, those that stay longest first, and the `losses` (N + 1,) by width."""
+    """The channels in `order`, those that stay longest first, and the `losses` (N + 1,) by width."""
 
     order: Tensor
     losses: Tensor
@@ -47,15 +43,3 @@ def channel_losses(squares_N: Tensor, down_DN: Tensor, metric_DD: Tensor) -> Ten
         raise ValueError(f"writer {tuple(down_DN.shape)} and squares {tuple(squares_N.shape)} do not fit")
     down_DN, metric_DD = down_DN.to(torch.float64), metric_DD.to(torch.float64)
     return 0.5 * squares_N.to(torch.float64) * (down_DN * (metric_DD @ down_DN)).sum(dim=0)
-
-
-def channel_points(ranked: RankedChannels, numbers_per_channel: int, multiple: int = 1) -> list[Point]:
-    """Return a point for each width that is a multiple, and for the full one.
-
-    The losses of single channels fall, so that a choice among the points of all experts keeps the channels of largest
-    loss of all.
-    """
-    whole = len(ranked.order)
-    widths = [*range(multiple, whole, multiple), whole]
-    losses = ranked.losses.tolist()
-    return [Point({WIDTH: width}, width * numbers_per_channel, losses[width]) for width in widths]
