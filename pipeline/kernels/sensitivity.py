@@ -15,7 +15,14 @@ from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import jittered_factor
 from pipeline.kernels.heads import project_heads, repeat_groups
 from pipeline.kernels.nystrom import INVERSE_JITTERS, LEAST_PIVOT, channel_scale, fill_correlations
-from pipeline.kernels.spectra import FLOOR, eigenvalues_descending, eigh_descending, symmetrized, tail_sums
+from pipeline.kernels.spectra import (
+    FLOOR,
+    eigenvalues_descending,
+    eigh_descending,
+    fix_signs,
+    symmetrized,
+    tail_sums,
+)
 
 
 class Directions(NamedTuple):
@@ -86,6 +93,30 @@ def output_directions(weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor | 
     metric = _factored("metric", metric_mm, "outputs", spread_mm)
     values_m, vectors_mm = eigh_descending(_weighted(metric, spread_mm))
     return Directions(values_m * metric.scale, (metric.factor @ vectors_mm).T, _solve(vectors_mm, metric.factor).T)
+
+
+def thin_directions(moment: Factored, factor_nk: Tensor) -> Directions:
+    """Return the k directions of `weighted_directions` of Y Yᵀ that can count, from the factor Y (n, k), k < n.
+
+    The eigenproblem is that of YᵀY; the vectors are made orthonormal. `decode` is (n, k), `encode` (k, n). Raises
+    ValueError on NaN or infinity.
+    """
+    values_k, vectors_nk = _thin(factor_nk)
+    return Directions(values_k * moment.scale, _solve(vectors_nk, moment.factor), moment.factor @ vectors_nk)
+
+
+def thin_output_directions(weight_mF: Tensor, moment_FF: Tensor, metric: Factored) -> Directions:
+    """Return the F directions of `output_directions` that can count, for fewer inputs than outputs.
+
+    `decode` is (m, F), `encode` (F, m). Raises ValueError on shapes that do not fit, NaN or infinity.
+    """
+    inputs = factored(moment_FF)
+    if weight_mF.ndim != 2 or weight_mF.shape != (len(metric.factor), len(inputs.factor)):
+        raise ValueError(f"weight {tuple(weight_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
+    require_finite("weight", weight_mF)
+    values_F, vectors_mF = _thin(metric.factor.T @ weight_mF.detach().to(torch.float64) @ inputs.factor)
+    encode_Fm = (metric.factor @ vectors_mF).T
+    return Directions(values_F * metric.scale * inputs.scale, encode_Fm, _solve(vectors_mF, metric.factor).T)
 
 
 def least_losses(moment_nn: Tensor | Factored, other_nn: Tensor) -> Tensor:
@@ -191,6 +222,14 @@ def _solve(vectors_nn: Tensor, factor_nn: Tensor) -> Tensor:
     """Vᵀ F⁻¹."""
     solved_nn: Tensor = torch.linalg.solve_triangular(factor_nn, vectors_nn.T, upper=False, left=False)
     return solved_nn
+
+
+def _thin(factor_nk: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues (k,), descending, and orthonormal eigenvectors (n, k) of Y Yᵀ."""
+    values_k, inner_kk = eigh_descending(factor_nk.T @ factor_nk)
+    # In columns of small eigenvalue rounding leaves parts of the others, which would count twice.
+    vectors_nk: Tensor = torch.linalg.qr(factor_nk @ inner_kk).Q
+    return values_k, fix_signs(vectors_nk)
 
 
 def _unit(matrix: Tensor) -> tuple[Tensor, float]:

@@ -14,6 +14,8 @@ from pipeline.kernels.sensitivity import (
     projection_losses,
     pullback,
     pushforward,
+    thin_directions,
+    thin_output_directions,
 )
 from pipeline.kernels.spectra import weighted_head_pca
 
@@ -50,6 +52,46 @@ def test_input_directions_lose_what_is_predicted(outputs: int, inputs: int, toke
         torch.testing.assert_close(losses[rank], tail, rtol=1e-5, atol=1e-7 * float(losses[0]))
     told = least_losses(factored(moment_DD), pull_DD)
     torch.testing.assert_close(told, losses, rtol=1e-5, atol=1e-7 * float(losses[0]))
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(4, 4), (5, 2), (1, 1)])
+@pytest.mark.parametrize("scale", [1.0, 1e-40, 1e40])
+def test_thin_directions_are_the_first_of_all(rows: int, rank: int, scale: float) -> None:
+    """Of fewer rows than inputs, some of them dependent."""
+    rows_mD = weight(rows, rank) @ weight(rank, 8, 1)
+    moment_DD, metric_m = moment(8, 40, 2, scale), torch.linspace(1.0, 2.0, rows, dtype=torch.float64)
+    pull_DD, known = pullback(rows_mD, metric_m), factored(moment_DD)
+    whole = input_directions(known, pull_DD)
+    thin = thin_directions(known, ((rows_mD * metric_m[:, None].sqrt()) @ known.factor).T)
+    assert thin.decode.shape == (8, rows)
+    torch.testing.assert_close(thin.values, whole.values[:rows], rtol=1e-9, atol=1e-12 * float(whole.values[0]))
+    torch.testing.assert_close(thin.encode @ thin.decode, torch.eye(rows, dtype=torch.float64), rtol=0, atol=1e-9)
+    for kept in range(1, rows + 1):
+        one, other = (rows_mD @ each.decode[:, :kept] @ each.encode[:kept] for each in (thin, whole))
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [50, 2])
+@pytest.mark.parametrize("scale", [1.0, 1e-40, 1e40])
+def test_thin_output_directions_are_the_first_of_all(tokens: int, scale: float) -> None:
+    weight_mF, moment_FF, metric = weight(9, 4), moment(4, tokens, 3, scale), factored(moment(9, 40, 1))
+    whole, thin = output_directions(weight_mF, moment_FF, metric), thin_output_directions(weight_mF, moment_FF, metric)
+    largest = float(whole.values[0])
+    torch.testing.assert_close(thin.values, whole.values[:4], rtol=1e-6, atol=1e-8 * largest)
+    for kept in range(1, min(4, tokens) + 1):
+        one, other = (each.decode[:, :kept] @ each.encode[:kept] @ weight_mF for each in (thin, whole))
+        difference = loss(one - other, moment_FF, metric.scale * metric.factor @ metric.factor.T)
+        assert float(difference) <= 1e-7 * largest
+
+
+def test_wrong_factors_are_refused() -> None:
+    metric = factored(moment(9, 40, 1))
+    with pytest.raises(ValueError, match="do not fit"):
+        thin_output_directions(weight(9, 4), moment(5, 50, 3), metric)
+    with pytest.raises(ValueError, match="NaN"):
+        thin_output_directions(weight(9, 4) * float("nan"), moment(4, 50, 3), metric)
+    with pytest.raises(ValueError, match="NaN"):
+        thin_directions(metric, torch.full((9, 2), float("nan")))
 
 
 def test_no_other_rank_loses_less() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,28 @@ def test_losses_are_those_of_the_weighted_outputs(expert: int) -> None:
     for width in (8, 16, 24):
         seen = seen_loss(layer, expert, {"width": width, "gate_up": HIDDEN, "down": HIDDEN})
         assert seen == pytest.approx(float(solver.width_losses[width]), rel=1e-6)
+
+
+def test_few_channels_are_solved_by_eigenproblems_of_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of fewer channels than half the hidden size: the same curve and solution as by those of its order."""
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 8)
+    layer = Layer()
+    narrow, sizes = points_of(layer, 0, layer.statistics(0)), make_sizes(make_block(0))
+    ranks = {"width": 6, "gate_up": 5, "down": 3}
+    (thin,) = mlp.solve(sizes, layer.weights[0], layer.statistics(0), [ranks])
+    monkeypatch.setattr(Solver, "narrow", False)
+    whole = points_of(layer, 0, layer.statistics(0))
+    (thick,) = mlp.solve(sizes, layer.weights[0], layer.statistics(0), [ranks])
+    assert [point.ranks for point in narrow] == [point.ranks for point in whole]
+    for one, other in zip(narrow, whole, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-12)
+    for role in ("gate", "up", "down"):
+        first = "gate" if role == "up" else role
+        one, other = (
+            each.tensors[f"experts.0.{role}.second.weight"] @ each.tensors[f"experts.0.{first}.first.weight"]
+            for each in (thin, thick)
+        )
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_losses_of_ranks_are_measured_on_the_weighted_outputs() -> None:

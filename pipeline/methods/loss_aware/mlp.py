@@ -15,9 +15,9 @@ from torch import Tensor
 from manifests.records import Curve
 from pipeline.families.blocks import MLPBlock, roles_of
 from pipeline.kernels.interpolation import interpolate
-from pipeline.methods.loss_aware.mlp_sample import routing_sample, sample_of
+from pipeline.methods.loss_aware.mlp_sample import probed_ranks, probed_widths, routing_sample, sample_of
 from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
-from pipeline.methods.loss_aware.mlp_solver import REMEMBERED_BYTES, Solver, probed_ranks, probed_widths
+from pipeline.methods.loss_aware.mlp_solver import REMEMBERED_BYTES, Solver
 from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pair

@@ -1,4 +1,4 @@
-"""The sampled tokens that pass an MLP: all of them, or, if it is an expert, those to which the router gives a weight.
+"""The sampled tokens that pass an MLP: all, or, of an expert, those with a weight; and those that probe its ranks.
 
 Legend: D hidden, T tokens.
 """
@@ -11,10 +11,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pipeline.families.blocks import MLPBlock
+from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.method import Moment, Statistics
+from pipeline.ranks.curves import spread
 
 SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
 LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
+PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of the readers costs
+PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of the readers
+PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
+TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
+LEAST_PROBE = 2048  # tokens
 BATCH = 4096  # tokens that pass the MLP at a time
 
 
@@ -65,3 +72,24 @@ def routing_sample(block: MLPBlock) -> Moment:
 def sampled(width: int) -> int:
     """Return the number of tokens to which so many channels are fitted."""
     return max(LEAST_SAMPLE, SAMPLE_TOKENS * width)
+
+
+def probe_tokens(width: int) -> int:
+    """Return the number of tokens that are run through the activation with so many channels."""
+    return max(LEAST_PROBE, PROBE_TOKENS * width)
+
+
+def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
+    """Return the widths at which a sample of so many tokens, or a whole one, is run through the activation.
+
+    A few suffice: what the activation bends changes little from width to width.
+    """
+    tokens = sample_of(sizes.block).tokens if tokens is None else tokens
+    return spread([width for width in sizes.widths if tokens >= TOKENS_OF_FIT * width], PROBED)
+
+
+def probed_ranks(block: MLPBlock, width: int) -> dict[int, int]:
+    """Map the ranks of the readers that are tried at a width to the place of their share among `PROBES`."""
+    full = min(len(block.readers) * width, block.writer.outputs)
+    ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
+    return {rank: place for rank, place in ranks.items() if rank < full}

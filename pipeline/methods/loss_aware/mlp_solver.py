@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import FormSpec
-from pipeline.families.blocks import Matrix, MLPBlock, roles_of
+from pipeline.families.blocks import Matrix, roles_of
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, nystrom_refit
@@ -24,26 +24,32 @@ from pipeline.kernels.sensitivity import (
     Directions,
     Factored,
     factored,
+    gram_losses,
     losses_by_rank,
     output_directions,
     pushforward,
     tail_losses,
+    thin_directions,
+    thin_output_directions,
     weighted_directions,
     weighted_losses,
 )
-from pipeline.methods.loss_aware.mlp_sample import BATCH, Sample, read_sample, sample_of, sampled
+from pipeline.methods.loss_aware.mlp_sample import (
+    BATCH,
+    PROBES,
+    TOKENS_OF_FIT,
+    Sample,
+    probe_tokens,
+    probed_ranks,
+    read_sample,
+    sampled,
+)
 from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
 from pipeline.methods.method import Ranks, Solution, Statistics
 from pipeline.methods.moments import factored_mean, input_moment, output_gradient
 from pipeline.methods.tensors import biases_of, channel_priority
-from pipeline.ranks.curves import spread
 
-PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of the readers costs
 PROBE_OUTPUTS = 256  # mixtures of outputs at most, through which that is seen
-PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of the readers
-PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
-TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
-LEAST_PROBE = 2048  # tokens
 REMEMBERED_BYTES = 2**27  # of the outputs of a sample, where several sizes are fitted to them
 
 
@@ -125,6 +131,9 @@ class Solver:
         Widths ascend. `directed`: the widths at which the caller asks for directions next. Moments grow by the channels
         of each width in turn, so that the choice of `widths` changes no bit.
         """
+        if self.narrow:
+            yield from self._narrow_losses(widths, directed)
+            return
         before, pull_DD, spread_DD = 0, torch.zeros_like(self.input_DD), torch.zeros_like(self.metric_DD)
         for width in self.sizes.widths:
             if before >= max(widths):
@@ -140,6 +149,35 @@ class Solver:
                 yield width, upper, weighted_losses(spread_DD, self._metric.scale)
             elif width in widths:
                 yield width, weighted_losses(pull_DD, self._input.scale), weighted_losses(spread_DD, self._metric.scale)
+
+    @property
+    def narrow(self) -> bool:
+        """Return True if eigenproblems of the order of the readers' rows are smaller than those of their inputs."""
+        return self.by_loss and len(self.block.readers) * self.block.width < len(self.input_DD)
+
+    def _narrow_losses(
+        self, widths: Collection[int], directed: Collection[int]
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield what `losses` does, by eigenproblems of the order of the channels."""
+        for width in sorted(widths):
+            lower = gram_losses(self._felt_outputs[:, :width], self._metric.scale)
+            pulled_Dm = self._pulled(self.priority[:width])
+            if width not in directed:
+                yield width, gram_losses(pulled_Dm, self._input.scale), lower
+                continue
+            self._directions = {width: thin_directions(self._input, pulled_Dm)}
+            values_m = self._directions[width].values
+            values_D = torch.cat((values_m, values_m.new_zeros(len(pulled_Dm) - len(values_m))))
+            yield width, tail_losses(values_D), lower
+
+    def _pulled(self, kept_k: Tensor) -> Tensor:
+        """Return Y (D, m) with Y Yᵀ what `_pull` gives in the basis of the input's factor."""
+        rows = (
+            self.weights[reader.weight_key][kept_k].double() * squares_N[kept_k, None].double().sqrt()
+            for reader, squares_N in self.gradients_N.items()
+        )
+        pulled_Dm: Tensor = (torch.cat(list(rows)) @ self._input.factor).T
+        return pulled_Dm
 
     def _losses_of_others(self, width: int) -> tuple[Tensor, Tensor]:
         """Return both losses where directions are not chosen by the loss."""
@@ -194,7 +232,9 @@ class Solver:
     def reader_directions(self, kept_k: Tensor) -> Directions:
         """Return the directions of the stack of readers on the channels that stay."""
         width = kept_k.numel()
-        if width not in self._directions:
+        if width not in self._directions and self.narrow:
+            self._directions = {width: thin_directions(self._input, self._pulled(kept_k))}
+        elif width not in self._directions:
             felt_DD = self._pull(kept_k, self._input.factor, by_loss=self.by_loss)
             self._directions = {width: weighted_directions(self._input, felt_DD)}  # of the one width in hand
         return self._directions[width]
@@ -269,6 +309,8 @@ class Solver:
             if self.by_loss
             else factored(torch.eye(len(self.metric_DD), dtype=self.metric_DD.dtype, device=self.metric_DD.device))
         )
+        if self.narrow:
+            return thin_output_directions(refit_Dk, moment_kk, metric)
         return output_directions(refit_Dk, moment_kk, metric)
 
     def moment(self, kept_k: Tensor) -> Tensor:
@@ -343,24 +385,3 @@ def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
     """Multiply in float32 or better, as the weight has none of the checkpoint's dtypes."""
     dtype = torch.promote_types(values_TF.dtype, torch.float32)
     return values_TF.to(dtype) @ weight_qF.to(dtype).T
-
-
-def probe_tokens(width: int) -> int:
-    """Return the number of tokens that are run through the activation with so many channels."""
-    return max(LEAST_PROBE, PROBE_TOKENS * width)
-
-
-def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
-    """Return the widths at which a sample of so many tokens, or a whole one, is run through the activation.
-
-    A few suffice: what the activation bends changes little from width to width.
-    """
-    tokens = sample_of(sizes.block).tokens if tokens is None else tokens
-    return spread([width for width in sizes.widths if tokens >= TOKENS_OF_FIT * width], PROBED)
-
-
-def probed_ranks(block: MLPBlock, width: int) -> dict[int, int]:
-    """Map the ranks of the readers that are tried at a width to the place of their share among `PROBES`."""
-    full = min(len(block.readers) * width, block.writer.outputs)
-    ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
-    return {rank: place for rank, place in ranks.items() if rank < full}
