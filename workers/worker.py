@@ -67,6 +67,7 @@ from workers.memory import return_freed_pages
 from workers.pairing import PairPass
 from workers.refining import RefinePass
 from workers.score_pass import ScorePass
+from workers.shared_moments import SharedMoments
 from workers.solving import GroupProblem, layer_tensors, solve_done, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
 from workers.tapped_layer import Tap, TappedLayer
@@ -98,6 +99,7 @@ class Worker:
         self.refinement = RefinePass(
             setup, self.layers, self.activations, lambda group: self._problem(group.task), self._computing
         )
+        self.shared = SharedMoments()
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # inside products and decompositions
 
@@ -158,6 +160,8 @@ class Worker:
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(_passing(unit), Pair):
             self.pairs.release()
+        if not isinstance(unit, SolveUnit):
+            self.shared.release()
         if isinstance(unit, SolveUnit | Refine):
             return_freed_pages()  # after forward passes, because a solve needs the most memory
         if scoring:
@@ -308,20 +312,24 @@ class Worker:
     def _curve(self, unit: CurveUnit) -> Any:
         problem = self._problem(unit.task)
         with self._computing(), tensor_cores(self.setup.dtype):
-            return curve_result(unit, problem, self._statistics)
+            return curve_result(unit, problem, partial(self._statistics, unit.task.layer))
 
-    def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed], hint: str = "") -> Statistics:
+    def _statistics(self, layer: int, records: Mapping[Moment, ArrayRecord | Summed], hint: str = "") -> Statistics:
         """Return statistics for a method: sums of values, shrunk means of gradients, and the hint of their curve."""
-        moments, passed = {}, {}
+        moments, passed, shared = {}, {}, self.shared.of(self.setup.geometry.layers[layer])
         for moment, record in records.items():
-            moments[moment] = self.totals.moment(moment, record)
-            if isinstance(record, GradientRecord):
-                squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
-                moments[moment] = shrink(moments[moment], squares_G, record.sequences, record.tokens)
-            elif isinstance(record, CountedRecord | Summed):
+            moments[moment] = shared.get(moment, record, partial(self._moment, moment, record))
+            if isinstance(record, CountedRecord | Summed) and not isinstance(record, GradientRecord):
                 passed[moment] = record.tokens
         passed = {moment: tokens for moment, tokens in passed.items() if tokens != self._calibration_tokens}
-        return Statistics(moments, self._calibration_tokens, hint, passed)
+        return Statistics(moments, self._calibration_tokens, hint, passed, shared.factors)
+
+    def _moment(self, moment: Moment, record: ArrayRecord | Summed) -> Tensor:
+        total = self.totals.moment(moment, record)
+        if not isinstance(record, GradientRecord):
+            return total
+        squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
+        return shrink(total, squares_G, record.sequences, record.tokens)
 
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]
@@ -330,7 +338,8 @@ class Worker:
 
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
-        problem, statistics = self._problem(unit.task), self._statistics(unit.statistics, unit.hint)
+        problem = self._problem(unit.task)
+        statistics = self._statistics(unit.task.layer, unit.statistics, unit.hint)
         if unit.task.refine is not None:
             problem = replace(problem, quantize=None)  # rounded behind the training
         with self._computing(), tensor_cores(self.setup.dtype):
@@ -343,7 +352,8 @@ class Worker:
         return RefineDone(tuple(solve_done(group, self.transfer) for group in solved), figures)
 
     def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
-        problem, statistics = self._problem(unit.task), self._statistics(unit.statistics, unit.hint)
+        problem = self._problem(unit.task)
+        statistics = self._statistics(unit.task.layer, unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
             each = solve_sizes(problem, statistics, unit.sizes)
             return SizesSolved(tuple(solve_done(solved, self.transfer) for solved in each))
