@@ -165,7 +165,12 @@ class LayerGeometry:
         return tuple(dict.fromkeys(matrix.reads for matrix in self.matrices.values()))
 
     def features(self, point: str) -> int:
-        """Return how many numbers per token pass a point: a matrix's input or output, or the residual stream."""
+        """Return how many numbers per token pass a point: a matrix's input or output, or the residual stream.
+
+        A token has one weight at an expert.
+        """
+        if point.endswith(ROUTING):
+            return 1
         for matrix in self.matrices.values():
             if point in (matrix.reads, f"{matrix.role}.out"):
                 return matrix.inputs if point == matrix.reads else matrix.outputs

@@ -29,7 +29,7 @@ class HEAPrMethod(MethodBase[HEAPr]):
 
     name: ClassVar[str] = "heapr"
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim the MLPs, or the experts, of every chosen layer."""
         return tuple(
             Group(layer.index, block.name, block.roles, (input_moment(block.writer), output_gradient(block.writer)))
