@@ -217,8 +217,12 @@ class LayerGeometry:
 
     def path(self, role: str) -> str:
         """Return the module path of a role, as the checkpoint names it."""
-        outside = {name: path for name, path, _ in self.outer}
-        return outside.get(role) or self.prefix + dict(self.modules)[role]
+        return self._paths[role]
+
+    @cached_property
+    def _paths(self) -> Mapping[str, str]:
+        inside = {role: self.prefix + path for role, path in self.modules}
+        return inside | {role: path for role, path, _ in self.outer}
 
     def tap(self, point: str) -> tuple[str, str]:
         """Return the role and the side, `in` or `out`, at which a forward pass sees the values of a point."""

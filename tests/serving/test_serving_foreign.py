@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lamina import LaminaConfig, LaminaForCausalLM, LayersConfig
 from lamina.block_lamina import DEFAULT_BLOCK
+from lamina.foreign_lamina import attend_whole
 from tests.serving.serving_sources import padded_batch
 
 BIASED = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
@@ -156,3 +157,16 @@ def test_wrong_descriptions_are_named(field: str, value: Any, said: str) -> None
     changed = {**fields[field], **value} if field == "block" else value
     with pytest.raises(ValueError, match=said):
         LayersConfig(**{**fields, field: changed})
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("width", "value_width"), [(10, 6), (6, 10), (8, 8)])
+def test_attention_of_whole_sequences_is_that_of_heads_of_unequal_width(
+    width: int, value_width: int, tokens: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    widths = (width, width, value_width)
+    query, key, value = (torch.randn(2, 3, tokens, w, generator=generator, dtype=torch.float64) for w in widths)
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(torch.ones(tokens, tokens).triu(1).bool(), float("-inf"))
+    heads, _ = attend_whole(torch.nn.Module(), query, key, value, None, 0.3)
+    torch.testing.assert_close(heads, (scores.softmax(-1) @ value).transpose(1, 2))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class ForeignAttention:
     cached: tuple[str, ...]
 
 
+WHOLE = "lamina_whole"  # the name of `attend_whole` in transformers
 LATENT_FIELDS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
 )  # fmt: skip
@@ -42,7 +43,7 @@ FOREIGN = {
 class ForeignConfig:
     """A config as a foreign module reads it: the fields of `foreign`, and all others of Lamina's config.
 
-    A layer without an attention implementation uses "sdpa", which is causal without a mask.
+    A layer without an attention implementation, as in workers, uses `attend_whole`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -51,7 +52,7 @@ class ForeignConfig:
 
     @property
     def _attn_implementation(self) -> str:
-        return self._lamina._attn_implementation or "sdpa"
+        return self._lamina._attn_implementation or WHOLE
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_lamina", "_fields"):  # copies ask before these exist
@@ -81,8 +82,25 @@ def foreign_cache_numbers(foreign: Mapping[str, Any]) -> int:
     return sum(foreign[name] for name in FOREIGN[foreign["model_type"]].cached)
 
 
+def attend_whole(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute causal attention of whole sequences without padding, query and key (B, H, T, d), value (B, H, T, w).
+
+    Fused kernels need d = w. Zeros fill up the narrower ones; otherwise a CPU holds the T × T scores of all heads.
+    """
+    assert attention_mask is None
+    width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    value = nn.functional.pad(value, (0, max(0, missing)))
+    query, key = (nn.functional.pad(x, (0, max(0, -missing))) for x in (query, key))
+    causal = query.shape[2] > 1
+    heads = nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=causal)
+    return heads[..., :width].transpose(1, 2).contiguous(), None
+
+
 def make_foreign_attention(config: Any, layer: int) -> nn.Module:
     """Build the attention module of a layer."""
+    import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(WHOLE, attend_whole)
     attention: nn.Module = _class(config, "Attention")(ForeignConfig(config), layer)
     return attention
 
