@@ -22,7 +22,7 @@ from pipeline.job.plan_report import RateSource, plan_report
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Measuring, Method, Predicting, Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods
-from pipeline.methods.rounded_size import numbers_of_bytes, scope_numbers
+from pipeline.methods.rounded_size import numbers_of_bytes
 from tests import factories
 from tests.families.geometries import llama
 from tests.methods.test_registry import stored
@@ -123,7 +123,7 @@ def share_stored(job: Manifest, geometry: Geometry, ranks: dict[str, dict[str, i
     assert job.budget is not None
     numbers = stored(job, geometry, {**ranks})
     if job.budget.bytes is None:
-        return numbers / scope_numbers(geometry, job.budget.scope)
+        return numbers / geometry.scope_numbers(job.budget.scope)
     whole, taken = numbers_of_bytes(job, GEOMETRY)
     return (numbers + taken) / whole
 

@@ -18,7 +18,6 @@ from pipeline.methods.registry import (
     claim_tasks,
     layer_importance,
     layer_moments,
-    scope_numbers,
 )
 from tests.families.geometries import SIZES, llama, manifest, other
 
@@ -39,7 +38,7 @@ FLAT = {layer: 0.2 for layer in range(32)}
 def stored(job: Manifest, geometry: Geometry, ranks: dict[str, dict[str, int]]) -> float:
     """Numbers stored in the budget's scope at these ranks."""
     methods = build_methods(job)
-    total = float(scope_numbers(geometry, job.budget.scope if job.budget else "decoder"))
+    total = float(geometry.scope_numbers(job.budget.scope if job.budget else "decoder"))
     for position, method in enumerate(methods):
         total -= sum(geometry.layers[group.layer].numbers(group.roles) for group in method.claims(geometry))
         for variable in method.rank_variables(geometry):
@@ -58,7 +57,7 @@ def assert_fits(
 ) -> None:
     """Never above the target, and no step of any variable that shares the budget would fit."""
     assert job.budget is not None
-    target = job.budget.keep * scope_numbers(geometry, job.budget.scope)
+    target = job.budget.keep * geometry.scope_numbers(job.budget.scope)
     found = stored(job, geometry, ranks)
     assert found <= target * (1 + 1e-11)
     steps = []

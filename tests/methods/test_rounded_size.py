@@ -14,7 +14,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods
-from pipeline.methods.rounded_size import numbers_of_bytes, scope_numbers
+from pipeline.methods.rounded_size import numbers_of_bytes
 from tests.families.geometries import llama
 
 
@@ -43,7 +43,7 @@ def share_of_bytes(job: Manifest, geometry: Geometry, keep: float) -> float:
     """Of the dense bytes, what a share of the numbers takes once it is rounded."""
     whole, taken = numbers_of_bytes(job, geometry)
     assert job.budget is not None
-    return (taken + keep * scope_numbers(geometry, job.budget.scope)) / whole
+    return (taken + keep * geometry.scope_numbers(job.budget.scope)) / whole
 
 
 def counted(geometry: Geometry, bits: int, group: int, scope: str = "decoder") -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from manifests.errors import InputError
 from pipeline.methods.method import Scores
-from pipeline.methods.registry import allocate_ranks, build_methods, scope_numbers
+from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.registry import predict_tasks as predicted
 from pipeline.ranks.curves import Point, choose, from_columns, predicted_loss, summed, to_columns
 from tests.families.geometries import llama
@@ -34,7 +34,7 @@ def test_one_rank_for_all_layers(keep: float, entry: dict[str, Any]) -> None:
             step = variable.cost(above) - variable.cost(rank)
             steps[variable.name] = steps.get(variable.name, 0.0) + step
     assert all(len(found) == 1 for found in by_group.values()), by_group
-    found, target = stored(job, LLAMA2_7B, ranks), keep * scope_numbers(LLAMA2_7B, "decoder")
+    found, target = stored(job, LLAMA2_7B, ranks), keep * LLAMA2_7B.scope_numbers("decoder")
     assert found <= target < found + min(steps.values()) + 1
 
 
@@ -57,7 +57,7 @@ def test_by_loss_it_is_the_best_common_rank() -> None:
     values = {found["value"] for key, found in ranks.items() if key.endswith("attention")}
     widths = {found["mlp"] for key, found in ranks.items() if key.endswith("mlp")}
     assert len(values) == len(widths) == 1
-    target = 0.8 * scope_numbers(where, "decoder")
+    target = 0.8 * where.scope_numbers("decoder")
     assert stored(job, where, ranks) <= target
     best = min(
         predicted_loss(curves, pair)
