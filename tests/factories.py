@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     LlamaConfig,
@@ -50,6 +52,7 @@ MIXTURES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
 }
 FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method compresses
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
@@ -83,6 +86,10 @@ EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six expe
         "mlp_only_layers": [0], "head_dim": 12,
     },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "glm4_moe": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+        "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+    },
     "deepseek_v2": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
         "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5,

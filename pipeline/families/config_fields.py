@@ -73,7 +73,7 @@ def kept_fields(family: Family) -> dict[str, str]:
     """Map each kept field, by the family's own name, to the standard field that holds it."""
     rotary = {"interleaved": "rotary_dim", "half": "rope_parameters"}.get(family.block["rotary"])
     switches = [name for name in SWITCH_FIELDS if "layer_types" in family.windows]
-    biases = [name for name in family.block["biases"].values() if isinstance(name, str)]
+    biases = [name for name in family.block["biases"].values() if isinstance(name, str)] + [*family.optional.values()]
     fields = {**standard_fields(family), **dict.fromkeys(switches, "layer_types"), **dict.fromkeys(biases, "block")}
     if family.mixture is not None:
         fields |= {name: fields.get(name, "mixture") for name in family.mixture.own_fields}

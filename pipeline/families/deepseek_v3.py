@@ -19,6 +19,7 @@ PATHS = {**EXPERTS, "modules": PROJECTIONS, "shared": "mlp.shared_experts"}
 SIZES = {"experts": "n_routed_experts", "width": "moe_intermediate_size", "top_k": "num_experts_per_tok"}
 SHARED = ("moe_intermediate_size", "n_shared_experts")
 GROUPS = {"scale": "routed_scaling_factor", "groups": "n_group", "top_groups": "topk_group"}
+SIGMOID = {"score": "sigmoid", "float_logits": True, "group_score": "top2"}
 UNREAD = {
     "attention_dropout": TRAINING,
     "pretraining_tp": "how the products were once cut; nobody reads it",
@@ -39,7 +40,7 @@ FAMILY = Family(
         paths=PATHS | {"score_bias": "mlp.gate.e_score_correction_bias"},
         sizes=SIZES,
         shared=SHARED,
-        routing={"score": "sigmoid", "float_logits": True, "group_score": "top2"},
+        routing=SIGMOID,
         fields=GROUPS | {"renormalise": "norm_topk_prob"},
         dense_layers=FIRST_DENSE,
     ),

@@ -20,6 +20,7 @@ from manifests.errors import InputError
 from pipeline.families import (
     deepseek_v2,
     deepseek_v3,
+    glm4_moe,
     gptj,
     llama,
     mistral,
@@ -55,6 +56,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe,
         deepseek_v2,
         deepseek_v3,
+        glm4_moe,
     )
 }
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the name of the same in transformers
@@ -344,8 +346,14 @@ def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) ->
     theta = rope.get("rope_theta")
     if not isinstance(theta, float | int) or not 0.0 < theta < math.inf:
         raise InputError(f"config.json: rope_theta: {theta!r} is no positive number")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:  # transformers' own models of these families disagree on it
+    share = rope.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not family.partial_rotary:  # transformers' own models of these families disagree on it
         raise InputError(f"config.json: partial_rotary_factor is not supported for {family.model_type}")
+    width = head_dim * share if isinstance(share, float | int) and not isinstance(share, bool) else 0.0
+    if not 2 <= width <= head_dim or width % 2:
+        raise InputError(
+            f"config.json: partial_rotary_factor: {share!r} of {head_dim} is no even number within 2 to {head_dim}"
+        )
     return dict(rope)
 
 
@@ -361,4 +369,6 @@ def _block(family: Family, source: PreTrainedConfig, foreign: Mapping[str, Any] 
         present = {each.role for each in family.foreign.block(foreign, 1, 1, ()).copied}
         inside = {role for role, path in block["modules"].items() if path.startswith(f"{block['foreign']}.")}
         block["modules"] = {role: path for role, path in block["modules"].items() if role not in inside - present}
+    missing = {role for role, name in family.optional.items() if not getattr(source, name)}
+    block["modules"] = {role: path for role, path in block["modules"].items() if role not in missing}
     return {**block, "biases": [role for role in block["modules"] if has_bias.get(role, False)]}

@@ -39,6 +39,7 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         fields |= {name: standard["foreign"][name] for name in family.foreign.own_fields}
     biases = family.block["biases"]
     fields |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
+    fields |= {field: role in standard["block"]["modules"] for role, field in family.optional.items()}
     if family.mixture is not None:
         fields |= family.mixture.source_fields(standard["mixture"])
     modeling_auto: Any = transformers.models.auto.modeling_auto

@@ -20,11 +20,15 @@ from tests.families.test_registry import GPTJ, LATENT, OPT, SMALL
 
 MIXTURE = {**SMALL, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTRAL = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
+SHARED = {
+    **SMALL, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 ROUTING = ("topk_method", "scoring_func", "moe_layer_freq")  # fields of the hub's configs
-QWEN = ("qwen2", "qwen2_moe", "qwen3_moe")
+QWEN = ("qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe")
 SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    "deepseek_v3": LATENT, "glm4_moe": SHARED,
 }  # fmt: skip
 TOKENS = {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 7}
 LLAMA3 = {
@@ -39,11 +43,15 @@ GATED: dict[str, Any] = {
     **COMMON, "intermediate_size": 33, "num_key_value_heads": 1, "hidden_act": "relu", "rms_norm_eps": 0.5,
     "head_dim": 18, "rope_parameters": LLAMA3,
 }  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1 / 3}
+ODD_SHARED: dict[str, Any] = {
+    "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 9,
+    "n_shared_experts": 3, "routed_scaling_factor": 3.5,
+}  # fmt: skip
 GROUPED = {"topk_method": "group_limited_greedy"}
 ODD_LATENT: dict[str, Any] = {
     **COMMON, "intermediate_size": 33, "hidden_act": "relu", "rms_norm_eps": 0.5, "rope_parameters": LLAMA3,
-    "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 9,
-    "n_shared_experts": 3, "routed_scaling_factor": 3.5,
+    **ODD_SHARED,
     "num_attention_heads": {"num_attention_heads": 2, "num_key_value_heads": 2}, "attention_bias": True,
     "q_lora_rank": 9, "kv_lora_rank": 10, "qk_nope_head_dim": 2, "qk_rope_head_dim": 8, "v_head_dim": 7,
 }  # fmt: skip
@@ -77,6 +85,11 @@ ODD: dict[str, dict[str, Any]] = {
     "mixtral": {**GATED, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 3},
     "qwen2_moe": {**GATED, **EXPERTS, "qkv_bias": False, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**GATED, **EXPERTS, "attention_bias": True},
+    "glm4_moe": {
+        **GATED, **ODD_SHARED, "attention_bias": True, "hidden_size": 64, "head_dim": 20,
+        "use_qk_norm": True, "norm_topk_prob": False, "n_group": 3, "topk_group": {"n_group": 3, "topk_group": 2},
+        "rope_parameters": PARTIAL,
+    },
     "deepseek_v2": {
         **ODD_LATENT, "topk_method": {**GROUPED, "n_group": 2, "topk_group": 1},
         "n_group": {**GROUPED, "n_group": 3, "topk_group": 1}, "topk_group": {**GROUPED, "n_group": 3, "topk_group": 2},

@@ -32,10 +32,10 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         "num_hidden_layers": 3, "hidden_act": draw.choice(["silu", "gelu_new"]),
         "num_experts_per_tok": draw.randint(1, min(8, experts)), "tie_word_embeddings": draw.random() < 0.5,
     }  # fmt: skip
-    if family == "mixtral":
+    if family in ("mixtral", "minimax_m2"):
         return {**sizes, "num_local_experts": experts, "intermediate_size": draw.choice([5, 24, 33])}
-    if family in factories.FOREIGN:
-        return sizes | latent_sizes(family, draw)
+    if family in ("glm4_moe", *factories.FOREIGN):
+        return sizes | grouped_sizes(family, draw)
     sizes |= {"num_experts": experts, "moe_intermediate_size": draw.choice([5, 24, 33])}
     sizes |= draw.choice([{"mlp_only_layers": [draw.randrange(3)]}, {"decoder_sparse_step": 2, "mlp_only_layers": []}])
     sizes["norm_topk_prob"] = draw.random() < 0.5
@@ -44,16 +44,20 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
     return sizes
 
 
-def latent_sizes(family: str, draw: random.Random) -> dict[str, Any]:
-    """Sizes of a random DeepSeek mixture: dense first layers, shared experts, experts in groups."""
+def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
+    """Sizes of a random mixture with dense first layers, shared experts, and experts in groups."""
     size, groups = draw.choice([2, 3, 8]), draw.choice([1, 2, 4])
     top_groups = draw.randint(1, groups)
     sizes: dict[str, Any] = {
         "n_routed_experts": size * groups, "n_group": groups, "topk_group": top_groups,
         "num_experts_per_tok": draw.randint(1, min(8, size * top_groups)), "n_shared_experts": draw.choice([1, 2, 3]),
         "moe_intermediate_size": draw.choice([5, 24]), "first_k_dense_replace": draw.choice([0, 1, 2, 3]),
-        "routed_scaling_factor": draw.choice([1.0, 2.5]), "q_lora_rank": draw.choice([None, 10]),
+        "routed_scaling_factor": draw.choice([1.0, 2.5]),
     }  # fmt: skip
+    if family == "glm4_moe":
+        heads = {name: draw.random() < 0.5 for name in ("use_qk_norm", "attention_bias", "norm_topk_prob")}
+        return sizes | heads | {"partial_rotary_factor": draw.choice([0.25, 0.5, 1.0])}
+    sizes["q_lora_rank"] = draw.choice([None, 10])
     if family == "deepseek_v2":
         return sizes | {"topk_method": draw.choice(["greedy", "group_limited_greedy"])}
     return sizes | {"norm_topk_prob": draw.random() < 0.5, "rope_interleave": draw.random() < 0.5}
@@ -86,7 +90,7 @@ def compare(source: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("family", [*factories.MIXTURES, *factories.FOREIGN])
-@pytest.mark.sample(10)
+@pytest.mark.sample(14)
 def test_logits_of_random_mixtures(family: str, seed: int, tmp_path: Path) -> None:
     compare(factories.make_model(tmp_path, family, seed=seed, **random_sizes(family, seed)))
 
