@@ -8,6 +8,7 @@ from typing import Any
 from lamina import LayersConfig
 from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import foreign_rotation, tensor_parallel_plan
+from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.checkpoint.targets import export_faults, mlp_widths
 from pipeline.rounding.schemes import FIELD, TABLES
 
@@ -34,7 +35,9 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
         rows.append(("llama.cpp", f"`{export} --to gguf{option} FILE`", cut + codes))
     if not export_faults(config, "stock", tables):
         codes = f"; codes of matrices that are not factored{uniform}" if rounded else ""
-        rows.append(("any other", f"`{export} --to stock{option} DEST`", cut + codes))
+        nf4 = is_nf4(config)
+        codes = "; NF4 codes, for bitsandbytes, of matrices that are not factored" if nf4 else codes
+        rows.append(("any other", f"`{export} --to stock{'' if nf4 else option} DEST`", cut + codes))
     elif not export_faults(config, "dense"):
         rows.append(("any other", f"`{export} --to dense DEST`", "nothing"))
     return "\n".join(f"| {' | '.join(cells)} |" if cells[0] != "---" else "|---|---|---|" for cells in rows)

@@ -23,6 +23,7 @@ from pipeline.checkpoint.assembling import shard_name
 from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
+from pipeline.checkpoint.nf4 import is_nf4, nf4_config, nf4_tensors
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
 from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
@@ -49,7 +50,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
 
-    `multiply_out`: store matrices unrounded whose codes stand for levels in a table, in place of refusing them.
+    `multiply_out`: store matrices unrounded whose codes stand for levels in a table, in place of refusing them. `stock`
+    keeps normal levels of 4 bits as NF4 weights of bitsandbytes otherwise.
 
     Raises:
         InputError: OUTPUT is no Lamina checkpoint, the destination is not empty or not writable, or the target cannot
@@ -63,7 +65,7 @@ def export_checkpoint(
     refuse_faults(config, target, multiply_out)
     with all_or_nothing(storage):
         try_destination(storage)
-        return _write(checkpoint, config, target, storage, say)
+        return _write(checkpoint, config, target, storage, say, multiply_out)
 
 
 def _write(
@@ -72,6 +74,7 @@ def _write(
     target: Target,
     storage: Storage,
     say: Callable[[str], None],
+    multiply_out: bool,
 ) -> dict[str, Any]:
     geometry, dtype_of = geometry_of(config), partial(source_dtype, tensors=checkpoint.tensors, config=config)
     one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" else None
@@ -79,7 +82,8 @@ def _write(
     reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
     stored = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
-    packed = {path: scheme for path, scheme in stored.items() if not scheme.has_table}
+    nf4 = is_nf4(config) and not multiply_out
+    packed = {path: scheme for path, scheme in stored.items() if nf4 or not scheme.has_table}
     rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
     for layer in geometry.layers:
@@ -93,7 +97,8 @@ def _write(
         for path in map(layer.path, whole_roles(config, layer)):
             if path in packed:
                 del tensors[path + WEIGHT]
-                tensors |= checkpoint.read(sorted(packed_names(path + WEIGHT)))
+                parts = checkpoint.read(sorted(packed_names(path + WEIGHT)))
+                tensors |= nf4_tensors(path, parts, packed[path].group or 0) if nf4 else parts
                 rounded[path] = packed[path]
         file = shard_name(layer.index + 1, total)
         write_shard(storage, file, tensors)
@@ -110,7 +115,9 @@ def _write(
     numbers += sum(math.prod(shape) for _, shape in geometry.outer)
     copy_companions(storage, checkpoint.storage, _has_source_code(checkpoint.storage), OUR_FILES)
     if rounded:
-        exported_config[FIELD] = quantization_config(rounded, _linear_modules(config, geometry))
+        linears = _linear_modules(config, geometry)
+        described = nf4_config(rounded, linears, config["dtype"]) if nf4 else quantization_config(rounded, linears)
+        exported_config[FIELD] = described
     storage.replace(CONFIG_FILE, encode_json(exported_config))
     size = sum(storage.size(file) for file in set(weight_map.values()))
     write_index(storage, weight_map, size, numbers)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from lamina import LayersConfig
 from manifests.errors import InputError
+from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.families.registry import geometry_of
 from pipeline.families.source_config import source_config
 from pipeline.rounding.schemes import TABLES, rounded_modules
@@ -35,7 +36,8 @@ def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
     described = LayersConfig(**config)
     faults = _value_faults(config, described)
     tables = (config.get(TABLES) or {}).values()
-    if tables and target != "dense" and not multiply_out:
+    kept = target == "dense" or (target == "stock" and is_nf4(config))
+    if tables and not kept and not multiply_out:
         kinds = " and ".join(sorted({scheme["levels"] for scheme in tables}))
         faults.append(
             f"{kinds} levels (quantize.levels) of {len(tables)} matrices; --multiply-out stores them unrounded"

@@ -135,6 +135,8 @@ def round_solution(
             worst = max(worst, part.error)
             nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
+    if kinds := sorted({scheme.levels for scheme in schemes.values()} - {"uniform"}):
+        report["levels"] = kinds
     if nearest and moments and fed:
         report["nearest"] = sorted(nearest)
     return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, by_key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,30 @@ def test_exports(wide: Path, job: MakeJob) -> None:
         assert command("export", str(made.output), "--to", target, *more, str(made.root / target)).code == 0
         model = AutoModelForCausalLM.from_pretrained(made.root / target, dtype=torch.float32).eval()
         assert relative_error(logits_of(model, ids), logits_of(meant, ids)) < 1e-5
+
+
+def test_normal_levels_of_four_bits_are_exported_as_nf4(wide: Path, job: MakeJob) -> None:
+    """Read by hand as bitsandbytes does: the high half of a byte first, an absmax for each block of the flat weight."""
+    made = job(wide, methods=[], **rounding(4, "normal", skip=["v"]))
+    assert made.run().code == 0
+    stock = made.root / "stock"
+    assert command("export", str(made.output), "--to", "stock", str(stock)).code == 0
+    tensors, ours = read_tensors(stock), plain_model(made.output).state_dict()
+    quantization = config_of(stock)["quantization_config"]
+    assert "model.layers.0.self_attn.v_proj" in quantization["llm_int8_skip_modules"]
+    for name in [name.removesuffix(".absmax") for name in tensors if name.endswith(".absmax")]:
+        state = json.loads(bytes(tensors[f"{name}.quant_state.bitsandbytes__nf4"].tolist()))
+        packed = tensors[name].flatten()
+        levels = tensors[f"{name}.quant_map"][torch.stack((packed >> 4, packed & 15), dim=1).flatten().long()]
+        weight = levels.unflatten(0, (-1, state["blocksize"])) * tensors[f"{name}.absmax"][:, None]
+        meant = ours[name]
+        assert relative_error(weight.reshape(state["shape"]), meant) < 0.004  # levels are stored in bfloat16
+        del ours[name]
+    assert not [name for name in ours if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    if find_spec("bitsandbytes"):
+        ids = some_tokens(320)
+        logits = logits_of(AutoModelForCausalLM.from_pretrained(stock, dtype=torch.float32).eval(), ids)
+        assert relative_error(logits, logits_of(plain_model(made.output), ids)) < 0.02
 
 
 def test_kinds_are_chosen_by_error(wide: Path, job: MakeJob) -> None:

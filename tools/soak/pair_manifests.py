@@ -216,7 +216,9 @@ def _draw_budget(random: Random) -> Entry:
 
 
 def _draw_quantize(random: Random) -> Entry:
-    quantize: Entry = {"bits": random.choice((8, 4, 3, "auto"))}
+    quantize: Entry = {"bits": random.choice((8, 4, 3, 2, "auto"))}
+    if random.random() < 0.5:
+        quantize["levels"] = random.choice(("normal", "learned", "auto"))
     if random.random() < 0.6:
         quantize["group"] = random.choice((32, 32, 64, 128, None))
     if random.random() < 0.4:
