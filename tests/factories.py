@@ -10,20 +10,34 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedConfig,
@@ -36,6 +50,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from deploy.quickstart.text import story_text
@@ -47,6 +65,15 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "opt": (OPTConfig, OPTForCausalLM),
     "gptj": (GPTJConfig, GPTJForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
+    "cohere": (CohereConfig, CohereForCausalLM),
 }
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -75,6 +102,28 @@ GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size /
 }
 
 
+TYPES = ("sliding_attention", "full_attention")
+OWN_FIELDS: dict[str, dict[str, Any]] = {  # beside GEOMETRY; every kind of layer is among the first two
+    "gemma2": {
+        "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 6.0,
+        "final_logit_softcapping": 9.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 16, "query_pre_attn_scalar": 20, "layer_types": TYPES, "final_logit_softcapping": 9.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        },
+    },
+    "olmo3": {"sliding_window": 16, "layer_types": TYPES},
+    "granite": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 0.5,
+    },
+    "smollm3": {"no_rope_layers": (1, 0)},
+    "starcoder2": {"sliding_window": 16},
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0, "sliding_window": 16, "layer_types": TYPES},
+}  # fmt: skip
 OWN_NAMES: dict[str, dict[str, Any]] = {  # of families whose configs call the same sizes otherwise
     "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "do_layer_norm_before": True, "dropout": 0.0},
     "gptj": {"n_inner": 80, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
@@ -118,7 +167,11 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """The config of a small model of a family; `overrides` go to it."""
     own = OWN_NAMES.get(family)
     sizes = GEOMETRY if own is None else {**{name: GEOMETRY[name] for name in COMMON_NAMES}, **own}
-    config: PreTrainedConfig = CLASSES[family][0](**{**sizes, **EXPERTS.get(family, {}), **overrides})
+    fields = {**sizes, **EXPERTS.get(family, {}), **OWN_FIELDS.get(family, {}), **overrides}
+    cycles = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}  # as long as the layers
+    count = fields.get("num_hidden_layers", fields.get("n_layer", 0))
+    fields |= {name: (value * count)[:count] for name, value in cycles.items()}
+    config: PreTrainedConfig = CLASSES[family][0](**fields)
     return config
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lamina.block_lamina import INPUT_NORM_ROLES, OUTPUT_NORM_ROLES
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import all_finite
 from workers.tapped_layer import TappedLayer, overflow_advice
 from workers.wide_linear import widen_linears_
 
-RESIDUAL_NORMS = ("input_norm", "mlp_norm")
+RESIDUAL_NORMS = (*INPUT_NORM_ROLES, *OUTPUT_NORM_ROLES)
 
 
 def backward_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,11 +46,6 @@ class DifferentiableLayer:
         for role in RESIDUAL_NORMS:
             if role in roles:
                 block.module.role(role).to(residual_dtype(self.dtype))
-        if any(block.config.forms):  # a factored layer reads its inputs in modules without a role
-            for role in RESIDUAL_NORMS:
-                if role in roles:
-                    block.module.role(role).register_forward_hook(lambda _, __, normed: normed.to(self.dtype))
-            return
         reading = (each.role for each in block.geometry.copied if each.reads)
         for role in (*block.geometry.matrices, *reading):
             block.module.role(role).register_forward_pre_hook(self._cast)
@@ -111,8 +107,11 @@ class DifferentiableLayer:
                 hook = self.block.module.role(role).register_forward_hook(keep(f"{role}.out"))
                 hooks.callback(hook.remove)
             if "mid" in points and not self.block.config.block["parallel"]:
-                norm = self.block.module.role("mlp_norm")
-                hook = norm.register_forward_pre_hook(lambda _, arguments: captured.update({"mid": arguments[0]}))
+                geometry = self.block.geometry
+                reader = "mlp_norm" if "mlp_norm" in geometry.roles else geometry.mlps[0].readers[0].role
+                hook = self.block.module.role(reader).register_forward_pre_hook(
+                    lambda _, arguments: captured.update({"mid": arguments[0]}), prepend=True
+                )
                 hooks.callback(hook.remove)
             yield captured
 

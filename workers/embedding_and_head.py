@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from lamina.decoder_layer_lamina import make_embedding, make_head, make_norm, make_positions
+from lamina.decoder_layer_lamina import finish_logits, make_embedding, make_head, make_positions
+from lamina.norms_lamina import make_norm
 from manifests.records import StagedLayer
 from workers.layers import LayerReader
 from workers.tapped_layer import Tap, TappedLayer
@@ -51,7 +52,7 @@ def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tens
         norm, matrix = make_norm(layers.config), make_head(layers.config)
     block = layers.config.block
     normed, to_logits = _loaded(layers, {block["final_norm"]: norm, block["head"]: matrix}, last)
-    return lambda hidden_TD: to_logits(normed(hidden_TD)).float()
+    return lambda hidden_TD: finish_logits(layers.config, to_logits(normed(hidden_TD))).float()
 
 
 def head_input(layers: LayerReader) -> Callable[[Tensor], Tensor]:

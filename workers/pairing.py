@@ -14,7 +14,9 @@ from torch import Tensor
 
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
+from pipeline.families.blocks import Block
 from pipeline.kernels.checks import require_finite
+from pipeline.kernels.normed import before_norm
 from pipeline.methods.method import Moment
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.units import Pair
@@ -173,20 +175,32 @@ def _values(
     dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, point: str
 ) -> tuple[Tensor, Tensor]:
     """Return x at a point of the compressed layer, and e as `methods.method.Moment` says, in float32 or better."""
-    writers = {block.writer.reads: block.writer for block in packed.geometry.blocks}
-    if point not in writers:  # the input of a block: the same point of the dense layer says what is missing
+    writing = {block.writer.reads: block for block in packed.geometry.blocks}
+    if point not in writing:  # the input of a block: the same point of the dense layer says what is missing
         values_BSF = _at(packed, packed_BSD, point)
         return values_BSF, _wide(_at(dense, dense_BSD, point)) - _wide(values_BSF)
-    writer = writers[point]
-    if writer.feeds == "mid":
-        written = f"{writer.role}.out"
+    block = writing[point]
+    written = f"{block.writer.role}.out"
+    if block.stream == "mid":
         values_BSF, output_BSD = _both(packed, packed_BSD, point, written)
-        streams = (dense_BSD, _at(dense, dense_BSD, written)), (packed_BSD, output_BSD)
-        dense_mid, packed_mid = (_wide(stream) + _wide(added) for stream, added in streams)
-        return values_BSF, dense_mid - packed_mid
-    caught: list[Tensor] = []
-    output_BSD = _run(packed, packed_BSD, (point, caught.append))
-    return caught[0], _wide(_run(dense, dense_BSD)) - _wide(output_BSD)
+        streams = (dense, dense_BSD, _at(dense, dense_BSD, written)), (packed, packed_BSD, output_BSD)
+        dense_mid, packed_mid = (_wide(stream) + _added(layer, block, output) for layer, stream, output in streams)
+        errors_BSD = dense_mid - packed_mid
+    else:
+        caught: dict[str, Tensor] = {}
+        taps = ((name, partial(caught.__setitem__, name)) for name in (point, written))
+        packed_out = _run(packed, packed_BSD, *taps)
+        values_BSF, output_BSD = caught[point], caught[written]
+        errors_BSD = _wide(_run(dense, dense_BSD)) - _wide(packed_out)
+    if block.writer.feeds == block.stream:
+        return values_BSF, errors_BSD
+    gains, norm_eps = packed.module.output_gains(block.out_norm)
+    return before_norm(values_BSF, _wide(output_BSD), errors_BSD, gains, norm_eps)
+
+
+def _added(layer: TappedLayer, block: Block, output_BSD: Tensor) -> Tensor:
+    """Return the numbers that a block adds to the residual stream, from those that its writer gives."""
+    return layer.module.written(block.out_norm, _wide(output_BSD))
 
 
 def _wide(values: Tensor) -> Tensor:

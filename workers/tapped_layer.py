@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
-from lamina.rotary_lamina import Angles, make_rotary
+from lamina.rotary_lamina import Angles, make_rotary, rotation_of
 from manifests.errors import NumericsError
 from pipeline.families.blocks import ROUTING
 from pipeline.families.family import LayerGeometry
@@ -48,7 +48,8 @@ class TappedLayer:
         self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())
         widen_linears_(self.module, self.dtype, device)
         self.module.eval().requires_grad_(False)
-        self.rotary = make_rotary(config, device)
+        rotary = make_rotary(config, device) if config.rotates(geometry.index) else None
+        self.rotary = rotary and rotation_of(rotary, config.layer_types[geometry.index])
 
     @torch.inference_mode()
     def run(self, hidden_BSD: Tensor, taps: Iterable[tuple[str, Tap]] = (), output: bool = True) -> Tensor | None:

@@ -49,8 +49,9 @@ def _cost(config: str) -> tuple[tuple[str, int], ...]:
     described._attn_implementation = "sdpa"
     with torch.device("meta"):
         model: Any = lamina.LaminaForCausalLM(described).eval()
-    if (rotary := model.base_model.rotary_emb) is not None:
-        rotary.rope_type = "default"  # some types read the positions' values, which the meta device lacks
+    for module in model.modules():
+        if hasattr(module, "rope_type"):
+            module.rope_type = "default"  # some types read the positions' values, which the meta device lacks
     cost = {
         "weights": sum(_read_numbers(module) for module in model.modules()),
         "cached": sum(described.cache_numbers(layer) for layer in range(described.num_hidden_layers)),

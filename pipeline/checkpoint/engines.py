@@ -7,7 +7,8 @@ from typing import Any
 
 from lamina import LayersConfig
 from lamina.checking_lamina import READER, READER_VERSION
-from lamina.configuration_lamina import foreign_rotation, tensor_parallel_plan
+from lamina.configuration_lamina import tensor_parallel_plan
+from lamina.vllm_lamina import foreign_rotation, vllm_lacks
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.checkpoint.targets import export_faults, mlp_widths
 from pipeline.rounding.schemes import FIELD, TABLES
@@ -77,6 +78,8 @@ def _own_class(described: LayersConfig, rounded: bool, tables: bool) -> str:
     shapes = [described.layer_shape(layer) for layer in range(described.num_hidden_layers)]
     if any(shape.head_dim != described.head_dim for shape in shapes):
         return f"{NOT_SERVED}: layers with different head widths"
+    if lacking := vllm_lacks(described, own_class=True):
+        return f"{NOT_SERVED}: {lacking}"
     if fault := foreign_rotation(described):
         return f"{NOT_SERVED}: {fault}"
     weights = "weights, if vLLM has a kernel for their bits and widths" if rounded else "weights"
@@ -95,6 +98,8 @@ def _backend(described: LayersConfig, rounded: bool) -> str:
         return _not_served(described)
     if described.level_tables:
         return "not served: codes that stand for levels in a table"
+    if lacking := vllm_lacks(described, own_class=False):
+        return f"{NOT_SERVED}: {lacking}"
     heads = {"num_attention_heads", "num_key_value_heads", "head_dim"}
     if any(heads & {*sizes} for sizes in described.layer_sizes):
         return f"{NOT_SERVED}: layers with different heads"

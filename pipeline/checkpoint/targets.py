@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lamina import LayersConfig
+from lamina.block_lamina import BLOCK_DEFAULTS, POSITIVE_NUMBERS
 from manifests.errors import InputError
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.families.registry import geometry_of
@@ -216,4 +217,6 @@ BLOCK: Mapping[str, Rule] = {
     "embed_scale": _block_is("embed_scale", None),
     "norm_offset": _block_is("norm_offset", 0.0),
     "foreign": _harmless,  # see the config's `foreign`
+    **{name: _block_is(name, BLOCK_DEFAULTS[name]) for name in ("rotary_layers", *POSITIVE_NUMBERS)},
+    **dict.fromkeys(("norm_bias", "head_norms"), _harmless),  # of norms that `norm` and `modules` rule out
 }

@@ -25,7 +25,8 @@ class Matrix:
         role: the name of the matrix, unique in its layer.
         reads: the point whose values it multiplies. Matrices that read one point share its moment.
         feeds: the point that its outputs enter: another matrix's input or the residual stream. Empty for queries and
-            keys, which make attention scores.
+            keys, which make attention scores. `ROLE.out` for outputs that are normed or scaled before they are added
+            to the residual stream.
     """
 
     role: str
@@ -57,8 +58,8 @@ class Matrix:
 
     @property
     def writes_stream(self) -> bool:
-        """Tell whether the outputs are added to the residual stream."""
-        return self.feeds in STREAM_POINTS
+        """Tell whether the outputs are added to the residual stream, as they are or normed or scaled."""
+        return self.feeds in STREAM_POINTS or self.feeds == f"{self.role}.out"
 
     @property
     def feeds_matrix(self) -> bool:
@@ -86,10 +87,14 @@ class Block:
     Attributes:
         name: unique in the layer.
         reader_group: the name of the readers as one group of matrices; `writer_group`: that of the writer.
+        stream: the residual stream behind the block.
+        out_norm: the role of the norm of the block's output, which few families have.
     """
 
     reader_group: ClassVar[str]
     writer_group: ClassVar[str]
+    stream: ClassVar[str]
+    out_norm: ClassVar[str]
 
     name: str
     readers: tuple[Matrix, ...]
@@ -123,6 +128,8 @@ class AttentionBlock(Block):
 
     reader_group: ClassVar[str] = "query_key_value"
     writer_group: ClassVar[str] = "output"
+    stream: ClassVar[str] = "mid"
+    out_norm: ClassVar[str] = "attention_out_norm"
 
     heads: int
     kv_heads: int
@@ -172,6 +179,8 @@ class MLPBlock(Block):
 
     reader_group: ClassVar[str] = "gate_up"
     writer_group: ClassVar[str] = "down"
+    stream: ClassVar[str] = "out"
+    out_norm: ClassVar[str] = "mlp_out_norm"
 
     width: int
     activation: str
@@ -229,7 +238,7 @@ def mixture_blocks(
 
 
 def dense_blocks(
-    modules: Mapping[str, str], biased: Collection[str], hidden: int, sizes: Mapping[str, Any]
+    modules: Mapping[str, str], biased: Collection[str], hidden: int, sizes: Mapping[str, Any], scaled: bool = False
 ) -> tuple[Block, ...]:
     """Return the attention block and the MLP block of a dense layer; the latter alone where attention is foreign.
 
@@ -237,12 +246,17 @@ def dense_blocks(
         modules: role → module path; without `gate`, the MLP has one reader; without `q`, attention is foreign.
         biased: the roles that have a bias.
         sizes: `num_attention_heads`, `num_key_value_heads`, `head_dim`, `intermediate_size` and `hidden_act`.
+        scaled: outputs are multiplied by a number before they are added to the residual stream.
     """
     heads, kv_heads, head_dim = (sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     width = sizes["intermediate_size"]
 
     def matrix(role: str, outputs: int, inputs: int, reads: str, feeds: str = "") -> Matrix:
         return Matrix(role, outputs, inputs, role in biased, reads, feeds)
+
+    def writer(role: str, inputs: int, kind: type[Block]) -> Matrix:
+        changed = scaled or kind.out_norm in modules
+        return matrix(role, hidden, inputs, f"{role}.in", f"{role}.out" if changed else kind.stream)
 
     queries, keys = heads * head_dim, kv_heads * head_dim
     attention = AttentionBlock(
@@ -252,7 +266,7 @@ def dense_blocks(
             matrix("k", keys, hidden, "attention.in"),
             matrix("v", keys, hidden, "attention.in", "o.in"),
         ),
-        writer=matrix("o", hidden, queries, "o.in", "mid"),
+        writer=writer("o", queries, AttentionBlock),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -260,7 +274,7 @@ def dense_blocks(
     mlp = MLPBlock(
         name="mlp",
         readers=tuple(matrix(role, width, hidden, "mlp.in", "down.in") for role in ("gate", "up") if role in modules),
-        writer=matrix("down", hidden, width, "down.in", "out"),
+        writer=writer("down", width, MLPBlock),
         width=width,
         activation=sizes["hidden_act"],
     )

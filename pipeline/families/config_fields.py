@@ -30,6 +30,7 @@ COPIED_FIELDS = (
 )
 RENAMED_FIELDS = ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range")
 SWITCH_FIELDS = ("use_sliding_window", "max_window_layers")  # of which transformers makes the window and layer types
+PRETRAINED_LENGTH = "original_max_position_embeddings"  # which some classes have outside of `rope_parameters`
 FIXED_FIELDS: Mapping[str, Any] = {"is_encoder_decoder": False}
 UNREAD_FIELDS: Mapping[str, str] = {
     "transformers_version": "the version that wrote the file",
@@ -71,15 +72,26 @@ def standard_fields(family: Family) -> dict[str, str]:
 
 def kept_fields(family: Family) -> dict[str, str]:
     """Map each kept field, by the family's own name, to the standard field that holds it."""
-    rotary = {"interleaved": "rotary_dim", "half": "rope_parameters"}.get(family.block["rotary"])
-    switches = [name for name in SWITCH_FIELDS if "layer_types" in family.windows]
-    biases = [name for name in family.block["biases"].values() if isinstance(name, str)] + [*family.optional.values()]
-    fields = {**standard_fields(family), **dict.fromkeys(switches, "layer_types"), **dict.fromkeys(biases, "block")}
+    biases = [name for name in family.block["biases"].values() if isinstance(name, str)]
+    in_block = [*biases, *family.optional.values(), *family.settings.values()]
+    rotary = [family.rotary_field] if family.block["rotary"] else []
+    rotary += [PRETRAINED_LENGTH] if PRETRAINED_LENGTH in listed_fields(family) else []
+    fields = {
+        **standard_fields(family),
+        **dict.fromkeys(window_switches(family), "layer_types"),
+        **dict.fromkeys(in_block, "block"),
+    }
     if family.mixture is not None:
         fields |= {name: fields.get(name, "mixture") for name in family.mixture.own_fields}
     if family.foreign is not None:
         fields |= dict.fromkeys(family.foreign.own_fields, "foreign")
-    return fields | ({rotary: "rope_parameters"} if rotary else {})
+    return fields | dict.fromkeys(rotary, "rope_parameters")
+
+
+def window_switches(family: Family) -> tuple[str, ...]:
+    """Return those of SWITCH_FIELDS that the family's config class has."""
+    listed = listed_fields(family) if "layer_types" in family.windows else {}
+    return tuple(name for name in SWITCH_FIELDS if name in listed)
 
 
 def fixed_fields(family: Family) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Family:
         block: the `block` of a checkpoint's config.json: module paths, roles, norm, rotation (`lamina.block_lamina`
             lists and checks its keys). `biases` map a role to True, or to the config field that switches the bias on.
         optional: role -> the config field that switches its module on, for modules that not every model has.
+        settings: key of the block -> the config field that holds its value.
         fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
         requires: config field -> the only value that is supported.
         equal: config field -> another one that it must equal.
@@ -36,6 +37,7 @@ class Family:
         mixture: the mixtures of experts of its layers; None for a family of dense MLPs.
         foreign: its attention, where Lamina runs transformers' module and compresses nothing of it.
         further_layers: the checkpoints on the hub may hold layers behind the last that predict further tokens.
+        rotary_field: the config field that says the rotation.
         partial_rotary: the family's model obeys `partial_rotary_factor`.
         windows: those of `sliding_window` and `layer_types` that the family obeys; others carry them without effect.
     """
@@ -43,11 +45,13 @@ class Family:
     model_type: str
     block: Mapping[str, Any]
     optional: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
     equal: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     unlisted: tuple[str, ...] = ()
+    rotary_field: str = "rope_parameters"
     partial_rotary: bool = False
     windows: tuple[str, ...] = ()
     mixture: MixtureFamily | None = None

@@ -25,6 +25,7 @@ FAMILY = Family(
         "positions": None,
         "parallel": True,
     },
+    rotary_field="rotary_dim",
     fields={
         "intermediate_size": "n_inner",
         "hidden_act": "activation_function",

@@ -13,24 +13,32 @@ import transformers  # its Auto classes and activations, slow to import, are loo
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lamina.mixture_lamina import layer_modules
 from manifests.errors import InputError
 from pipeline.families import (
+    cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
+    gemma2,
+    gemma3,
     glm4_moe,
     gptj,
+    granite,
     llama,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
     opt,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
-)  # fmt: skip
+    smollm3,
+    starcoder2,
+)
 from pipeline.families.blocks import MLPBlock, dense_blocks, mixture_blocks
 from pipeline.families.config_fields import (
     COPIED_FIELDS,
@@ -41,6 +49,7 @@ from pipeline.families.config_fields import (
 )
 from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
 from pipeline.families.foreign import ForeignBlock
+from pipeline.families.rotation import rope_parameters
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
@@ -57,16 +66,31 @@ FAMILIES: dict[str, Family] = {
         deepseek_v2,
         deepseek_v3,
         glm4_moe,
+        gemma2,
+        gemma3,
+        olmo2,
+        olmo3,
+        granite,
+        smollm3,
+        starcoder2,
+        cohere,
+        cohere2,
     )
 }
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the name of the same in transformers
 POSITIVE_FIELDS = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
-)  # fmt: skip
-NORM_ROLES = ("input_norm", "mlp_norm")
-HEAD_NORM_ROLES = ("q_norm", "k_norm")
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 COMMON_ACTIVATIONS = frozenset({"silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"})
+NORM_ROLES = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")  # of the hidden size
+HEAD_NORM_ROLES = ("q_norm", "k_norm")
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
 BY_LAYER = "per_layer_config"  # field of a source's config.json in transformers: layer -> its differing fields
 MAX_LAYERS = 10_000  # a config makes lists of this length
@@ -99,7 +123,7 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if sizes := _layer_sizes(family, source, config.get(BY_LAYER) or {}, standard):
         standard["layer_sizes"] = sizes
     check_fields(standard)
-    standard["rope_parameters"] = _rope_parameters(family, source, standard["head_dim"])
+    standard["rope_parameters"] = rope_parameters(family, source, standard["head_dim"])
     for name in ("sliding_window", "layer_types"):
         standard[name] = getattr(source, name, None) if name in family.windows else None
     if standard["sliding_window"] is not None and standard["sliding_window"] < 1:
@@ -121,13 +145,13 @@ def geometry_of(
     """
     block = standard["block"]
     hidden, vocab = standard["hidden_size"], standard["vocab_size"]
-    layer_norm = block["norm"] == "layer"
+    norm_bias = _norm_bias(block)
     outer: list[tuple[str, tuple[int, ...]]] = [(f"{block['embed']}.weight", (vocab, hidden))]
     if block["positions"]:
         rows = standard["max_position_embeddings"] + block["positions"]["offset"]
         outer.append((f"{block['positions']['module']}.weight", (rows, hidden)))
     outer.append((f"{block['final_norm']}.weight", (hidden,)))
-    if layer_norm:
+    if norm_bias:
         outer.append((f"{block['final_norm']}.bias", (hidden,)))
     if not standard["tie_word_embeddings"]:
         outer.append((f"{block['head']}.weight", (vocab, hidden)))
@@ -153,7 +177,8 @@ def _layer_geometry(
     standard: Mapping[str, Any], index: int, sizes: Mapping[str, int], bits: int, foreign: ForeignBlock | None
 ) -> LayerGeometry:
     block, mixture, hidden = standard["block"], standard.get("mixture"), standard["hidden_size"]
-    blocks = dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes})
+    scaled = block.get("residual_scale") is not None
+    blocks = dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes}, scaled)
     experts, copied = mixture_blocks(mixture, index, hidden, standard["hidden_act"]) if mixture else ((), ())
     return LayerGeometry(
         model_type=standard["source_model_type"],
@@ -161,7 +186,7 @@ def _layer_geometry(
         prefix=f"{block['layers']}.{index}.",
         hidden=hidden,
         blocks=(*blocks[:-1], *experts) if experts else blocks,
-        norms=_norms(block, hidden, sizes["head_dim"]),
+        norms=_norms(block, hidden, sizes),
         modules=tuple(layer_modules(block["modules"], mixture, index).items()),
         bits=bits,
         outer=_outer_matrices(standard, index),
@@ -179,12 +204,21 @@ def _foreign_block(standard: Mapping[str, Any]) -> ForeignBlock | None:
     return family.block(*sizes, standard["block"]["biases"])
 
 
-def _norms(block: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[Norm, ...]:
-    """Return the norms of a layer: of the residual stream, and of single query and key heads."""
-    layer_norm = block["norm"] == "layer"
-    sizes = dict.fromkeys(HEAD_NORM_ROLES, head_dim) | dict.fromkeys(NORM_ROLES, hidden)
+def _norm_bias(block: Mapping[str, Any]) -> bool:
+    return block["norm"] == "layer" and bool(block.get("norm_bias", True))
+
+
+def _norms(block: Mapping[str, Any], hidden: int, sizes: Mapping[str, int]) -> tuple[Norm, ...]:
+    """Return the norms of a layer: of what blocks read and write, and of query and key heads."""
+    together = block.get("head_norms") == "all"
+    head_dim = sizes["head_dim"]
+    heads = zip(HEAD_NORM_ROLES, ("num_attention_heads", "num_key_value_heads"), strict=True)
+    widths = dict.fromkeys(NORM_ROLES, hidden)
+    widths |= {role: sizes[count] * head_dim if together else head_dim for role, count in heads}
     return tuple(
-        Norm(role, sizes[role], layer_norm and role in NORM_ROLES) for role in block["modules"] if role in sizes
+        Norm(role, widths[role], _norm_bias(block) and role not in HEAD_NORM_ROLES)
+        for role in block["modules"]
+        if role in widths
     )
 
 
@@ -330,41 +364,20 @@ def _size_faults(sizes: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:
-    if family.block["rotary"] is None:
-        return None
-    if family.block["rotary"] == "interleaved":
-        rotary_dim = source.rotary_dim
-        if not 1 <= rotary_dim <= head_dim or rotary_dim % 2:
-            raise InputError(f"config.json: rotary_dim: {rotary_dim} is not even and within 2 to {head_dim}")
-        return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary_dim / head_dim}
-    rope = source.rope_parameters
-    if rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
-        raise InputError(
-            f"config.json: rope_type: {rope.get('rope_type')!r} is not one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
-        )
-    theta = rope.get("rope_theta")
-    if not isinstance(theta, float | int) or not 0.0 < theta < math.inf:
-        raise InputError(f"config.json: rope_theta: {theta!r} is no positive number")
-    share = rope.get("partial_rotary_factor", 1.0)
-    if share != 1.0 and not family.partial_rotary:  # transformers' own models of these families disagree on it
-        raise InputError(f"config.json: partial_rotary_factor is not supported for {family.model_type}")
-    width = head_dim * share if isinstance(share, float | int) and not isinstance(share, bool) else 0.0
-    if not 2 <= width <= head_dim or width % 2:
-        raise InputError(
-            f"config.json: partial_rotary_factor: {share!r} of {head_dim} is no even number within 2 to {head_dim}"
-        )
-    return dict(rope)
-
-
 def _block(family: Family, source: PreTrainedConfig, foreign: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the family's block with the biases of this model as a list of roles.
+    """Return the family's block with the settings of this model, and its biases as a list of roles.
 
     `foreign`: the fields of foreign attention. Some of its modules may be missing in this model.
     """
     biases = family.block["biases"]
     has_bias = {role: bias if isinstance(bias, bool) else getattr(source, bias) for role, bias in biases.items()}
     block = copy.deepcopy(dict(family.block))
+    block |= {key: copy.deepcopy(getattr(source, name)) for key, name in family.settings.items()}
+    for key, name in family.settings.items():
+        value = block[key]
+        is_number = isinstance(value, float | int) and not isinstance(value, bool)
+        if is_number and not 0.0 < value < math.inf:
+            raise InputError(f"config.json: {name}: {value!r} is no positive number")
     if family.foreign is not None and foreign is not None:
         present = {each.role for each in family.foreign.block(foreign, 1, 1, ()).copied}
         inside = {role for role, path in block["modules"].items() if path.startswith(f"{block['foreign']}.")}

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from manifests.errors import InputError
-from pipeline.families.config_fields import SWITCH_FIELDS, kept_fields, standard_fields
+from pipeline.families.config_fields import PRETRAINED_LENGTH, listed_fields, standard_fields, window_switches
 from pipeline.families.registry import FAMILIES, standard_config
 
 SLIDING = "sliding_attention"
@@ -28,12 +28,15 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         )
     family = FAMILIES[kind]
     fields = {own: standard[name] for own, name in standard_fields(family).items()}
-    if family.block["rotary"] == "interleaved":
+    if family.rotary_field == "rotary_dim":
         fields["rotary_dim"] = round(standard["rope_parameters"]["partial_rotary_factor"] * standard["head_dim"])
     elif family.block["rotary"]:
         fields["rope_parameters"] = standard["rope_parameters"]
-    if not {*SWITCH_FIELDS}.isdisjoint(kept_fields(family)):
-        fields |= _window_switches(standard)
+        if PRETRAINED_LENGTH in listed_fields(family) and PRETRAINED_LENGTH in standard["rope_parameters"]:
+            fields[PRETRAINED_LENGTH] = standard["rope_parameters"][PRETRAINED_LENGTH]
+    switches = _window_switches(standard)
+    fields |= {name: switches[name] for name in window_switches(family) if name in switches}
+    fields |= {field: standard["block"][key] for key, field in family.settings.items()}
     fields |= {name: fields[other] for name, other in family.equal.items()}
     if family.foreign is not None:
         fields |= {name: standard["foreign"][name] for name in family.foreign.own_fields}
@@ -55,8 +58,8 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def _window_switches(standard: Mapping[str, Any]) -> dict[str, Any]:
     """Return the switch and the first sliding layer, which some engines read instead of `layer_types`."""
-    if standard["sliding_window"] is None:
-        return {"use_sliding_window": False}
     types = standard["layer_types"]
+    if standard["sliding_window"] is None or types is None:
+        return {"use_sliding_window": False}
     first = types.index(SLIDING) if SLIDING in types else len(types)
     return {"use_sliding_window": True, "max_window_layers": first}

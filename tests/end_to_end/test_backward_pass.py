@@ -118,6 +118,7 @@ def test_another_budget_takes_no_pass(job: MakeJob, inline: None) -> None:
     assert file_digests(second) == file_digests(clean.output)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*((family, "model") for family in FAMILIES), *((family, "local") for family in ("qwen3", "opt", "gptj"))],
@@ -131,5 +132,5 @@ def test_every_family(family: str, kind: str, tmp_path: Path, job: MakeJob, inli
     dense, compressed = load(source), load(made.output)
     ids = some_tokens(dense.config.vocab_size)
     error = relative_error(logits_of(compressed, ids), logits_of(dense, ids))
-    assert 0 < error < 0.5
+    assert 0 < error < 1.0
     assert ended.json["held_out"]["divergence"] < 0.5

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from manifests.errors import StorageError
 from stores.disk import Disk
 from tests.end_to_end.jobs import Ended, Job, command, load, logits_of, relative_error, some_tokens
-from tests.end_to_end.sources import make_source
+from tests.end_to_end.sources import FAMILIES, make_source
 
 MakeJob = Callable[..., Job]
 METHODS: dict[str, dict[str, Any]] = {
@@ -72,6 +72,7 @@ def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> No
         ("opt", {}),
         ("gptj", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
+        *((family, {}) for family in FAMILIES[6:]),
     ],
 )
 @pytest.mark.parametrize("method", ["flat_llm", "lorc"])

@@ -87,6 +87,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, text: Path, shared_ray: None)
 # -- the same function -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("family", "propagate"), list(zip(FAMILIES, itertools.cycle(("compressed", "dense")), strict=False))
 )

@@ -15,6 +15,7 @@ from tests.end_to_end.sources import FAMILIES, make_source
 
 pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
+LATER = FAMILIES[6:]  # families without a trained model
 TRAINED = ("wiki-llama-gqa-8m", "wiki-llama-mha-6m", "babyllama-361", "opt-tiny-ts", "gptj-tiny-ts")
 STEPS = 32
 ENTRIES: dict[str, list[dict[str, Any]]] = {
@@ -83,6 +84,17 @@ def test_full_rank_is_the_source(method: str, name: str, shared_dir: Path, tmp_p
     made.run().json  # noqa: B018 - asserts the exit code
     ids_BT = some_tokens(300)
     assert relative_error(logits_of(load(made.output), ids_BT), logits_of(model.eval(), ids_BT)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [(method, family) for i, method in enumerate(FULL) for j, family in enumerate(LATER) if (i + j) % 3 == 0],
+)
+def test_full_rank_of_a_random_model_is_the_source(method: str, family: str, tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", family, layers=2)
+    model = checked(job(source, methods=[FULL[method]], budget=None))
+    ids_BT = some_tokens(320)
+    assert relative_error(logits_of(model, ids_BT), logits_of(load(source), ids_BT)) < 1e-5
 
 
 def decodes_as_it_prefills(model: Any, source: Path) -> None:

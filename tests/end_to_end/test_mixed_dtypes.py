@@ -100,6 +100,7 @@ def check_job(run: Job, source: Path, mixture: str) -> None:
 
 
 @pytest.mark.parametrize("mixture", ["vectors float32", "vectors float16", "a layer float32"])
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
     """All roles, with and without biases."""

@@ -25,10 +25,13 @@ SHARED = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 ROUTING = ("topk_method", "scoring_func", "moe_layer_freq")  # fields of the hub's configs
-QWEN = ("qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe")
 SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT, "glm4_moe": SHARED,
+    "deepseek_v3": LATENT, "glm4_moe": SHARED, "smollm3": {**SMALL, "no_rope_layers": [1, 0]},
+}  # fmt: skip
+UNLISTED = {  # head_dim
+    "qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe", "olmo2", "olmo3", "granite", "smollm3", "starcoder2", "cohere",
+    "cohere2",
 }  # fmt: skip
 TOKENS = {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 7}
 LLAMA3 = {
@@ -66,6 +69,30 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True,
     "mlp_only_layers": [1], "decoder_sparse_step": 2,
 }  # fmt: skip
+PATTERN = {"layer_types": {"layer_types": SLIDING[::-1], "sliding_window": 6}, "sliding_window": {"sliding_window": 5}}
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
+}
+# By layer type, the parameters of the types that the model has.
+OWN_ROPES = {"rope_parameters": {"rope_parameters": ROPES, **PATTERN["layer_types"]}}
+UNGATED = {name: value for name, value in GATED.items() if name not in ("rms_norm_eps", "tie_word_embeddings")}
+GEMMA: dict[str, Any] = {
+    **{name: value for name, value in GATED.items() if name not in ("hidden_act", "tie_word_embeddings")},
+    **PATTERN,
+    "hidden_activation": "relu",
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "query_pre_attn_scalar": 99,
+    "final_logit_softcapping": 7.0,
+}
+COHERE: dict[str, Any] = {
+    **UNGATED,
+    "layer_norm_eps": 0.5,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "logit_scale": 0.7,
+}
 # Family → field → another value than SMALL's, or all the fields that it needs beside it.
 ODD: dict[str, dict[str, Any]] = {
     "llama": {**GATED, "attention_bias": True, "mlp_bias": True},
@@ -98,12 +125,33 @@ ODD: dict[str, dict[str, Any]] = {
         **ODD_LATENT, "rope_interleave": False, "norm_topk_prob": False, "n_group": 3,
         "topk_group": {"n_group": 3, "topk_group": 2},
     },
+    "gemma2": {**GEMMA, "attn_logit_softcapping": None},
+    "gemma3_text": {**GEMMA, **OWN_ROPES},
+    "olmo2": {**GATED, "attention_bias": True},
+    "olmo3": {**GATED, **PATTERN, **OWN_ROPES, "attention_bias": True},
+    "granite": {
+        **GATED, "attention_bias": True, "mlp_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7, "logits_scaling": 49.0,
+    },
+    "smollm3": {
+        **GATED, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+        "no_rope_layers": [0, 1], "use_sliding_window": {"use_sliding_window": True, "sliding_window": 6},
+        "num_hidden_layers": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+        "sliding_window": {"sliding_window": 5, "use_sliding_window": True},
+        "layer_types": {"layer_types": SLIDING, "sliding_window": 6, "use_sliding_window": True},
+    },
+    "starcoder2": {
+        **UNGATED, "norm_epsilon": 0.5, "tie_word_embeddings": False, "use_bias": False, "sliding_window": 5,
+    },
+    "cohere": COHERE,
+    "cohere2": {**COHERE, **PATTERN},
 }  # fmt: skip
 OTHER: dict[str, Any] = {
     "is_encoder_decoder": True, "layer_types": SLIDING, "do_layer_norm_before": False, "_remove_final_layer_norm": True,
     "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24, "use_sliding_window": True,
     "num_key_value_heads": 2, "scoring_func": "tanh", "topk_method": "best", "moe_layer_freq": 2,
     "norm_topk_prob": True, "mlp_bias": True,
+    "use_bidirectional_attention": True, "use_qk_norm": True,
 }  # fmt: skip
 UNREAD: dict[str, Any] = {
     "transformers_version": "4.0", "architectures": ["XForCausalLM"], "dtype": "float16", "output_hidden_states": True,
@@ -112,6 +160,7 @@ UNREAD: dict[str, Any] = {
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "output_router_logits": True, "sliding_window": 3,
     "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5, "max_window_layers": 1,
     "layer_types": SLIDING, "head_dim": 32, "num_mtp_layers": 2,
+    "residual_dropout": 0.5, "embedding_dropout": 0.5, "attn_logit_softcapping": 5.0, "no_rope_layer_interval": 3,
 }  # fmt: skip
 
 
@@ -128,7 +177,7 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     assert not fixed & unread
     assert set(listed_fields(value)) <= kept | fixed | unread, "a field that pipeline.families does not name"
     others = (kept | fixed | unread) - set(listed_fields(value))
-    unlisted = {"mistral": {"layer_types"}, **{name: {"head_dim"} for name in QWEN}}
+    unlisted = {"mistral": {"layer_types"}, **{name: {"head_dim"} for name in UNLISTED}}
     unlisted |= {"deepseek_v2": {*ROUTING[1:]}, "deepseek_v3": {*ROUTING}}
     assert others == unlisted.get(family, set())
     assert set(ODD[family]) == kept

@@ -1,4 +1,4 @@
-"""Tiny source models of the six families and of Gemma, and how each is described to lamina.
+"""Tiny source models of several families, and how each is described to lamina.
 
 The block dictionaries are written out here on purpose: the compress side has its own family data, and the tests of the
 compression between both must not share it.
@@ -8,14 +8,22 @@ from typing import Any
 
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedConfig,
@@ -95,12 +103,45 @@ GPTJ_BLOCK: dict[str, Any] = {
     "positions": None,
     "parallel": True,
 }
+OUTPUT_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+GEMMA2_BLOCK: dict[str, Any] = {
+    **LLAMA_BLOCK,
+    "modules": {**LLAMA_MODULES, **OUTPUT_NORMS, "mlp_norm": "pre_feedforward_layernorm"},
+    "embed_scale": "sqrt(hidden_size)",
+    "norm_offset": 1.0,
+    "query_scalar": 20,
+    "attention_softcap": 2.0,
+    "logit_softcap": 3.0,
+}
+OLMO3_BLOCK: dict[str, Any] = {
+    **LLAMA_BLOCK,
+    "modules": {
+        **{role: path for role, path in QWEN3_MODULES.items() if role not in ("input_norm", "mlp_norm")},
+        **OUTPUT_NORMS,
+    },
+    "head_norms": "all",
+}
+GRANITE = {"embed_scale": 3.0, "attention_scale": 0.2, "residual_scale": 0.4, "logit_divisor": 3.0}
+COHERE2_BLOCK: dict[str, Any] = {
+    **LLAMA_BLOCK,
+    "modules": {role: path for role, path in LLAMA_MODULES.items() if role != "mlp_norm"},
+    "norm": "layer",
+    "norm_bias": False,
+    "rotary": "interleaved",
+    "rotary_layers": "sliding_attention",
+    "parallel": True,
+    "logit_scale": 0.5,
+}
 BLOCKS = {
     "llama": LLAMA_BLOCK,
     "mistral": LLAMA_BLOCK,
     "qwen2": {**LLAMA_BLOCK, "biases": ["q", "k", "v"]},
     "qwen3": {**LLAMA_BLOCK, "modules": QWEN3_MODULES},
     "gemma": {**LLAMA_BLOCK, "embed_scale": "sqrt(hidden_size)", "norm_offset": 1.0},
+    "gemma2": GEMMA2_BLOCK,
+    "olmo3": OLMO3_BLOCK,
+    "granite": {**LLAMA_BLOCK, **GRANITE},
+    "cohere2": COHERE2_BLOCK,
     "opt": OPT_BLOCK,
     "gptj": GPTJ_BLOCK,
 }
@@ -124,6 +165,13 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}
+
+
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
 }
 
 
@@ -151,6 +199,20 @@ def _source_config(name: str) -> PreTrainedConfig:
         ),
         "qwen3": lambda: Qwen3Config(**llama),
         "gemma-tied": lambda: GemmaConfig(**llama),
+        "gemma2-tied": lambda: Gemma2Config(
+            **{**llama, "attn_implementation": "eager"}, sliding_window=5, query_pre_attn_scalar=20,
+            attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
+        ),
+        "olmo3": lambda: Olmo3Config(
+            **{**SMALL, "num_key_value_heads": 3}, sliding_window=5, layer_types=TYPES, rope_parameters=ROPES
+        ),
+        "granite": lambda: GraniteConfig(
+            **{**SMALL, "num_key_value_heads": 3}, embedding_multiplier=3.0, attention_multiplier=0.2,
+            residual_multiplier=0.4, logits_scaling=3.0,
+        ),
+        "cohere2": lambda: Cohere2Config(
+            **{**SMALL, "num_key_value_heads": 3}, sliding_window=5, layer_types=TYPES, logit_scale=0.5
+        ),
         "opt-tied": lambda: OPTConfig(**{**SMALL, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0}),
         "gptj": lambda: GPTJConfig(
             vocab_size=97, n_embd=48, n_inner=80, n_layer=3, n_head=6, n_positions=128, rotary_dim=4,
@@ -163,7 +225,7 @@ def _source_config(name: str) -> PreTrainedConfig:
 
 SOURCES = (
     "llama-gqa", "llama-mha", "llama-mqa-tied", "llama-llama3-rope", "llama-yarn-rope", "mistral-window", "qwen2-tied",
-    "qwen2-mixed-window", "qwen3", "gemma-tied", "opt-tied", "gptj",
+    "qwen2-mixed-window", "qwen3", "gemma-tied", "opt-tied", "gptj", "gemma2-tied", "olmo3", "granite", "cohere2",
 )  # fmt: skip
 CLASSES: dict[str, Any] = {
     "llama": LlamaForCausalLM,
@@ -171,6 +233,10 @@ CLASSES: dict[str, Any] = {
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "gemma": GemmaForCausalLM,
+    "gemma2": Gemma2ForCausalLM,
+    "olmo3": Olmo3ForCausalLM,
+    "granite": GraniteForCausalLM,
+    "cohere2": Cohere2ForCausalLM,
     "opt": OPTForCausalLM,
     "gptj": GPTJForCausalLM,
 }
@@ -214,8 +280,8 @@ def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None
         "head_dim": head_dim,
         "max_position_embeddings": get("max_position_embeddings") or get("n_positions"),
         "rope_parameters": rope,
-        "norm_eps": get("rms_norm_eps") or get("layer_norm_epsilon") or 1e-5,
-        "hidden_act": get("hidden_act") or get("activation_function"),
+        "norm_eps": get("rms_norm_eps") or get("layer_norm_epsilon") or get("layer_norm_eps") or 1e-5,
+        "hidden_act": get("hidden_act") or get("hidden_activation") or get("activation_function"),
         "tie_word_embeddings": get("tie_word_embeddings"),
         "dtype": "float32",
         "bos_token_id": get("bos_token_id"),

@@ -14,7 +14,10 @@ from tests.serving.serving_sources import SOURCES, build, make_source, padded_ba
 pytestmark = pytest.mark.sample(3)
 
 TOLERANCE = 2e-5
-CACHED = ("llama-gqa", "llama-mqa-tied", "mistral-window", "qwen2-mixed-window", "qwen3", "opt-tied", "gptj")
+CACHED = (
+    "llama-gqa", "llama-mqa-tied", "mistral-window", "qwen2-mixed-window", "qwen3", "opt-tied", "gptj", "gemma2-tied",
+    "olmo3", "cohere2",
+)  # fmt: skip
 
 
 def compressed(name: str, seed: int = 0) -> Any:

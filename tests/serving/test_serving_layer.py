@@ -10,10 +10,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lamina import LaminaConfig
 from lamina.block_lamina import BLOCK_DEFAULTS
-from lamina.decoder_layer_lamina import make_norm
 from lamina.inputs_lamina import default_position_ids, prepare_layer_inputs
 from lamina.layers_lamina import LaminaDecoderLayer
-from lamina.rotary_lamina import LaminaRotaryEmbedding
+from lamina.norms_lamina import make_norm
+from lamina.rotary_lamina import LaminaRotaryEmbedding, make_rotary
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_factors import factored
@@ -28,14 +28,14 @@ def streamed_hidden(
     """The final hidden states, one layer in memory at a time: no model is ever built."""
     block = config.block
     hidden_BTD = embedding(ids_BT, tensors[block["embed"] + ".weight"])
-    if block["embed_scale"]:
-        hidden_BTD = hidden_BTD * torch.tensor(config.hidden_size**0.5, dtype=hidden_BTD.dtype)
+    if scale := block["embed_scale"]:
+        factor = config.hidden_size**0.5 if isinstance(scale, str) else scale
+        hidden_BTD = hidden_BTD * torch.tensor(factor, dtype=hidden_BTD.dtype)
     positions = default_position_ids(config, hidden_BTD, mask_BT)
     if block["positions"]:
         table = tensors[block["positions"]["module"] + ".weight"]
         hidden_BTD = hidden_BTD + embedding(positions + block["positions"]["offset"], table)
-    rotary = LaminaRotaryEmbedding(config) if block["rotary"] else None
-    inputs = prepare_layer_inputs(config, rotary, hidden_BTD, mask_BT, position_ids=positions)
+    inputs = prepare_layer_inputs(config, make_rotary(config), hidden_BTD, mask_BT, position_ids=positions)
     for layer_idx, prefix in enumerate(prefixes):
         with torch.device("meta"):
             layer = LaminaDecoderLayer(config, layer_idx)
@@ -62,7 +62,7 @@ def test_streamed_layers_are_the_model(name: str, kind: str, dtype: torch.dtype)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     model = build(source.config, tensors, forms).to(dtype)
     if model.base_model.rotary_emb is not None:  # .to(bfloat16) rounds the angles' frequencies, loading does not
-        model.base_model.rotary_emb = LaminaRotaryEmbedding(model.config)
+        model.base_model.rotary_emb = make_rotary(model.config)
     prefixes = [layer_prefix(source.config, i) for i in range(3)]
     ids_BT, mask_BT = padded_batch()
     for mask in (mask_BT, None):
@@ -194,7 +194,7 @@ def test_the_mlp_norm_of_a_parallel_block() -> None:
     with torch.no_grad():
         attention, _ = theirs.self_attn(
             hidden_states=theirs.input_layernorm(hidden_BTD),
-            position_embeddings=inputs.position_embeddings,
+            position_embeddings=inputs.of(layer)["position_embeddings"],
             attention_mask=None,
         )
         expected = hidden_BTD + attention + theirs.mlp(theirs.post_attention_layernorm(hidden_BTD))

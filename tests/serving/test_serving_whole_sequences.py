@@ -11,10 +11,11 @@ from transformers.activations import ACT2FN
 
 from lamina import LayersConfig
 from lamina.activation_lamina import ACTIVATIONS, activation
-from lamina.decoder_layer_lamina import DecoderLayer, attend
+from lamina.attention_lamina import attend
+from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.inputs_lamina import prepare_layer_inputs
 from lamina.layers_lamina import LaminaDecoderLayer
-from lamina.rotary_lamina import LaminaRotaryEmbedding
+from lamina.rotary_lamina import make_rotary
 from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_sources import SOURCES, describe, layer_prefix, make_source
 
@@ -70,9 +71,8 @@ def test_a_layer_is_that_of_the_model(name: str, kind: str) -> None:
     tensors = source.state_dict() if forms is None else compress(source.config, source.state_dict(), forms)[0]
     config = LayersConfig(**describe(source.config, forms))
     config._attn_implementation = "sdpa"
-    rotary = LaminaRotaryEmbedding(config) if config.block["rotary"] else None
     hidden_BTD = torch.randn(2, 13, config.hidden_size)
-    inputs = prepare_layer_inputs(config, rotary, hidden_BTD)  # type: ignore[arg-type]
+    inputs = prepare_layer_inputs(config, make_rotary(config), hidden_BTD)  # type: ignore[arg-type]
     for layer_idx in range(3):
         prefix = layer_prefix(source.config, layer_idx)
         mine = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
@@ -81,7 +81,9 @@ def test_a_layer_is_that_of_the_model(name: str, kind: str) -> None:
             layer.load_state_dict(mine)
             layer.eval().requires_grad_(False)
         expected = whole(hidden_BTD, **inputs.of(whole))
-        torch.testing.assert_close(bare(hidden_BTD, position_embeddings=inputs.position_embeddings), expected)
+        torch.testing.assert_close(
+            bare(hidden_BTD, position_embeddings=inputs.of(whole)["position_embeddings"]), expected
+        )
 
 
 AUTO = """

@@ -282,13 +282,13 @@ def test_codes_that_an_old_package_reads_as_others(monkeypatch: pytest.MonkeyPat
 def test_heads_that_vllms_transformers_backend_does_not_have(whole: Path) -> None:
     """It says so where it builds the model (tests/vllm), and would fail at a shape in the first forward pass."""
     config = LaminaConfig(**json.loads((whole / "config.json").read_text()))
-    modeling_lamina._check_equal_heads(config)
+    modeling_lamina._check_backend(config)
     config.layer_sizes = [{}, {"intermediate_size": 24}, {"num_key_value_heads": 1}]
     with pytest.raises(ValueError, match=r"layer 2: num_key_value_heads 1: vLLM's Transformers backend has no place"):
-        modeling_lamina._check_equal_heads(config)
+        modeling_lamina._check_backend(config)
     wide, _ = factored("llama-gqa", kinds.absorbed, 0.8)
     with pytest.raises(ValueError, match=r"layer 0: values of \d+ numbers beside keys of 12: vLLM's Transformers"):
-        modeling_lamina._check_equal_heads(wide.config)
+        modeling_lamina._check_backend(wide.config)
 
 
 def test_forms_that_are_no_objects(folder: Path) -> None:

@@ -34,7 +34,7 @@ from workers.worker import Worker
 SAMPLES, SEQUENCE = 5, 9
 LOW = {"value": 5, "mlp": 33, "query_key": 4}
 EVERYTHING = {"query_key": "head_pca"}
-FAMILIES = ("llama-gqa", "mistral-window", "qwen2-tied", "qwen3", "opt-tied", "gptj")
+FAMILIES = ("llama-gqa", "mistral-window", "qwen2-tied", "qwen3", "opt-tied", "gptj", "gemma2-tied", "olmo3")
 
 
 def save_source(

@@ -109,8 +109,9 @@ class Autograd:
                     handles.append(module.register_forward_hook(self._keep_output(f"{layer}/{role}.out")))
             whole = reference.layers[layer]
             handles.append(whole.register_forward_hook(self._keep_output(f"{layer}/out")))
-            if "mlp_norm" in geometry.layers[layer].roles:
-                handles.append(reference.module(layer, "mlp_norm").register_forward_pre_hook(self._keep_mid(layer)))
+            if not reference.setup.config["block"]["parallel"]:
+                reader = "mlp_norm" if "mlp_norm" in geometry.layers[layer].roles else "gate"
+                handles.append(reference.module(layer, reader).register_forward_pre_hook(self._keep_mid(layer)))
         model.requires_grad_(True)
         logits_MSV = model(reference.ids_MS[CHOSEN], use_cache=False).logits
         for handle in handles:

@@ -38,7 +38,7 @@ FLAT = {"method": "flat_llm"}
 RANKS = {name: rank for name, rank in LOW.items() if name != "query_key"}
 POINTS = ("attention.in", "o.in", "mlp.in", "down.in")
 MOMENTS = tuple(Moment(point, kind="pair") for point in POINTS)
-FAMILIES = ("llama-gqa", "qwen2-tied", "opt-tied", "gptj")
+FAMILIES = ("llama-gqa", "qwen2-tied", "opt-tied", "gptj", "gemma2-tied", "granite")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -60,7 +60,10 @@ class Behind:
                 reference.module(layer, role).register_forward_pre_hook(self._keep(point, 0))
                 for role, point in {"q": "attention.in", "o": "o.in", "up": "mlp.in", "down": "down.in"}.items()
             ),
-            reference.module(layer, "o").register_forward_hook(self._keep("o.out", 1)),
+            *(
+                reference.module(layer, role).register_forward_hook(self._keep(f"{role}.out", 1))
+                for role in ("o", "down", *self._norms())
+            ),
         ]
         with torch.no_grad():
             reference.model(reference.ids_MS, use_cache=False)
@@ -81,11 +84,32 @@ class Behind:
 
         return keep
 
+    def _norms(self) -> list[str]:
+        return [role for role in self.reference.setup.geometry.layers[self.layer].roles if role.endswith("out_norm")]
+
     def stream(self, point: str) -> Tensor:
         """Return the values that are compared at a point."""
         if point in ("attention.in", "mlp.in"):
             return self.seen[point]
-        return self.seen["in"] + self.seen["o.out"] if point == "o.in" else self.seen["out"]
+        if point == "down.in":
+            return self.seen["out"]
+        added = self.seen["attention_out_norm.out" if self._norms() else "o.out"]
+        return self.seen["in"] + added * (self.reference.setup.config["block"].get("residual_scale") or 1.0)
+
+    def felt(self, point: str, errors_MSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values and errors at a point; behind a norm or a scale, as the linear map before it has them."""
+        scale = self.reference.setup.config["block"].get("residual_scale") or 1.0
+        norms = {"o.in": ("o", "attention_out_norm"), "down.in": ("down", "mlp_out_norm")}
+        if point not in norms:
+            return self.seen[point], errors_MSD
+        role, norm = norms[point]
+        if norm not in self._norms():
+            return self.seen[point], errors_MSD / (scale * (1 + 1e-4) if scale != 1.0 else 1.0)
+        module: Any = self.reference.module(self.layer, norm)
+        gains_D = 1 + module.weight.detach()  # of Gemma
+        size_MS1 = (self.seen[f"{role}.out"].square().mean(-1, keepdim=True) + module.eps).sqrt()
+        ridge = 1e-4 * gains_D.square().mean()
+        return self.seen[point] / size_MS1, errors_MSD * gains_D / (gains_D.square() + ridge)
 
 
 def behind_a_compressed_layer(model: Path, run_dir: Path, **changes: Any) -> tuple[Worker, Reference, Any]:
@@ -111,8 +135,8 @@ def test_sums_are_those_of_hooks_on_the_source(model: Path, tmp_path: Path) -> N
     packed = Behind(reference, 1, packed_MSD)
     _, sums = run_pairs([worker], Pair(1, 0, 0, moments=MOMENTS, replay=(staged,)))
     for moment in MOMENTS:
-        values_TF = packed.seen[moment.point].flatten(0, 1)
-        errors_TD = (dense.stream(moment.point) - packed.stream(moment.point)).flatten(0, 1)
+        errors_MSD = dense.stream(moment.point) - packed.stream(moment.point)
+        values_TF, errors_TD = (part.flatten(0, 1) for part in packed.felt(moment.point, errors_MSD))
         assert errors_TD.abs().max() > 1e-3
         expected_PF = torch.cat((values_TF, errors_TD), dim=1).T @ values_TF
         found_PF = sums[moment][0]

@@ -32,6 +32,7 @@ __all__ = [
 # The modules that are copied into a checkpoint, where transformers loads them with `trust_remote_code`.
 MODELLING_FILES = (
     "activation_lamina.py",
+    "attention_lamina.py",
     "block_lamina.py",
     "checking_lamina.py",
     "configuration_lamina.py",
@@ -47,9 +48,11 @@ MODELLING_FILES = (
     "levels_lamina.py",
     "mixture_lamina.py",
     "modeling_lamina.py",
+    "norms_lamina.py",
     "processor_lamina.py",
     "rotary_lamina.py",
     "tucker_lamina.py",
+    "vllm_lamina.py",
 )
 
 

@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-REQUIRED_ROLES = ("input_norm", "q", "k", "v", "o", "up", "down")
-OPTIONAL_ROLES = ("q_norm", "k_norm", "mlp_norm", "gate")
+REQUIRED_ROLES = ("q", "k", "v", "o", "up", "down")
+INPUT_NORM_ROLES = ("input_norm", "mlp_norm")  # of what attention and MLP read
+OUTPUT_NORM_ROLES = ("attention_out_norm", "mlp_out_norm")  # of what they write, before it is added to the stream
+HEAD_NORM_ROLES = ("q_norm", "k_norm")
+OPTIONAL_ROLES = (*INPUT_NORM_ROLES, *OUTPUT_NORM_ROLES, *HEAD_NORM_ROLES, "gate")
 ATTENTION_ROLES = ("q", "k", "v", "o", "q_norm", "k_norm")
 LINEAR_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 QKVO_ROLES = ("q", "k", "v", "o")
@@ -33,8 +36,33 @@ BLOCK_DEFAULTS: dict[str, Any] = {
     "embed_scale": None,  # token embeddings are multiplied by this number, or by "sqrt(hidden_size)"
     "norm_offset": 0.0,  # RMS norms multiply by this + weight
     "foreign": None,  # path of an attention module of transformers (foreign_lamina); paths of its roles are below it
+    "norm_bias": True,  # LayerNorms have a bias
+    "head_norms": "each",  # q_norm and k_norm norm each head, or "all" heads together
+    "rotary_layers": None,  # a list with 1 for each layer that rotates queries and keys, or their type; null: all do
+    "query_scalar": None,  # scores are divided by the root of this number; null: of head_dim
+    "attention_scale": None,  # scores are multiplied by this number instead
+    "attention_softcap": None,  # scores s become c · tanh(s / c)
+    "residual_scale": None,  # what attention and MLP write is multiplied by this number
+    "logit_scale": None,  # logits are multiplied by this number,
+    "logit_divisor": None,  # divided by this one,
+    "logit_softcap": None,  # and then soft-capped as scores are
 }
+POSITIVE_NUMBERS = (
+    "query_scalar", "attention_scale", "attention_softcap", "residual_scale", "logit_scale", "logit_divisor",
+    "logit_softcap",
+)  # fmt: skip
 
+
+# Keys that vLLM does not compute around our layers, and those that Lamina's class for vLLM does not compute either.
+BACKEND_LACKS = ("attention_softcap", "logit_scale", "logit_divisor", "logit_softcap")
+VLLM_LACKS = (*BACKEND_LACKS, "head_norms", "residual_scale", "rotary_layers")
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "norm": ("rms", "layer"),
+    "rotary": ("half", "interleaved", None),
+    "norm_bias": (True, False),
+    "head_norms": ("each", "all"),
+}
 
 # The sizes in which a layer may differ from the model.
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -66,16 +94,24 @@ def check_block(block: Mapping[str, Any]) -> None:
     roles = {*needed, *OPTIONAL_ROLES, *foreign}
     if unknown := sorted({*block} - required - {*BLOCK_DEFAULTS}) + sorted({*modules} - roles):
         raise ValueError(f"block has unknown {', '.join(unknown)}; a newer lamina may know it")
-    for key, allowed in (("norm", ("rms", "layer")), ("rotary", ("half", "interleaved", None))):
+    for key, allowed in CHOICES.items():
         if block[key] not in allowed:
             raise ValueError(f"block.{key} is {block[key]!r}, allowed are {allowed}")
+    for key in POSITIVE_NUMBERS:
+        if block[key] is not None and not (_is_number(block[key]) and block[key] > 0):
+            raise ValueError(f"block.{key} is {block[key]!r}, allowed are null and a positive number")
     scale, offset = block["embed_scale"], block["norm_offset"]
     if scale not in (None, "sqrt(hidden_size)") and not (_is_number(scale) and scale > 0):
         raise ValueError(f"block.embed_scale is {scale!r}, allowed are a positive number and 'sqrt(hidden_size)'")
     if not _is_number(offset) or (offset and block["norm"] != "rms"):
         raise ValueError(f"block.norm_offset is {offset!r}, which is a number, and 0 unless norm is 'rms'")
-    if "mlp_norm" not in modules and not block["parallel"]:
-        raise ValueError("block.modules lacks mlp_norm, which only a parallel block can do without")
+    for before, after in zip(INPUT_NORM_ROLES, OUTPUT_NORM_ROLES, strict=True):
+        spared = before == "mlp_norm" and block["parallel"]
+        if not {before, after} & {*modules} and not spared:
+            only = " or a parallel one" if before == "mlp_norm" else ""
+            raise ValueError(f"block.modules lacks {before}, which only a block with {after}{only} can do without")
+    if {*OUTPUT_NORM_ROLES} & {*modules} and block["norm"] != "rms":
+        raise ValueError("block.modules has norms of outputs, which are RMS norms only; block.norm is 'layer'")
     if stray := [role for role in block["biases"] if role not in {*LINEAR_ROLES, *foreign} or role not in modules]:
         raise ValueError(f"block.biases names {', '.join(stray)}, not a projection of block.modules")
     paths = [block["embed"], block["layers"], block["final_norm"]]

@@ -51,6 +51,7 @@ BLOCK_KINDS: dict[str, Any] = {
     "parallel": bool,
     "positions": dict | None,
     "foreign": str | None,
+    "rotary_layers": list | tuple | str | None,
 }
 VALUE_MULTIPLE = 16  # kernels of engines need multiples of this as widths of value heads
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -161,6 +162,28 @@ class LayersConfig(PreTrainedConfig):
         mixture = self.layer_mixture(layer)
         return [""] if mixture is None else [*expert_blocks(mixture)]
 
+    def attention_scale(self, layer: int) -> float:
+        """Return the number that a layer's attention scores are multiplied by."""
+        scale, scalar = self.block["attention_scale"], self.block["query_scalar"]
+        return float(scale if scale is not None else (scalar or self.layer_shape(layer).head_dim) ** -0.5)
+
+    def rotates(self, layer: int) -> bool:
+        """Return True if a layer rotates its queries and keys."""
+        chosen = self.block["rotary_layers"]
+        if chosen is None:
+            return bool(self.foreign) or self.block["rotary"] is not None
+        return self.layer_types[layer] == chosen if isinstance(chosen, str) else bool(chosen[layer])
+
+    def rope_of(self, layer_type: str) -> dict[str, Any]:
+        """Return the rope parameters of a layer type: its own, or those of all layers."""
+        rope: dict[str, Any] = self.rope_parameters or {}
+        return rope[layer_type] if self.has_own_ropes() else rope
+
+    def has_own_ropes(self) -> bool:
+        """Return True if `rope_parameters` holds parameters for each layer type."""
+        rope = self.rope_parameters or {}
+        return bool(rope) and {*rope} <= {*LAYER_TYPES}
+
     def form_of(self, layer: int, role: str) -> tuple[Form, FormSpec]:
         """Return the form of a role in a layer, and its entry in `forms` (by default dense)."""
         spec = self.forms[layer].get(role, {"form": "dense"})
@@ -263,6 +286,7 @@ def _check_fields(config: LayersConfig) -> None:
     if config.core_format not in ("dense", "csr"):
         raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
     _check_layer_sizes(config)
+    _check_rotation(config)
     for layer in range(config.num_hidden_layers):
         shape = config.layer_shape(layer)
         if shape.num_attention_heads % shape.num_key_value_heads:
@@ -273,6 +297,16 @@ def _check_fields(config: LayersConfig) -> None:
         raise ValueError(f"layer_types must be {needed}, not {layer_types}")
     if "sliding_attention" in layer_types and config.sliding_window is None:
         raise ValueError("layer_types has sliding_attention, but sliding_window is null")
+
+
+def _check_rotation(config: LayersConfig) -> None:
+    chosen, count = config.block["rotary_layers"], config.num_hidden_layers
+    if isinstance(chosen, str) and chosen not in LAYER_TYPES:
+        raise ValueError(f"block.rotary_layers is {chosen!r}, not one of {', '.join(LAYER_TYPES)}")
+    if isinstance(chosen, list | tuple) and (len(chosen) != count or not {*chosen} <= {0, 1}):
+        raise ValueError(f"block.rotary_layers is {chosen!r}, not 1 or 0 for each of {count} layers")
+    if config.has_own_ropes() and (missing := sorted({*config.layer_types} - {*(config.rope_parameters or {})})):
+        raise ValueError(f"rope_parameters has none for {', '.join(missing)}")
 
 
 def _check_layer_sizes(config: LayersConfig) -> None:
@@ -356,13 +390,3 @@ def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
             cuts[f"{prefix}.*.{modules[role]}{ways.pop()}"] = "rowwise" if role in ROWWISE_ROLES else "colwise"
         plan |= cuts
     return plan or None
-
-
-def foreign_rotation(config: LayersConfig) -> str | None:
-    """Explain how vLLM's rotation would differ from transformers'; None if it does not."""
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type") == "longrope":
-        return "rope_type longrope: vLLM chooses factors by the longest sequence that it may serve"
-    if rope.get("rope_type") == "proportional" and rope.get("factor", 1.0) != 1.0:
-        return f"rope_type proportional: vLLM ignores its factor {rope['factor']:g}"
-    return None

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-calls
 # (transformers ships types, but its base classes' hooks carry no annotations)
-"""One decoder layer over whole sequences: norm, attention, MLP; and the embedding table.
+"""One decoder layer over whole sequences: norm, attention, MLP; the embedding table and the head.
 
 Nothing here imports transformers' modelling code, which takes seconds: layers_lamina adds the parts that need it
 (caches, its attention functions, gradient checkpointing).
@@ -9,7 +9,6 @@ B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/
 width of a value head, c rotary width (c <= d), N MLP width, n heads of a projection (H or G).
 """
 
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,58 +16,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .activation_lamina import activation
-from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path, foreign_roles
+from .attention_lamina import attend, soft_capped
+from .block_lamina import ATTENTION_ROLES, HEAD_NORM_ROLES, LINEAR_ROLES, attention_path, foreign_roles
 from .configuration_lamina import LayersConfig
 from .foreign_lamina import make_foreign_attention
 from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, passing, split_role
+from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
 from .rotary_lamina import Angles, rotate
-
-
-def attend(query_BHTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, scaling: float, window: int | None) -> Tensor:
-    """Compute causal attention of whole sequences → (B, T, H, d).
-
-    With a window, `window` tokens attend at a time, and no mask is larger than window · 2 window.
-    """
-    num_tokens, groups = query_BHTd.shape[2], query_BHTd.shape[1] // key_BGTd.shape[1]
-    whole = window is None or num_tokens <= window
-    grouped = groups > 1 and whole and query_BHTd.shape[-1] <= 256  # else CUDA has no fused kernel for groups
-    if groups > 1 and not grouped:
-        key_BGTd, value_BGTd = (x.repeat_interleave(groups, dim=1) for x in (key_BGTd, value_BGTd))
-    kernel = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=grouped)
-    if window is None or whole:
-        return kernel(query_BHTd, key_BGTd, value_BGTd, is_causal=num_tokens > 1).transpose(1, 2).contiguous()
-    parts = []
-    for start in range(0, num_tokens, window):
-        first, stop = max(0, start - window + 1), min(start + window, num_tokens)
-        queries, keys = (torch.arange(begin, stop, device=query_BHTd.device) for begin in (start, first))
-        distance = queries[:, None] - keys
-        near = (distance >= 0) & (distance < window)
-        reach = slice(first, stop)
-        key_BGsd, value_BGsd = key_BGTd[:, :, reach], value_BGTd[:, :, reach]
-        parts.append(kernel(query_BHTd[:, :, start:stop], key_BGsd, value_BGsd, attn_mask=near))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
-
-
-class LaminaRMSNorm(nn.Module):
-    """x / rms(x) · weight, the root mean square in float32; with an offset, x / rms(x) · (offset + weight) in it."""
-
-    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
-        self.variance_epsilon, self.offset = eps, offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (…, width) to the same shape and dtype."""
-        dtype, x = x.dtype, x.to(torch.float32)
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (x * (self.offset + self.weight.float())).to(dtype) if self.offset else self.weight * x.to(dtype)
-
-
-def make_norm(config: LayersConfig) -> nn.Module:
-    """Build the norm of layers and of the end of the stack: weight (D), and bias (D) for `layer`."""
-    if config.block["norm"] == "layer":
-        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-    return LaminaRMSNorm(config.hidden_size, config.norm_eps, config.block["norm_offset"])
 
 
 class Embedding(nn.Embedding):
@@ -108,6 +62,16 @@ def make_positions(config: LayersConfig) -> nn.Embedding:
 def make_head(config: LayersConfig) -> nn.Linear:
     """Build the language-model head, from D to V."""
     return nn.Linear(config.hidden_size, config.vocab_size, bias=config.block["head_bias"])
+
+
+def finish_logits(config: LayersConfig, logits: Tensor) -> Tensor:
+    """Scale and soft-cap the head's outputs (…, V) as the block says."""
+    block = config.block
+    if block["logit_scale"] is not None:
+        logits = logits * block["logit_scale"]
+    if block["logit_divisor"] is not None:
+        logits = logits / block["logit_divisor"]
+    return logits if block["logit_softcap"] is None else soft_capped(logits, block["logit_softcap"])
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -173,7 +137,9 @@ class SelfAttention(_Roles, nn.Module):
         self.head_dim, self.value_dim = shape.head_dim, form.head_width(shape, spec)
         self._latent = {role for role in ("k", "v") if config.form_of(layer_idx, role)[0].latent}
         self.num_key_value_groups = shape.num_attention_heads // shape.num_key_value_heads
-        self.scaling = shape.head_dim**-0.5
+        self.scaling = config.attention_scale(layer_idx)
+        self.softcap = config.block["attention_softcap"]
+        self._norm_all = config.block["head_norms"] == "all"
         self.is_causal = True
         self.interleaved = config.block["rotary"] == "interleaved"
         sliding = config.layer_types[layer_idx] == "sliding_attention"
@@ -193,7 +159,7 @@ class SelfAttention(_Roles, nn.Module):
         query, key, value = self._projected(hidden_states, position_embeddings)
         key, value = self._read(hidden_states, key, value, position_embeddings)
         query, key, value = padded(query, key, value, self.head_dim - self.value_dim)
-        heads = attend(query, key, value, self.scaling, self.sliding_window)
+        heads = attend(query, key, value, self.scaling, self.sliding_window, self.softcap)
         return self._output(heads[..., : self.value_dim], hidden_states), None
 
     def _projected(self, hidden_states: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,9 +190,12 @@ class SelfAttention(_Roles, nn.Module):
     def _heads(self, role: str, x_BTD: Tensor, source: Any) -> Tensor:
         """Return the normed output of q, k or v (B, heads, T, width); of all cached slots if `source` has latents."""
         width = self.value_dim if role == "v" else self.head_dim
-        out_BTGw: Tensor = self._apply_role(role, x_BTD, source).unflatten(-1, (-1, width))
-        if f"{role}_norm" in self._names:
-            out_BTGw = self._apply_role(f"{role}_norm", out_BTGw)
+        out, norm = self._apply_role(role, x_BTD, source), f"{role}_norm"
+        if norm in self._names and self._norm_all:
+            out = self._apply_role(norm, out)
+        out_BTGw: Tensor = out.unflatten(-1, (-1, width))
+        if norm in self._names and not self._norm_all:
+            out_BTGw = self._apply_role(norm, out_BTGw)
         return out_BTGw.transpose(1, 2)
 
     def _stored(self, role: str, x_BTD: Tensor, memo: Memo) -> Tensor:
@@ -260,7 +229,8 @@ class DecoderLayer(_Roles, nn.Module):
         modules = config.layer_modules(layer_idx)
         self.layer_type = config.layer_types[layer_idx]
         self.latent_keys = config.form_of(layer_idx, "k")[0].latent
-        self.parallel = config.block["parallel"]
+        self.rotates = config.rotates(layer_idx)
+        self.parallel, self.residual_scale = config.block["parallel"], config.block["residual_scale"]
         self._names = {role: tuple(path.split(".")) for role, path in modules.items()}
         self._sources = {}
         foreign = foreign_roles(config.block)
@@ -310,7 +280,7 @@ class DecoderLayer(_Roles, nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Map hidden states (B, T, D) to the same shape; the other arguments are those of `LayerInputs.of`."""
-        normed = self._apply_role("input_norm", hidden_states)
+        normed = self._normed("input_norm", hidden_states)
         if slot_embeddings is not None:
             kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
         attention, _ = find(self, self._attention)(
@@ -322,11 +292,30 @@ class DecoderLayer(_Roles, nn.Module):
             use_cache=use_cache,
             **kwargs,
         )
+        attention = self.written("attention_out_norm", attention)
         if self.parallel:
-            normed = self._apply_role("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed
-            return attention + self._feed_forward(normed) + hidden_states  # type: ignore[no-any-return]
+            normed = self._normed("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed
+            return attention + self.written("mlp_out_norm", self._feed_forward(normed)) + hidden_states
         hidden_states = hidden_states + attention
-        return hidden_states + self._feed_forward(self._apply_role("mlp_norm", hidden_states))
+        mlp = self._feed_forward(self._normed("mlp_norm", hidden_states))
+        return hidden_states + self.written("mlp_out_norm", mlp)
+
+    def _normed(self, norm: str, x: Tensor) -> Tensor:
+        """Return the output of a norm, or x itself if the block lacks it."""
+        return self._apply_role(norm, x) if norm in self._names else x
+
+    def written(self, norm: str, x: Tensor) -> Tensor:
+        """Return the numbers that are added to the residual stream: the output of a block, normed and scaled."""
+        x = self._normed(norm, x)
+        return x if self.residual_scale is None else x * self.residual_scale
+
+    def output_gains(self, norm: str) -> tuple[Tensor, float | None]:
+        """Return the factors (D or 1) that `written` multiplies by, and the eps of the norm; None without a norm."""
+        scale = 1.0 if self.residual_scale is None else self.residual_scale
+        if norm not in self._names:
+            return torch.full((1,), scale), None
+        module = cast(LaminaRMSNorm, self.role(norm))
+        return scale * (module.offset + module.weight.detach().float()), module.variance_epsilon
 
     def _feed_forward(self, x_BTD: Tensor) -> Tensor:
         return self._mixture(x_BTD) if ROUTER in self._names else self._mlp(x_BTD)
@@ -369,8 +358,8 @@ class DecoderLayer(_Roles, nn.Module):
 
 
 def _make_role(config: LayersConfig, layer_idx: int, role: str) -> nn.Module:
-    if role in ("q_norm", "k_norm"):
-        return LaminaRMSNorm(config.layer_shape(layer_idx).head_dim, config.norm_eps, config.block["norm_offset"])
+    if role in HEAD_NORM_ROLES:
+        return make_head_norm(config, layer_idx, role)
     if role == ROUTER:
         mixture, sizes = config.mixture, config.layer_mixture(layer_idx)
         assert mixture is not None

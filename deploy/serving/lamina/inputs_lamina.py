@@ -5,7 +5,7 @@
 B batch, T tokens of this call, S cached tokens, D hidden.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from .configuration_lamina import LaminaConfig
 from .layers_lamina import LaminaDecoderLayer
-from .rotary_lamina import Angles, LaminaRotaryEmbedding
+from .rotary_lamina import Angles, LaminaRotaryEmbedding, rotation_of
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}  # LAYER_TYPES
 
@@ -28,17 +28,19 @@ class LayerInputs(NamedTuple):
     """
 
     position_ids: Tensor
-    position_embeddings: Angles | None
+    position_embeddings: dict[str, Angles]  # by layer type; empty if no layer rotates
     masks: dict[str, Any]  # by layer type: a tensor, None (causal), or flex attention's BlockMask
     slot_embeddings: dict[str, tuple[Angles, Angles]] = {}  # noqa: RUF012 - never changed
 
     def of(self, layer: LaminaDecoderLayer) -> dict[str, Any]:
         """Return the keyword arguments of `layer.forward`."""
         common = {"attention_mask": self.masks[layer.layer_type], "position_ids": self.position_ids}
+        if not layer.rotates:
+            return {**common, "position_embeddings": None}
         if layer.latent_keys and layer.layer_type in self.slot_embeddings:
             query, slots = self.slot_embeddings[layer.layer_type]
             return {**common, "position_embeddings": query, "slot_embeddings": slots}
-        return {**common, "position_embeddings": self.position_embeddings}
+        return {**common, "position_embeddings": self.position_embeddings[layer.layer_type]}
 
 
 def default_position_ids(
@@ -58,7 +60,7 @@ def default_position_ids(
 
 
 def _slot_embeddings(
-    config: LaminaConfig, rotary: LaminaRotaryEmbedding, hidden_BTD: Tensor, past_key_values: Cache
+    config: LaminaConfig, rotary: nn.Module, hidden_BTD: Tensor, past_key_values: Cache
 ) -> dict[str, tuple[Angles, Angles]]:
     """Return LayerInputs.slot_embeddings. Slots count from the first one that attention reads, as in the masks."""
     num_tokens, device = hidden_BTD.shape[1], hidden_BTD.device
@@ -69,7 +71,8 @@ def _slot_embeddings(
         num_cached = num_cached.to(device) if isinstance(num_cached, Tensor) else num_cached
         query_slots_T = torch.arange(num_tokens, device=device) + (num_cached - first_slot)
         slots_S = torch.arange(num_slots, device=device)
-        query, keys = (rotary.angles(hidden_BTD, slots.unsqueeze(0)) for slots in (query_slots_T, slots_S))
+        angles_of = cast(LaminaRotaryEmbedding, rotation_of(rotary, layer_type)).angles
+        query, keys = (angles_of(hidden_BTD, slots.unsqueeze(0)) for slots in (query_slots_T, slots_S))
         angles[layer_type] = query, keys
     return angles
 
@@ -107,8 +110,10 @@ def prepare_layer_inputs(
             if layer_type in config.layer_types
         }
     if rotary is None:
-        return LayerInputs(position_ids, None, masks)
-    angles = rotary(hidden_BTD, position_ids)
-    if past_key_values is None or not isinstance(rotary, LaminaRotaryEmbedding):
+        return LayerInputs(position_ids, {}, masks)
+    rotations = {layer_type: rotation_of(rotary, layer_type) for layer_type in dict.fromkeys(config.layer_types)}
+    by_rotation = {rotation: rotation(hidden_BTD, position_ids) for rotation in dict.fromkeys(rotations.values())}
+    angles = {layer_type: by_rotation[rotation] for layer_type, rotation in rotations.items()}
+    if past_key_values is None or config.foreign:
         return LayerInputs(position_ids, angles, masks)
     return LayerInputs(position_ids, angles, masks, _slot_embeddings(config, rotary, hidden_BTD, past_key_values))

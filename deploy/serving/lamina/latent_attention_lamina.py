@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
+from .attention_lamina import soft_capped
+
 SMALLEST = torch.finfo(torch.float32).min  # not -inf: a block whose tokens are all masked gives a number
 
 
@@ -20,6 +22,7 @@ def attend_in_blocks(
     mask: Tensor | None,
     scaling: float,
     block: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute softmax(query keyᵀ · scaling) value over all slots → (B, T, H, w), with an online softmax over blocks.
 
@@ -36,6 +39,8 @@ def attend_in_blocks(
         key_BGsd, value_BGsw = read(slots)
         query_BGqd = query_BHTd.unflatten(1, (key_BGsd.shape[1], -1)).flatten(2, 3)  # q = H/G query heads × T
         scores_BGqs = (query_BGqd @ key_BGsd.mT).float() * scaling
+        if softcap is not None:
+            scores_BGqs = soft_capped(scores_BGqs, softcap)
         if mask is not None:
             part_BGTs = mask[..., slots].unsqueeze(2).expand(-1, -1, query_BGqd.shape[2] // num_tokens, -1, -1)
             scores_BGqs = _masked(scores_BGqs, part_BGTs.flatten(2, 3))

@@ -11,30 +11,16 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_lamina import eager_attention_forward
 from .decoder_layer_lamina import DecoderLayer, SelfAttention, padded
 from .latent_attention_lamina import attend_in_blocks, check_groups, check_room
 from .processor_lamina import HALF, product_dtype
 from .rotary_lamina import Angles, rotate, rotate_once
-
-
-def eager_attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float, dropout: float = 0.0, **kwargs: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute softmax attention; key (B, G, S, d), value (B, G, S, r) → ((B, T, H, r), weights (B, H, T, S))."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        weights = weights + attention_mask
-    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
 class LaminaAttention(SelfAttention):
@@ -75,7 +61,9 @@ class LaminaAttention(SelfAttention):
             key, value = self._update(past_key_values, key, value)
             if self._in_blocks(query, attention_mask):
                 read = partial(self._read_block, hidden_states, key, value, slot_embeddings, wide)
-                mixed = attend_in_blocks(query.to(wide), read, key.shape[2], attention_mask, self.scaling, self.block)
+                mixed = attend_in_blocks(
+                    query.to(wide), read, key.shape[2], attention_mask, self.scaling, self.block, self.softcap
+                )
                 heads = self._head_outputs(hidden_states, mixed).to(hidden_states.dtype)
                 return self._output(heads, hidden_states), None
         if wide != query.dtype:
@@ -90,6 +78,10 @@ class LaminaAttention(SelfAttention):
         attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        if self.softcap is not None:
+            kwargs["softcap"] = self.softcap
+            if self.config._attn_implementation == "sdpa":  # torch's kernels have no soft cap
+                attention_interface = eager_attention_forward
         attn_output, attn_weights = attention_interface(
             self,
             query,

@@ -14,8 +14,9 @@ The files beside this one: configuration_lamina, block_lamina (the block and the
 form_lamina and forms_lamina (how projections are stored), factored_lamina and tucker_lamina (the modules of factored
 projections), conversion_lamina (names and shapes of stored factors), decoder_layer_lamina (norm, attention and MLP over
 whole sequences), layers_lamina (the same in transformers: caches, attention functions), levels_lamina (weights as codes
-and a table), rotary_lamina, latent_attention_lamina (cached latents, in blocks), processor_lamina (the dtype of
-products on a CPU), inputs_lamina (positions and masks), checking_lamina (checks of a checkpoint's files).
+and a table), rotary_lamina, latent_attention_lamina (cached latents, in blocks), norms_lamina, attention_lamina (whole
+sequences, soft caps), vllm_lamina (its limits), processor_lamina (the dtype of products on a CPU), inputs_lamina
+(positions and masks), checking_lamina (checks of a checkpoint's files).
 """
 
 import re
@@ -35,12 +36,14 @@ from .block_lamina import LAYER_FIELDS, attention_path, in_base
 from .checking_lamina import check_checkpoint, check_reader, shown
 from .configuration_lamina import LaminaConfig
 from .conversion_lamina import register_conversions
-from .decoder_layer_lamina import attach, find, make_embedding, make_head, make_norm, make_positions
+from .decoder_layer_lamina import attach, find, finish_logits, make_embedding, make_head, make_positions
 from .factored_lamina import stored_factors
 from .inputs_lamina import prepare_layer_inputs
 from .layers_lamina import LaminaAttention, LaminaDecoderLayer
 from .levels_lamina import attach_tables
+from .norms_lamina import make_norm
 from .rotary_lamina import make_rotary
+from .vllm_lamina import vllm_lacks
 
 register_conversions(LaminaConfig.model_type)
 
@@ -119,11 +122,13 @@ def _faults(report: dict[str, Any], model: Any) -> list[str]:
     return faults + ([f"{len(others)} tensors are of another shape: {shown(sorted(others))}"] if others else [])
 
 
-def _check_equal_heads(config: LaminaConfig) -> None:
-    """Raise ValueError for heads that vLLM's Transformers backend cannot hold: it has one kind for all layers.
+def _check_backend(config: LaminaConfig) -> None:
+    """Raise ValueError for a model that vLLM's Transformers backend cannot serve: its heads are alike in all layers.
 
     Modules with tables of levels are refused as well: the backend loads none.
     """
+    if lacking := vllm_lacks(config, own_class=False):
+        raise ValueError(f"vLLM's Transformers backend does not compute {lacking}; load the checkpoint in transformers")
     if config.foreign:
         raise ValueError(
             f"vLLM's Transformers backend does not serve the attention of {config.foreign['model_type']} inside of "
@@ -167,7 +172,7 @@ class LaminaModel(LaminaPreTrainedModel):
         super().__init__(config)
         block, positions = config.block, config.block["positions"]
         if config._attn_implementation == "vllm":
-            _check_equal_heads(config)
+            _check_backend(config)
         self._names = {key: tuple(in_base(block[key]).split(".")) for key in ("embed", "layers", "final_norm")}
         layers = nn.ModuleList([LaminaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         attach(self, in_base(block["embed"]), make_embedding(config))
@@ -310,7 +315,8 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         tokens = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.get_output_embeddings()(outputs.last_hidden_state[:, tokens])
+        head_BTV = self.get_output_embeddings()(outputs.last_hidden_state[:, tokens])
+        logits_BTV = finish_logits(self.config, head_BTV)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

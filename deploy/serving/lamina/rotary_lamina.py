@@ -1,6 +1,7 @@
 # mypy: allow-untyped-calls
 """Rotary position embedding. B batch, T tokens, D hidden, H heads, d head_dim, c rotary width (c <= d)."""
 
+import copy
 from typing import Any
 
 import torch
@@ -21,8 +22,13 @@ class LaminaRotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: LayersConfig, device: torch.device | None = None) -> None:
+    def __init__(self, config: LayersConfig, device: torch.device | None = None, layer_type: str | None = None) -> None:
+        """`layer_type`: for a config whose layer types have rope parameters of their own."""
         super().__init__()
+        assert config.rope_parameters is not None
+        if layer_type is not None:
+            rope, config = config.rope_of(layer_type), copy.copy(config)
+            config.rope_parameters = rope
         assert config.rope_parameters is not None
         self.config, self.rope_type = config, config.rope_parameters["rope_type"]
         self.interleaved = config.block["rotary"] == "interleaved"
@@ -58,11 +64,25 @@ class LaminaRotaryEmbedding(nn.Module):
         return cos_BTc.to(x_BTD.dtype), sin_BTc.to(x_BTD.dtype)
 
 
+class LaminaRotations(nn.ModuleDict):
+    """A rotation for each layer type."""
+
+
 def make_rotary(config: LayersConfig, device: torch.device | None = None) -> nn.Module | None:
-    """Build the module that maps hidden states and positions to the angles of all layers; None without rotation."""
+    """Build the module of the rotation of all layers, or one for each layer type; None without rotation."""
     if config.foreign:
         return make_foreign_rotary(config).to(device)
-    return LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None
+    if config.block["rotary"] is None:
+        return None
+    if not config.has_own_ropes():
+        return LaminaRotaryEmbedding(config, device)
+    types = dict.fromkeys(config.layer_types)
+    return LaminaRotations({name: LaminaRotaryEmbedding(config, device, name) for name in types})
+
+
+def rotation_of(rotary: nn.Module, layer_type: str) -> nn.Module:
+    """Return the module that maps hidden states and positions to the angles of a layer type."""
+    return rotary[layer_type] if isinstance(rotary, LaminaRotations) else rotary
 
 
 def rotate_once(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor) -> Tensor:

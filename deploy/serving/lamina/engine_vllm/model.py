@@ -22,14 +22,16 @@ from vllm.sequence import IntermediateTensors
 
 from lamina.block_lamina import in_base
 from lamina.checking_lamina import check_checkpoint, shown
-from lamina.configuration_lamina import LaminaConfig, foreign_rotation
-from lamina.decoder_layer_lamina import attach, find, make_norm
+from lamina.configuration_lamina import LaminaConfig
+from lamina.decoder_layer_lamina import attach, find
 from lamina.engine_vllm.attention import CachedHeads, VllmAttention
 from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut, unpacked_places
 from lamina.engine_vllm.rounded import Scheme, scheme_of
 from lamina.factored_lamina import PivotedLinears, stored_state
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.modeling_lamina import LaminaForCausalLM, unused
+from lamina.norms_lamina import make_norm
+from lamina.vllm_lamina import foreign_rotation, vllm_lacks
 
 logger = init_logger("vllm.lamina")
 
@@ -120,6 +122,8 @@ class LaminaForVllm(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.config = config = _own_config(vllm_config.model_config.hf_config)
+        if lacking := vllm_lacks(config, own_class=True):
+            raise ValueError(f"Lamina's class for vLLM does not compute {lacking}; load the checkpoint in transformers")
         check_cut(config, Cut.mine().parts)
         folder = Path(vllm_config.model_config.model)
         if folder.is_dir():

@@ -1,0 +1,30 @@
+"""The parts of a model that vLLM does not compute as transformers does."""
+
+from typing import Any
+
+from .block_lamina import BACKEND_LACKS, BLOCK_DEFAULTS, OUTPUT_NORM_ROLES, VLLM_LACKS
+from .configuration_lamina import LayersConfig
+
+
+def vllm_lacks(config: LayersConfig, own_class: bool) -> str | None:
+    """Name what vLLM would not compute of a model, in Lamina's class for vLLM or in its Transformers backend."""
+    block = config.block
+    lacking = [key for key in (VLLM_LACKS if own_class else BACKEND_LACKS) if block[key] != BLOCK_DEFAULTS[key]]
+    if own_class:
+        lacking += [role for role in OUTPUT_NORM_ROLES if role in block["modules"]]
+        lacking += ["a rotation for each layer type"] if config.has_own_ropes() else []
+    return ", ".join(lacking) or None
+
+
+def foreign_rotation(config: LayersConfig) -> str | None:
+    """Explain how vLLM's rotation would differ from transformers'; None if it does not."""
+    faults = (_foreign_rope(config.rope_of(layer_type)) for layer_type in dict.fromkeys(config.layer_types))
+    return next(filter(None, faults), None)
+
+
+def _foreign_rope(rope: dict[str, Any]) -> str | None:
+    if rope.get("rope_type") == "longrope":
+        return "rope_type longrope: vLLM chooses factors by the longest sequence that it may serve"
+    if rope.get("rope_type") == "proportional" and rope.get("factor", 1.0) != 1.0:
+        return f"rope_type proportional: vLLM ignores its factor {rope['factor']:g}"
+    return None

@@ -1,0 +1,55 @@
+"""Reads the rotation of queries and keys from a config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from manifests.errors import InputError
+from pipeline.families.family import Family
+
+LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
+def rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:
+    """Return the rope parameters of a model, or those of each layer type; None if it rotates nothing.
+
+    Raises InputError for values that cannot be, and for those that the family's model would not obey.
+    """
+    if family.block["rotary"] is None:
+        return None
+    if family.rotary_field == "rotary_dim":
+        rotary_dim = source.rotary_dim
+        if not 1 <= rotary_dim <= head_dim or rotary_dim % 2:
+            raise InputError(f"config.json: rotary_dim: {rotary_dim} is not even and within 2 to {head_dim}")
+        return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary_dim / head_dim}
+    rope = source.rope_parameters
+    if own := [name for name in LAYER_TYPES if name in rope]:
+        for name in {*own} & {*source.layer_types}:
+            _check_rope(family, rope[name], head_dim)
+        return {name: dict(rope[name]) for name in own}
+    _check_rope(family, rope, head_dim)
+    return dict(rope)
+
+
+def _check_rope(family: Family, rope: Mapping[str, Any], head_dim: int) -> None:
+    if rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise InputError(
+            f"config.json: rope_type: {rope.get('rope_type')!r} is not one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+        )
+    theta, share = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
+    if not isinstance(theta, float | int) or not 0.0 < theta < math.inf:
+        raise InputError(f"config.json: rope_theta: {theta!r} is no positive number")
+    if share == 1.0:
+        return
+    if not family.partial_rotary:  # transformers' own models of these families disagree on it
+        raise InputError(f"config.json: partial_rotary_factor is not supported for {family.model_type}")
+    width = head_dim * share if isinstance(share, float | int) and not isinstance(share, bool) else 0.0
+    if not 2 <= width <= head_dim or width % 2:
+        raise InputError(
+            f"config.json: partial_rotary_factor: {share!r} of {head_dim} is no even number within 2 to {head_dim}"
+        )

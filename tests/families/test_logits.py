@@ -1,0 +1,110 @@
+"""Random configs of each family: the logits of transformers' own model, and cached decoding equal to a prefill."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from lamina import LaminaConfig, LaminaForCausalLM
+from pipeline.families.registry import checkpoint_config, geometry_of, standard_config
+from pipeline.families.source_config import source_config
+from tests.factories import FAMILIES, randomise_
+
+LIMIT, CONFIGS, TOKENS = 2e-6, 20, 21
+TYPES = ("sliding_attention", "full_attention")
+
+
+def random_config(family: str, seed: int) -> dict[str, Any]:
+    """Return config.json of a small model, each of its own shape."""
+    draw = random.Random(f"{family} {seed}")
+    groups, kv_heads = draw.choice((1, 2, 3)), draw.choice((1, 2, 4))
+    heads, layers, head_dim = groups * kv_heads, draw.choice((2, 3, 5)), draw.choice((8, 12, 16))
+    theta = draw.choice((50.0, 10000.0))
+    common: dict[str, Any] = {
+        "vocab_size": draw.choice((50, 101)), "hidden_size": heads * head_dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "max_position_embeddings": 64, "tie_word_embeddings": draw.random() < 0.5,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    gated = {
+        **common, "intermediate_size": draw.choice((40, 77)), "num_key_value_heads": kv_heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }  # fmt: skip
+    biased = {"attention_bias": draw.random() < 0.5}
+    types = [draw.choice(TYPES) for _ in range(layers)]
+    windows = {"sliding_window": draw.choice((3, 9)), "layer_types": types}
+    scaled = {"rope_type": "linear", "rope_theta": 10 * theta, "factor": 4.0}
+    ropes = {"rope_parameters": dict(zip(TYPES, (gated["rope_parameters"], scaled), strict=True))}
+    gemma = {
+        **gated, **windows, **biased, "head_dim": draw.choice((8, 16)), "query_pre_attn_scalar": draw.choice((7, 16)),
+        "final_logit_softcapping": draw.choice((None, 4.0)),
+    }  # fmt: skip
+    own: Mapping[str, dict[str, Any]] = {
+        "llama": {**gated, **biased, "mlp_bias": draw.random() < 0.5},
+        "mistral": {**gated, "sliding_window": draw.choice((None, 5))},
+        "qwen2": {**gated, **windows, "use_sliding_window": True},
+        "qwen3": {**gated, **windows, **biased, "head_dim": draw.choice((8, 20)), "use_sliding_window": True},
+        "opt": {**common, "ffn_dim": 40, "word_embed_proj_dim": heads * head_dim, "dropout": 0.0},
+        "gptj": {
+            **{name: common[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
+            "n_embd": heads * head_dim, "n_layer": layers, "n_head": heads, "n_positions": 64, "n_inner": 40,
+            "rotary_dim": draw.choice((4, 8)),
+        },
+        "gemma2": {**gemma, "attn_logit_softcapping": draw.choice((None, 3.0))},
+        "gemma3_text": {**gemma, **ropes},
+        "olmo2": {**gated, **biased},
+        "olmo3": {**gated, **biased, **windows, **ropes},
+        "granite": {
+            **gated, **biased, "mlp_bias": draw.random() < 0.5, "embedding_multiplier": draw.choice((1.0, 12.0)),
+            "attention_multiplier": draw.choice((0.0625, 0.3)), "residual_multiplier": draw.choice((0.22, 1)),
+            "logits_scaling": draw.choice((1.0, 16)),
+        },
+        "smollm3": {**gated, **biased, "no_rope_layers": [draw.choice((0, 1)) for _ in range(layers)]},
+        "starcoder2": {**gated, "use_bias": draw.random() < 0.5, "sliding_window": draw.choice((None, 5))},
+        "cohere": {**gated, **biased, "logit_scale": draw.choice((0.0625, 1.0))},
+        "cohere2": {**gated, **biased, **windows, "logit_scale": draw.choice((0.0625, 1.0))},
+    }  # fmt: skip
+    return {"model_type": family, **own[family]}
+
+
+def models(family: str, seed: int) -> tuple[Any, Any]:
+    """Return transformers' model of a random config and ours, with the same weights."""
+    config = random_config(family, seed)
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    source = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).eval()
+    standard = standard_config(source.config.to_dict())
+    assert {**standard_config(source_config(standard, "float32")), "forms": standard["forms"]} == standard
+    written = checkpoint_config(standard, standard["forms"], "float32")
+    apart = ("model_type", "architectures", "dtype")
+    ours: Any = LaminaForCausalLM(LaminaConfig(**{name: written[name] for name in written if name not in apart}))
+    tensors = randomise_(source, seed).state_dict()
+    expected = geometry_of(standard).expected_tensors()
+    assert expected.items() <= {name: tuple(tensor.shape) for name, tensor in tensors.items()}.items()
+    ours.eval().load_state_dict(tensors)
+    return source, ours
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, CONFIGS))])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, seed: int) -> None:
+    source, ours = models(family, seed)
+    ids_BT = torch.randint(3, 50, (2, TOKENS), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        expected_BTV, found_BTV = (model(ids_BT).logits for model in (source, ours))
+        assert relative(found_BTV, expected_BTV) < LIMIT
+        cache, cuts = DynamicCache(config=ours.config), (0, 9, *range(10, TOKENS + 1))
+        parts = [
+            ours(ids_BT[:, start:stop], past_key_values=cache, use_cache=True).logits
+            for start, stop in itertools.pairwise(cuts)
+        ]
+        assert relative(torch.cat(parts, dim=1), found_BTV) < 10 * LIMIT
