@@ -196,15 +196,9 @@ class Squares:
         """Return the grid of every moment of the unit; a point that no token has passed yet counts as silent."""
         for moment in _summed(unit):
             if moment not in self.by_moment:
-                self._see_nothing(moment)
+                assert moment.kind != "pair", "mixtures have no corrections: every token passes the point of a pair"
+                self.see(moment, torch.zeros(1, self.layer.features(moment.point)))
         return self.by_moment
-
-    def _see_nothing(self, moment: Moment) -> None:
-        values_1F = torch.zeros(1, self.layer.features(moment.point))
-        if moment.kind == "pair":
-            self.see_pair(moment, values_1F, torch.zeros(1, self.layer.hidden))
-        else:
-            self.see(moment, values_1F)
 
     def see(self, moment: Moment, values: Tensor) -> None:
         """Choose the grid of a moment, unless an earlier micro-batch with other values than zeros did."""

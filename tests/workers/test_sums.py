@@ -309,7 +309,7 @@ def test_a_point_that_no_token_passes_has_a_sum_of_zeros_and_a_count_of_none(set
     width = layer.mlps[0].width
     assert torch.equal(worker.statistics.read(records[rare]), torch.zeros(1, width, width, dtype=torch.float64))
     for source in (summed, records):
-        statistics = worker._statistics(source)
+        statistics = worker._statistics(0, source)
         assert (statistics.tokens_at(seen), statistics.tokens_at(rare)) == (5, 0)
         assert statistics.unseen == ("down.in",)
 
