@@ -149,6 +149,15 @@ class TextsEntry(Record):
     evaluation: TextLoss | None = None
 
 
+class SamplesEntry(Record):
+    """The number of calibration samples that `samples: auto` has chosen, and the held-out errors of fits to other
+    numbers of them (`counts`)."""
+
+    samples: PositiveInt
+    counts: Row[PositiveInt]
+    errors: Row[NonNegative]
+
+
 class ScheduleEntry(Record):
     """The number of layers that `resume.every: auto` has chosen."""
 
@@ -276,6 +285,7 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "gradient": GradientEntry,
         "curves": CurvesEntry,
         "tokens": TokensEntry,
+        "samples": SamplesEntry,
         "texts": TextsEntry,
         "schedule": ScheduleEntry,
         "target": TargetEntry,

@@ -11,9 +11,10 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from manifests.blocks import Block
+from manifests.calibration import TEXT_TAGS
 from manifests.errors import InputError, reason
 from manifests.methods import MethodEntry
-from manifests.schema import TEXT_TAGS, Manifest
+from manifests.schema import Manifest
 from manifests.strict_yaml import read_yaml, write_yaml
 
 B = TypeVar("B", bound=Block)

@@ -16,11 +16,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, StringConstraints, ValidationError, field_validator
 
 from manifests.blocks import Block, Listed, Location, Share
+from manifests.calibration import Calibration
 from manifests.errors import InputError
 from manifests.loading import decode_resolved, describe_faults, expand_environment, read_document
 from manifests.methods import AnyMethod
 from manifests.quantize import Quantize
-from manifests.schema import Calibration, Evaluation, Manifest, Model, Resume, Workers
+from manifests.schema import Evaluation, Manifest, Model, Resume, Workers
 
 SWEEP_VERSION = 1
 OWN_JOB = "run it as a job of its own with `python -m pipeline.run`"
@@ -94,6 +95,8 @@ class Sweep(Block):
                 f"propagate: {calibration.propagate} takes statistics behind the compressed layers of one size, so "
                 f"that points share no pass over the text; {OWN_JOB}, or say dense"
             )
+        if calibration is not None and calibration.chooses_samples:
+            raise ValueError(f"samples: auto is chosen by a job; {OWN_JOB}, or give a number")
         return calibration
 
     @field_validator("evaluation")

@@ -16,10 +16,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from manifests.calibration import Text
 from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.records import Record
-from manifests.schema import Text, Workers
+from manifests.schema import Workers
 from pipeline.console.arguments import add_address, add_in_process, check_in_process, parser, run_command
 from pipeline.console.paths import prepare_folder
 from pipeline.console.wrapping import say

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from manifests.calibration import Text
 from manifests.errors import InputError
-from manifests.schema import Text
 from stores.model_files import CONFIG_FILE, TOKENIZERS, companions
 from stores.storage import Place, matching, on_this_machine, open_storage
 from stores.text_files import DEFAULT_FIELD, file_documents, missing_field, string_of

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
+from manifests.calibration import Text
 from manifests.errors import InputError, reason
-from manifests.schema import Text
 from stores.backend import PIECE_BYTES
 from stores.storage import Readable, Storage, open_file
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from manifests.calibration import Text
 from manifests.errors import InputError, reason
 from manifests.loading import _as_written, load_manifest
-from manifests.schema import Text
 from manifests.sweep import parse_sweep
 
 ROOT = Path(__file__).resolve().parents[1]

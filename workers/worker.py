@@ -28,6 +28,7 @@ from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.units.scores import Compare, CompareDone, Score, WindowForward
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
+from pipeline.units.text_amount import MeasureText
 from pipeline.units.units import (
     Backward,
     BesideUnit,
@@ -72,6 +73,7 @@ from workers.solving import GroupProblem, layer_tensors, solve_done, solve_group
 from workers.sums import LayerSums, Squares
 from workers.tapped_layer import Tap, TappedLayer
 from workers.tensor_transfer import TensorTransfer, get_all, get_available
+from workers.text_amount import measure_text
 from workers.totals import Totals
 
 
@@ -134,6 +136,7 @@ class Worker:
             WindowForward: self.scores.forward,
             Score: self.scores.score,
             Compare: self._compare,
+            MeasureText: lambda unit: measure_text(unit, self.layers, self._tokens, self._computing),
         }
         if not isinstance(unit, BesideUnit):
             self._release_others(unit)

@@ -1,15 +1,16 @@
-"""The cost of scoring the dense model on the calibration samples and on the evaluation text, before a job's passes.
+"""The cost of what a job does with its texts before its passes: choosing the amount, and scoring the dense model.
 
 docs/plan.md#seconds-by-phase.
 """
 
 from __future__ import annotations
 
+from manifests.calibration import Calibration
 from manifests.schema import Manifest
-from pipeline.cost_model.phases import Pass
+from pipeline.cost_model.phases import WORKERS_SECONDS, Pass
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.work import LayerWork, scoring_flops
-from pipeline.families.family import Geometry
+from pipeline.cost_model.work import LayerWork, forward_flops, scoring_flops
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.units.scores import scorers
 from pipeline.units.sharding import text_windows
 
@@ -31,3 +32,15 @@ def texts_seconds(
     building = walk.layers * work.built_bytes / rates.memory
     reading = 0.0 if walk.cached else walk.layers * work.weight_bytes / rates.disk
     return max(reading, computing + building)
+
+
+def amount_seconds(calibration: Calibration, layer: LayerGeometry, rates: Rates) -> float:
+    """Return the seconds in which one worker chooses the amount of text for `samples: auto`.
+
+    All samples go through the first layer, for a moment of its widest point. Three fits follow. Workers start again.
+    """
+    tokens, width = calibration.samples * calibration.sequence_length, max(map(layer.features, layer.points))
+    passing = tokens * (forward_flops(layer, calibration.sequence_length) / rates.products + width**2 / rates.moments)
+    half = width / 2
+    fits = 3 * (half**3 / 3 / rates.factors + 6 * half**3 / rates.double)
+    return WORKERS_SECONDS + passing + fits

@@ -17,6 +17,7 @@ TARGET: Key[entries.TargetEntry] = Key("target")  # the size that the layers are
 TRIES = "tries/"  # before a size in thousandths: its scores
 SCORED = "scored/"  # before a model's name and a layer: hidden states of a model that is being scored
 TOKENS: Key[entries.TokensEntry] = Key("tokens")
+SAMPLES: Key[entries.SamplesEntry] = Key("samples")  # the number that `calibration.samples: auto` has chosen
 TEXTS: Key[entries.TextsEntry] = Key("texts")  # the dense model's losses on both texts
 SCHEDULE: Key[entries.ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
 SOURCE: Key[Mapping[str, SourceFile]] = Key("source")  # by name
@@ -29,7 +30,7 @@ EVALUATION: Key[entries.TokensEntry] = Key("evaluation")  # of a sweep: the toke
 POINTS: Key[entries.PointsEntry] = Key("points")
 RESULT: Key[entries.PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
-BEFORE_WORK = (SOURCE, TOKENS, EVALUATION, SCHEDULE, HARDWARE, POINTS)  # entered before anything is computed
+BEFORE_WORK = (SOURCE, TOKENS, EVALUATION, SCHEDULE, SAMPLES, HARDWARE, POINTS)  # entered before anything is computed
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from manifests.calibration import Text
 from manifests.errors import InputError
-from manifests.schema import Text, Workers
+from manifests.schema import Workers
 from pipeline.console.progress import JobObserver
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.scoring import window_units

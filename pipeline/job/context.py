@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from pipeline.console.progress import JobObserver
 from pipeline.cost_model.estimate import Plan
 from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_dependencies import retract_changed
-from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SOURCE, TARGET
+from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TARGET
 from pipeline.inputs.calibration import calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
@@ -141,11 +141,33 @@ def open_job(
             inputs, *text, source_files, run_dir, locks, output_files, plan, observer, stop, started,
             fingerprint_check, watch, in_process=in_process,
         )  # fmt: skip
+        if fingerprint_check.kind in ("same", "adapted"):
+            job = with_entered_samples(job)
         if fingerprint_check.reuses_entries:
             check_ledger(job)
         elif fingerprint_check.kind == "new":  # so that a start after a refused one need not read the source again
             run_dir.ledger.commit(SOURCE, source_files)
         yield job
+
+
+def with_samples(manifest: Manifest, samples: int) -> Manifest:
+    """Returns a manifest with another number of calibration samples."""
+    assert manifest.calibration is not None
+    calibration = manifest.calibration.model_copy(update={"samples": samples})
+    return manifest.model_copy(update={"calibration": calibration})
+
+
+def with_entered_samples(job: JobContext) -> JobContext:
+    """Returns the job with the number of samples that `samples: auto` has chosen; the job itself before the choice.
+
+    They are spread evenly over all that were drawn.
+    """
+    calibration, entered = job.manifest.calibration, job.ledger.get(SAMPLES)
+    if calibration is None or not calibration.chooses_samples or entered is None or job.tokens is None:
+        return job
+    inputs = replace(job.inputs, manifest=with_samples(job.manifest, entered.samples))
+    tokens = job.tokens[torch.arange(entered.samples) * len(job.tokens) // entered.samples]
+    return replace(job, inputs=inputs, tokens=tokens, plan=plan_of(inputs))
 
 
 class Text(NamedTuple):

@@ -30,14 +30,17 @@ from pipeline.cost_model.phases import (
 )
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
-from pipeline.cost_model.texts import texts_seconds
+from pipeline.cost_model.texts import amount_seconds, texts_seconds
 from pipeline.cost_model.work import LayerWork, layer_work, scoring_flops
+from pipeline.driver.ledger_keys import SAMPLES
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs, fit_methods, read_inputs
+from pipeline.job.context import with_samples
 from pipeline.methods.method import Task
 from pipeline.ranks.calibration import OTHER_SIZES
+from stores.run_directory import RunDirectory
 from workers.hardware import machine_cores, thread_fault
 from workers.memory import map_large_tensors
 
@@ -62,6 +65,7 @@ class RateSource:
 
 def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> dict[str, Any]:
     """Returns the report as JSON. With `config`, from that file alone: no source is read. Raises InputError."""
+    manifest, chosen = planned_samples(manifest)
     inputs = read_inputs(manifest, weights=False) if config is None else None
     if inputs is not None:
         geometry, tasks, dtype, remarks = inputs.geometry, inputs.tasks, inputs.dtype, list(inputs.remarks)
@@ -80,12 +84,28 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, way)}
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases)
+    calibration = manifest.calibration
+    if calibration is not None and calibration.chooses_samples:
+        texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts
     phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
     if inputs is not None and tokens is not None:
         phases["evaluate"] = scoring_seconds(inputs, tokens, rates, way.workers)
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
-    remarks += _not_counted(manifest, inputs)
+    remarks += [*chosen, *_not_counted(manifest, inputs)]
     return report | verdict(manifest, report, source, remarks)
+
+
+def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
+    """Returns the manifest with the number of samples that `samples: auto` has chosen in its run directory, or with the
+    largest number, and a remark that says it."""
+    calibration = manifest.calibration
+    if calibration is None or not calibration.chooses_samples:
+        return manifest, []
+    entered = RunDirectory(manifest.run_dir).ledger.get(SAMPLES)
+    if entered is None:
+        remark = f"the plan is for all {calibration.samples}; the job chooses a quarter, a half or all of them"
+        return manifest, [f"calibration.samples: auto: {remark}"]
+    return with_samples(manifest, entered.samples), [f"calibration.samples: auto: {entered.samples} are chosen"]
 
 
 def planned_work(

@@ -17,6 +17,7 @@ from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
 from pipeline.job.prediction import predicted_by_size, tries_of
+from pipeline.job.text_amount import choose_samples
 from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import Effort, JobWorkers, job_workers
 from pipeline.ranks.calibration import other_sizes
@@ -29,6 +30,7 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
 
     Raises InputError when no size stays below `budget.max_loss`, naming the least loss.
     """
+    job = choose_samples(job, heartbeat)
     forget_other_text(job)
     with job_workers(job, heartbeat) as workers:
         check_texts(job, workers)

@@ -10,7 +10,7 @@ from manifests.importing import quick_imports
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
-from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, TARGET, TEXTS
+from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TARGET, TEXTS
 from pipeline.evaluation.losses import all_warnings
 from pipeline.job.context import JobContext, begin, check_output, open_job
 from pipeline.job.heartbeat import Heartbeat
@@ -110,6 +110,7 @@ def finish(
         "layers": compression["layers"],
         "evaluation": dict(evaluation),
         "held_out": held_out.as_json() if (held_out := job.ledger.get(HELD_OUT_SCORE)) else None,
+        "samples": samples.as_json() if (samples := job.ledger.get(SAMPLES)) else None,
         "texts": texts.as_json() if (texts := job.ledger.get(TEXTS)) else None,
         "tries": tries_of(job) if job.ledger.get(TARGET) else [],
         "prediction": prediction_of(job),

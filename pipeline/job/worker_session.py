@@ -311,7 +311,10 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
     store, entered = job.run_dir.activations, job.ledger.get(TOKENS)
     try:
         if entered is not None:
-            store.open(entered.tokens).read(0, len(job.tokens))
+            if entered.tokens.shape != tuple(job.tokens.shape):
+                entered = None  # of another number of samples
+            else:
+                store.open(entered.tokens).read(0, len(job.tokens))
     except CorruptError as error:
         entered = None  # the fingerprint covers them, so that the same tokens are written again
         job.observer.repaired(str(error), ["tokens"])

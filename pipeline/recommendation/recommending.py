@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from manifests.calibration import Text
 from manifests.errors import InputError
 from manifests.loading import decode_document, parse_block, parse_manifest
-from manifests.schema import Manifest, Text
+from manifests.schema import Manifest
 from pipeline.checkpoint.engines import planned_engines
 from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.cost_model.estimate import Plan

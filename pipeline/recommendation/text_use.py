@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from manifests.calibration import Text
 from manifests.errors import InputError
-from manifests.schema import Text
 from pipeline.units.sharding import HELD_OUT
 from stores.corpus import count_tokens, read_documents
 from stores.storage import open_file

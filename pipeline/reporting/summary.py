@@ -46,6 +46,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     peaks = summary["peak_bytes"]
     workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
     say(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
+    if samples := summary.get("samples"):
+        say(samples_line(samples))
     if texts := summary.get("texts"):
         say(texts_line(texts))
     if held_out := summary.get("held_out"):
@@ -61,6 +63,17 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     say(f"output: {summary['output']}")
     for warning in all_warnings(summary):
         say(warning, style="bold red")
+
+
+def samples_line(entered: Mapping[str, Any]) -> str:
+    """Say how many calibration samples were chosen, and what more text would bring."""
+    (_, half, whole), most = entered["errors"], entered["counts"][-1]
+    # The excess of the error falls as 1 / samples, so that it was twice as large with half of them.
+    more = max(0.0, half - whole) / 2 / whole if whole else 0.0
+    return (
+        f"calibration.samples: auto: {entered['samples']} of {most}; twice as much text as the {most} would lower the "
+        f"error on held-out text by {more:.1%}"
+    )
 
 
 def held_out_line(held_out: Mapping[str, Any]) -> str:

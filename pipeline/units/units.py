@@ -15,6 +15,7 @@ from pipeline.units.base import HandleResult, Replaying, WorkUnit
 from pipeline.units.curves import CurveUnit
 from pipeline.units.scores import Compare, Score, WindowForward
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
+from pipeline.units.text_amount import MeasureText
 
 Lineage = Literal["dense", "compressed", "paired", "gradient"]
 
@@ -380,5 +381,5 @@ SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
 BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
 SolveUnit = Solve | SolveSizes
 PassUnit = Summable | WindowForward | Score | Compare
-Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Refine | Write
+Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Refine | Write | MeasureText
 ShardUnit = Summable | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import workers.pools
-from manifests.schema import Text
+from manifests.calibration import Text
 from pipeline.driver.ledger_keys import HELD_OUT
 from stores.activations import ActivationStore
 from stores.corpus import draw_samples, read_documents

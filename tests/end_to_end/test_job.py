@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import workers.pool
-from manifests.schema import Text
+from manifests.calibration import Text
 from pipeline.units.units import Unit
 from stores.corpus import draw_samples, read_documents
 from tests.end_to_end.jobs import (

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from manifests.schema import Text
+from manifests.calibration import Text
 from stores.corpus import draw_samples, evaluation_windows, read_documents
 from tests import factories
 from tests.end_to_end.children import Child, Hook

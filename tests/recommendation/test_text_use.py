@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from manifests.calibration import Text
 from manifests.errors import InputError
-from manifests.schema import Text
 from pipeline.recommendation import text_use
 from pipeline.recommendation.text_use import TextUse, choose_text_use, shortened
 from tests.factories import make_tokenizer, write_text

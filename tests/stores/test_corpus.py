@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from manifests.calibration import Text
 from manifests.errors import InputError
-from manifests.schema import Text
 from stores import corpus
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 

@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor
 from torch.nn import functional
 
-from manifests.schema import Text
+from manifests.calibration import Text
 from pipeline.inputs.calibration import window_tokens
 from stores.headers import DTYPES, TensorRecord, read_header
 from tests.end_to_end.jobs import command, load, logits_of, relative_error

@@ -1,0 +1,146 @@
+"""Calibration of a manifest: texts, the number and length of samples, the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+
+from manifests.blocks import Block, Listed, Location, Share
+
+PARTS = 4  # `samples: auto` chooses a quarter, a half or all
+
+
+class Text(Block):
+    """Text from `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or from a `datasets` dataset.
+
+    `begin`, `end`: only the text between these shares of each file, so that calibration and evaluation can use
+    different parts of one file.
+    """
+
+    files: Annotated[tuple[Location, ...], Listed] | None = None
+    field: str | None = None
+    dataset: str | None = None
+    name: str | None = None
+    split: str = "train"
+    begin: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    end: Share = 1.0
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if bool(self.files) == bool(self.dataset):
+            raise ValueError("give either `files` (a non-empty list) or `dataset`, and not both")
+        if self.begin >= self.end:
+            raise ValueError(f"begin: {self.begin:g} is not below end: {self.end:g}")
+        if self.dataset and (self.begin, self.end) != (0.0, 1.0):
+            raise ValueError("begin and end cut `files`; for a dataset, give another `split`")
+        return self
+
+
+TEXT_TAGS = ("one text", "several texts")  # parts of pydantic's error locations
+
+
+class SharedText(Text):
+    """One of several calibration texts, and the share of the samples that come from it."""
+
+    share: Share
+
+
+class Gradient(Block):
+    """The backward pass, for methods that follow the loss.
+
+    `samples`: the number of calibration samples in it; null: enough for 16 tokens per number of the hidden size and at
+    least 16,384 tokens, at most all. `kind: local` uses random gradients at each layer's own output instead of those of
+    the model's loss. That is cheaper, but predicts no loss in nats.
+    """
+
+    samples: PositiveInt | None = None
+    kind: Literal["model", "local"] = "model"
+
+
+class Calibration(Block):
+    """The calibration text: `samples` of `sequence_length` tokens, in `shards` fixed parts.
+
+    `samples: auto` chooses a quarter, a half or all of `max_samples`, when work in a run directory begins: the fewest
+    from which statistics describe other text as well as all of them do, to 1 % (docs/methods.md#the-amount-of-text).
+    It stays below `max_minutes` of planned time, if a quarter does. The choice is kept in the run directory.
+
+    `text` may be a list of texts with shares that add up to 1. A few percent of text of another domain preserve most of
+    the model's quality there.
+    """
+
+    text: Annotated[
+        Annotated[Text, Tag(TEXT_TAGS[0])] | Annotated[tuple[SharedText, ...], Listed, Tag(TEXT_TAGS[1])],
+        Discriminator(lambda text: TEXT_TAGS[isinstance(text, list | tuple)]),
+    ]
+    samples: PositiveInt = 256
+    max_samples: PositiveInt | None = None
+    max_minutes: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    sequence_length: Annotated[int, Field(ge=2)] = 2048
+    shards: PositiveInt = 16
+    micro_batch: PositiveInt = 1
+    propagate: Literal["compressed", "dense"] = "dense"
+    gradient: Gradient = Gradient()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_begins_with_the_most(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping) or fields.get("samples") != "auto":
+            return fields
+        if fields.get("max_samples") is None:
+            raise ValueError("samples: auto chooses among at most max_samples; give max_samples")
+        return {**fields, "samples": fields["max_samples"]}
+
+    @model_validator(mode="after")
+    def _auto_has_parts(self) -> Self:
+        if self.max_samples is None:
+            if self.max_minutes is not None:
+                raise ValueError("max_minutes: limits samples: auto; give samples: auto and max_samples")
+            return self
+        if self.samples > self.max_samples:
+            raise ValueError(f"samples: {self.samples} is more than max_samples: {self.max_samples}")
+        if self.max_samples // PARTS < max(2, self.shards):
+            raise ValueError(
+                f"max_samples: a quarter of {self.max_samples} leaves {self.shards} shards without a sample each; "
+                "raise max_samples, or lower shards"
+            )
+        return self
+
+    @property
+    def chooses_samples(self) -> bool:
+        """True for `samples: auto`, until the number is chosen."""
+        return self.max_samples == self.samples
+
+    @property
+    def texts(self) -> tuple[tuple[Text, int], ...]:
+        """Every text with its number of samples: its share, rounded so that they add up to `samples`."""
+        if isinstance(self.text, Text):
+            return ((self.text, self.samples),)
+        ends = [round(self.samples * sum(text.share for text in self.text[: end + 1])) for end in range(len(self.text))]
+        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return tuple(zip(self.text, counts, strict=True))
+
+    @model_validator(mode="after")
+    def _texts_share_the_samples(self) -> Self:
+        if isinstance(self.text, Text):
+            return self
+        total = sum(text.share for text in self.text)
+        if not self.text or abs(total - 1.0) > 1e-6:
+            raise ValueError(f"text: the shares of its {len(self.text)} texts add up to {total:g}, not to 1")
+        for position, (_, count) in enumerate(self.texts):
+            if count < 1:
+                raise ValueError(f"text.{position}.share: leaves it without one of {self.samples} samples")
+        return self
+
+    @model_validator(mode="after")
+    def _gradient_samples_are_among_the_samples(self) -> Self:
+        if self.gradient.samples is not None and self.gradient.samples > self.samples:
+            raise ValueError(f"gradient.samples: {self.gradient.samples} is more than samples: {self.samples}")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_have_samples(self) -> Self:
+        if self.shards > self.samples:
+            raise ValueError(f"shards: {self.shards} is more than samples: {self.samples}; every shard needs a sample")
+        return self
