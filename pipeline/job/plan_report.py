@@ -154,7 +154,8 @@ def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
 def size_seconds(phases: Mapping[str, float]) -> float:
     """Returns the seconds to compress a model to one more size, and to score it on held-out text."""
     return (
-        sum(phases.get(name, 0.0) for name in ("solve", "round", "correct", "verify")) + phases.get("held-out", 0.0) / 2
+        sum(phases.get(name, 0.0) for name in ("solve", "round", "correct", "refine", "verify"))
+        + phases.get("held-out", 0.0) / 2
     )
 
 

@@ -108,6 +108,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         facts.append(("perplexity", shown_perplexity(scores["perplexity"]["perplexity"])))
     if prediction := run.summary.get("prediction"):
         predicted.append(("measured loss, nats per token", f"{prediction['measured']:.4g}"))
+    if samples := run.summary.get("samples"):
+        facts.append(("calibration samples chosen", f"{samples['samples']:,} of {samples['counts'][-1]:,}"))
     return [*facts, *predicted, ("time", f"{run.summary['seconds']['total']:,.0f} s")]
 
 

@@ -44,6 +44,8 @@ def test_the_number_is_chosen_once_and_kept(job: MakeJob) -> None:
     assert f"{entry['samples']} are chosen" in command("plan", str(made.manifest), "--tflops", "1").out
     line = f"calibration.samples: auto: {entry['samples']} of 40; twice as much text"
     assert line in command("run", str(made.manifest)).out
+    assert command("report", str(made.run_dir)).code == 0
+    assert f"{entry['samples']} of 40" in (made.run_dir / "report.html").read_text()
     again = made.run("--set", "budget.keep=0.6")  # the statistics of the chosen samples serve again
     assert "phase statistics" not in again.err
     assert made.ledger("samples") == entry
