@@ -124,7 +124,7 @@ def test_minimal_manifest(tmp_path: Path) -> None:
         ({"budget": {"keep": True}}, "budget.keep", "True", "number"),
         ({"budget": {"keep": "0.8"}}, "budget.keep", "'0.8'", "number"),
         ({"budget": {"keep": None}}, "budget", "None", "either `keep`, `bytes` or `max_loss`"),
-        ({"budget": {"keep": 0.5, "scope": "all"}}, "budget.scope", "'all'", "'decoder' or 'model'"),
+        ({"budget": {"keep": 0.5, "scope": "all"}}, "budget.scope", "'all'", "'decoder', 'model' or 'experts'"),
         ({"budget": [0.5]}, "budget", "[0.5]", "a mapping of fields"),
         (flat_llm(attention="yes"), "methods.0.attention", "'yes'", "true or false"),
         (flat_llm(attention=1), "methods.0.attention", "1", "true or false"),
