@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from manifests.loading import parse_manifest
 from manifests.schema import Manifest
@@ -99,15 +100,15 @@ def rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
 
 def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
     """Yield the table of jobs that follow the loss, 70B, dense statistics, with their workers' minutes by kind."""
-    kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "held-out")
+    kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "refine", "held-out")
     yield f"| `loss_aware` | GPUs | minutes | in closed form | idle share | {' | '.join(kinds)} |"
     yield f"|---|---|---|---|---|{'---|' * len(kinds)}"
-    entries: tuple[dict[str, str], ...] = ({}, {"correct": "output"})
+    entries: tuple[dict[str, Any], ...] = ({}, {"correct": "output"}, {"refine": True})
     for entry, workers in ((entry, workers) for entry in entries for workers in (1, 8)):
         simulated, phases = predict(
             "70B", "dense", workers, rates, True, failures_s, None, **{"method": "loss_aware", **entry}
         )
-        named = ", ".join(f"`{name}: {value}`" for name, value in entry.items()) or "as it is"
+        named = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in entry.items()) or "as it is"
         spent = " | ".join(f"{simulated.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
         yield f"| {named} | {workers} | {_figures(simulated, phases)} | {spent} |"
 

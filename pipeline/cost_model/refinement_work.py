@@ -33,10 +33,13 @@ class RefineWork:
     read_bytes: float = 0.0
     passes: float = 0.0
 
+    def training_seconds(self, rates: Rates) -> float:
+        """Return the seconds of one worker that trains a layer."""
+        return self.flops / rates.backward + self.steps * LAUNCHES * rates.step_s + self.read_bytes / rates.disk
+
     def seconds(self, rates: Rates, rounds: float) -> float:
         """Return the seconds of a layer. `rounds`: the load of the busiest worker in a pass over all shards."""
-        training = self.flops / rates.backward + self.steps * LAUNCHES * rates.step_s + self.read_bytes / rates.disk
-        return training + self.passes / rates.products * rounds
+        return self.training_seconds(rates) + self.passes / rates.products * rounds
 
 
 UNREFINED = RefineWork()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import factories
 from tests.end_to_end.children import Child, Hook, killed_again_and_again
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
@@ -89,6 +90,31 @@ def test_nothing_changes_at_full_size(family: str, tmp_path: Path, job: MakeJob,
     dense, compressed = load(source), load(made.output)
     ids = some_tokens(dense.config.vocab_size)
     assert relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), list(zip(factories.MIXTURES, ("loss_aware", "magnitude", "flat_llm"), strict=False))
+)
+def test_experts_are_refined(family: str, method: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
+    """Some experts see no token of a step; routers stay."""
+    source = make_source(tmp_path / "source", family, layers=2)
+    entries = [{**METHODS[method], "refine": {"steps": 8, "learning_rate": 1e-3}}]
+    made = job(source, **{**REFINED, **SMALL, "methods": entries, "budget.keep": 0.8})
+    assert made.run().code == 0
+    figures = [layer["refined"] for layer in made.compression()["layers"]]
+    assert any(layer["kept"] for layer in figures)
+    assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
+
+
+def test_a_limit_of_the_loss_counts_refined_layers(job: MakeJob, inline: None) -> None:
+    refined = {**REFINED, **SMALL, "methods": [{"method": "loss_aware", "refine": {"steps": 5}}]}
+    budget = {"budget": {"max_loss": 0.01}}
+    made = job(**{name: value for name, value in refined.items() if name != "budget.keep"}, **budget)
+    summary = made.run().json
+    assert summary["held_out"]["divergence"] <= 0.01
+    single = job(**{**refined, "budget.keep": summary["tries"][0]["keep"]})
+    tried = {entry["keep"]: entry["divergence"] for entry in summary["tries"]}
+    assert single.run().json["held_out"]["divergence"] == tried[summary["tries"][0]["keep"]]
 
 
 def test_only_entries_that_ask_are_trained(job: MakeJob, inline: None) -> None:

@@ -251,6 +251,17 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     assert (found.busy["correct"] > 0) == (correct == "output")
 
 
+@pytest.mark.parametrize("workers", [1, 8])
+def test_the_plan_agrees_where_layers_are_refined(workers: int) -> None:
+    rates = rates_of("H200")
+    way = Pass(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
+    work = work_of("70B", "dense", method="loss_aware", refine=True)
+    found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
+    assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.25)
+    refined = 16 * (work.refinement.training_seconds(rates) + work.refinement.passes / rates.products)
+    assert found.busy["refine"] == pytest.approx(refined)
+
+
 def test_workers_without_a_layer_share_its_long_curve() -> None:
     """Two layers of one curve of 2 + 12 seconds on two workers, and on eight: 2, then four parts of 3."""
     begun = SolveWork("mlp", 20, 0)

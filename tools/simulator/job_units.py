@@ -29,6 +29,7 @@ from tools.simulator.loss_units import (
     corrected_units,
     last_units,
     loss_units,
+    refined_units,
     verify_unit,
 )
 from tools.simulator.simulator import Unit
@@ -97,6 +98,8 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
     if work.correction_flops:
         yield from corrected_units(work, rates, way, ready)
         written = tuple(f"{write} {CORRECTED - 2}" for write in written)
+    elif work.refinement.steps:
+        yield from refined_units(work, rates, way, ready)
     else:
         for layer in range(way.layers):
             yield from _solves(layer, work, rates, way, ready)

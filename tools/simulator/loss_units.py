@@ -111,6 +111,25 @@ def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, 
     return after
 
 
+def refined_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+    """Yield refinements, layer by layer: solves, a pass that stores targets, a training, and a pass to the end."""
+    seconds = work.refinement.passes / rates.products / 2
+    for layer in range(way.layers):
+        yield from _reads("correct", layer, work.weight_bytes, rates, way, after)
+        names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
+        for name, solve in zip(names, work.solves, strict=True):
+            yield Unit(name, "solve", solve_seconds(solve, rates), after)
+        yield Unit(f"write {layer} draft", "write", work.written_bytes / rates.disk, names, "disk 0")
+        after = (f"write {layer} draft",)
+        after = yield from _passes("targets", "refine", layer, seconds, way.shards, after, rates, way, "correct")
+        yield Unit(f"refine {layer}", "refine", work.refinement.training_seconds(rates), after)
+        yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, (f"refine {layer}",), "disk 0")
+        yield verify_unit(layer, work, rates, f"write {layer}")
+        after = (f"write {layer}",)
+        after = yield from _passes("onward", "refine", layer, seconds, way.shards, after, rates, way, "correct")
+    return after
+
+
 def _gradients(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
     """Yield gradients of the layers in reverse; sums of one are added and stored while the next are computed."""
     seconds, sums, ahead = gradient_seconds(work, rates), gradient_sums(work), 1 + way.workers // AHEAD

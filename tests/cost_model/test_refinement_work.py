@@ -1,0 +1,45 @@
+"""The plan of a refinement: steps, operations and memory follow from the manifest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.cost_model.rates import NOMINAL_CPU
+from pipeline.cost_model.refinement_work import UNREFINED, refine_bytes, refine_work
+from tests.families.geometries import llama, manifest
+
+TEXT = {"text": {"files": ["a"]}, "samples": 64, "sequence_length": 256, "shards": 4}
+
+
+def work(**refine: Any) -> Any:
+    job = manifest({"refine": refine or True}, calibration=TEXT)
+    return refine_work(job, forward=100.0, packed=60.0, hidden_bytes=4096)
+
+
+def test_a_step_is_three_passes_of_its_samples() -> None:
+    assert work(steps=10, learning_rate=0.1).flops == 3 * 10 * 2048 * 60.0
+    assert work().steps == 200 + 3 * 20
+    assert work(steps=10, learning_rate=0.1).steps == 10
+    assert work().passes == 64 * 256 * (2 * 100.0 + 60.0)
+
+
+def test_one_worker_trains_and_all_go_through_the_layer() -> None:
+    one, four = (work().seconds(NOMINAL_CPU, rounds) for rounds in (1.0, 0.25))
+    assert one - four == pytest.approx(0.75 * work().passes / NOMINAL_CPU.products)
+    assert four > work().training_seconds(NOMINAL_CPU) > 0.0
+    assert UNREFINED.seconds(NOMINAL_CPU, 1.0) == 0.0
+
+
+def test_memory_is_the_layers_and_a_steps() -> None:
+    layer = llama("gqa").layers[0]
+    short, long = (
+        refine_bytes(manifest({"refine": True}, calibration={**TEXT, "sequence_length": length}), layer)
+        for length in (256, 8192)
+    )
+    assert short > 20 * layer.numbers()
+    assert long > 3 * 4 * layer.attention.heads * 8192**2
+    assert refine_bytes(manifest({}, calibration=TEXT), layer) == 0
+    assert refine_work(manifest({}, calibration=TEXT), 1.0, 1.0, 1) == replace(UNREFINED)
