@@ -220,7 +220,7 @@ def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
         seconds = correction_seconds(work, rates) * walk.rounds + pair_seconds(work, rates, walk)
         phases["correct"] = layers * seconds
     if work.refinement.steps:
-        phases["refine"] = layers * work.refinement.seconds(rates, walk.rounds)
+        phases["refine"] = layers * work.refinement.seconds(rates, walk.rounds, walk.cached)
     phases |= _scoring_phases(work, rates, walk, phases["solve"])
     phases["assemble"] = ASSEMBLE_SECONDS + work.written_bytes / rates.disk
     return phases

@@ -33,13 +33,14 @@ class RefineWork:
     read_bytes: float = 0.0
     passes: float = 0.0
 
-    def training_seconds(self, rates: Rates) -> float:
-        """Return the seconds of one worker that trains a layer."""
-        return self.flops / rates.backward + self.steps * LAUNCHES * rates.step_s + self.read_bytes / rates.disk
+    def training_seconds(self, rates: Rates, cached: bool) -> float:
+        """Return the seconds of one worker that trains a layer. `cached`: its targets are in the node's page cache."""
+        reading = self.read_bytes / (rates.link if cached else rates.disk)
+        return self.flops / rates.backward + self.steps * LAUNCHES * rates.step_s + reading
 
-    def seconds(self, rates: Rates, rounds: float) -> float:
+    def seconds(self, rates: Rates, rounds: float, cached: bool) -> float:
         """Return the seconds of a layer. `rounds`: the load of the busiest worker in a pass over all shards."""
-        return self.training_seconds(rates) + self.passes / rates.products * rounds
+        return self.training_seconds(rates, cached) + self.passes / rates.products * rounds
 
 
 UNREFINED = RefineWork()

@@ -27,10 +27,10 @@ def test_a_step_is_three_passes_of_its_samples() -> None:
 
 
 def test_one_worker_trains_and_all_go_through_the_layer() -> None:
-    one, four = (work().seconds(NOMINAL_CPU, rounds) for rounds in (1.0, 0.25))
+    one, four = (work().seconds(NOMINAL_CPU, rounds, True) for rounds in (1.0, 0.25))
     assert one - four == pytest.approx(0.75 * work().passes / NOMINAL_CPU.products)
-    assert four > work().training_seconds(NOMINAL_CPU) > 0.0
-    assert UNREFINED.seconds(NOMINAL_CPU, 1.0) == 0.0
+    assert four > work().training_seconds(NOMINAL_CPU, True) > 0.0
+    assert UNREFINED.seconds(NOMINAL_CPU, 1.0, False) == 0.0
 
 
 def test_memory_is_the_layers_and_a_steps() -> None:

@@ -258,7 +258,7 @@ def test_the_plan_agrees_where_layers_are_refined(workers: int) -> None:
     work = work_of("70B", "dense", method="loss_aware", refine=True)
     found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
     assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.25)
-    refined = 16 * (work.refinement.training_seconds(rates) + work.refinement.passes / rates.products)
+    refined = 16 * (work.refinement.training_seconds(rates, way.cached) + work.refinement.passes / rates.products)
     assert found.busy["refine"] == pytest.approx(refined)
 
 

@@ -122,7 +122,7 @@ def refined_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ..
         yield Unit(f"write {layer} draft", "write", work.written_bytes / rates.disk, names, "disk 0")
         after = (f"write {layer} draft",)
         after = yield from _passes("targets", "refine", layer, seconds, way.shards, after, rates, way, "correct")
-        yield Unit(f"refine {layer}", "refine", work.refinement.training_seconds(rates), after)
+        yield Unit(f"refine {layer}", "refine", work.refinement.training_seconds(rates, way.cached), after)
         yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, (f"refine {layer}",), "disk 0")
         yield verify_unit(layer, work, rates, f"write {layer}")
         after = (f"write {layer}",)
