@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,26 @@ class SourceCheckpoint:
             elif record.shape != tuple(shape):
                 faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
         raise_faults(f"{self.place}: config.json and weights do not fit together", faults)
+
+    def with_rows_apart(self, fused: Mapping[str, Mapping[str, int]]) -> SourceCheckpoint:
+        """Return the checkpoint with parts of tensors in place of whole ones; no bytes are copied.
+
+        `fused`: tensor -> the names of its parts, in order, and their numbers of rows. Names that are missing are
+        skipped. Raises InputError if a tensor has another number of rows.
+        """
+        tensors, faults = dict(self.tensors), []
+        for name in fused.keys() & tensors.keys():
+            whole, parts = tensors.pop(name), fused[name]
+            if not whole.shape or whole.shape[0] != sum(parts.values()):
+                faults.append(f"{name}: shape {list(whole.shape)}, expected {sum(parts.values())} rows")
+                continue
+            begin, row_bytes = whole.begin, (whole.end - whole.begin) // whole.shape[0]
+            for part, rows in parts.items():
+                end = begin + rows * row_bytes
+                tensors[part] = replace(whole, name=part, shape=(rows, *whole.shape[1:]), begin=begin, end=end)
+                begin = end
+        raise_faults(f"{self.place}: config.json and weights do not fit together", sorted(faults))
+        return replace(self, tensors=tensors)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the tensors on the CPU, each in its own memory, in the order of `names`; reads by file and offset.

@@ -22,8 +22,12 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     GraniteConfig,
@@ -40,6 +44,8 @@ from transformers import (
     Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -74,6 +80,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
     "cohere": (CohereConfig, CohereForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
 }
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -122,6 +131,9 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {  # beside GEOMETRY; every kind of laye
     "smollm3": {"no_rope_layers": (1, 0)},
     "starcoder2": {"sliding_window": 16},
     "cohere": {"logit_scale": 1.0},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "glm": {"attention_bias": True},
+    "glm4": {"attention_bias": True},
     "cohere2": {"logit_scale": 1.0, "sliding_window": 16, "layer_types": TYPES},
 }  # fmt: skip
 OWN_NAMES: dict[str, dict[str, Any]] = {  # of families whose configs call the same sizes otherwise

@@ -11,10 +11,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lamina import MODELLING_FILES, LayersConfig
 from manifests.errors import InputError, StorageError
@@ -27,6 +29,7 @@ from pipeline.checkpoint.nf4 import is_nf4, nf4_config, nf4_tensors
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
 from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.source_dtypes import source_dtype
@@ -84,6 +87,8 @@ def _write(
     stored = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
     nf4 = is_nf4(config) and not multiply_out
     packed = {path: scheme for path, scheme in stored.items() if nf4 or not scheme.has_table}
+    if fused := fused_tensors(geometry):  # codes of parts are multiplied out
+        packed = {path: scheme for path, scheme in packed.items() if path + WEIGHT not in {*chain(*fused.values())}}
     rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
     for layer in geometry.layers:
@@ -100,6 +105,7 @@ def _write(
                 parts = checkpoint.read(sorted(packed_names(path + WEIGHT)))
                 tensors |= nf4_tensors(path, parts, packed[path].group or 0) if nf4 else parts
                 rounded[path] = packed[path]
+        tensors = fuse_rows(tensors, fused)
         file = shard_name(layer.index + 1, total)
         write_shard(storage, file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
@@ -123,6 +129,14 @@ def _write(
     write_index(storage, weight_map, size, numbers)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": storage.at(INDEX_FILE)}
+
+
+def fuse_rows(tensors: Mapping[str, Tensor], fused: Mapping[str, Mapping[str, int]]) -> dict[str, Tensor]:
+    """Put the rows of tensors together that the family's checkpoints hold in one. `fused`: see `fused_tensors`."""
+    whole = {name: parts for name, parts in fused.items() if next(iter(parts)) in tensors}
+    inside = {*chain(*whole.values())}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in inside}
+    return kept | {name: torch.cat([tensors[part] for part in parts]) for name, parts in whole.items()}
 
 
 def try_destination(folder: Storage) -> None:

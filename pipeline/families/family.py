@@ -28,6 +28,8 @@ class Family:
         block: the `block` of a checkpoint's config.json: module paths, roles, norm, rotation (`lamina.block_lamina`
             lists and checks its keys). `biases` map a role to True, or to the config field that switches the bias on.
         optional: role -> the config field that switches its module on, for modules that not every model has.
+        fused: module path in the source's layer -> roles whose rows its tensors hold one after another. Lamina's
+            checkpoints hold them apart, at the paths of `block`.
         settings: key of the block -> the config field that holds its value.
         fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
         requires: config field -> the only value that is supported.
@@ -45,6 +47,7 @@ class Family:
     model_type: str
     block: Mapping[str, Any]
     optional: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.rotary_lamina import make_rotary
 from manifests.errors import InputError
+from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import FAMILIES, geometry_of, standard_config
 from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
 
@@ -38,6 +39,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     refuse_other_models(opened.config, where)
     config = standard_config(opened.config)
     check_buildable(config, where)
+    opened = opened.with_rows_apart(fused_tensors(geometry_of(config)))
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
     source.require(geometry_of(config).expected_tensors())
     return source, config

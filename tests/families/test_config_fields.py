@@ -30,6 +30,7 @@ SIZES = {
     "deepseek_v3": LATENT, "glm4_moe": SHARED, "smollm3": {**SMALL, "no_rope_layers": [1, 0]},
 }  # fmt: skip
 UNLISTED = {  # head_dim
+    "phi3",
     "qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe", "olmo2", "olmo3", "granite", "smollm3", "starcoder2", "cohere",
     "cohere2",
 }  # fmt: skip
@@ -93,6 +94,11 @@ COHERE: dict[str, Any] = {
     "attention_bias": True,
     "logit_scale": 0.7,
 }
+PARTLY = {**LLAMA3, "partial_rotary_factor": 0.25}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 16,
+}  # fmt: skip
 # Family → field → another value than SMALL's, or all the fields that it needs beside it.
 ODD: dict[str, dict[str, Any]] = {
     "llama": {**GATED, "attention_bias": True, "mlp_bias": True},
@@ -144,6 +150,13 @@ ODD: dict[str, dict[str, Any]] = {
         **UNGATED, "norm_epsilon": 0.5, "tie_word_embeddings": False, "use_bias": False, "sliding_window": 5,
     },
     "cohere": COHERE,
+    "phi3": {
+        **GATED, "sliding_window": 5,
+        "rope_parameters": {"rope_parameters": LONG, "original_max_position_embeddings": 16},
+        "original_max_position_embeddings": {"original_max_position_embeddings": 16, "rope_parameters": LONG},
+    },
+    "glm": {**GATED, "head_dim": 24, "attention_bias": False, "rope_parameters": PARTLY},
+    "glm4": {**GATED, "head_dim": 24, "attention_bias": False, "rope_parameters": PARTLY},
     "cohere2": {**COHERE, **PATTERN},
 }  # fmt: skip
 OTHER: dict[str, Any] = {

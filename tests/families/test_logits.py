@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lamina import LaminaConfig, LaminaForCausalLM
+from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import checkpoint_config, geometry_of, standard_config
 from pipeline.families.source_config import source_config
 from tests.factories import FAMILIES, randomise_
@@ -45,6 +46,12 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         **gated, **windows, **biased, "head_dim": draw.choice((8, 16)), "query_pre_attn_scalar": draw.choice((7, 16)),
         "final_logit_softcapping": draw.choice((None, 4.0)),
     }  # fmt: skip
+    partly = {"rope_parameters": {**gated["rope_parameters"], "partial_rotary_factor": draw.choice((0.5, 1.0))}}
+    longrope = {
+        "rope_type": "longrope", "rope_theta": theta, "partial_rotary_factor": 0.5,
+        "short_factor": [1.0 + 0.1 * i for i in range(head_dim // 4)],
+        "long_factor": [4.0 + 0.1 * i for i in range(head_dim // 4)],
+    }  # fmt: skip
     own: Mapping[str, dict[str, Any]] = {
         "llama": {**gated, **biased, "mlp_bias": draw.random() < 0.5},
         "mistral": {**gated, "sliding_window": draw.choice((None, 5))},
@@ -67,6 +74,13 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         },
         "smollm3": {**gated, **biased, "no_rope_layers": [draw.choice((0, 1)) for _ in range(layers)]},
         "starcoder2": {**gated, "use_bias": draw.random() < 0.5, "sliding_window": draw.choice((None, 5))},
+        "phi3": {
+            **gated, "sliding_window": draw.choice((None, 5)), "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5},
+            **draw.choice(({}, {"rope_parameters": longrope, "original_max_position_embeddings": 40})),
+        },
+        "glm": {**gated, **biased, "head_dim": head_dim, **partly},
+        "glm4": {**gated, **biased, "head_dim": head_dim, **partly},
         "cohere": {**gated, **biased, "logit_scale": draw.choice((0.0625, 1.0))},
         "cohere2": {**gated, **biased, **windows, "logit_scale": draw.choice((0.0625, 1.0))},
     }  # fmt: skip
@@ -84,7 +98,10 @@ def models(family: str, seed: int) -> tuple[Any, Any]:
     apart = ("model_type", "architectures", "dtype")
     ours: Any = LaminaForCausalLM(LaminaConfig(**{name: written[name] for name in written if name not in apart}))
     tensors = randomise_(source, seed).state_dict()
-    expected = geometry_of(standard).expected_tensors()
+    geometry = geometry_of(standard)
+    expected = geometry.expected_tensors()
+    for name, parts in fused_tensors(geometry).items():
+        tensors |= dict(zip(parts, tensors.pop(name).split([*parts.values()]), strict=True))
     assert expected.items() <= {name: tuple(tensor.shape) for name, tensor in tensors.items()}.items()
     ours.eval().load_state_dict(tensors)
     return source, ours

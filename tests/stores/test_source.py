@@ -59,6 +59,18 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+def test_rows_of_a_tensor_are_read_and_copied_apart(directory: Path) -> None:
+    name, whole = "layers.2.bfloat16", tensors()["layers.2.bfloat16"]
+    apart = open_source(str(directory)).with_rows_apart({name: {"top": 2, "rest": 3}, "missing": {"other": 1}})
+    read = apart.read(["rest", "top"])
+    assert torch.equal(torch.cat([read["top"], read["rest"]]), whole)
+    assert b"".join(apart.copy_bytes("rest")) == bits(whole[2:])
+    assert name not in apart.tensors
+    assert "other" not in apart.tensors
+    with pytest.raises(InputError, match=r"layers.2.bfloat16: shape \[5, 5\], expected 4 rows"):
+        open_source(str(directory)).with_rows_apart({name: {"top": 2, "rest": 2}})
+
+
 def test_reads_every_tensor_bit_for_bit(directory: Path) -> None:
     source: SourceCheckpoint = pickle.loads(pickle.dumps(open_source(str(directory))))
     expected = tensors()
