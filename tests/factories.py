@@ -34,6 +34,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -89,6 +91,7 @@ MIXTURES: dict[str, tuple[Any, Any]] = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
 }
 FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method compresses
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
@@ -150,6 +153,10 @@ EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six expe
     "glm4_moe": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
         "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+    },
+    "minimax_m2": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "deepseek_v2": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,

@@ -229,7 +229,10 @@ class Assembler:
         }
 
     def _role_paths(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
-        """Return path of a module, with a trailing dot -> role. Modules of a group belong to its first role."""
+        """Return path of a module, with a trailing dot -> role, the longest first: a module may lie in another.
+
+        Modules of a group belong to its first role.
+        """
         geometry = self.inputs.geometry.layers[layer]
         tasks = [task for task in self.inputs.tasks if task.layer == layer]
         paths = {f"{geometry.path(role)}.": role for task in tasks for role in (*geometry.roles, *task.roles)}
@@ -241,7 +244,7 @@ class Assembler:
         for role, form in forms.items():
             if form["form"] == "pivoted":
                 paths.setdefault(f"{geometry.group_path((role,), form['group'])}.pivoted.", role)
-        return paths
+        return dict(sorted(paths.items(), key=lambda item: -len(item[0])))
 
     def _layer_report(self, layer: int) -> dict[str, Any]:
         entry = self._entry(layer)

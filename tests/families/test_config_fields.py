@@ -24,10 +24,12 @@ SHARED = {
     **SMALL, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+MINIMAX = {**MIXTRAL, "head_dim": 12}
+MINIMAX_FIELDS = ("scoring_func", "qk_norm_type", "use_routing_bias", "shared_intermediate_size")
 ROUTING = ("topk_method", "scoring_func", "moe_layer_freq")  # fields of the hub's configs
 SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT, "glm4_moe": SHARED, "smollm3": {**SMALL, "no_rope_layers": [1, 0]},
+    "deepseek_v3": LATENT, "glm4_moe": SHARED, "minimax_m2": MINIMAX, "smollm3": {**SMALL, "no_rope_layers": [1, 0]},
 }  # fmt: skip
 UNLISTED = {  # head_dim
     "phi3",
@@ -123,6 +125,9 @@ ODD: dict[str, dict[str, Any]] = {
         "use_qk_norm": True, "norm_topk_prob": False, "n_group": 3, "topk_group": {"n_group": 3, "topk_group": 2},
         "rope_parameters": PARTIAL,
     },
+    "minimax_m2": {
+        **GATED, "num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 20, "rope_parameters": PARTIAL,
+    },
     "deepseek_v2": {
         **ODD_LATENT, "topk_method": {**GROUPED, "n_group": 2, "topk_group": 1},
         "n_group": {**GROUPED, "n_group": 3, "topk_group": 1}, "topk_group": {**GROUPED, "n_group": 3, "topk_group": 2},
@@ -165,6 +170,7 @@ OTHER: dict[str, Any] = {
     "num_key_value_heads": 2, "scoring_func": "tanh", "topk_method": "best", "moe_layer_freq": 2,
     "norm_topk_prob": True, "mlp_bias": True,
     "use_bidirectional_attention": True, "use_qk_norm": True,
+    "qk_norm_type": "per_head", "use_routing_bias": False, "shared_intermediate_size": 8,
 }  # fmt: skip
 UNREAD: dict[str, Any] = {
     "transformers_version": "4.0", "architectures": ["XForCausalLM"], "dtype": "float16", "output_hidden_states": True,
@@ -192,6 +198,7 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     others = (kept | fixed | unread) - set(listed_fields(value))
     unlisted = {"mistral": {"layer_types"}, **{name: {"head_dim"} for name in UNLISTED}}
     unlisted |= {"deepseek_v2": {*ROUTING[1:]}, "deepseek_v3": {*ROUTING}}
+    unlisted["minimax_m2"] = {*MINIMAX_FIELDS}
     assert others == unlisted.get(family, set())
     assert set(ODD[family]) == kept
     assert fixed <= set(OTHER)

@@ -192,7 +192,9 @@ def test_windows_are_heeded_by_the_families_that_have_them() -> None:
 
 @pytest.mark.parametrize("model_type", [None, "mamba", "LLAMA", "", 3, ["llama"], {"a": 1}, "lamina"])
 def test_unsupported_families_are_named_with_the_supported(model_type: Any) -> None:
-    with pytest.raises(InputError, match=r"model_type .* is not supported; supported: .*'gptj', .*'llama', 'mistral'"):
+    with pytest.raises(
+        InputError, match=r"model_type .* is not supported; supported: .*'gptj', .*'llama', .*'mistral'"
+    ):
         standard_config({"model_type": model_type, **SMALL})
 
 
