@@ -18,6 +18,7 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, CountedRecord, GradientRecord
 from pipeline.kernels.exact_pairs import whole_pair
 from pipeline.kernels.exact_sums import Grid, exceeding, moment_rows, whole_diagonal, whole_moment
+from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Moment
 from pipeline.units.sums import Add, AddDone, CheckGrids, CheckGridsDone, Summed, Total
 from stores.statistics import StatisticsStore
@@ -90,6 +91,14 @@ class Totals:
         bands = _bands(named)
         whole = whole_pair if moment.kind == "pair" else whole_moment
         return whole(self.copies.bring_all(bands), grid)
+
+    def shrunk(self, moment: Moment, source: ArrayRecord | Summed) -> Tensor:
+        """Return a moment as methods receive it: of gradients, a mean shrunk towards its diagonal."""
+        total = self.moment(moment, source)
+        if not isinstance(source, GradientRecord):
+            return total
+        squares_G = torch.tensor(source.square_norms, dtype=torch.float64, device=total.device)
+        return shrink(total, squares_G, source.sequences, source.tokens)
 
     def _summed(self, summed: Summed) -> tuple[Grid, dict[str, Tensor]]:
         return Grid.unpacked(self.transfer.get(summed.grid)), _added(get_all(self.transfer, summed.partials))

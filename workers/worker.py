@@ -21,7 +21,6 @@ from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, CountedRecord, GradientRecord, StagedLayer
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
-from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Measuring, Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
@@ -321,18 +320,11 @@ class Worker:
         """Return statistics for a method: sums of values, shrunk means of gradients, and the hint of their curve."""
         moments, passed, shared = {}, {}, self.shared.of(self.setup.geometry.layers[layer])
         for moment, record in records.items():
-            moments[moment] = shared.get(moment, record, partial(self._moment, moment, record))
+            moments[moment] = shared.get(moment, record, partial(self.totals.shrunk, moment, record))
             if isinstance(record, CountedRecord | Summed) and not isinstance(record, GradientRecord):
                 passed[moment] = record.tokens
         passed = {moment: tokens for moment, tokens in passed.items() if tokens != self._calibration_tokens}
         return Statistics(moments, self._calibration_tokens, hint, passed, shared.factors)
-
-    def _moment(self, moment: Moment, record: ArrayRecord | Summed) -> Tensor:
-        total = self.totals.moment(moment, record)
-        if not isinstance(record, GradientRecord):
-            return total
-        squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
-        return shrink(total, squares_G, record.sequences, record.tokens)
 
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]
