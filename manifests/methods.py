@@ -279,6 +279,8 @@ class LossAware(MethodEntry):
     `correct: output` solves each layer on the outputs of the compressed layers before it, to compensate their error.
     `weighting: input` solves without gradients; the ranks still follow them. `widths`: the number of MLP widths that
     are compared. `factors: pivoted` stores rows of the matrix and the coefficients of the others; `plain`, two factors.
+    `shapes`, of mixtures: `free` gives every expert its own width and ranks; `layer` and `stock` keep some experts, in
+    one number and width for each layer or for all, and claim nothing else.
     """
 
     method: Literal["loss_aware"]
@@ -289,6 +291,7 @@ class LossAware(MethodEntry):
     correct: Literal["none", "output"] = "none"
     weighting: Literal["loss", "input"] = "loss"
     widths: PositiveInt = 8
+    shapes: Literal["free", "layer", "stock"] = "free"
 
     @property
     def follows_curves(self) -> bool:
@@ -312,6 +315,8 @@ class LossAware(MethodEntry):
     def _claims_something(self) -> Self:
         if not (self.query_key or self.attention or self.mlp):
             raise ValueError("query_key, attention and mlp are all off: the method would claim nothing")
+        if self.shapes != "free" and (self.correct != "none" or self.refine is not None):
+            raise ValueError(f"shapes: {self.shapes} has no correction and no refinement; leave out correct and refine")
         return self
 
 
@@ -344,6 +349,38 @@ class Magnitude(MethodEntry):
     method: Literal["magnitude"]
 
 
+def _not_refined(refine: Refine | None) -> None:
+    if refine is not None:
+        raise ValueError("a layer with fewer experts is not trained; leave out refine")
+
+
+class REAP(MethodEntry):
+    """A baseline: whole experts go, those of least mean p‖f(m)‖ first. docs/methods.md#mixtures.
+
+    `refit`: fit what the remaining experts write to the output of all.
+    """
+
+    method: Literal["reap"]
+    refit: bool = False
+
+    _is_not_refined = field_validator("refine")(_not_refined)
+
+
+class Frequency(MethodEntry):
+    """A baseline: whole experts go, those with fewest tokens first. docs/methods.md#mixtures.
+
+    `refit`: fit what the remaining experts write to the output of all.
+    """
+
+    method: Literal["frequency"]
+    refit: bool = False
+
+    _is_not_refined = field_validator("refine")(_not_refined)
+
+
+OfExperts = REAP | Frequency
+
+
 class HEAPr(MethodEntry):
     """A baseline: the channels of all MLPs and experts in one ranking by loss. docs/methods.md#baselines.
 
@@ -359,4 +396,6 @@ class HEAPr(MethodEntry):
         return True
 
 
-AnyMethod = Annotated[OfPaper | LossAware | OfSingularValues | Magnitude | HEAPr, Field(discriminator="method")]
+AnyMethod = Annotated[
+    OfPaper | LossAware | OfSingularValues | Magnitude | HEAPr | OfExperts, Field(discriminator="method")
+]

@@ -26,7 +26,7 @@ from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.nf4 import is_nf4, nf4_config, nf4_tensors
-from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
+from pipeline.checkpoint.targets import Target, counted, expert_widths, mlp_widths, refuse_faults, written_config
 from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.fused import fused_tensors
@@ -62,6 +62,7 @@ def export_checkpoint(
         StorageError: a file cannot be read or written.
     """
     checkpoint, config = compressed_checkpoint(output, destination)
+    config = counted(config)
     storage = open_storage(destination)
     if storage.fault() or storage.children():
         raise InputError(f"{storage.at()}: holds something; give a directory that does not, or is not there yet")
@@ -80,8 +81,9 @@ def _write(
     multiply_out: bool,
 ) -> dict[str, Any]:
     geometry, dtype_of = geometry_of(config), partial(source_dtype, tensors=checkpoint.tensors, config=config)
-    one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" else None
-    exported_config = written_config(config, one_width or config["intermediate_size"])
+    exported_config = written_config(config, target)
+    one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" and not config.get("mixture") else None
+    stock_experts = min(expert_widths(LayersConfig(**config))) if target == "stock" and config.get("mixture") else None
     reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
     stored = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
@@ -96,7 +98,8 @@ def _write(
         module = reader.block(layer.index, None).module
         weights = dense_weights(module, layer, coarsest(layer, dtype_of))
         for block in layer.mlps:
-            weights = pad_mlp(weights, block, one_width or block.width)
+            width = stock_experts if block.roles[0] in layer.routed_roles else one_width
+            weights = pad_mlp(weights, block, width or block.width)
         names = {key: name for key, (name, _) in layer.tensors().items()}
         tensors = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
         for path in map(layer.path, whole_roles(config, layer)):

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from lamina import LayersConfig
 from lamina.block_lamina import BLOCK_DEFAULTS, POSITIVE_NUMBERS
+from lamina.mixture_lamina import ROUTER, SHARED
 from manifests.errors import InputError
 from pipeline.checkpoint.nf4 import is_nf4
+from pipeline.families.registry import FAMILIES as SOURCES
 from pipeline.families.registry import geometry_of
 from pipeline.families.source_config import source_config
 from pipeline.rounding.schemes import TABLES, rounded_modules
@@ -34,6 +36,7 @@ def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
 
     `multiply_out`: weights whose codes stand for levels in a table may be multiplied out.
     """
+    config = counted(config)
     described = LayersConfig(**config)
     faults = _value_faults(config, described)
     tables = (config.get(TABLES) or {}).values()
@@ -45,15 +48,16 @@ def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
         )
     if target == "gguf":
         return gguf_faults(described) + faults
-    width = config["intermediate_size"]
     if target == "stock" and described.mixture:
-        faults.append("mixtures of experts have channels and ranks of their own in every expert")
+        if len(widths := expert_widths(described)) > 1:
+            faults.append(
+                f"mixtures of experts of {min(widths)} to {max(widths)} channels, and an ordinary "
+                f"{config['source_model_type']} model has one width; {{method: loss_aware, shapes: stock}} keeps to one"
+            )
     elif target == "stock":
-        widths = mlp_widths(described)
-        width = widths[0]
-        faults += _width_faults(config, widths)
+        faults += _width_faults(config, mlp_widths(described))
     try:
-        written_config(config, width)
+        written_config(config, target)
     except InputError as error:
         faults.append(str(error))
     return faults
@@ -72,9 +76,46 @@ def refuse_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
     raise InputError(f"--to {target}: {reasons}{remedy}")
 
 
-def written_config(config: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Return config.json of the dense model with this MLP width. Raises InputError if the family cannot express it."""
-    return source_config({**config, "intermediate_size": width}, config["dtype"])
+def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Return config.json of the dense model, with `stock` at the width of its first MLP or expert.
+
+    Raises InputError if the family cannot express it.
+    """
+    if target == "stock" and config.get("mixture") is not None:
+        width = min(expert_widths(LayersConfig(**config)))
+        layers = [None if sizes is None else {**sizes, "width": width} for sizes in config["mixture"]["layers"]]
+        config = {**config, "mixture": {**config["mixture"], "layers": layers}}
+        family = SOURCES[config["source_model_type"]].mixture
+        if family is not None and family.sizes["width"] == "intermediate_size":  # one field for experts and dense MLPs
+            config = {**config, "intermediate_size": width}
+    elif target == "stock":
+        config = {**config, "intermediate_size": mlp_widths(LayersConfig(**config))[0]}
+    return source_config(config, config["dtype"])
+
+
+def counted(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config whose mixtures have as many experts as are stored, without the forms that count these."""
+    if config.get("mixture") is None:
+        return config
+    layers = [
+        None if sizes is None else {**sizes, "experts": forms.get(ROUTER, {"rank": sizes["experts"]})["rank"]}
+        for sizes, forms in zip(config["mixture"]["layers"], config["forms"], strict=True)
+    ]
+    forms = [{role: form for role, form in each.items() if role != ROUTER} for each in config["forms"]]
+    return {**config, "forms": forms, "mixture": {**config["mixture"], "layers": layers}}
+
+
+def expert_widths(described: LayersConfig) -> set[int]:
+    """Return the numbers of channels of routed experts, factored or not."""
+    blocks = (
+        (layer, block)
+        for layer in range(described.num_hidden_layers)
+        if described.layer_mixture(layer) is not None
+        for block in described.mlp_blocks(layer)
+        if block != SHARED
+    )
+    forms = ((layer, block, *described.form_of(layer, f"{block}.up")) for layer, block in blocks)
+    return {form.inner_width(described.layer_shape(layer, block), spec) for layer, block, form, spec in forms}
 
 
 def mlp_widths(described: LayersConfig) -> list[int]:

@@ -80,6 +80,7 @@ class LayerGeometry:
         prefix: the prefix of the names of its tensors, with the trailing dot.
         blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass.
         foreign: attention that is not compressed, which is none of the blocks.
+        routing: the fields of the rule of its router, by the names of the standard config's `mixture`, and `top_k`.
         copied: further tensors, which no method changes: those of a router and of foreign attention.
         modules: role -> module path inside the layer, in the family's order.
         bits: the size of most stored numbers; indices are counted in these.
@@ -100,6 +101,7 @@ class LayerGeometry:
     own_bits: tuple[tuple[str, int], ...] = ()
     foreign: ForeignBlock | None = None
     copied: tuple[Copied, ...] = ()
+    routing: tuple[tuple[str, Any], ...] = ()
 
     @property
     def attention(self) -> AttentionBlock:

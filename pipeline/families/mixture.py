@@ -16,6 +16,7 @@ from lamina.mixture_lamina import DEFAULTS, check_mixture
 from manifests.errors import InputError
 
 EVERY_LAYER, SPARSE_STEP, FIRST_DENSE = "", "mlp_only_layers", "first_k_dense_replace"
+ROUTING_FIELDS = ("score", "renormalise", "scale", "groups", "top_groups", "group_score")  # of a layer's router
 ROUTING = {  # of a family without them
     "output_router_logits": "what a call returns",
     "router_aux_loss_coef": "training alone",

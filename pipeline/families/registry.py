@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
-from lamina.mixture_lamina import layer_modules
+from lamina.mixture_lamina import layer_modules, mixture_of
 from manifests.errors import InputError
 from pipeline.families import (
     cohere,
@@ -53,6 +53,7 @@ from pipeline.families.config_fields import (
 )
 from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
 from pipeline.families.foreign import ForeignBlock
+from pipeline.families.mixture import ROUTING_FIELDS
 from pipeline.families.rotation import rope_parameters
 
 FAMILIES: dict[str, Family] = {
@@ -195,12 +196,21 @@ def _layer_geometry(
         hidden=hidden,
         blocks=(*blocks[:-1], *experts) if experts else blocks,
         norms=_norms(block, hidden, sizes),
-        modules=tuple(layer_modules(block["modules"], mixture, index).items()),
+        modules=tuple(layer_modules(block["modules"], mixture, mixture_of(mixture, index)).items()),
         bits=bits,
         outer=_outer_matrices(standard, index),
         foreign=foreign,
         copied=(*(foreign.copied if foreign else ()), *copied),
+        routing=_routing(mixture, index),
     )
+
+
+def _routing(mixture: Mapping[str, Any] | None, layer: int) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of the rule by which a layer's router chooses experts; none for a dense MLP."""
+    sizes = mixture_of(mixture, layer)
+    if mixture is None or sizes is None:
+        return ()
+    return (*((name, mixture[name]) for name in ROUTING_FIELDS), ("top_k", sizes.top_k))
 
 
 def _foreign_block(standard: Mapping[str, Any]) -> ForeignBlock | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from manifests.methods import ASVD, SVD, SVDLLM, HEAPr, Magnitude, MethodEntry
+from manifests.methods import ASVD, REAP, SVD, SVDLLM, Frequency, HEAPr, Magnitude, MethodEntry
 from pipeline.methods.asvd import ASVDMethod
+from pipeline.methods.expert_pruning import FrequencyMethod, REAPMethod
 from pipeline.methods.heapr import HEAPrMethod
 from pipeline.methods.magnitude import MagnitudeMethod
 from pipeline.methods.method import Method
@@ -19,4 +20,6 @@ BASELINES: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
     SVDLLM: SVDLLMMethod,
     Magnitude: MagnitudeMethod,
     HEAPr: HEAPrMethod,
+    REAP: REAPMethod,
+    Frequency: FrequencyMethod,
 }

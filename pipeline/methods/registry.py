@@ -18,6 +18,7 @@ from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
+from pipeline.methods.loss_aware.shapes import ShapedExperts
 from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
 from pipeline.methods.rounded_size import (
     most_by_bits,
@@ -42,12 +43,18 @@ from pipeline.ranks.importance import angular_importance
 
 Weights = Mapping[str, float]  # task -> weight of each of its numbers in the budget
 
+
+def loss_aware(entry: LossAware, routed_only: bool) -> Method:
+    """Return the method that an entry's `shapes` ask for."""
+    return (LossAwareMethod if entry.shapes == "free" else ShapedExperts)(entry, routed_only)
+
+
 METHODS: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
     FlatLLM: FlatLLMMethod,
     JointRankK: JointRankKMethod,
     LeSTD: LeSTDMethod,
     LoRC: LoRCMethod,
-    LossAware: LossAwareMethod,
+    LossAware: loss_aware,
     **BASELINES,
 }
 

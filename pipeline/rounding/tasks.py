@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manifests.errors import InputError
-from manifests.methods import LeSTD, MethodEntry
+from manifests.methods import REAP, Frequency, LeSTD, MethodEntry
 from manifests.quantize import Quantize
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
@@ -43,6 +43,11 @@ def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
 
 def _refuse_methods(manifest: Manifest) -> None:
     for position, entry in enumerate(manifest.methods):
+        if isinstance(entry, REAP | Frequency) or getattr(entry, "shapes", "free") != "free":
+            raise InputError(
+                f"quantize: methods.{position} ({entry.method}) removes experts, whose places codes do not follow yet; "
+                "leave out quantize, or use shapes: free"
+            )
         if isinstance(entry, LeSTD):
             raise InputError(
                 f"quantize: methods.{position} (lestd) stores a sparse core and factors that no linear module holds; "

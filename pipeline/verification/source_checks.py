@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lamina.block_lamina import ATTENTION_ROLES
+from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.records import FormSpec
 from pipeline.checkpoint.compression_record import file_fault
 from pipeline.checkpoint.listing import OUR_FILES
@@ -112,7 +113,9 @@ def check_coverage(pair: Pair) -> Finding:
             continue
         layer, role = roles[name]
         described = compression["layers"][layer.index]
-        if role in described["forms"]:
+        if ROUTER in described["forms"] and role in {*layer.routed_roles, ROUTER, ROUTER_BIAS}:
+            faults += _expert_faults(pair, name, role, described["forms"][ROUTER]["rank"], claimed[name])
+        elif role in described["forms"]:
             faults += _factor_faults(pair, name, layer, role, described["forms"], claimed[name])
         elif name not in pair.checkpoint.tensors and packed_names(name) <= pair.checkpoint.tensors.keys():
             faults += _packed_faults(pair, packed_names(name, pair.checkpoint.tensors), claimed[name])
@@ -139,6 +142,21 @@ def _copy_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
     pieces = zip(pair.original.copy_bytes(name), pair.checkpoint.copy_bytes(name), strict=False)
     if (source.dtype, source.shape) != (copy.dtype, copy.shape) or any(ours != theirs for ours, theirs in pieces):
         yield f"{copy.file}: {name}: should be the source's bit for bit, but differs"
+
+
+def _expert_faults(pair: Pair, name: str, role: str, stays: int, method: str) -> Iterator[str]:
+    """Check a tensor of a layer of which the first `stays` experts are stored, under new numbers.
+
+    `check_forms` checks their shapes.
+    """
+    block = role.rpartition(".")[0]
+    if block and int(block.rpartition(".")[2]) >= stays:
+        if name in pair.checkpoint.tensors:
+            yield f"{name}: {method} keeps {stays} experts of this layer, but it is stored"
+        return
+    entry, record = pair.entry(name), pair.original.tensors[name]
+    if (entry.get("origin"), entry.get("dtype")) != (method, record.dtype):
+        yield f"{name}: stored by {method} as {entry or 'nothing'}; the source has {record}"
 
 
 def _refitted_faults(pair: Pair, name: str, method: str) -> Iterator[str]:
@@ -179,6 +197,8 @@ def _group_faults(pair: Pair, layer: LayerGeometry, forms: Mapping[str, Mapping[
     """Check that tensors of a group, rather than a role, have the widest dtype of the weights of its roles."""
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
     for role, form in forms.items():
+        if role == ROUTER:
+            continue  # its form only counts the experts that stay
         spec = FormSpec(**form)
         key = spec.group or ("attention" if role in ATTENTION_ROLES else "mlp"), spec.form
         groups[key] = (*groups.get(key, ()), role)

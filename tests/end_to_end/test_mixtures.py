@@ -217,3 +217,59 @@ def test_corrections_of_a_mixture_are_refused(tmp_path: Path, job: MakeJob) -> N
     ended = job(source, methods=[{"method": "loss_aware", "correct": "output"}], **DENSE).run()
     assert ended.code == 2
     assert "a mixture of experts" in ended.err
+
+
+@inline
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"methods": [{"method": "reap"}]}, "no chosen layer has a mixture of experts"),
+        (
+            {"methods": [{"method": "loss_aware", "shapes": "stock"}], **DENSE},
+            "no chosen layer has a mixture of experts",
+        ),
+        ({"methods": [{"method": "reap", "refine": True}]}, "leave out refine"),
+        ({"methods": [{"method": "loss_aware", "shapes": "layer", "correct": "output"}], **DENSE}, "leave out correct"),
+    ],
+)
+def test_what_cannot_lose_experts_is_refused(
+    changes: dict[str, Any], reason: str, tmp_path: Path, job: MakeJob
+) -> None:
+    ended = job(make_source(tmp_path / "source", "llama", layers=2), **changes).run()
+    assert ended.code == 2
+    assert reason in ended.err
+
+
+FEWER: dict[str, list[dict[str, Any]]] = {
+    "reap": [{"method": "reap"}],
+    "frequency": [{"method": "frequency", "refit": True}],
+    "layer": [{"method": "loss_aware", "shapes": "layer"}],
+    "stock": [{"method": "loss_aware", "shapes": "stock"}],
+}
+
+
+@inline
+@pytest.mark.parametrize(
+    ("name", "family"), [("reap", "mixtral"), ("frequency", "qwen3_moe"), ("layer", "qwen2_moe"), ("stock", "mixtral")]
+)
+def test_fewer_experts(name: str, family: str, tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, methods=FEWER[name], **DENSE, **{"budget.keep": 0.7, "budget.scope": "experts"})
+    assert command("plan", str(made.manifest)).code == 0
+    made.run().json  # noqa: B018 - asserts the exit code
+    assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
+    decodes_as_it_prefills(load(made.output), source)
+    forms = json.loads((made.output / "config.json").read_text())["forms"]
+    counts = [layer["router"]["rank"] if "router" in layer else 6 for layer in forms if layer]
+    assert counts
+    assert name == "layer" or len(set(counts)) == 1
+    before, after = read_tensors(source), read_tensors(made.output)
+    for name_, rows_ED in after.items():
+        if name_.endswith("gate.weight") and "experts" not in name_ and "shared" not in name_:
+            assert all(any(torch.equal(row, old) for old in before[name_]) for row in rows_ED), "rows of the source"
+    ids_BT = some_tokens(300)
+    for target in ("dense", "stock") if name != "layer" else ():
+        assert command("export", "--to", target, str(made.output), str(tmp_path / target)).code == 0
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / target, experts_implementation="eager").eval()
+        assert exported.config.num_local_experts == counts[0]
+        assert relative_error(logits_of(exported, ids_BT), logits_of(load(made.output), ids_BT)) < 1e-5

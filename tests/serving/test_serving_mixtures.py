@@ -136,7 +136,7 @@ def test_tokens_of_an_expert_come_in_order() -> None:
 def test_the_roles_of_a_layer_are_those_of_its_experts() -> None:
     mixture = standard_config(factories.make_config("qwen2_moe").to_dict())["mixture"]
     dense = {"input_norm": "n", "q": "a.q", "gate": "mlp.g", "up": "mlp.u", "down": "mlp.d"}
-    assert layer_modules(dense, mixture, 0) == dense
+    assert layer_modules(dense, mixture, None) == dense
     paths = layer_modules(dense, mixture, 1)
     assert [*paths][:4] == ["input_norm", "q", "router", "experts.0.gate"]
     assert paths["experts.5.down"] == "mlp.experts.5.down_proj"
@@ -165,3 +165,26 @@ def test_a_mixture_that_cannot_be_built_is_refused_by_name(changes: dict[str, An
     check_mixture(usual, 1)
     with pytest.raises(ValueError, match=said):
         check_mixture({**usual, **changes}, 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"), [(0, "keeps 0 of 6"), (7, "keeps 7 of 6"), (1, "chooses 2 of 1"), ("3", "keeps '3' of 6")]
+)
+def test_a_router_of_wrong_size_is_refused(rank: Any, reason: str) -> None:
+    config = LaminaConfig(**standard_config(factories.make_config("mixtral").to_dict()))
+    forms = [dict(forms) for forms in config.forms]
+    forms[0]["router"] = {"form": "experts", "rank": rank}
+    with pytest.raises(ValueError, match=f"layer 0, router: .*{reason}"):
+        LaminaConfig(**{**config.to_dict(), "forms": forms})
+
+
+def test_experts_that_are_gone_have_no_roles() -> None:
+    config = LaminaConfig(**standard_config(factories.make_config("mixtral").to_dict()))
+    forms = [{"router": {"form": "experts", "rank": 3}}, *config.forms[1:]]
+    fewer = LaminaConfig(**{**config.to_dict(), "forms": forms})
+    assert fewer.mlp_blocks(0) == ["experts.0", "experts.1", "experts.2"]
+    assert fewer.mlp_blocks(1) == config.mlp_blocks(1)
+    with pytest.raises(ValueError, match=r"experts\.4\.up: block.modules has no such role"):
+        LaminaConfig(
+            **{**config.to_dict(), "forms": [{**forms[0], "experts.4.up": {"form": "pruned", "rank": 2}}, *forms[1:]]}
+        )

@@ -33,6 +33,7 @@ from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 from .mixture_lamina import (
     DEFAULTS,
+    ROUTER,
     LayerMixture,
     block_modules,
     check_mixture,
@@ -40,6 +41,7 @@ from .mixture_lamina import (
     layer_modules,
     mixture_of,
     split_role,
+    with_experts,
 )
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
@@ -135,12 +137,19 @@ class LayersConfig(PreTrainedConfig):
             self.rope_parameters = None  # the base class filled in a default
 
     def layer_mixture(self, layer: int) -> LayerMixture | None:
-        """Return the mixture of a layer; None for a layer with a dense MLP."""
-        return mixture_of(self.mixture, layer)
+        """Return the mixture of a layer, with the experts that stay; None for a layer with a dense MLP."""
+        sizes = mixture_of(self.mixture, layer)
+        spec = self.forms[layer].get(ROUTER) if isinstance(self.forms[layer], dict) else None
+        if sizes is None or self.mixture is None or not isinstance(spec, dict):
+            return sizes
+        try:
+            return with_experts(self.mixture, sizes, spec.get("rank"))
+        except ValueError as error:
+            raise ValueError(f"layer {layer}, {ROUTER}: {error}") from error
 
     def layer_modules(self, layer: int) -> dict[str, str]:
         """Map all roles of a layer to their module paths inside it."""
-        return layer_modules(self.block["modules"], self.mixture, layer)
+        return layer_modules(self.block["modules"], self.mixture, self.layer_mixture(layer))
 
     def layer_shape(self, layer: int, block: str = "") -> LayerShape:
         """Return the sizes and modules of a layer; `block` names an expert, whose roles are `gate`, `up` and `down`."""

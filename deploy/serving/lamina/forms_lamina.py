@@ -283,8 +283,16 @@ class TuckerForm(Form):
         return tuple(cores)
 
 
+class Experts(Form):
+    """router: `P.weight` (r, D), and as many score biases. Experts 0 to r - 1 of the layer are stored."""
+
+    roles = ("router",)
+    fields = ("rank",)
+
+
 FORMS: dict[str, Form] = {
     "dense": Form(),
+    "experts": Experts(),
     "head_pca": HeadPca(),
     "pruned": Pruned(),
     "head_low_rank": HeadLowRankForm(),

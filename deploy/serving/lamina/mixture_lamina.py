@@ -8,7 +8,7 @@ D hidden, E experts of a layer, T tokens, k experts of a token, g groups of expe
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -68,6 +68,16 @@ def mixture_of(mixture: Mapping[str, Any] | None, layer: int) -> LayerMixture | 
     return None if sizes is None else LayerMixture(**sizes)
 
 
+def with_experts(mixture: Mapping[str, Any], sizes: LayerMixture, count: Any) -> LayerMixture:
+    """Return a layer's mixture with fewer experts. Raises ValueError where its router cannot choose from so many."""
+    if type(count) is not int or not 1 <= count <= sizes.experts:
+        raise ValueError(f"keeps {count!r} of {sizes.experts} experts")
+    fewer = {**asdict(sizes), "experts": count}
+    if problem := _problem(mixture, fewer):
+        raise ValueError(problem)
+    return LayerMixture(**fewer)
+
+
 def expert_blocks(sizes: LayerMixture) -> Iterator[str]:
     """Yield the names of the experts' blocks, the shared one last."""
     yield from (f"experts.{expert}" for expert in range(sizes.experts))
@@ -75,9 +85,10 @@ def expert_blocks(sizes: LayerMixture) -> Iterator[str]:
         yield SHARED
 
 
-def layer_modules(modules: Mapping[str, str], mixture: Mapping[str, Any] | None, layer: int) -> dict[str, str]:
+def layer_modules(
+    modules: Mapping[str, str], mixture: Mapping[str, Any] | None, sizes: LayerMixture | None
+) -> dict[str, str]:
     """Map the roles of a layer to their module paths; `modules`: those of a layer with a dense MLP."""
-    sizes = mixture_of(mixture, layer)
     if mixture is None or sizes is None:
         return dict(modules)
     paths = {role: path for role, path in modules.items() if role not in MLP_ROLES}

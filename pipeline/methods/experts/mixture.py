@@ -16,12 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.kernels.elimination import prune
+from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.mixture_refit import Served, refit_mixture
 from pipeline.kernels.moments import add_head_moment_
+from pipeline.kernels.nystrom import nested_losses, nested_outputs
 from pipeline.kernels.routing import Routing, RoutingRule, add_change_, removal_sums, removals, route
 from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.experts.scores import ExpertSums
+from pipeline.methods.tensors import channel_priority
 
 BATCH = 4096  # tokens whose changes of all their experts are in memory at a time
 
@@ -142,13 +144,28 @@ def weighted_moment(part: Served, tokens: int) -> Tensor:
     return moment_NN / tokens
 
 
+def width_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored, widths: Sequence[int]) -> Tensor:
+    """Return the predicted loss of each expert at each width (E, n), nats per token, its writer refitted alone."""
+    weights_TE = mixture.route(inputs_TD).dense(len(mixture.experts))
+    rows = []
+    for number, expert in enumerate(mixture.experts):
+        part, felt_DN = mixture.served(number, inputs_TD, weights_TE), metric.factor.T @ expert.down.double()
+        moment_NN = weighted_moment(part, len(inputs_TD))
+        order = eliminate(moment_NN, felt_DN, min(widths)).order
+        losses = metric.scale * nested_losses(
+            nested_outputs(moment_NN, felt_DN, channel_priority(order, len(moment_NN)))
+        )
+        rows.append(torch.stack([losses[width] * (width < len(moment_NN)) for width in widths]))
+    return torch.stack(rows)
+
+
 def solve_shape(
-    mixture: Mixture, inputs_TD: Tensor, metric: Factored, kept: Sequence[int], width: int, refit: bool = True
+    mixture: Mixture, inputs_TD: Tensor, metric: Factored | None, kept: Sequence[int], width: int, refit: bool = True
 ) -> list[SolvedExpert]:
     """Keep some experts at one width, the router's other rows gone, and let them take over the work of all.
 
-    Channels are eliminated by each expert's moment under the routing that is left, weighted by the loss. With `refit`,
-    writers are fitted to the dense mixture's output, otherwise each to its own expert's. Raises ValueError as
+    Channels are eliminated by each expert's moment under the routing that is left, weighted by `metric` if given. With
+    `refit`, writers are fitted to the dense mixture's output, otherwise each to its own expert's. Raises ValueError as
     `elimination.prune`.
     """
     stays = mixture.subset(kept)
@@ -180,13 +197,14 @@ def shape_loss(
     return 0.5 * metric.scale * float(felt_TD.square().sum()) / len(inputs_TD)
 
 
-def _narrowed(expert: ExpertWeights, part: Served, tokens: int, metric: Factored, width: int) -> SolvedExpert:
+def _narrowed(expert: ExpertWeights, part: Served, tokens: int, metric: Factored | None, width: int) -> SolvedExpert:
     whole = part.values.shape[1]
     down_DN = expert.down.double()
     if width >= whole or not len(part.tokens):
         channels_k = torch.arange(min(width, whole), device=down_DN.device)
         return SolvedExpert(channels_k, _on(expert, channels_k, down_DN[:, channels_k]), len(part.tokens))
-    pruned = prune(weighted_moment(part, tokens), down_DN, width, metric.factor.T @ down_DN)
+    felt_DN = None if metric is None else metric.factor.T @ down_DN
+    pruned = prune(weighted_moment(part, tokens), down_DN, width, felt_DN)
     return SolvedExpert(pruned.channels, _on(expert, pruned.channels, pruned.weight), len(part.tokens))
 
 

@@ -32,16 +32,16 @@ from pipeline.methods.moments import factored_mean, output_gradient
 ROUTER, ROUTER_BIAS = "router.weight", "router_bias"
 
 
-def rule_of(mixture: Mapping[str, Any], top_k: int) -> RoutingRule:
-    """Return the rule of a router that a standard config's `mixture` describes."""
+def rule_of(routing: Mapping[str, Any]) -> RoutingRule:
+    """Return the rule of a router from its fields, as `LayerGeometry.routing` has them."""
     return RoutingRule(
-        scores=mixture["score"],
-        top_k=top_k,
-        normalise=mixture["renormalise"],
-        scale=mixture["scale"],
-        groups=mixture["groups"],
-        top_groups=mixture["top_groups"],
-        group_members=2 if mixture["group_score"] == "top2" else 1,
+        scores=routing["score"],
+        top_k=routing["top_k"],
+        normalise=routing["renormalise"],
+        scale=routing["scale"],
+        groups=routing["groups"],
+        top_groups=routing["top_groups"],
+        group_members=2 if routing["group_score"] == "top2" else 1,
     )
 
 
@@ -85,10 +85,10 @@ def solve(
 
     The solution holds tensors of the experts that stay, by their dense roles, and the rows of the router that stay; it
     holds nothing of the others. The report names the experts that stay, those without tokens and those with few, by
-    their tokens in the sample, and has the predicted `loss`.
+    their tokens in the sample, and has the predicted `loss` where the gradient's moment is there.
     """
     inputs_TD = statistics.moments[sample_of(experts, tokens)][0]
-    metric = factored_mean(statistics, metric_of(experts))
+    metric = factored_mean(statistics, metric_of(experts)) if metric_of(experts) in statistics.moments else None
     solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit)
     tensors: dict[str, Tensor] = {}
     forms: dict[str, FormSpec] = {}
@@ -98,12 +98,13 @@ def solve(
         tensors |= {matrix.weight_key: part for matrix, part in zip(matrices, each.weights, strict=True)}
         if width < block.width:
             forms |= dict.fromkeys(roles_of(matrices), FormSpec(form="pruned", rank=width))
-    loss = shape_loss(mixture, inputs_TD, metric, kept, solved)
     router = mixture.subset(kept)
     tensors[ROUTER] = router.router
     if router.bias is not None:
         tensors[ROUTER_BIAS] = router.bias
-    report = {"experts": list(kept), "width": width, "loss": loss, **_thin(experts, kept, solved)}
+    report: dict[str, Any] = {"experts": list(kept), "width": width, **_thin(experts, kept, solved)}
+    if metric is not None:
+        report["loss"] = shape_loss(mixture, inputs_TD, metric, kept, solved)
     outputs = {
         reader.role: each.channels
         for number, each in zip(kept, solved, strict=True)

@@ -21,7 +21,15 @@ from pipeline.methods.method import Statistics
 from pipeline.methods.moments import factored_mean
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 6, 8, 200
-DEEPSEEK = {"score": "sigmoid", "renormalise": True, "scale": 2.5, "groups": 2, "top_groups": 1, "group_score": "top2"}
+DEEPSEEK = {
+    "score": "sigmoid",
+    "renormalise": True,
+    "scale": 2.5,
+    "groups": 2,
+    "top_groups": 1,
+    "group_score": "top2",
+    "top_k": 2,
+}
 
 
 def make_block(expert: int) -> MLPBlock:
@@ -55,14 +63,14 @@ def make_layer() -> tuple[dict[str, Tensor], Statistics]:
     ],
 )
 def test_the_rule_is_that_of_the_config(mixture: dict[str, object], rule: RoutingRule) -> None:
-    assert rule_of(mixture, 2) == rule
+    assert rule_of(mixture) == rule
 
 
 @pytest.mark.parametrize(("kept", "width"), [([0, 1, 2, 3], WIDTH), ([1, 3], WIDTH), ([0, 3], 4)])
 def test_a_solution_has_the_experts_that_stay_and_their_rows(kept: list[int], width: int) -> None:
     weights, statistics = make_layer()
     before = {key: tensor.clone() for key, tensor in weights.items()}
-    mixture = mixture_from(BLOCKS, weights, rule_of(DEEPSEEK, 2))
+    mixture = mixture_from(BLOCKS, weights, rule_of(DEEPSEEK))
     solution = solve(BLOCKS, mixture, statistics, TOKENS, kept, width)
     stays = {f"experts.{number}.{role}.weight" for number in kept for role in ("gate", "up", "down")}
     assert solution.tensors.keys() == stays | {"router.weight", "router_bias"}

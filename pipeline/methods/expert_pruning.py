@@ -1,0 +1,71 @@
+"""Baselines that remove whole experts: `reap` and `frequency`. docs/methods.md#mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from manifests.methods import REAP, Frequency
+from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.methods.experts.method import ExpertsMethod, routed
+from pipeline.methods.experts.mixture import Mixture, expert_sums
+from pipeline.methods.experts.scores import ExpertSums, frequency_scores, kept_experts, reap_scores
+from pipeline.methods.experts.shapes import EXPERTS
+from pipeline.methods.method import Group, Key, Scores, Statistics
+from pipeline.ranks.budget import RankVariable
+
+
+@dataclass(frozen=True)
+class REAPMethod(ExpertsMethod[REAP | Frequency]):
+    """`method: reap`: experts by the mean of p‖f(m)‖ over their tokens, equally many in every layer."""
+
+    name: ClassVar[str] = "reap"
+
+    @property
+    def uniform(self) -> bool:
+        """Return True: all layers keep equally many."""
+        return True
+
+    @property
+    def refits(self) -> bool:
+        """Return the entry's `refit`."""
+        return self.entry.refit
+
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """Choose a number of experts."""
+        experts, groups = routed(geometry), dict(geometry.routing)["groups"]
+        cost = partial(self._cost, geometry)
+        return (RankVariable(group.layer, group.name, EXPERTS, len(experts), groups, cost),)
+
+    def _cost(self, layer: LayerGeometry, count: float) -> float:
+        return self.numbers(layer, max(count, self.counts(layer)[0]), routed(layer)[0].width)
+
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """Return the ratio of E."""
+        return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
+
+    def kept(
+        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
+    ) -> Sequence[int]:
+        """Return the experts of highest score, at least as many as the router chooses from."""
+        scores_E = self.score(expert_sums(mixture, inputs_TD))
+        return [int(n) for n in kept_experts(scores_E, max(count, self.counts(layer)[0]), mixture.rule.groups)]
+
+    def score(self, sums: ExpertSums) -> Tensor:
+        """Return a score for each expert."""
+        return reap_scores(sums)
+
+
+@dataclass(frozen=True)
+class FrequencyMethod(REAPMethod):
+    """`method: frequency`: experts by their number of tokens, equally many in every layer."""
+
+    name: ClassVar[str] = "frequency"
+
+    def score(self, sums: ExpertSums) -> Tensor:
+        """Return the number of tokens of each expert."""
+        return frequency_scores(sums)

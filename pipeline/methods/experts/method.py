@@ -1,0 +1,133 @@
+"""Methods that keep some experts of each mixture, at one width. docs/methods.md#mixtures.
+
+Legend: E experts of a layer, D hidden, N channels of an expert.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+from manifests.methods import MethodEntry
+from manifests.records import FormSpec
+from pipeline.families.blocks import MLPBlock
+from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.methods.base import MethodBase
+from pipeline.methods.experts.mixture import Mixture
+from pipeline.methods.experts.scores import expert_counts
+from pipeline.methods.experts.shapes import EXPERTS, WIDTH
+from pipeline.methods.experts.solutions import metric_of, mixture_from, rule_of, sample_of, solve
+from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
+
+ROUTER, ROUTER_BIAS = "router", "router_bias"
+LEAST_SAMPLE = 65_536  # tokens, where there are so many
+SAMPLE_TOKENS = 4  # for each channel of an expert, if routing is even
+E_ = TypeVar("E_", bound=MethodEntry)
+
+
+@dataclass(frozen=True)
+class ExpertsMethod(MethodBase[E_]):
+    """A method whose groups are the routed experts of a layer and their router."""
+
+    by_loss: ClassVar[bool] = False
+
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Return the claimed groups, which hold nothing but routed experts and their router."""
+        return self.claimable(geometry)
+
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Claim the experts of every chosen layer that has a mixture. Raises ValueError if none has."""
+        layers = [layer for layer in self.chosen_layers(geometry) if layer.routing]
+        if not layers:
+            raise ValueError("no chosen layer has a mixture of experts")
+        return tuple(self._group(layer) for layer in layers)
+
+    def _group(self, layer: LayerGeometry) -> Group:
+        experts = routed(layer)
+        own = tuple(role for role in (ROUTER, ROUTER_BIAS) if role in layer.roles)
+        roles = tuple(role for block in experts for role in block.roles)
+        return Group(layer.index, EXPERTS, (*roles, *own), self.moments(layer))
+
+    def moments(self, layer: LayerGeometry) -> tuple[Moment, ...]:
+        """Return the sample of the mixture's inputs, and what else the method needs."""
+        sample = sample_of(routed(layer), sampled(layer))
+        return (sample, metric_of(routed(layer))) if self.by_loss else (sample,)
+
+    def numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
+        """Count the numbers that so many experts of a width and the rows of their router store."""
+        bias = ROUTER_BIAS in layer.roles
+        return count * (routed(layer)[0].numbers(width) + layer.hidden + bias)
+
+    def counts(self, layer: LayerGeometry) -> list[int]:
+        """Return the numbers of experts that may stay, ascending."""
+        rule = dict(layer.routing)
+        groups, top_groups = rule["groups"], rule["top_groups"]
+        most = expert_counts(len(routed(layer)), rule["top_k"], groups)
+        least = groups * max(1, 2 if rule["group_score"] == "top2" and groups > 1 else 1)
+        return [count for count in most if count >= least and count // groups * top_groups >= rule["top_k"]]
+
+    @abstractmethod
+    def kept(
+        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
+    ) -> Sequence[int]:
+        """Return the experts that stay, ascending."""
+
+    @property
+    @abstractmethod
+    def refits(self) -> bool:
+        """Return True if the writers of the experts that stay are fitted to the output of all."""
+
+    def compress(
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
+    ) -> Solution:
+        """Keep the best experts under new numbers from 0, in their order."""
+        experts, mixture = routed(geometry), mixture_of(geometry, weights)
+        width = ranks.get(WIDTH, experts[0].width)
+        if ranks[EXPERTS] == len(experts) and width == experts[0].width:
+            return Solution(dict(weights), {}, {"dense": True})
+        kept = self.kept(mixture, self.inputs(geometry, statistics), geometry, statistics, ranks[EXPERTS])
+        solution = solve(experts, mixture, statistics, sampled(geometry), kept, width, self.refits)
+        return _renumbered(solution, geometry, kept, weights)
+
+    def inputs(self, layer: LayerGeometry, statistics: Statistics) -> Tensor:
+        """Return the sampled inputs of the mixture (T, D)."""
+        return statistics.moments[sample_of(routed(layer), sampled(layer))][0]
+
+
+def routed(layer: LayerGeometry) -> list[MLPBlock]:
+    """Return the experts that a router chooses from."""
+    return [block for block in layer.mlps if block.roles[0] in layer.routed_roles]
+
+
+def sampled(layer: LayerGeometry) -> int:
+    """Return the number of sampled tokens."""
+    experts, rule = routed(layer), dict(layer.routing)
+    return max(LEAST_SAMPLE, SAMPLE_TOKENS * experts[0].width * len(experts) // int(rule["top_k"]))
+
+
+def mixture_of(layer: LayerGeometry, weights: Mapping[str, Tensor]) -> Mixture:
+    """Return the mixture of a layer."""
+    return mixture_from(routed(layer), weights, rule_of(dict(layer.routing)))
+
+
+def _renumbered(solution: Solution, layer: LayerGeometry, kept: Sequence[int], weights: Weights) -> Solution:
+    """Name experts by their places among those that stay, and the router's tensors as its layer does."""
+    experts = routed(layer)
+    names: dict[str, str] = {}
+    for place, number in enumerate(kept):
+        names |= dict(zip(experts[number].roles, experts[place].roles, strict=True))
+
+    def renamed(key: str) -> str:
+        role = next((role for role in names if key == role or key.startswith(f"{role}.")), None)
+        return key if role is None else names[role] + key.removeprefix(role)
+
+    bias = next((key for key in weights if key.startswith(f"{ROUTER_BIAS}.")), "")
+    tensors = {bias if key == ROUTER_BIAS else renamed(key): tensor for key, tensor in solution.tensors.items()}
+    forms = {renamed(role): form for role, form in solution.forms.items()}
+    if len(kept) < len(experts):
+        forms[ROUTER] = FormSpec(form="experts", rank=len(kept))
+    return replace(solution, tensors=tensors, forms=forms, outputs={})

@@ -1,0 +1,81 @@
+"""`shapes: layer | stock`: a number of experts and one width for each mixture, or for all. docs/methods.md#mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from manifests.methods import LossAware
+from manifests.records import Curve
+from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed
+from pipeline.methods.experts.mixture import Mixture, removal_losses, width_losses
+from pipeline.methods.experts.scores import kept_experts
+from pipeline.methods.experts.shapes import EXPERTS, WIDTH, shape_points
+from pipeline.methods.experts.solutions import metric_of
+from pipeline.methods.method import Group, Key, Scores, Statistics, Weights
+from pipeline.methods.moments import factored_mean
+from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.curves import frontier, steps, to_columns
+
+WIDTHS = 64  # compared at most
+
+
+@dataclass(frozen=True)
+class ShapedExperts(ExpertsMethod[LossAware]):
+    """`method: loss_aware` with one shape for the experts of a layer."""
+
+    name: ClassVar[str] = "loss_aware"
+    by_loss: ClassVar[bool] = True
+
+    @property
+    def uniform(self) -> bool:
+        """Return True if all layers get one shape."""
+        return self.entry.shapes == "stock"
+
+    @property
+    def refits(self) -> bool:
+        """Return True."""
+        return True
+
+    def widths(self, layer: LayerGeometry) -> list[int]:
+        """Return the widths that are compared, the full one last."""
+        return steps(routed(layer)[0].width, self.entry.multiple(layer.hidden), WIDTHS)
+
+    def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
+        """Count the numbers of the smallest shape."""
+        return round(self.numbers(geometry, self.counts(geometry)[0], self.widths(geometry)[0]))
+
+    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
+        """Return every shape; with `stock` all of them, as the layers' curves are added shape by shape."""
+        mixture, inputs_TD = mixture_of(geometry, weights), self.inputs(geometry, statistics)
+        metric, widths = factored_mean(statistics, metric_of(routed(geometry))), self.widths(geometry)
+        removal_E = removal_losses(mixture, inputs_TD, metric)
+        losses_En = width_losses(mixture, inputs_TD, metric, widths)
+        points = shape_points(removal_E, losses_En, widths, self.counts(geometry), 1, mixture.rule.groups)
+        counted = [
+            replace(point, numbers=round(self.numbers(geometry, point.ranks[EXPERTS], point.ranks[WIDTH])))
+            for point in points
+        ]
+        return to_columns(counted if self.uniform else frontier(counted))
+
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """Return the number of experts, by which layers of one shape are tied; shapes are points of curves."""
+        experts = routed(geometry)
+        cost = partial(self.numbers, geometry, width=experts[0].width)
+        return (RankVariable(group.layer, group.name, EXPERTS, len(experts), 1, cost),) if self.uniform else ()
+
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """Return none: shapes are points of curves."""
+        return {}
+
+    def kept(
+        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
+    ) -> Sequence[int]:
+        """Return the experts of largest removal loss."""
+        removal_E = removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(routed(layer))))
+        return [int(number) for number in kept_experts(removal_E, count, mixture.rule.groups)]
