@@ -24,6 +24,22 @@ class LaminaRMSNorm(nn.Module):
         return (x * (self.offset + self.weight.float())).to(dtype) if self.offset else self.weight * x.to(dtype)
 
 
+class LaminaLayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) · weight in float32 or better: a LayerNorm without bias, in the steps of Cohere's own."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (…, width) to the same shape and dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight.to(wide.dtype) * wide).to(x.dtype)
+
+
 def make_norm(config: LayersConfig) -> nn.Module:
     """Build a norm of D numbers, of layers or of the end of the stack: weight (D), and bias (D) if the block has it."""
     return _norm(config, config.hidden_size, bias=config.block["norm_bias"])
@@ -39,5 +55,5 @@ def make_head_norm(config: LayersConfig, layer_idx: int, role: str) -> nn.Module
 
 def _norm(config: LayersConfig, width: int, bias: bool) -> nn.Module:
     if config.block["norm"] == "layer":
-        return nn.LayerNorm(width, eps=config.norm_eps, bias=bias)
+        return nn.LayerNorm(width, eps=config.norm_eps) if bias else LaminaLayerNorm(width, config.norm_eps)
     return LaminaRMSNorm(width, config.norm_eps, config.block["norm_offset"])
