@@ -13,8 +13,10 @@ from transformers import AutoModel, AutoModelForCausalLM, Cache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 from lamina import LaminaConfig, checking_lamina, modeling_lamina
+from lamina.vllm_lamina import vllm_lacks
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factored
+from tests.serving.serving_sources import describe, make_source
 from tests.serving.test_serving_loading import write_checkpoint
 
 AUTO: Any = AutoModelForCausalLM
@@ -289,6 +291,22 @@ def test_heads_that_vllms_transformers_backend_does_not_have(whole: Path) -> Non
     wide, _ = factored("llama-gqa", kinds.absorbed, 0.8)
     with pytest.raises(ValueError, match=r"layer 0: values of \d+ numbers beside keys of 12: vLLM's Transformers"):
         modeling_lamina._check_backend(wide.config)
+
+
+@pytest.mark.parametrize(
+    ("source", "backend", "own"),
+    [
+        ("llama-gqa", None, None),
+        ("granite", "logit_divisor", "logit_divisor, residual_scale"),
+        ("olmo3", None, "head_norms, attention_out_norm, mlp_out_norm, a rotation for each layer type"),
+    ],
+)
+def test_parts_of_a_block_that_vllm_does_not_compute(source: str, backend: str | None, own: str | None) -> None:
+    config = LaminaConfig(**describe(make_source(source).config))
+    assert (vllm_lacks(config, own_class=False), vllm_lacks(config, own_class=True)) == (backend, own)
+    if backend is not None:
+        with pytest.raises(ValueError, match=f"vLLM's Transformers backend does not compute {backend}"):
+            modeling_lamina._check_backend(config)
 
 
 def test_forms_that_are_no_objects(folder: Path) -> None:
