@@ -26,7 +26,15 @@ from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.nf4 import is_nf4, nf4_config, nf4_tensors
-from pipeline.checkpoint.targets import Target, counted, expert_widths, mlp_widths, refuse_faults, written_config
+from pipeline.checkpoint.targets import (
+    Target,
+    counted,
+    expert_widths,
+    is_mixture,
+    mlp_widths,
+    refuse_faults,
+    written_config,
+)
 from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.fused import fused_tensors
@@ -82,8 +90,8 @@ def _write(
 ) -> dict[str, Any]:
     geometry, dtype_of = geometry_of(config), partial(source_dtype, tensors=checkpoint.tensors, config=config)
     exported_config = written_config(config, target)
-    one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" and not config.get("mixture") else None
-    stock_experts = min(expert_widths(LayersConfig(**config))) if target == "stock" and config.get("mixture") else None
+    one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" and not is_mixture(config) else None
+    stock_experts = min(expert_widths(LayersConfig(**config))) if target == "stock" and is_mixture(config) else None
     reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
     stored = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}

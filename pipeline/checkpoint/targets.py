@@ -48,7 +48,7 @@ def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
         )
     if target == "gguf":
         return gguf_faults(described) + faults
-    if target == "stock" and described.mixture:
+    if target == "stock" and is_mixture(config):
         if len(widths := expert_widths(described)) > 1:
             faults.append(
                 f"mixtures of experts of {min(widths)} to {max(widths)} channels, and an ordinary "
@@ -81,7 +81,7 @@ def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
 
     Raises InputError if the family cannot express it.
     """
-    if target == "stock" and config.get("mixture") is not None:
+    if target == "stock" and is_mixture(config):
         width = min(expert_widths(LayersConfig(**config)))
         layers = [None if sizes is None else {**sizes, "width": width} for sizes in config["mixture"]["layers"]]
         config = {**config, "mixture": {**config["mixture"], "layers": layers}}
@@ -103,6 +103,11 @@ def counted(config: Mapping[str, Any]) -> Mapping[str, Any]:
     ]
     forms = [{role: form for role, form in each.items() if role != ROUTER} for each in config["forms"]]
     return {**config, "forms": forms, "mixture": {**config["mixture"], "layers": layers}}
+
+
+def is_mixture(config: Mapping[str, Any]) -> bool:
+    """Tell whether any layer of the model is a mixture of experts, not a dense one."""
+    return any((config.get("mixture") or {}).get("layers", ()))
 
 
 def expert_widths(described: LayersConfig) -> set[int]:
@@ -190,7 +195,7 @@ def _rope(described: LayersConfig) -> str | None:
 
 
 def _mixture(described: LayersConfig) -> str | None:
-    return "mixtures of experts" if described.mixture else None
+    return "mixtures of experts" if is_mixture({"mixture": described.mixture}) else None
 
 
 def _foreign(described: LayersConfig) -> str | None:
