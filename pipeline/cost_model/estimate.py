@@ -99,6 +99,7 @@ def make_plan(
     if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
         solving += sum(_layer_bytes(manifest, geometry, itemsize)) + statistics
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
+    host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30)) if refined else 0  # the targets
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
