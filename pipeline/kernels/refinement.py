@@ -17,6 +17,7 @@ WARM_UP = 10  # steps of rising rates
 CHECKS = 10  # looks at the held-out samples, evenly spread over the steps
 PATIENCE = 5  # looks without a smaller error, after which training stops
 PROBE_SHARE = 0.1  # of the steps, for each rate that is tried
+GAIN_SHARE = 0.5  # of the largest gain of a trial; short trials favour low rates, which gain less in the end
 RATES_TRIED = 3
 STEP_TOKENS = 2048  # of a step, about
 
@@ -29,7 +30,7 @@ class Training:
         train, held_out: numbers of the samples to train on, and of those that judge.
         steps: the most steps.
         batch: samples of a step.
-        rates: learning rates to try, ascending; the best one trains.
+        rates: learning rates to try, ascending; `chosen_rate` trains.
         seed: of the order of the samples.
         floor: an error that is rounding alone; below it nothing is trained.
     """
@@ -86,7 +87,7 @@ def train_(
     rates: tuple[tuple[float, float], ...] = ()
     if len(training.rates) > 1:
         rates = tuple((rate, run.tried(rate, probe_steps(training.steps))) for rate in training.rates)
-    rate = min(rates, key=lambda tried: tried[1])[0] if rates else training.rates[0]
+    rate = chosen_rate(rates, before) if rates else training.rates[0]
     steps, steps_done, after = run.train(rate, before)
     return Trained(steps, steps_done, rate, rates, before, after)
 
@@ -174,6 +175,17 @@ class _Run:
     def _set(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value)
+
+
+def chosen_rate(rates: Sequence[tuple[float, float]], before: float) -> float:
+    """Return the largest rate whose trial has at least half of the best one's gain; without a gain, the best one.
+
+    `rates`: each rate, ascending, and the error after its trial. `before`: the error at first.
+    """
+    best, least = min(rates, key=lambda tried: tried[1])
+    if least >= before:
+        return best
+    return max(rate for rate, error in rates if before - error >= GAIN_SHARE * (before - least))
 
 
 def step_samples(sequence: int) -> int:

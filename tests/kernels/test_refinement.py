@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.refinement import CHECKS, Trained, Training, schedule, train_
+from pipeline.kernels.refinement import CHECKS, Trained, Training, chosen_rate, schedule, train_
 
 TRAINING = Training(train=range(20), held_out=range(20, 24), steps=60, batch=4, rates=(0.01, 0.03, 0.1), seed=3)
 
@@ -48,11 +48,25 @@ def test_it_finds_what_made_the_outputs_and_repeats_bit_for_bit() -> None:
         assert float(first.error(list(TRAINING.held_out))) == pytest.approx(result.after)
 
 
-def test_the_best_of_the_rates_trains() -> None:
+def test_one_of_the_rates_trains() -> None:
     result = Problem().train()
     assert [rate for rate, _ in result.rates] == list(TRAINING.rates)
-    assert result.rate == min(result.rates, key=lambda tried: tried[1])[0]
+    assert result.rate == chosen_rate(result.rates, result.before)
     assert Problem().train(replace(TRAINING, rates=(0.02,))).rates == ()
+
+
+@pytest.mark.parametrize(
+    ("errors", "rate"),
+    [
+        ((0.6, 0.7, 2.0), 0.2),  # three quarters of the gain
+        ((0.6, 0.81, 0.9), 0.1),  # less than half of it
+        ((0.9, 0.7, 0.6), 0.3),
+        ((1.5, 1.2, math.inf), 0.2),  # none gains
+        ((math.inf, math.inf, math.inf), 0.1),
+    ],
+)
+def test_the_largest_rate_with_half_of_the_gain_is_chosen(errors: tuple[float, ...], rate: float) -> None:
+    assert chosen_rate(list(zip((0.1, 0.2, 0.3), errors, strict=True)), 1.0) == rate
 
 
 @pytest.mark.parametrize(("rate", "noise"), [(1e6, 0.0), (math.inf, 0.0), (0.3, 3.0)])
