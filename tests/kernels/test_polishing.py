@@ -35,6 +35,7 @@ def errors(weight: Tensor, values: Tensor, moment: Tensor) -> Tensor:
     return ((change @ damped) * change).sum(dim=1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("tokens", [400, 10], ids=["full", "deficient"])
 @pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)

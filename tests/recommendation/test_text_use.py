@@ -20,6 +20,7 @@ def use_of(tmp_path: Path, num_bytes: int, longest: int = LONGEST, channels: int
     return choose_text_use(Text(files=(str(path),)), make_tokenizer(), longest, channels)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("num_bytes", "length"), [(4_000, 32), (60_000, 512), (400_000, 2048)])
 def test_the_longest_samples_of_which_there_are_enough(num_bytes: int, length: int, tmp_path: Path) -> None:
     use = use_of(tmp_path, num_bytes)
@@ -33,6 +34,7 @@ def test_the_model_limits_the_length(tmp_path: Path) -> None:
     assert use_of(tmp_path, 400_000, longest=100).length == 100
 
 
+@pytest.mark.slow
 def test_wide_models_get_more_samples(tmp_path: Path) -> None:
     narrow, wide = (use_of(tmp_path, 400_000, 128, channels) for channels in (80, 8_000))
     assert (narrow.samples, wide.samples) == (256, 8 * 8_000 // 128)
