@@ -7,6 +7,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from pipeline.cost_model.solve_work import moment_width, solve_work
 from pipeline.cost_model.work import forward_flops
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
+from pipeline.methods.experts.scores import FEW_TOKENS
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_moments, layers_of
 
@@ -131,6 +133,25 @@ def make_plan(
     )
 
 
+def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
+    """Say how many tokens an expert sees if routing is even, and how many samples would give each channel enough."""
+    experts = [block for layer in geometry.layers for block in layer.mlps if block.share < 1.0]
+    calibration = manifest.calibration
+    if not experts or calibration is None:
+        return ()
+    rarest = min(experts, key=lambda block: block.share / block.width)
+    tokens = round(calibration.samples * calibration.sequence_length * rarest.share)
+    needed = math.ceil(FEW_TOKENS * rarest.width / rarest.share / calibration.sequence_length)
+    enough = needed <= calibration.samples
+    return (
+        f"calibration: an expert of {rarest.width} channels sees {tokens:,} tokens if routing is even, "
+        f"{tokens / rarest.width:.1f} a channel"
+        + (
+            "" if enough else f"; {needed:,} samples of {calibration.sequence_length} would give {FEW_TOKENS} a channel"
+        ),
+    )
+
+
 def rank_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
     """Warn if a moment has more columns than the calibration text has tokens."""
     if manifest.calibration is None:
@@ -183,7 +204,8 @@ def _worker_peak(
     layer, placed = _layer_bytes(manifest, geometry, itemsize)
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + max(
-        3 * sum(block.width for block in each.mlps) + 4 * each.query_features for each in geometry.layers
+        3 * round(sum(block.share * block.width for block in each.mlps)) + 4 * each.query_features
+        for each in geometry.layers
     )
     hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     statistics, solving = moments
@@ -208,4 +230,4 @@ def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple
 
 def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:
     width = moment_width(moment, geometry)
-    return 0.0 if moment.kind == "sample" else 2.0 * moment.heads * width * width
+    return 0.0 if moment.kind == "sample" else 2.0 * geometry.share(moment.point) * moment.heads * width * width

@@ -122,9 +122,9 @@ def layer_work(
     busiest = _busiest(manifest, geometry, tasks)
     layer, moments, tokens, sequence = busiest.layer, busiest.moments, busiest.tokens, busiest.sequence
     forward = forward_flops(layer, sequence)
-    packed = forward - 2.0 * (1.0 - keep) * layer.numbers()
+    packed = forward - 2.0 * (1.0 - keep) * layer.passed_numbers
     skipped = sum(
-        2.0 * layer.hidden * block.width
+        2.0 * layer.hidden * block.width * block.share
         for block in layer.mlps
         if any(moment.point == block.writer.reads for moment in moments)
     )
@@ -262,7 +262,7 @@ def _gradient_work(
     for moment in gradients:
         width, rows = moment_width(moment, geometry), moment.heads // moment.groups * sequence
         if moment.diagonal:
-            moved += DIAGONAL_BYTES * gradient_tokens * moment.heads * width
+            moved += DIAGONAL_BYTES * geometry.share(moment.point) * gradient_tokens * moment.heads * width
             continue
         smaller, larger = sorted((width, rows))
         products = shards * math.ceil(rows * samples / shards / ROWS_PER_PRODUCT)
@@ -278,9 +278,9 @@ def _gradient_work(
     }
 
 
-def _moment_flops(moment: Moment, geometry: LayerGeometry) -> int:
-    """Return the operations of a token's products."""
-    return moment.heads // moment.groups * 2 * _banded_numbers(moment, geometry)
+def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:
+    """Return the operations of a token's products, on average over all tokens."""
+    return geometry.share(moment.point) * (moment.heads // moment.groups * 2 * _banded_numbers(moment, geometry))
 
 
 def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
@@ -288,7 +288,8 @@ def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, it
     calibration = manifest.calibration
     assert calibration is not None
     tokens, products = calibration.samples * calibration.sequence_length, _products(moment, manifest)
-    values = SCALED_PASSES * itemsize * tokens * moment.heads * moment_width(moment, geometry)
+    passing = geometry.share(moment.point) * tokens
+    values = SCALED_PASSES * itemsize * passing * moment.heads * moment_width(moment, geometry)
     return float(ADDED_BYTES * _banded_numbers(moment, geometry) * products + values)
 
 
@@ -315,7 +316,7 @@ def _pulled_roles(moment: Moment) -> tuple[str, ...]:
 
 def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
     """Return operations per token and layer: two for every weight, and attention over half the sequence on average."""
-    return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.query_features
+    return 2.0 * geometry.passed_numbers + 2.0 * sequence * geometry.query_features
 
 
 def scoring_flops(geometry: Geometry, window: int) -> float:

@@ -175,6 +175,7 @@ class MLPBlock(Block):
         activation: by the name that transformers gives it; it acts on the outputs of the first reader.
         routing: if the block is an expert, the point of the router's weight of each token for it: one number, 0 for
             tokens that other experts serve. The weight multiplies the channels, so that `writer.reads` has p h.
+        share: the share of the tokens that the block serves if routing is even; 1 unless it is an expert.
     """
 
     reader_group: ClassVar[str] = "gate_up"
@@ -185,6 +186,7 @@ class MLPBlock(Block):
     width: int
     activation: str
     routing: str = ""
+    share: float = 1.0
 
     def numbers(self, width: float) -> float:
         """Count the numbers, biases included, that the block stores with so many channels."""
@@ -228,7 +230,8 @@ def mixture_blocks(
         readers = (Matrix(f"{name}.{role}", width, hidden, False, "mlp.in", inside) for role in ("gate", "up"))
         writer = Matrix(f"{name}.down", hidden, width, False, inside, "out")
         routing = f"{name}{ROUTING}" if name != SHARED or mixture["shared_gate"] else ""
-        experts.append(MLPBlock(name, tuple(readers), writer, width, activation, routing))
+        share = 1.0 if name == SHARED else sizes.top_k / sizes.experts
+        experts.append(MLPBlock(name, tuple(readers), writer, width, activation, routing, share))
     copied = [Copied(ROUTER, (("weight", (sizes.experts, hidden)),), "mlp.in")]
     if mixture["score_bias"]:
         copied.append(Copied(ROUTER_BIAS, ((mixture["score_bias"].rpartition(".")[2], (sizes.experts,)),)))

@@ -178,16 +178,31 @@ class LayerGeometry:
         return tuple(dict.fromkeys(matrix.reads for matrix in self.matrices.values()))
 
     def features(self, point: str) -> int:
-        """Return how many numbers per token pass a point: a matrix's input or output, or the residual stream.
+        """Return how many numbers per token pass a point: a matrix's input or output, or the residual stream."""
+        return self._features.get(point, self.hidden)
 
-        A token has one weight at an expert.
-        """
-        if point.endswith(ROUTING):
-            return 1
-        for matrix in self.matrices.values():
-            if point in (matrix.reads, f"{matrix.role}.out"):
-                return matrix.inputs if point == matrix.reads else matrix.outputs
-        return self.hidden
+    @cached_property
+    def _features(self) -> dict[str, int]:
+        outputs = {f"{matrix.role}.out": matrix.outputs for matrix in self.matrices.values()}
+        inputs = {matrix.reads: matrix.inputs for matrix in self.matrices.values()}
+        return outputs | inputs | {block.routing: 1 for block in self.mlps if block.routing}
+
+    def share(self, point: str) -> float:
+        """Return the share of the tokens that pass a point if routing is even."""
+        return self._shares.get(point, 1.0)
+
+    @cached_property
+    def _shares(self) -> dict[str, float]:
+        """Map the points that only the tokens of an expert pass to the expert's share."""
+        routed = [block for block in self.mlps if block.share < 1.0]
+        outputs = {f"{matrix.role}.out": block.share for block in routed for matrix in block.matrices}
+        return outputs | {block.writer.reads: block.share for block in routed}
+
+    @cached_property
+    def passed_numbers(self) -> float:
+        """Return the numbers by which a token is multiplied, if routing is even: of experts, those that it passes."""
+        idle = sum((1.0 - block.share) * block.numbers(block.width) for block in self.mlps)
+        return self.numbers() - idle
 
     @property
     def reads(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
-from pipeline.cost_model.estimate import rank_remarks
+from pipeline.cost_model.estimate import expert_remarks, rank_remarks
 from pipeline.driver.job_spec import Passes, passes_of
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
@@ -77,6 +77,7 @@ class Inputs:
             for remark in method.remarks(self.geometry)
         )
         of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
+        of_tokens += expert_remarks(self.manifest, self.geometry)
         of_model = _foreign_remarks(self.geometry) + _further_remarks(self.source)
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
