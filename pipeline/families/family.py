@@ -143,7 +143,7 @@ class LayerGeometry:
         roles = (matrix.role for matrix in self.attention.query_key)
         return tuple(f"{role}_norm" if f"{role}_norm" in self.roles else role for role in roles)
 
-    @property
+    @cached_property
     def mlps(self) -> tuple[MLPBlock, ...]:
         """Return the MLP blocks."""
         return tuple(block for block in self.blocks if isinstance(block, MLPBlock))
@@ -155,10 +155,11 @@ class LayerGeometry:
 
     def block_of(self, role: str) -> Block:
         """Return the block that a role belongs to. Raises KeyError for a role of none."""
-        for block in self.blocks:
-            if role in block.roles:
-                return block
-        raise KeyError(role)
+        return self._block_by_role[role]
+
+    @cached_property
+    def _block_by_role(self) -> dict[str, Block]:
+        return {role: block for block in self.blocks for role in block.roles}
 
     def mlp_of(self, role: str) -> MLPBlock:
         """Return the MLP block that a role belongs to. Raises KeyError for a role of none."""
@@ -248,7 +249,7 @@ class LayerGeometry:
         return self._paths[role]
 
     @cached_property
-    def _paths(self) -> Mapping[str, str]:
+    def _paths(self) -> dict[str, str]:
         inside = {role: self.prefix + path for role, path in self.modules}
         return inside | {role: path for role, path, _ in self.outer}
 
@@ -279,9 +280,10 @@ class LayerGeometry:
 
     def tensor_name(self, key: str, roles: tuple[str, ...]) -> str:
         """Return the checkpoint's name of `ROLE.PART`, or of `GROUP.PART` for the group of `roles`."""
-        for role in (*self.roles, *self._outside(roles)):
-            part = key.removeprefix(f"{role}.")
-            if part != key and not part.startswith("pivoted."):
+        parts = key.split(".")
+        for length in reversed(range(1, len(parts))):
+            role, part = ".".join(parts[:length]), ".".join(parts[length:])
+            if role in self._paths and not part.startswith("pivoted."):
                 return f"{self.path(role)}.{part}"
         block = self.block_of(roles[0]).name
         group = block if key.startswith(f"{block}.") else key.partition(".")[0]
@@ -291,14 +293,18 @@ class LayerGeometry:
         """Map `role.weight` and `role.bias`, of all or some roles, to tensor name in the checkpoint and shape."""
         return {
             f"{role}.{part}": (f"{self.path(role)}.{part}", shape)
-            for role in (*self.roles, *self._outside(roles or ()))
-            if roles is None or role in roles
+            for role in (self.roles if roles is None else self._in_order(roles))
             for part, shape in self.role_shapes(role).items()
         }
 
-    def _outside(self, roles: Collection[str]) -> tuple[str, ...]:
-        """Return the roles that lie outside of the layer."""
-        return tuple(role for role, _, _ in self.outer if role in roles)
+    def _in_order(self, roles: Collection[str]) -> list[str]:
+        """Return some roles of the layer in the family's order, those outside of it last."""
+        return sorted({role for role in roles if role in self._places}, key=self._places.__getitem__)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        roles = dict.fromkeys((*self.roles, *(role for role, _, _ in self.outer)))
+        return {role: place for place, role in enumerate(roles)}
 
     def numbers(self, roles: Collection[str] | None = None) -> int:
         """Count the numbers that the dense layer, or some of its roles, stores."""
@@ -306,7 +312,11 @@ class LayerGeometry:
 
     def bits_of(self, key: str) -> int:
         """Return the bits of a stored number of `role.weight` or `role.bias`."""
-        return dict(self.own_bits).get(key, self.bits)
+        return self._own_bits.get(key, self.bits)
+
+    @cached_property
+    def _own_bits(self) -> dict[str, int]:
+        return dict(self.own_bits)
 
     def num_bytes(self, roles: Collection[str] | None = None) -> int:
         """Count the bytes of the dense layer, or of some of its roles, each tensor in its own dtype."""
