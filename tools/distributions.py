@@ -89,18 +89,18 @@ def wheel_metadata(wheel: Path) -> metadata.Distribution:
 
 def brought_packages(distribution: metadata.Distribution) -> set[str]:
     """Return NAME==VERSION of everything that a distribution requires here, directly or not."""
-    found: dict[str, str] = {}
+    pins: dict[str, str] = {}
     pending = list(_requirements(distribution, frozenset()))
     while pending:
         requirement = pending.pop()
         name = normalized(requirement.name)
         key = f"{name}[{','.join(sorted(requirement.extras))}]"
-        if key in found:
+        if key in pins:
             continue
         required = metadata.distribution(requirement.name)
-        found[key] = f"{name}=={required.version.partition('+')[0]}"  # a local version, such as torch's, has no index
+        pins[key] = f"{name}=={required.version.partition('+')[0]}"  # a local version, such as torch's, has no index
         pending += _requirements(required, frozenset(requirement.extras))
-    return {*found.values()}
+    return {*pins.values()}
 
 
 def normalized(name: str) -> str:

@@ -94,10 +94,10 @@ def export_gguf(
 
 
 def _tokenizer(
-    checkpoint: SourceCheckpoint, wanted: bool, say: Callable[[str], None]
+    checkpoint: SourceCheckpoint, with_vocabulary: bool, say: Callable[[str], None]
 ) -> PreTrainedTokenizerBase | None:
     """Return the checkpoint's tokenizer, if llama.cpp has a vocabulary like it; None if none is wanted or there."""
-    if not wanted:
+    if not with_vocabulary:
         return None
     if not matching(checkpoint.storage, TOKENIZERS):
         say(f"{checkpoint.place}: has no tokenizer; llama.cpp will read and print token ids")

@@ -106,11 +106,11 @@ def _byte_level(
 ) -> Vocabulary:
     if described["normalizer"] is not None:
         raise _refusal(f"the normalizer {described['normalizer']['type']}")
-    found = (_byte_pattern(described["pre_tokenizer"]), bool(described["model"].get("ignore_merges")))
-    if found not in PATTERNS:
+    key = (_byte_pattern(described["pre_tokenizer"]), bool(described["model"].get("ignore_merges")))
+    if key not in PATTERNS:
         raise _refusal(f"a pre-tokenizer that is none of {', '.join(PATTERNS.values())}")
     pairs = tuple(" ".join(pair) for pair in merges)
-    return Vocabulary("gpt2", PATTERNS[found], tuple(tokens), tuple(types), merges=pairs)
+    return Vocabulary("gpt2", PATTERNS[key], tuple(tokens), tuple(types), merges=pairs)
 
 
 def _byte_pattern(described: Mapping[str, Any] | None) -> str | None:
@@ -160,19 +160,19 @@ def _scores(tokens: Sequence[str], merges: Sequence[tuple[str, ...]]) -> dict[st
 
     Raises InputError if they do not.
     """
-    known, pairs = set(tokens), set(merges)
+    vocabulary, pairs = set(tokens), set(merges)
     scores: dict[str, float] = {}
     previous = ""
-    for rank, (left, right) in enumerate(merges):
-        token = left + right
+    for rank, merge in enumerate(merges):
+        token = "".join(merge)
         if token in scores and token != previous:
             raise _refusal(f"merges of {token!r} at several ranks")
         scores.setdefault(token, -float(rank))
         previous = token
     for token in tokens:
-        for left, right in _splits(token):
-            if left in known and right in known and (left, right) not in pairs:
-                raise _refusal(f"{left!r} and {right!r}, which are not merged, although {token!r} is a token")
+        for pair in _splits(token):
+            if vocabulary.issuperset(pair) and pair not in pairs:
+                raise _refusal(f"{pair[0]!r} and {pair[1]!r}, which are not merged, although {token!r} is a token")
     return scores
 
 

@@ -50,7 +50,8 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
     yield f"run_dir: {quoted(places.run_dir)}  # ledger and statistics: a job that was interrupted goes on from here"
     yield f"budget: {{{goal.field}: {goal.value:g}}}  # {GOALS[goal.field]}"
     if goal.field == "bytes":
-        yield "quantize: {bits: auto}  # 8, 4 or 3 for each part; transformers reads them with compressed-tensors"
+        skip = f", skip: [{', '.join(goal.unrounded)}]" if goal.unrounded else ""
+        yield f"quantize: {{bits: auto{skip}}}  # transformers loads these with compressed-tensors"
     yield from _method(goal)
     yield "calibration:"
     yield "  # Like the text that the model will serve: what it never shows is left out first."

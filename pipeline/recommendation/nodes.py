@@ -43,7 +43,8 @@ def cluster_nodes(address: str, timeout_s: float) -> list[Node]:
 
     connect(address, Workers(), timeout_s, threading.Event().is_set)
     nodes = [
-        Node(int(found.get("CPU", 0)), int(found.get("GPU", 0)), found.get("memory", 0.0)) for found in live_nodes()
+        Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0)), resources.get("memory", 0.0))
+        for resources in live_nodes()
     ]
     with_cores = [node for node in nodes if node.cores]
     if not with_cores:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from manifests.calibration import Text
 from manifests.errors import InputError
 from manifests.loading import decode_document, parse_block, parse_manifest
+from manifests.quantize import Quantize
 from manifests.schema import Manifest
 from pipeline.checkpoint.engines import planned_engines
 from pipeline.checkpoint.planned_size import bounded_plan
@@ -25,6 +26,7 @@ from pipeline.recommendation.settings import Goal, Settings, choose_settings
 from pipeline.recommendation.text_use import choose_text_use
 from pipeline.recommendation.verdict import Verdict
 from pipeline.rounding.schemes import FIELD
+from pipeline.rounding.tasks import unfit_inputs
 from stores.corpus import load_tokenizer
 
 DRIVER_BYTES = 2 * 2**30  # left for the driver where it shares a machine with the workers
@@ -52,12 +54,14 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     geometry = geometry_of(config)
     text = parse_block(Text, {"files": tuple(request.texts)}, "--text")
     use = choose_text_use(text, tokenizer, config["max_position_embeddings"], _channels(geometry))
-    places = _places(request)
+    places, goal = _places(request), _with_unrounded(request.goal, geometry)
 
     def manifest_of(settings: Settings) -> Manifest:
-        return _parsed(commented_manifest(command, places, request.goal, settings))
+        """Return the manifest with these settings."""
+        return _parsed(commented_manifest(command, places, goal, settings))
 
     def plan(settings: Settings) -> Plan:
+        """Return the plan of a job with these settings."""
         return bounded_plan(read_inputs(manifest_of(settings), weights=False))
 
     settings = choose_settings(use, _nodes(request), plan)
@@ -65,13 +69,20 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     rates = RateSource(None, None, request.address is not None, request.address, request.connect_timeout_s)
     report = plan_report(manifest, None, rates)
     engines = planned_engines(_planned_config(read_inputs(manifest, weights=False)))
-    return commented_manifest(command, places, request.goal, settings), Verdict(report, request.goal, engines)
+    return commented_manifest(command, places, goal, settings), Verdict(report, goal, engines)
 
 
 def _nodes(request: Request) -> list[Node]:
     if request.address is None:
         return this_machine(DRIVER_BYTES)
     return cluster_nodes(request.address, request.connect_timeout_s)
+
+
+def _with_unrounded(goal: Goal, geometry: Geometry) -> Goal:
+    """Return the goal with the roles that cannot be rounded, if it is one of bytes."""
+    if goal.field != "bytes":
+        return goal
+    return replace(goal, unrounded=tuple({role: None for role, _ in unfit_inputs(Quantize(bits="auto"), geometry)}))
 
 
 def _channels(geometry: Geometry) -> int:

@@ -19,10 +19,14 @@ SHORT = 512  # samples are not made shorter than this to save memory
 
 @dataclass(frozen=True)
 class Goal:
-    """The size or the loss that a user asks for."""
+    """The size or the loss that a user asks for.
+
+    `unrounded`: roles that stay as they are where bits are chosen, because no group of scales fits their inputs.
+    """
 
     field: Literal["keep", "bytes", "max_loss"]
     value: float
+    unrounded: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:

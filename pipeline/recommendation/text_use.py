@@ -71,9 +71,9 @@ def choose_text_use(text: Text, tokenizer: PreTrainedTokenizerBase, longest: int
             f"calibration needs about {needed:,}; give more text"
         )
     length = chosen[0]
-    wanted = max(SAMPLES, TOKENS_PER_CHANNEL * channels // length)
+    most = max(SAMPLES, TOKENS_PER_CHANNEL * channels // length)
     windows = available // length
-    return TextUse(end, length, min(wanted, max(LEAST_SAMPLES, windows * HELD_OUT // (HELD_OUT + 1))), available)
+    return TextUse(end, length, min(most, max(LEAST_SAMPLES, windows * HELD_OUT // (HELD_OUT + 1))), available)
 
 
 def shortened(use: TextUse, length: int) -> TextUse:

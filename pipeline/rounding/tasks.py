@@ -103,13 +103,16 @@ def _check_ends(quantize: Quantize, geometry: Geometry) -> None:
         )
 
 
+def unfit_inputs(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]:
+    """Return each role and the width of its dense input where no group of scales fits, without repetition."""
+    group = quantize.group
+    widths = _odd_widths(quantize, geometry)
+    return [(role, width) for role, width in widths if group and math.gcd(width, group) < LEAST_GROUP]
+
+
 def _check_groups(quantize: Quantize, geometry: Geometry) -> None:
     group = quantize.group
-    faults = [
-        f"{role} reads {width} numbers"
-        for role, width in _odd_widths(quantize, geometry)
-        if group and math.gcd(width, group) < LEAST_GROUP
-    ]
+    faults = [f"{role} reads {width} numbers" for role, width in unfit_inputs(quantize, geometry)]
     if faults:
         raise InputError(
             f"quantize.group: {group} has less than {LEAST_GROUP} in common with what is read: {', '.join(faults)}; "

@@ -62,6 +62,12 @@ def test_goals(goal: tuple[str, ...], budget: str, expected: str, init: Init, ll
     assert ("with compressed-tensors" in printed["engines"][0]) == ("--bytes" in goal)
 
 
+def test_widths_that_no_group_fits_stay_unrounded(init: Init, text: Path, tmp_path: Path) -> None:
+    odd = factories.make_model(tmp_path / "odd", intermediate_size=84)
+    assert init(odd, "--text", text, "--bytes", "0.4").code == 0
+    assert "quantize: {bits: auto, skip: [down]}" in Path("job.yaml").read_text()
+
+
 def test_an_existing_file_is_overwritten_by_force_alone(init: Init, llama: Path, text: Path) -> None:
     Path("job.yaml").write_text("mine")
     refused = init(llama, "--text", text)

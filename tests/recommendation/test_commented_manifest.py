@@ -22,7 +22,9 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("goal", [Goal("keep", 0.7), Goal("bytes", 0.25), Goal("max_loss", 0.02)])
+@pytest.mark.parametrize(
+    "goal", [Goal("keep", 0.7), Goal("bytes", 0.25), Goal("bytes", 0.3, ("down", "o")), Goal("max_loss", 0.02)]
+)
 def test_what_is_written_is_read(goal: Goal, name: str) -> None:
     places = Places(name, [name, "second.txt"], f"out/{name}", f"out/{name}.run")
     text = commented_manifest(f"init {name}\n--force", places, goal, SETTINGS)
@@ -40,4 +42,5 @@ def test_what_is_written_is_read(goal: Goal, name: str) -> None:
     assert manifest.budget is not None
     assert getattr(manifest.budget, goal.field) == goal.value
     assert (manifest.quantize is not None) == (goal.field == "bytes")
+    assert manifest.quantize is None or manifest.quantize.skip == goal.unrounded
     assert manifest.methods[0].model_dump()["correct"] == ("output" if goal.corrected else "none")
