@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COUNTED_TOKENS = 1 << 20  # a text with as many has enough for every setting below
-EVALUATION_SHARE = 0.1
+EVALUATION_SHARE = 0.2  # so much of a short text that its loss is no accident
 EVALUATION_TOKENS = 65_536  # at most
 TEXT_BYTES_PER_TOKEN = 4  # roughly, of a text that is too long to be counted
 LONGEST, SHORTEST = 2048, 32
@@ -47,7 +47,7 @@ def choose_text_use(text: Text, tokenizer: PreTrainedTokenizerBase, longest: int
     """Choose the use of a text by its tokens. `longest`: the model's longest sequence. `channels`: of its widest MLP.
 
     The longest samples are chosen of which the text has 64, and so many samples as give each channel eight tokens, at
-    least 256. A tenth of the text, at most 65,536 tokens, is left for the evaluation.
+    least 256. A fifth of the text, at most 65,536 tokens, is left for the evaluation.
 
     Raises InputError about the text, also if it is too short.
     """
@@ -67,7 +67,7 @@ def choose_text_use(text: Text, tokenizer: PreTrainedTokenizerBase, longest: int
     if not (chosen := good[:1] or shortest):
         needed = math.ceil(LEAST_SAMPLES * _lengths(longest)[-1] / (1 - EVALUATION_SHARE))
         raise InputError(
-            f"--text {', '.join(text.files or ())}: {total:,} tokens; with a tenth held out for the evaluation, "
+            f"--text {', '.join(text.files or ())}: {total:,} tokens; with a fifth held out for the evaluation, "
             f"calibration needs about {needed:,}; give more text"
         )
     length = chosen[0]

@@ -37,7 +37,7 @@ def test_the_manifest_is_planned_and_run_as_it_is(init: Init, llama: Path, text:
     assert manifest.methods[0].model_dump()["correct"] == "output"
     assert manifest.calibration is not None
     assert manifest.evaluation.perplexity is not None
-    assert manifest.calibration.texts[0][0].end == manifest.evaluation.perplexity.text.begin == 0.9
+    assert manifest.calibration.texts[0][0].end == manifest.evaluation.perplexity.text.begin == 0.8
     assert command("plan", "job.yaml").code == 0
     with without_ray():
         summary = command("run", "job.yaml", "--set", "workers.max=1", "--json").json
@@ -88,7 +88,7 @@ def test_wrong_inputs(init: Init, llama: Path, text: Path, tmp_path: Path) -> No
         ((llama,), "give a model and --text FILE"),
         ((tmp_path / "none", "--text", text), f"{tmp_path / 'none'}"),
         ((llama, "--text", "none.txt"), "text file none.txt: missing"),
-        ((llama, "--text", short), "with a tenth held out for the evaluation, calibration needs about"),
+        ((llama, "--text", short), "with a fifth held out for the evaluation, calibration needs about"),
         ((other, "--text", text), "'bert'"),
         ((llama, "--text", text, "--keep", "80"), "--keep 80: a share above 0"),
         ((llama, "--text", text, "--bytes", "0"), "--bytes 0: a share above 0"),
