@@ -194,9 +194,15 @@ def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
 
 
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
-    """Return the paths of all linear modules of the family's model."""
+    """Return the paths of all linear modules of the family's model, fused ones in place of their parts."""
     paths = [layer.path(role) for layer in geometry.layers for role in (*layer.matrices, *layer.foreign_linears)]
-    return [*paths, config["block"]["head"]]
+    weights = {path + WEIGHT: path for path in paths}
+    for name, parts in fused_tensors(geometry).items():
+        if name.endswith(WEIGHT):
+            weights[name] = name.removesuffix(WEIGHT)
+            for part in parts:
+                weights.pop(part, None)
+    return [*weights.values(), config["block"]["head"]]
 
 
 def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceCheckpoint, Mapping[str, Any]]:

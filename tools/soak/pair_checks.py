@@ -150,12 +150,13 @@ def verify(_: Played) -> Iterator[str]:
 
 
 def exports(played: Played) -> Iterator[str]:
-    """Every export gives the model's logits, or is refused by name, leaves nothing and is not on the card."""
-    offered = set(re.findall(r"--to (\w+)", Path("output/README.md").read_text()))
+    """Every export gives the model's logits, or is refused, leaves nothing and is not on the card."""
+    offered = dict(re.findall(r"--to (\w+)( --multiply-out)?", Path("output/README.md").read_text()))
     expected_BTV = logits_of(_loaded("output"), played.token_ids())
     for target in TARGETS:
         destination = Path(f"exported-{target}")
-        ended = command("export", "output", "--to", target, str(destination), "--json")
+        options = offered.get(target, "").split()
+        ended = command("export", "output", "--to", target, *options, str(destination), "--json")
         if ended.code == 0:
             try:
                 found_BTV = logits_of(_exported(destination, target), played.token_ids())
