@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from manifests.blocks import Block, Listed, Location, Share
+from manifests.blocks import Block, Count, Listed, Location, Share
 
 PARTS = 4  # `samples: auto` chooses a quarter, a half or all
 
@@ -55,7 +55,7 @@ class Gradient(Block):
     the model's loss. That is cheaper, but predicts no loss in nats.
     """
 
-    samples: PositiveInt | None = None
+    samples: Count | None = None
     kind: Literal["model", "local"] = "model"
 
 
@@ -74,12 +74,12 @@ class Calibration(Block):
         Annotated[Text, Tag(TEXT_TAGS[0])] | Annotated[tuple[SharedText, ...], Listed, Tag(TEXT_TAGS[1])],
         Discriminator(lambda text: TEXT_TAGS[isinstance(text, list | tuple)]),
     ]
-    samples: PositiveInt = 256
-    max_samples: PositiveInt | None = None
+    samples: Count = 256
+    max_samples: Count | None = None
     max_minutes: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    sequence_length: Annotated[int, Field(ge=2)] = 2048
-    shards: PositiveInt = 16
-    micro_batch: PositiveInt = 1
+    sequence_length: Annotated[int, Field(ge=2, le=10**9)] = 2048
+    shards: Count = 16
+    micro_batch: Count = 1
     propagate: Literal["compressed", "dense"] = "dense"
     gradient: Gradient = Gradient()
 

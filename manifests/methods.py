@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import Block, Listed, Share
+from manifests.blocks import Block, Count, Listed, Share
 
 WIDE, WIDE_MULTIPLE = 1024, 16  # from this hidden size on, ranks are multiples of 16 by default
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
@@ -21,8 +21,8 @@ class Refine(Block):
     `auto` tries three rates on held-out windows.
     """
 
-    steps: PositiveInt = 200
-    tokens: PositiveInt | Literal["all"] = "all"
+    steps: Count = 200
+    tokens: Count | Literal["all"] = "all"
     learning_rate: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = "auto"
 
     @field_validator("tokens", mode="before")
@@ -51,7 +51,7 @@ class MethodEntry(Block):
 
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
-    rank_multiple: PositiveInt | None = None
+    rank_multiple: Count | None = None
     refine: Refine | None = None
 
     @field_validator("refine", mode="before")
@@ -105,9 +105,9 @@ class MethodEntry(Block):
 class FlatLLMRanks(Block):
     """Fixed ranks, the same in every layer, instead of a budget."""
 
-    value: PositiveInt | None = None
-    mlp: PositiveInt | None = None
-    query_key: PositiveInt | None = None
+    value: Count | None = None
+    mlp: Count | None = None
+    query_key: Count | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -183,8 +183,8 @@ class LoRC(MethodEntry):
 class JointRanks(Block):
     """Fixed ranks, the same in every chosen layer."""
 
-    query_key: PositiveInt | None = None
-    mlp: PositiveInt | None = None
+    query_key: Count | None = None
+    mlp: Count | None = None
 
 
 class JointRankK(MethodEntry):
@@ -230,14 +230,14 @@ class LeSTD(MethodEntry):
 
     method: Literal["lestd"]
     target: Literal["attention", "mlp", "both"] = "attention"
-    ranks: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt] | None, Listed] = None
+    ranks: Annotated[tuple[Count, Count, Count] | None, Listed] = None
     prune: bool = True
     weighting: Literal["none", "input"] = "none"
-    sweeps: PositiveInt = 10
+    sweeps: Count = 10
     tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-6
     allocation: Literal["uniform", "loss"] = "uniform"
     threshold: Literal["layer", "model"] = "layer"
-    refine_sweeps: Annotated[int, Field(ge=0)] = 10
+    refine_sweeps: Annotated[int, Field(ge=0, le=10**9)] = 10
     core: Literal["dense", "csr"] = "dense"
 
     @property
@@ -290,7 +290,7 @@ class LossAware(MethodEntry):
     factors: Literal["pivoted", "plain"] = "pivoted"
     correct: Literal["none", "output"] = "none"
     weighting: Literal["loss", "input"] = "loss"
-    widths: PositiveInt = 8
+    widths: Count = 8
     shapes: Literal["free", "layer", "stock"] = "free"
 
     @property
@@ -396,6 +396,5 @@ class HEAPr(MethodEntry):
         return True
 
 
-AnyMethod = Annotated[
-    OfPaper | LossAware | OfSingularValues | Magnitude | HEAPr | OfExperts, Field(discriminator="method")
-]
+OneMethod = OfPaper | LossAware | OfSingularValues | Magnitude | HEAPr | OfExperts
+AnyMethod = Annotated[OneMethod, Field(discriminator="method")]

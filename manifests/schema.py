@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from manifests.blocks import Block, Listed, Location, Share
+from manifests.blocks import Block, Count, Listed, Location, Share
 from manifests.calibration import Calibration, Text
 from manifests.methods import AnyMethod
 from manifests.quantize import Quantize
@@ -64,7 +64,7 @@ class Budget(Block):
     bytes: Share | None = None
     max_loss: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     scope: Literal["decoder", "model", "experts"] = "decoder"
-    multiple: PositiveInt | None = None
+    multiple: Count | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
@@ -95,11 +95,11 @@ class Workers(Block):
     With `--in-process` the command itself is the only worker, without Ray, and `max` must be 1.
     """
 
-    min: Annotated[PositiveInt, Field(le=100_000)] = 1
-    max: Annotated[PositiveInt, Field(le=100_000)] = 1
-    cpus: Annotated[PositiveInt, Field(le=4096)] = 1
+    min: Annotated[int, Field(ge=1, le=100_000)] = 1
+    max: Annotated[int, Field(ge=1, le=100_000)] = 1
+    cpus: Annotated[int, Field(ge=1, le=4096)] = 1
     gpus: Annotated[float, Field(ge=0.0, le=1024.0, allow_inf_nan=False)] = 0
-    max_failures: PositiveInt = 3
+    max_failures: Count = 3
     start_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 600.0
     activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
     cache_gb: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
@@ -124,7 +124,7 @@ class Resume(Block):
     ten minutes of work. It is chosen when work in a run directory begins, and kept there. docs/plan.md#commits.
     """
 
-    every: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    every: Count | Literal["auto"] = 1
 
     @field_validator("every", mode="before")
     @classmethod

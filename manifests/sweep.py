@@ -13,9 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, StringConstraints, ValidationError, field_validator
+from pydantic import Field, StringConstraints, ValidationError, field_validator
 
-from manifests.blocks import Block, Listed, Location, Share
+from manifests.blocks import Block, Count, Listed, Location, Share
 from manifests.calibration import Calibration
 from manifests.errors import InputError
 from manifests.loading import decode_resolved, describe_faults, expand_environment, read_document
@@ -72,7 +72,7 @@ class Sweep(Block):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     keep: Annotated[tuple[Share, ...], Listed] = ()
     scope: Literal["decoder", "model", "experts"] = "decoder"
-    multiple: PositiveInt | None = None
+    multiple: Count | None = None
     calibration: Calibration | None = None
     points: Annotated[tuple[Points, ...], Listed]
     workers: Workers = Workers()

@@ -7,6 +7,7 @@ outlive the worker and are lost only with their node.
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from manifests.importing import quick_imports
 from manifests.packages import prepare_process
 
-# A worker's process imports this module before an actor's constructor has called `prepare_process`. Modules that import
-# `lamina` are therefore imported in functions.
+# A worker's process imports this module, and unpickles what an actor's constructor takes, before the constructor has
+# called `prepare_process`. Modules that import `lamina` are therefore imported in functions.
 with quick_imports():
     import ray
     import torch
@@ -24,17 +25,15 @@ with quick_imports():
     from torch import Tensor
 
     from manifests.errors import LostInputError
-    from pipeline.units.units import Unit
-    from workers.config import WorkerConfig
     from workers.device_settings import settle_device
     from workers.memory import map_large_tensors
-    from workers.metrics import WorkerMeters, run_name
-    from workers.outcomes import do_unit
     from workers.tensor_transfer import Handle, Packed, TensorTransfer, pack, unpack
 
 if TYPE_CHECKING:
     from pipeline.cost_model.probe import ProbedShape
     from pipeline.cost_model.rates import Rates
+    from pipeline.units.units import Unit
+    from workers.config import WorkerConfig
 
 
 class _Outbox(threading.local):
@@ -77,11 +76,14 @@ class WorkerActor:
 
     run = "none yet"
 
-    def __init__(self, setup: WorkerConfig) -> None:
+    def __init__(self, pickled_setup: bytes) -> None:
+        """`pickled_setup`: a pickled WorkerConfig."""
         prepare_process()
         with quick_imports():
+            from workers.metrics import WorkerMeters, run_name
             from workers.worker import Worker
 
+        setup: WorkerConfig = pickle.loads(pickled_setup)
         map_large_tensors()
         settle_device(setup.gpu_share)
         torch.set_num_threads(setup.threads)
@@ -111,6 +113,8 @@ class WorkerActor:
 
     def execute(self, unit: Unit) -> Any:
         """Run one unit. Return its Outcome, followed by `unit.handles` packed tensors if there are any."""
+        from workers.outcomes import do_unit
+
         outcome = do_unit(self.worker, unit)
         with self.metering:
             self.meters.unit_done(unit, outcome)

@@ -7,6 +7,7 @@ started: at once, or after a pause if its node was short of memory (`workers.mem
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections import Counter, deque
@@ -97,7 +98,7 @@ class RayPool(UnitAccounts):
         super().__init__()
         self.watch = watch_ray(note)
         self.watch.check()  # without Ray, `ray.put` would end the process
-        self.setup = ray.put(setup)
+        self.pickled_setup = ray.put(pickle.dumps(setup))
         self.stop = stop
         self.note = note
         self.waiting: deque[Unit] = deque()
@@ -204,7 +205,7 @@ class RayPool(UnitAccounts):
     # -- members -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> _Member:
-        actor = self.actor_class.remote(self.setup)
+        actor = self.actor_class.remote(self.pickled_setup)
         return _Member(actor, actor.ready.remote())
 
     def _ready(self) -> list[_Member]:

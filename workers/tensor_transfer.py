@@ -6,13 +6,15 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from manifests.errors import LostInputError
-from pipeline.units.units import Unit
+
+if TYPE_CHECKING:
+    from pipeline.units.units import Unit
 
 Packed = dict[str, tuple[str, Any]]
 

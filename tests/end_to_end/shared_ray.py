@@ -11,7 +11,6 @@ from typing import Any
 import ray
 
 from workers.actor import BESIDE, WorkerActor
-from workers.config import WorkerConfig
 from workers.pool import RayPool, _Member
 
 SECONDS = 20.0
@@ -23,9 +22,9 @@ class KeptActor(WorkerActor):
     def __init__(self) -> None:
         """Nothing yet: `begin` makes the worker."""
 
-    def begin(self, setup: WorkerConfig) -> dict[str, Any]:
+    def begin(self, pickled_setup: bytes) -> dict[str, Any]:
         """What `WorkerActor.__init__` does."""
-        super().__init__(setup)
+        super().__init__(pickled_setup)
         return self.ready()
 
 
@@ -38,7 +37,7 @@ class KeptPool(RayPool):
         beside: Any = ray.remote(concurrency_groups=BESIDE)
         actor_class = beside(KeptActor)
         actor = self.idle.pop() if self.idle else actor_class.options(num_cpus=1).remote()
-        return _Member(actor, actor.begin.remote(self.setup))
+        return _Member(actor, actor.begin.remote(self.pickled_setup))
 
     def close(self) -> None:
         """Keeps the actors that live and have nothing more to do."""

@@ -137,7 +137,7 @@ def test_the_roles_of_a_layer_are_those_of_its_experts() -> None:
     mixture = standard_config(factories.make_config("qwen2_moe").to_dict())["mixture"]
     dense = {"input_norm": "n", "q": "a.q", "gate": "mlp.g", "up": "mlp.u", "down": "mlp.d"}
     assert layer_modules(dense, mixture, None) == dense
-    paths = layer_modules(dense, mixture, 1)
+    paths = layer_modules(dense, mixture, mixture_of(mixture, 1))
     assert [*paths][:4] == ["input_norm", "q", "router", "experts.0.gate"]
     assert paths["experts.5.down"] == "mlp.experts.5.down_proj"
     assert paths["shared.up"] == "mlp.shared_expert.up_proj"

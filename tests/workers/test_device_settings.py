@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -65,7 +66,7 @@ def test_a_worker_settles_its_device_before_anything_else(monkeypatch: pytest.Mo
     monkeypatch.setattr(actor, "map_large_tensors", lambda: None)
     monkeypatch.setattr(actor, "settle_device", called.append)
     monkeypatch.setattr("workers.worker.Worker", lambda *_: called.append("worker"))
-    monkeypatch.setattr(actor, "WorkerMeters", lambda *_: None)
-    monkeypatch.setattr(actor, "run_name", lambda _: "run")
-    actor.WorkerActor(SimpleNamespace(gpu_share=0.5, threads=torch.get_num_threads()))  # type: ignore[arg-type]
+    monkeypatch.setattr("workers.metrics.WorkerMeters", lambda *_: None)
+    monkeypatch.setattr("workers.metrics.run_name", lambda _: "run")
+    actor.WorkerActor(pickle.dumps(SimpleNamespace(gpu_share=0.5, threads=torch.get_num_threads())))
     assert called == [0.5, "worker"]
