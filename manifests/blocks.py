@@ -32,7 +32,7 @@ def _no_percentage(share: Any) -> Any:
 
 Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False), BeforeValidator(_no_percentage)]
 Location = Annotated[str, AfterValidator(_without_control_characters)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
+Count = Annotated[int, Field(gt=0, le=10**9)]
 Listed = Field(strict=False)  # YAML has lists only; strict tuples refuse them
 
 

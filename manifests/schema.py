@@ -95,9 +95,9 @@ class Workers(Block):
     With `--in-process` the command itself is the only worker, without Ray, and `max` must be 1.
     """
 
-    min: Annotated[int, Field(ge=1, le=100_000)] = 1
-    max: Annotated[int, Field(ge=1, le=100_000)] = 1
-    cpus: Annotated[int, Field(ge=1, le=4096)] = 1
+    min: Annotated[int, Field(gt=0, le=100_000)] = 1
+    max: Annotated[int, Field(gt=0, le=100_000)] = 1
+    cpus: Annotated[int, Field(gt=0, le=4096)] = 1
     gpus: Annotated[float, Field(ge=0.0, le=1024.0, allow_inf_nan=False)] = 0
     max_failures: Count = 3
     start_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 600.0
