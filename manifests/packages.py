@@ -44,8 +44,12 @@ def install_advice(extra: str) -> str:
 def version_fault() -> str | None:
     """Return why the package `lamina` may be of another version, or None.
 
-    Both distributions hold it. Where both are installed, the files are those of the one that was installed last.
+    Both distributions hold it. Where both are installed, the files are those of the one that was installed last. The
+    `lamina` of a checkout is of its version.
     """
+    spec = importlib.util.find_spec("lamina")
+    if spec is not None and spec.origin and Path(spec.origin).resolve().is_relative_to(SERVING):
+        return None
     try:
         served = version(SERVING_DISTRIBUTION)
     except PackageNotFoundError:

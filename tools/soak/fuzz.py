@@ -31,6 +31,7 @@ from tools.soak.sandbox import GROWTH_BYTES, Ended, run_commands, snapshot
 from tools.soak.world import INDEX, STOPS, VERIFY, Case, World, make_world
 
 MAY_CHANGE = ("run", "output")
+AMX_ANSWER = "added tmp/lamina-amx-"  # `manifests.processor`, on processors that promise AMX
 SHOWN = 700
 KINDS = {**input_cases.KINDS, **stored_cases.KINDS}
 COLUMNS = ("cases", "0", "1", "2", "75", "failed")
@@ -56,7 +57,8 @@ def judge(world: World, kind: str, number: int, seed: int) -> Verdict:
     elsewhere = case.elsewhere or kind in ("manifest", "options")  # these name other places
     for end in ended:
         verdict.faults += _faults(end, kind, elsewhere)
-    verdict.faults += [change for change in changed if not elsewhere or not change.startswith(("added", "changed tmp"))]
+    allowed = ("added", "changed tmp") if elsewhere else (AMX_ANSWER,)
+    verdict.faults += [change for change in changed if not change.startswith(allowed)]
     if (world.work / "pwned").exists():
         verdict.faults.append("code of the checkpoint was run")
     if not verdict.faults:
