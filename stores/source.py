@@ -101,6 +101,13 @@ class SourceCheckpoint:
         raise_faults(f"{self.place}: config.json and weights do not fit together", sorted(faults))
         return replace(self, tensors=tensors)
 
+    def renamed(self, names: Mapping[str, str]) -> SourceCheckpoint:
+        """Return the checkpoint with tensors under other names: stored name -> name. Raises InputError if two meet."""
+        tensors = {names[name]: replace(record, name=names[name]) for name, record in self.tensors.items()}
+        met = [name for name, other in names.items() if tensors[other] != replace(self.tensors[name], name=other)]
+        raise_faults(f"{self.place}: tensors of one module, twice", sorted(met))
+        return replace(self, tensors=tensors)
+
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the tensors on the CPU, each in its own memory, in the order of `names`; reads by file and offset.
 

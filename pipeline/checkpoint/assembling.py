@@ -31,6 +31,7 @@ from pipeline.checkpoint.model_card import model_card
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
 from pipeline.families.registry import checkpoint_config
+from pipeline.families.wrapper import is_tower
 from pipeline.inputs.checkpoints import linear_modules
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
@@ -193,7 +194,8 @@ class Assembler:
     def _unused(self, config: Mapping[str, Any]) -> list[str]:
         """Return the source's tensors that its model does not use, so that loading accepts them."""
         used = {*self.inputs.geometry.expected_tensors(), f"{config['block']['head']}.weight"}
-        return sorted(self.inputs.source.tensors.keys() - used)
+        unused = self.inputs.source.tensors.keys() - used
+        return sorted(name for name in unused if not (config.get("wrapper") and is_tower(name)))
 
     def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, ShardRecord]) -> dict[str, Any]:
         geometry, forms = self.inputs.geometry, self._forms()

@@ -39,6 +39,7 @@ from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import geometry_of
+from pipeline.families.wrapper import is_tower
 from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.rounding.schemes import (
@@ -93,7 +94,8 @@ def _write(
     one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" and not is_mixture(config) else None
     stock_experts = min(expert_widths(LayersConfig(**config))) if target == "stock" and is_mixture(config) else None
     reader = cpu_reader(checkpoint, config, torch.float64)
-    total, numbers = geometry.num_layers + 1, 0
+    towers = [name for name in checkpoint.tensors if config.get("wrapper") and is_tower(name)]
+    total, numbers = geometry.num_layers + 1 + bool(towers), 0
     stored = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
     nf4 = is_nf4(config) and not multiply_out
     packed = {path: scheme for path, scheme in stored.items() if nf4 or not scheme.has_table}
@@ -122,14 +124,19 @@ def _write(
         weight_map |= dict.fromkeys(tensors, file)
         numbers += sum(tensor.numel() for tensor in tensors.values())
         say(f"layer {layer.index} written")
+    if towers:
+        file = shard_name(total, total)
+        copy_shard(storage, file, checkpoint, towers)
+        weight_map |= dict.fromkeys(towers, file)
     outer = [name for name, _ in geometry.outer]
-    file = shard_name(total, total)
+    file = shard_name(geometry.num_layers + 1, total)
     if all(name in checkpoint.tensors for name in outer):
         copy_shard(storage, file, checkpoint, outer)
     else:  # an embedding or a head is rounded; few engines read codes outside of layers
         write_shard(storage, file, {name: tensor.to(dtype_of(name)) for name, tensor in reader.outer(*outer).items()})
     weight_map |= dict.fromkeys(outer, file)
     numbers += sum(math.prod(shape) for _, shape in geometry.outer)
+    numbers += sum(math.prod(checkpoint.tensors[name].shape) for name in towers)
     copy_companions(storage, checkpoint.storage, _has_source_code(checkpoint.storage), OUR_FILES)
     if rounded:
         linears = _linear_modules(config, geometry)

@@ -198,6 +198,10 @@ def _mixture(described: LayersConfig) -> str | None:
     return "mixtures of experts" if is_mixture({"mixture": described.mixture}) else None
 
 
+def _wrapper(described: LayersConfig) -> str | None:
+    return f"the towers of a {described.wrapper['model_type']} model" if described.wrapper else None
+
+
 def _foreign(described: LayersConfig) -> str | None:
     return f"attention of {described.foreign['model_type']}" if described.foreign else None
 
@@ -225,6 +229,7 @@ FIELDS: Mapping[str, Rule] = {
     "dtype": _dtype,
     "source_dtypes": _in_file,
     "foreign": _foreign,
+    "wrapper": _wrapper,
     "level_tables": _in_file,  # multiplied out, see `export_faults`
     "block": _in_file,  # see BLOCK
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _harmless),  # the vocabulary is left out

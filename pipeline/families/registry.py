@@ -55,6 +55,7 @@ from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
 from pipeline.families.foreign import ForeignBlock
 from pipeline.families.mixture import ROUTING_FIELDS
 from pipeline.families.rotation import rope_parameters
+from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
@@ -117,6 +118,8 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: unsupported `model_type`, a value of the wrong type, or an unsupported variant of the family.
     """
+    if is_wrapper(config):
+        return inside_wrapper(standard_config(text_config(config)), config)
     family, source = _load(config)
     standard = {name: getattr(source, name) for name in COPIED_FIELDS}
     for name in RENAMED_FIELDS:
@@ -272,6 +275,7 @@ def activation_of(block: MLPBlock) -> Callable[[Tensor], Tensor]:
 
 def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, Any]:
     """Return the config.json of a compressed checkpoint: the standard config with the forms of every layer."""
+    whole = {"AutoModelForImageTextToText": "wrapper_lamina.LaminaForImageTextToText"}
     return {
         **standard,
         "model_type": "lamina",
@@ -280,6 +284,7 @@ def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, 
             "AutoConfig": "configuration_lamina.LaminaConfig",
             "AutoModel": "modeling_lamina.LaminaModel",
             "AutoModelForCausalLM": "modeling_lamina.LaminaForCausalLM",
+            **(whole if standard.get("wrapper") else {}),
         },
         "forms": [dict(layer) for layer in forms],
         "dtype": dtype,
@@ -290,7 +295,8 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     model_type = config.get("model_type")
     family = FAMILIES.get(SAME_AS.get(model_type, model_type)) if isinstance(model_type, str) else None
     if family is None:
-        raise InputError(f"config.json: model_type {model_type!r} is not supported; supported: {supported_families()}")
+        supported = f"supported: {supported_families()}{wrapper_fault(config)}"
+        raise InputError(f"config.json: model_type {model_type!r} is not supported; {supported}")
     # A copy, as transformers fills in missing values in place. `_layer_sizes` reads the sizes of single layers.
     fields = copy.deepcopy({name: value for name, value in config.items() if name not in ("model_type", BY_LAYER)})
     for name in ("num_hidden_layers", "n_layer"):

@@ -10,6 +10,7 @@ import transformers
 from manifests.errors import InputError
 from pipeline.families.config_fields import PRETRAINED_LENGTH, listed_fields, standard_fields, window_switches
 from pipeline.families.registry import FAMILIES, standard_config
+from pipeline.families.wrapper import towers, wrapped_config
 
 SLIDING = "sliding_attention"
 
@@ -48,8 +49,11 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     modeling_auto: Any = transformers.models.auto.modeling_auto
     config = {**transformers.AutoConfig.for_model(kind, **fields).to_dict(), "dtype": dtype}
     config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    if standard.get("wrapper"):
+        config = wrapped_config(standard["wrapper"], config)
     back = standard_config(config)
-    lost = [name for name in back if name != "forms" and back[name] != standard[name]]
+    lost = [name for name in back if name not in ("forms", "wrapper") and back[name] != standard[name]]
+    lost += ["wrapper"] if towers(back) != towers(standard) else []
     if lost:
         faults = [f"{name}: {standard[name]!r} would be read as {back[name]!r}" for name in lost]
         raise InputError(f"no {kind} config says this:\n  " + "\n  ".join(faults))

@@ -14,6 +14,8 @@ from lamina.rotary_lamina import make_rotary
 from manifests.errors import InputError
 from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import FAMILIES, geometry_of, standard_config
+from pipeline.families.wrapper import architecture, is_wrapper, module_names
+from pipeline.inputs.towers import check_towers
 from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
 
 CAUSAL_SUFFIX = "ForCausalLM"
@@ -38,7 +40,11 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     where = opened.storage.at(CONFIG_FILE)
     refuse_other_models(opened.config, where)
     config = standard_config(opened.config)
+    _refuse_other_heads(opened.config, where)
     check_buildable(config, where)
+    if is_wrapper(opened.config):
+        opened = opened.renamed(module_names(opened.tensors))
+        check_towers(opened, opened.config)
     opened = opened.with_rows_apart(fused_tensors(geometry_of(config)))
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
     source.require(geometry_of(config).expected_tensors())
@@ -46,7 +52,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
 
 
 def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
-    """Raises InputError for a model with a fitting config that is no dense model with a language-modelling head."""
+    """Raises InputError for a checkpoint of Lamina's, and for quantised weights."""
     if config.get("model_type") == "lamina":
         raise InputError(
             f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; "
@@ -61,11 +67,16 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
             f"{where}: quantization_config: the weights are quantised ({kind}); give the model as it was before, "
             "in float32, bfloat16 or float16"
         )
+
+
+def _refuse_other_heads(config: Mapping[str, Any], where: str) -> None:
+    """Raises InputError for a model of a known family without a language-modelling head."""
     architectures = config.get("architectures") or []
-    if isinstance(architectures, list) and architectures and not any(map(_is_causal, architectures)):
+    suffix = architecture(config["model_type"]) if is_wrapper(config) else CAUSAL_SUFFIX
+    if isinstance(architectures, list) and architectures and not any(str(n).endswith(suffix) for n in architectures):
         raise InputError(
             f"{where}: architectures: {', '.join(map(str, architectures))}: no causal language model; "
-            f"supported are those whose name ends in {CAUSAL_SUFFIX}"
+            f"supported are those whose name ends in {suffix}"
         )
 
 
@@ -108,7 +119,3 @@ def check_buildable(config: Mapping[str, Any], where: str) -> None:
         make_rotary(described, torch.device("cpu"))
     except Exception as error:  # transformers checks little of rope_parameters, and only warns
         raise InputError(f"{where}: no layer can be built by it: {type(error).__name__}: {error}") from error
-
-
-def _is_causal(architecture: Any) -> bool:
-    return isinstance(architecture, str) and architecture.endswith(CAUSAL_SUFFIX)

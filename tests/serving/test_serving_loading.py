@@ -32,9 +32,10 @@ def copy_modelling_files(folder: Path) -> None:
 def test_the_modelling_files_are_what_transformers_copies() -> None:
     """From either file that `auto_map` names, by the function with which transformers finds what to copy."""
     package = Path(lamina.__file__).parent
-    modelling = package / "modeling_lamina.py"
+    modelling, whole = package / "modeling_lamina.py", package / "wrapper_lamina.py"
     needed = {Path(path) for path in get_relative_import_files(modelling)}
-    assert {path.name for path in (modelling, *needed)} == {*MODELLING_FILES}
+    assert {path.name for path in (modelling, whole, *needed)} == {*MODELLING_FILES}
+    assert {*map(Path, get_relative_import_files(whole))} == {modelling, *needed}
     assert needed >= {Path(path) for path in get_relative_import_files(package / "configuration_lamina.py")}
 
 
@@ -155,7 +156,7 @@ def test_saved_again_it_is_the_same_checkpoint(checkpoints: Path, tmp_path: Path
         before, after = (load_file(root / name / "model.safetensors") for root in (checkpoints, tmp_path))
         assert before.keys() == after.keys()  # tied embeddings once
         assert all(torch.equal(before[key], after[key]) for key in before)
-        for modelling_file in MODELLING_FILES:
+        for modelling_file in {*MODELLING_FILES} - {"wrapper_lamina.py"}:  # the decoder alone is saved
             assert (tmp_path / name / modelling_file).read_bytes() == modelling_source(modelling_file)
         mine, again = (json.loads((root / name / "config.json").read_text()) for root in (checkpoints, tmp_path))
         assert again["block"] == BLOCK_DEFAULTS | mine["block"]

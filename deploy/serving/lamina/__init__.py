@@ -18,11 +18,13 @@ from lamina.configuration_lamina import LaminaConfig, LayersConfig
 
 if TYPE_CHECKING:
     from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel
+    from lamina.wrapper_lamina import LaminaForImageTextToText
 
 __all__ = [
     "MODELLING_FILES",
     "LaminaConfig",
     "LaminaForCausalLM",
+    "LaminaForImageTextToText",
     "LaminaModel",
     "LayersConfig",
     "modelling_source",
@@ -53,6 +55,7 @@ MODELLING_FILES = (
     "rotary_lamina.py",
     "tucker_lamina.py",
     "vllm_lamina.py",
+    "wrapper_lamina.py",
 )
 
 
@@ -98,12 +101,14 @@ class _AutoConfigs(MetaPathFinder):
 
 def _register_models() -> None:
     """Register the models: the Auto classes look for a model only after they have its config."""
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel
+    from lamina.wrapper_lamina import LaminaForImageTextToText
 
     AutoModel.register(LaminaConfig, LaminaModel, exist_ok=True)
     AutoModelForCausalLM.register(LaminaConfig, LaminaForCausalLM, exist_ok=True)
+    AutoModelForImageTextToText.register(LaminaConfig, LaminaForImageTextToText, exist_ok=True)
 
 
 def __getattr__(name: str) -> Any:
@@ -111,6 +116,10 @@ def __getattr__(name: str) -> Any:
         from lamina import modeling_lamina
 
         return getattr(modeling_lamina, name)
+    if name == "LaminaForImageTextToText":
+        from lamina import wrapper_lamina
+
+        return wrapper_lamina.LaminaForImageTextToText
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -76,6 +76,7 @@ class LayersConfig(PreTrainedConfig):
         mixture: null, or the mixtures of experts of the layers, see `mixture_lamina`.
         core_format: layout in memory of Tucker cores that are stored sparse, "dense" or "csr". Each loading may choose.
         unused_tensors: stored tensors of the source that the model does not use.
+        wrapper: config.json of the multimodal model that the layers are the text decoder of, see `wrapper_lamina`.
         foreign: fields of the source's config that attention which transformers provides reads, see `foreign_lamina`.
         level_tables: modules whose codes stand for levels in a table, by path: `bits`, `group`, and the kind of levels.
         source_dtypes: dtypes of the source's factored tensors, by name, where they are not `dtype`; exports use them.
@@ -114,6 +115,7 @@ class LayersConfig(PreTrainedConfig):
     layer_sizes: list[dict[str, int]] = field(default_factory=list)
     mixture: dict[str, Any] | None = None
     unused_tensors: list[str] = field(default_factory=list)
+    wrapper: dict[str, Any] = field(default_factory=dict)
     foreign: dict[str, Any] = field(default_factory=dict)
     source_dtypes: dict[str, str] = field(default_factory=dict)
     level_tables: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -274,7 +276,7 @@ def _check_types(config: LayersConfig) -> None:
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
             raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
-    dicts = ("block", "foreign", "level_tables", "source_dtypes")
+    dicts = ("block", "foreign", "level_tables", "source_dtypes", "wrapper")
     for name, kind in {**dict.fromkeys(dicts, dict), **dict.fromkeys(LISTS, list)}.items():
         if not isinstance(value := getattr(config, name), kind | None):
             raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")

@@ -12,14 +12,16 @@ width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
 The files beside this one: configuration_lamina, block_lamina (the block and the sizes of a layer), activation_lamina,
 form_lamina and forms_lamina (how projections are stored), factored_lamina and tucker_lamina (the modules of factored
-projections), conversion_lamina (names and shapes of stored factors), decoder_layer_lamina (norm, attention and MLP over
-whole sequences), layers_lamina (the same in transformers: caches, attention functions), levels_lamina (weights as codes
-and a table), rotary_lamina, latent_attention_lamina (cached latents, in blocks), norms_lamina, attention_lamina (whole
-sequences, soft caps), vllm_lamina (its limits), processor_lamina (the dtype of products on a CPU), inputs_lamina
-(positions and masks), checking_lamina (checks of a checkpoint's files).
+projections), conversion_lamina (names and shapes of stored factors), decoder_layer_lamina (norm, attention and MLP
+over whole sequences), layers_lamina (the same in transformers: caches, attention functions), levels_lamina (weights
+as codes and a table), rotary_lamina, latent_attention_lamina (cached latents, in blocks), norms_lamina,
+attention_lamina (whole sequences, soft caps), wrapper_lamina (the decoder inside of a multimodal model), vllm_lamina
+(its limits), processor_lamina (the dtype of products on a CPU), inputs_lamina (positions and masks), checking_lamina
+(checks of a checkpoint's files).
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,32 +72,8 @@ class LaminaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, but refuse a checkpoint that is not whole, or not of this model.
-
-        Raises ValueError if tensors are missing or of other shapes, which transformers would fill at random (other
-        shapes are allowed by `ignore_mismatched_sizes`), if there are unknown tensors, and if the files of a folder are
-        damaged or not those of its `compression.json`. Raises ImportError if compressed-tensors is too old for the
-        weights' bits.
-        """
-        path, with_report = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
-        if path is not None and Path(path).is_dir():
-            check_checkpoint(Path(path, kwargs.get("subfolder", "")))
-        mismatched = kwargs.pop("ignore_mismatched_sizes", False)
-        options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        loaded: Any = super().from_pretrained(path, *args, **options)
-        model, report = loaded
-        faults = _faults({**report, "mismatched_keys": () if mismatched else report["mismatched_keys"]}, model)
-        if faults:
-            raise ValueError(
-                f"{path} is not of the model that its config.json describes: {'; '.join(faults)}. "
-                "A shard may be missing, or the files are of different checkpoints; copy it again."
-            )
-        if quantization := getattr(model.config, "quantization_config", None):
-            check_reader(quantization if isinstance(quantization, dict) else quantization.to_dict())
-        for module in model.modules():
-            if (check := getattr(module, "check_stored", None)) is not None:
-                check()
-        return (model, report) if with_report else model
+        """Load as `load_whole` does."""
+        return load_whole(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -105,13 +83,43 @@ class LaminaPreTrainedModel(PreTrainedModel):
             initialise_(self.config.initializer_range)
 
 
+def load_whole(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load as transformers does, but refuse a checkpoint that is not whole, or not of this model.
+
+    `load` is the `from_pretrained` of transformers. Raises ValueError if tensors are missing or of other shapes, which
+    transformers would fill at random (other shapes are allowed by `ignore_mismatched_sizes`), if there are unknown
+    tensors, and if the files of a folder are damaged or not those of its `compression.json`. Raises ImportError if
+    compressed-tensors is too old for the weights' bits.
+    """
+    with_report = kwargs.pop("output_loading_info", False)
+    if path is not None and Path(path).is_dir():
+        check_checkpoint(Path(path, kwargs.get("subfolder", "")))
+    mismatched = kwargs.pop("ignore_mismatched_sizes", False)
+    model, report = load(path, *args, **{**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True})
+    faults = _faults({**report, "mismatched_keys": () if mismatched else report["mismatched_keys"]}, model)
+    if faults:
+        raise ValueError(
+            f"{path} is not of the model that its config.json describes: {'; '.join(faults)}. "
+            "A shard may be missing, or the files are of different checkpoints; copy it again."
+        )
+    if quantization := getattr(model.config, "quantization_config", None):
+        check_reader(quantization if isinstance(quantization, dict) else quantization.to_dict())
+    for module in model.modules():
+        if (check := getattr(module, "check_stored", None)) is not None:
+            check()
+    return (model, report) if with_report else model
+
+
 def _faults(report: dict[str, Any], model: Any) -> list[str]:
     """List the faults in transformers' loading report, by the names of the checkpoint."""
     stored, faults = stored_factors(model), []
     if missing := sorted(stored[name][0] if name in stored else name for name in report["missing_keys"]):
         faults.append(f"it lacks {len(missing)} tensors: {shown(missing)}")
-    head = f"{model.config.block['head']}."  # not of the base model
-    if unknown := sorted(name for name in report["unexpected_keys"] if not name.startswith(head) or model.has_head):
+    unexpected = report["unexpected_keys"]
+    if not getattr(model, "has_head", True):
+        head = f"{model.config.block['head']}."  # not of the base model
+        unexpected = (name for name in unexpected if not name.startswith(head))
+    if unknown := sorted(unexpected):
         faults.append(f"it has {len(unknown)} tensors too many: {shown(unknown)}")
     others = []
     for name, shape, expected in report["mismatched_keys"]:
@@ -154,12 +162,15 @@ def _check_backend(config: LaminaConfig) -> None:
 def unused(config: LaminaConfig) -> list[str]:
     """Return patterns of stored tensors that no model loads.
 
-    These are `unused_tensors`, with or without the name of the base model, and buffers that old checkpoints hold for
-    each layer: causal masks and rotary frequencies.
+    These are `unused_tensors`, with or without the name of the base model, the towers of a multimodal model, and
+    buffers that old checkpoints hold for each layer: causal masks and rotary frequencies.
     """
     path = config.block["foreign"] or attention_path(config.block["modules"])
     attention, base = re.escape(path), config.block["embed"].partition(".")[0]
     others = [rf"^({base}\.)?{re.escape(name.removeprefix(f'{base}.'))}$" for name in config.unused_tensors or ()]
+    if config.wrapper:
+        text = re.escape(in_base(config.block["layers"]).partition(".")[0])
+        others.append(rf"^({base}\.)?(?!{base}\.|{text}\.|{re.escape(config.block['head'])}\.)")
     return [r"\.rotary_emb\.inv_freq$", rf"\.{attention}\.(bias|masked_bias)$", *others]
 
 

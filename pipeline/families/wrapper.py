@@ -1,0 +1,126 @@
+"""Multimodal models: a text decoder of a family that we know, inside a class of transformers with towers for images.
+
+The decoder is compressed. Towers and projectors are copied, and the source's own class runs them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers.configuration_utils import PreTrainedConfig
+
+from manifests.errors import InputError
+
+# Model type of the wrapper -> model types of its text decoder. Listed are those that tests compare with transformers:
+# the wrapper's class must feed embeddings to a decoder at TEXT, and apply nothing to logits.
+WRAPPERS: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    "llava": ("llama", "mistral", "qwen2"),
+    "mistral3": ("mistral",),
+}
+BASE, TEXT, HEAD = "model", "model.language_model", "lm_head"  # modules of the wrapper's class
+OLDER_TEXT, OLDER_HEAD = "language_model.model", "language_model.lm_head"  # their names in most files on the hub
+OF_FILE = ("_name_or_path", "architectures", "dtype", "tie_word_embeddings", "transformers_version")
+FINISHED_BY_TEXT_ALONE = ("logit_scale", "logit_divisor", "logit_softcap")  # what wrappers' classes leave out
+
+
+def is_wrapper(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json describes a multimodal model with a text decoder."""
+    return config.get("model_type") in [*WRAPPERS]
+
+
+def wrapper_fault(config: Mapping[str, Any]) -> str:
+    """Return why a model of an unknown type is not read though it has a text decoder; empty if it has none."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return ""
+    supported = ", ".join(f"{kind} around {' or '.join(texts)}" for kind, texts in WRAPPERS.items())
+    return f"; multimodal models (its text_config is of {text.get('model_type')!r}): {supported}"
+
+
+def whole_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the config that transformers makes of a wrapper's config.json. Raises InputError."""
+    fields = copy.deepcopy({name: value for name, value in config.items() if name != "model_type"})
+    try:
+        return transformers.AutoConfig.for_model(config["model_type"], **fields)
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"config.json: not a valid {config['model_type']} config: {error}") from error
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a wrapper's text decoder as a model of its own.
+
+    The wrapper's class ties embeddings by its own field. Raises InputError for a decoder of an unsupported type.
+    """
+    whole, kind = whole_config(config), config["model_type"]
+    text: dict[str, Any] = whole.get_text_config().to_dict()
+    if text["model_type"] not in WRAPPERS[kind]:
+        raise InputError(
+            f"config.json: text_config: model_type {text['model_type']!r} inside of {kind} is not supported; "
+            f"supported: {', '.join(WRAPPERS[kind])}"
+        )
+    return {**text, "tie_word_embeddings": bool(whole.tie_word_embeddings)}
+
+
+def inside_wrapper(standard: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the standard config of a wrapper's text decoder, by the names of the wrapper's modules.
+
+    `standard`: of the decoder as a model of its own. Raises InputError for fields that the wrapper's class ignores.
+    """
+    block = dict(standard["block"])
+    if ignored := [key for key in FINISHED_BY_TEXT_ALONE if block.get(key) is not None]:
+        raise InputError(
+            f"config.json: text_config: {', '.join(ignored)}: the class of {config['model_type']} does not apply "
+            "what the text model alone applies to logits, which is not supported"
+        )
+    for key in ("embed", "layers", "final_norm"):
+        block[key] = f"{TEXT}.{block[key].partition('.')[2]}"
+    fields = {name: value for name, value in config.items() if name not in OF_FILE}
+    text = json.loads(json.dumps(text_config(config)))
+    return {**standard, "block": {**block, "head": HEAD}, "wrapper": {**fields, "text_config": text}}
+
+
+def towers(standard: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a standard config's wrapper without its text decoder, of which `standard` has every field itself."""
+    return {name: value for name, value in (standard.get("wrapper") or {}).items() if name != "text_config"}
+
+
+def wrapped_config(wrapper: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of the multimodal model around a dense text decoder with the config.json `text`."""
+    own = {name: value for name, value in text.items() if name not in ("architectures", "transformers_version")}
+    tied, dtype = text["tie_word_embeddings"], text["dtype"]
+    whole = {**wrapper, "text_config": own, "tie_word_embeddings": tied, "dtype": dtype}
+    return {**whole, "architectures": [architecture(wrapper["model_type"])]}
+
+
+def architecture(model_type: str) -> str:
+    """Return the name of the wrapper's class in transformers."""
+    modeling_auto: Any = transformers.models.auto.modeling_auto
+    name: str = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]
+    return name
+
+
+def module_names(names: Iterable[str]) -> dict[str, str]:
+    """Map the stored names of a wrapper's tensors to those of its class's modules.
+
+    Older files hold the decoder as a causal model of its own, `language_model.model` and `language_model.lm_head`, and
+    all towers beside it.
+    """
+    return {name: _module_name(name) for name in names}
+
+
+def _module_name(name: str) -> str:
+    for older, path in ((OLDER_TEXT, TEXT), (OLDER_HEAD, HEAD)):
+        if name.startswith(f"{older}."):
+            return path + name.removeprefix(older)
+    return name if name.startswith((f"{BASE}.", f"{HEAD}.")) else f"{BASE}.{name}"
+
+
+def is_tower(name: str) -> bool:
+    """Tell whether a tensor of a wrapper, by its module's name, belongs to a tower or a projector."""
+    return not name.startswith((f"{TEXT}.", f"{HEAD}."))
