@@ -115,7 +115,8 @@ def write_checkpoint(folder: Path, row: str, layers: int, keep: float, stock: bo
 
     config = described(layers, forms_of(row, keep))
     torch.manual_seed(0)
-    model = LaminaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LaminaForCausalLM(config)
+    model = model.to(torch.bfloat16)
     tensors = {name: tensor.contiguous() for name, tensor in stored_state(model).items() if name != "lm_head.weight"}
     content = config.to_dict()
     content |= {"model_type": "lamina", "architectures": ["LaminaForCausalLM"]}
