@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError
+from manifests.parts import Part
 from stores.backend import Ranges
 from stores.storage import Place, open_storage
 
@@ -48,7 +49,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """The location of a tensor: bytes `begin` to `end` of `file`, a name inside the checkpoint."""
+    """The location of a tensor: bytes `begin` to `end` of `file`, a name inside the checkpoint.
+
+    `part`: of a tensor that is not all of these bytes, or not in their order.
+    """
 
     name: str
     dtype: str
@@ -56,11 +60,12 @@ class TensorRecord:
     file: str
     begin: int
     end: int
+    part: Part | None = None
 
     @property
     def num_bytes(self) -> int:
-        """The size in the file."""
-        return self.end - self.begin
+        """The size of the tensor."""
+        return self.end - self.begin if self.part is None else math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:

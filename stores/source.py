@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError, StorageError, reason
+from manifests.parts import Fused
 from manifests.records import SourceFile
 from stores.backend import PIECE_BYTES
 from stores.durable import storage_error
@@ -81,23 +82,21 @@ class SourceCheckpoint:
                 faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
         raise_faults(f"{self.place}: config.json and weights do not fit together", faults)
 
-    def with_rows_apart(self, fused: Mapping[str, Mapping[str, int]]) -> SourceCheckpoint:
-        """Return the checkpoint with parts of tensors in place of whole ones; no bytes are copied.
+    def with_parts(self, fused: Mapping[str, Fused]) -> SourceCheckpoint:
+        """Return the checkpoint with the parts of some tensors in place of these; no bytes are copied.
 
-        `fused`: tensor -> the names of its parts, in order, and their numbers of rows. Names that are missing are
-        skipped. Raises InputError if a tensor has another number of rows.
+        `fused`: by tensor; those that are missing are skipped. Raises InputError if a tensor has another shape.
         """
         tensors, faults = dict(self.tensors), []
         for name in fused.keys() & tensors.keys():
-            whole, parts = tensors.pop(name), fused[name]
-            if not whole.shape or whole.shape[0] != sum(parts.values()):
-                faults.append(f"{name}: shape {list(whole.shape)}, expected {sum(parts.values())} rows")
+            record, (shape, parts) = tensors.pop(name), fused[name]
+            if record.shape != shape:
+                faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
                 continue
-            begin, row_bytes = whole.begin, (whole.end - whole.begin) // whole.shape[0]
-            for part, rows in parts.items():
-                end = begin + rows * row_bytes
-                tensors[part] = replace(whole, name=part, shape=(rows, *whole.shape[1:]), begin=begin, end=end)
-                begin = end
+            for part in parts:
+                begin, end = (record.begin + count * record.torch_dtype.itemsize for count in (part.begin, part.end))
+                place = replace(record, name=part.name, shape=part.shape, begin=begin, end=end)
+                tensors[part.name] = place if part.is_whole_block else replace(place, part=part)
         raise_faults(f"{self.place}: config.json and weights do not fit together", sorted(faults))
         return replace(self, tensors=tensors)
 
@@ -129,6 +128,9 @@ class SourceCheckpoint:
     def copy_bytes(self, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
         """Yield a tensor's bytes as they are in the file, in pieces. Raises as `read` does."""
         record, num_bytes = self._record(name), 0
+        if record.part is not None:
+            yield self.read([name])[name].flatten().view(torch.uint8).numpy().tobytes()
+            return
         with self.storage.reader(record.file) as file:
             self._check_same(record.file, file)
             for piece in file.pieces(record.begin, record.end, piece_bytes):
@@ -375,18 +377,25 @@ def _held_twice(storage: Storage, name: str, first: str, second: str) -> str:
 def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[str, torch.Tensor]:
     """Return tensors of one file, each in its own memory; `records` ascend. Raises StorageError on a short file."""
     # The file is not mapped: its offsets need not be aligned, while torch's allocator aligns to 64 bytes.
-    buffers = [torch.empty(record.num_bytes, dtype=torch.uint8) for record in records]
-    spans = [(record.begin, buffer.numpy().data) for record, buffer in zip(records, buffers, strict=True)]
-    tensors: dict[str, torch.Tensor] = {}
-    for record, buffer, num_bytes in zip(records, buffers, file.read_spans(spans), strict=True):
-        if num_bytes < record.num_bytes:
+    spans = {(record.begin, record.end): record for record in records}  # parts of one block are read together
+    buffers = {span: torch.empty(span[1] - span[0], dtype=torch.uint8) for span in spans}
+    counts = file.read_spans([(begin, buffer.numpy().data) for (begin, _), buffer in buffers.items()])
+    for record, num_bytes in zip(spans.values(), counts, strict=True):
+        if num_bytes < record.end - record.begin:
             raise _short_read(record, num_bytes)
-        tensors[record.name] = buffer.view(record.torch_dtype).reshape(record.shape)
+    tensors: dict[str, torch.Tensor] = {}
+    for record in records:
+        numbers = buffers[record.begin, record.end].view(record.torch_dtype)
+        if record.part is None:
+            tensors[record.name] = numbers.reshape(record.shape)
+        else:
+            part = record.part.within(numbers.reshape(record.part.block))
+            tensors[record.name] = part.clone(memory_format=torch.contiguous_format)
     return tensors
 
 
 def _short_read(record: TensorRecord, num_bytes: int) -> StorageError:
     return StorageError(
-        f"{record.file}: tensor {record.name!r} ends after {num_bytes} of {record.num_bytes} bytes: the file was "
-        "truncated after the job opened it; restore it, then run the same command again"
+        f"{record.file}: tensor {record.name!r} ends after {num_bytes} of {record.end - record.begin} bytes: the file "
+        "was truncated after the job opened it; restore it, then run the same command again"
     )

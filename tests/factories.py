@@ -30,8 +30,12 @@ from transformers import (
     GlmForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -92,6 +96,8 @@ MIXTURES: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
 }
 FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method compresses
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
@@ -157,6 +163,15 @@ EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six expe
     "minimax_m2": {
         "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 16,
+        "layer_types": TYPES, "swiglu_alpha": 1.3, "swiglu_limit": 1.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "granitemoe": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 12,
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 0.5,
     },
     "deepseek_v2": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,

@@ -59,7 +59,9 @@ LAYERS = {  # the longest name that fits a module is its layer
     "stores": Layer(("manifests",)),
     "pipeline.kernels": Layer(only=frozenset({"torch"})),
     "pipeline.ranks": Layer(("manifests",)),
-    "pipeline.families": Layer(("manifests", "lamina.foreign_lamina", "lamina.mixture_lamina")),
+    "pipeline.families": Layer(
+        ("manifests", *(f"lamina.{name}_lamina" for name in ("activation", "block", "foreign", "mixture")))
+    ),
     "pipeline.methods": Layer(("manifests", *_rooms("kernels", "ranks", "families"))),
     "pipeline.rounding": Layer(("manifests", *_rooms("kernels", "ranks", "families", "methods"))),
     "pipeline.units": Layer(("manifests", "pipeline.methods")),

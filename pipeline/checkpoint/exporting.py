@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from lamina import MODELLING_FILES, LayersConfig
 from manifests.errors import InputError, StorageError
+from manifests.parts import Fused, names_of
 from manifests.records import Scheme
 from pipeline.checkpoint.assembling import shard_name
 from pipeline.checkpoint.compression_record import encode_json
@@ -38,7 +38,7 @@ from pipeline.checkpoint.targets import (
 from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.fused import fused_tensors
-from pipeline.families.registry import geometry_of
+from pipeline.families.registry import geometry_of, standard_config
 from pipeline.families.wrapper import is_tower
 from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.source_dtypes import source_dtype
@@ -99,8 +99,9 @@ def _write(
     stored = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
     nf4 = is_nf4(config) and not multiply_out
     packed = {path: scheme for path, scheme in stored.items() if nf4 or not scheme.has_table}
-    if fused := fused_tensors(geometry):  # codes of parts are multiplied out
-        packed = {path: scheme for path, scheme in packed.items() if path + WEIGHT not in {*chain(*fused.values())}}
+    if fused := fused_tensors(geometry_of(standard_config(exported_config))):  # codes of parts are multiplied out
+        parts_of_fused = names_of(fused.values())
+        packed = {path: scheme for path, scheme in packed.items() if path + WEIGHT not in parts_of_fused}
     rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
     for layer in geometry.layers:
@@ -118,7 +119,7 @@ def _write(
                 parts = checkpoint.read(sorted(packed_names(path + WEIGHT)))
                 tensors |= nf4_tensors(path, parts, packed[path].group or 0) if nf4 else parts
                 rounded[path] = packed[path]
-        tensors = fuse_rows(tensors, fused)
+        tensors = fuse(tensors, fused)
         file = shard_name(layer.index + 1, total)
         write_shard(storage, file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
@@ -149,12 +150,17 @@ def _write(
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": storage.at(INDEX_FILE)}
 
 
-def fuse_rows(tensors: Mapping[str, Tensor], fused: Mapping[str, Mapping[str, int]]) -> dict[str, Tensor]:
-    """Put the rows of tensors together that the family's checkpoints hold in one. `fused`: see `fused_tensors`."""
-    whole = {name: parts for name, parts in fused.items() if next(iter(parts)) in tensors}
-    inside = {*chain(*whole.values())}
-    kept = {name: tensor for name, tensor in tensors.items() if name not in inside}
-    return kept | {name: torch.cat([tensors[part] for part in parts]) for name, parts in whole.items()}
+def fuse(tensors: Mapping[str, Tensor], fused: Mapping[str, Fused]) -> dict[str, Tensor]:
+    """Put tensors together that the family's checkpoints hold in one. `fused`: see `fused_tensors`."""
+    wholes = {name: whole for name, whole in fused.items() if whole.parts[0].name in tensors}
+    inside = names_of(wholes.values())
+    together = {name: tensor for name, tensor in tensors.items() if name not in inside}
+    for name, whole in wholes.items():
+        together[name] = tensors[whole.parts[0].name].new_empty(whole.shape)
+        numbers = together[name].flatten()
+        for part in whole.parts:
+            part.within(numbers[part.begin : part.end].view(part.block)).copy_(tensors[part.name])
+    return together
 
 
 def try_destination(folder: Storage) -> None:
@@ -204,11 +210,11 @@ def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
     """Return the paths of all linear modules of the family's model, fused ones in place of their parts."""
     paths = [layer.path(role) for layer in geometry.layers for role in (*layer.matrices, *layer.foreign_linears)]
     weights = {path + WEIGHT: path for path in paths}
-    for name, parts in fused_tensors(geometry).items():
+    for name, whole in fused_tensors(geometry).items():
         if name.endswith(WEIGHT):
             weights[name] = name.removesuffix(WEIGHT)
-            for part in parts:
-                weights.pop(part, None)
+        for part in whole.parts:
+            weights.pop(part.name, None)
     return [*weights.values(), config["block"]["head"]]
 
 

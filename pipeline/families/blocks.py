@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lamina.block_lamina import SINKS
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
 
 STREAM_POINTS = ("mid", "out")
@@ -124,7 +125,10 @@ class Block:
 
 @dataclass(frozen=True)
 class AttentionBlock(Block):
-    """Queries, keys and values, and the output projection; key and value heads may be shared by query heads."""
+    """Queries, keys and values, and the output projection; key and value heads may be shared by query heads.
+
+    `sinks`: each query head has a score without a value, so that the weights of values add up to less than 1.
+    """
 
     reader_group: ClassVar[str] = "query_key_value"
     writer_group: ClassVar[str] = "output"
@@ -134,6 +138,7 @@ class AttentionBlock(Block):
     heads: int
     kv_heads: int
     head_dim: int
+    sinks: bool = False
 
     @property
     def query(self) -> Matrix:
@@ -170,12 +175,15 @@ class AttentionBlock(Block):
 class MLPBlock(Block):
     """One or two matrices that read, an activation, and one that writes: writer(act(reader 0) ⊙ reader 1).
 
+    Clamped channels are another function of both readers.
+
     Attributes:
         width: the number of channels between readers and writer.
         activation: by the name that transformers gives it; it acts on the outputs of the first reader.
         routing: if the block is an expert, the point of the router's weight of each token for it: one number, 0 for
             tokens that other experts serve. The weight multiplies the channels, so that `writer.reads` has p h.
         share: the share of the tokens that the block serves if routing is even; 1 unless it is an expert.
+        clamp: alpha and limit of clamped channels (`lamina.activation_lamina.Channels`).
     """
 
     reader_group: ClassVar[str] = "gate_up"
@@ -187,6 +195,7 @@ class MLPBlock(Block):
     activation: str
     routing: str = ""
     share: float = 1.0
+    clamp: tuple[float, float] | None = None
 
     def numbers(self, width: float) -> float:
         """Count the numbers, biases included, that the block stores with so many channels."""
@@ -214,7 +223,11 @@ class Copied:
 
 
 def mixture_blocks(
-    mixture: Mapping[str, Any], layer: int, hidden: int, activation: str
+    mixture: Mapping[str, Any],
+    layer: int,
+    hidden: int,
+    activation: str,
+    clamp: tuple[float, float] | None = None,
 ) -> tuple[tuple[MLPBlock, ...], tuple[Copied, ...]]:
     """Return the experts of a layer, the shared one last, and its router; nothing for a layer with a dense MLP.
 
@@ -227,12 +240,15 @@ def mixture_blocks(
     experts = []
     for name in expert_blocks(sizes):
         width, inside = sizes.width_of(name), f"{name}.down.in"
-        readers = (Matrix(f"{name}.{role}", width, hidden, False, "mlp.in", inside) for role in ("gate", "up"))
-        writer = Matrix(f"{name}.down", hidden, width, False, inside, "out")
+        bias = mixture["biases"] and name != SHARED
+        readers = (Matrix(f"{name}.{role}", width, hidden, bias, "mlp.in", inside) for role in ("gate", "up"))
+        writer = Matrix(f"{name}.down", hidden, width, bias, inside, "out")
         routing = f"{name}{ROUTING}" if name != SHARED or mixture["shared_gate"] else ""
         share = 1.0 if name == SHARED else sizes.top_k / sizes.experts
-        experts.append(MLPBlock(name, tuple(readers), writer, width, activation, routing, share))
-    copied = [Copied(ROUTER, (("weight", (sizes.experts, hidden)),), "mlp.in")]
+        experts.append(MLPBlock(name, tuple(readers), writer, width, activation, routing, share, clamp))
+    shapes: list[tuple[str, tuple[int, ...]]] = [("weight", (sizes.experts, hidden))]
+    shapes += [("bias", (sizes.experts,))] if mixture["logit_bias"] else []
+    copied = [Copied(ROUTER, tuple(shapes), "mlp.in")]
     if mixture["score_bias"]:
         copied.append(Copied(ROUTER_BIAS, ((mixture["score_bias"].rpartition(".")[2], (sizes.experts,)),)))
     if mixture["shared_gate"] and sizes.shared_width:
@@ -248,7 +264,8 @@ def dense_blocks(
     Args:
         modules: role → module path; without `gate`, the MLP has one reader; without `q`, attention is foreign.
         biased: the roles that have a bias.
-        sizes: `num_attention_heads`, `num_key_value_heads`, `head_dim`, `intermediate_size` and `hidden_act`.
+        sizes: `num_attention_heads`, `num_key_value_heads`, `head_dim`, `intermediate_size`, `hidden_act` and, for
+            clamped channels, `clamp`.
         scaled: outputs are multiplied by a number before they are added to the residual stream.
     """
     heads, kv_heads, head_dim = (sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -273,6 +290,7 @@ def dense_blocks(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        sinks=SINKS in modules,
     )
     mlp = MLPBlock(
         name="mlp",
@@ -280,5 +298,6 @@ def dense_blocks(
         writer=writer("down", width, MLPBlock),
         width=width,
         activation=sizes["hidden_act"],
+        clamp=sizes.get("clamp"),
     )
     return (attention, mlp) if "q" in modules else (mlp,)

@@ -17,10 +17,28 @@ from manifests.errors import InputError
 
 EVERY_LAYER, SPARSE_STEP, FIRST_DENSE = "", "mlp_only_layers", "first_k_dense_replace"
 ROUTING_FIELDS = ("score", "renormalise", "scale", "groups", "top_groups", "group_score")  # of a layer's router
+GATE_UP = ("gate", "up")  # the roles that most fused tensors hold
 ROUTING = {  # of a family without them
     "output_router_logits": "what a call returns",
     "router_aux_loss_coef": "training alone",
 }
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """A tensor that holds matrices or biases of all experts of a layer, expert by expert.
+
+    Attributes:
+        roles: of one expert, whose rows follow one another.
+        part: `weight` or `bias`.
+        transposed: it holds the matrices' columns as rows.
+        interleaved: the rows of the roles alternate.
+    """
+
+    roles: tuple[str, ...]
+    part: str = "weight"
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,8 @@ class MixtureFamily:
         group_methods: the source's field for the choice of experts, its value for a choice that ignores groups, and the
             one for a choice from the best groups; empty where groups always count.
         dense_layers: the source's field that says which layers have a dense MLP; empty where none has.
+        fused: name of a tensor in the source's layer -> what it holds of all experts. Lamina's checkpoints hold the
+            tensors of each expert apart, at the paths of `paths`.
     """
 
     paths: Mapping[str, Any]
@@ -44,6 +64,7 @@ class MixtureFamily:
     fields: Mapping[str, str] = field(default_factory=dict)
     group_methods: tuple[str, ...] = ()
     dense_layers: str = EVERY_LAYER
+    fused: Mapping[str, FusedExperts] = field(default_factory=dict)
 
     @property
     def own_fields(self) -> tuple[str, ...]:

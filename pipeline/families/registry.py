@@ -14,6 +14,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
+from lamina.activation_lamina import Channels
+from lamina.block_lamina import SINKS, clamp_of
 from lamina.mixture_lamina import layer_modules, mixture_of
 from manifests.errors import InputError
 from pipeline.families import (
@@ -26,8 +28,10 @@ from pipeline.families import (
     glm,
     glm4,
     glm4_moe,
+    gpt_oss,
     gptj,
     granite,
+    granitemoe,
     llama,
     minimax_m2,
     mistral,
@@ -43,7 +47,7 @@ from pipeline.families import (
     smollm3,
     starcoder2,
 )
-from pipeline.families.blocks import MLPBlock, dense_blocks, mixture_blocks
+from pipeline.families.blocks import Copied, MLPBlock, dense_blocks, mixture_blocks
 from pipeline.families.config_fields import (
     COPIED_FIELDS,
     RENAMED_FIELDS,
@@ -73,6 +77,8 @@ FAMILIES: dict[str, Family] = {
         deepseek_v3,
         glm4_moe,
         minimax_m2,
+        gpt_oss,
+        granitemoe,
         gemma2,
         gemma3,
         olmo2,
@@ -190,8 +196,10 @@ def _layer_geometry(
 ) -> LayerGeometry:
     block, mixture, hidden = standard["block"], standard.get("mixture"), standard["hidden_size"]
     scaled = block.get("residual_scale") is not None
-    blocks = dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes}, scaled)
-    experts, copied = mixture_blocks(mixture, index, hidden, standard["hidden_act"]) if mixture else ((), ())
+    clamp, heads = clamp_of(block), sizes["num_attention_heads"]
+    blocks = dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes, "clamp": clamp}, scaled)
+    experts, copied = mixture_blocks(mixture, index, hidden, standard["hidden_act"], clamp) if mixture else ((), ())
+    sinks = (Copied(SINKS, ((SINKS, (heads,)),)),) if SINKS in block["modules"] else ()
     return LayerGeometry(
         model_type=standard["source_model_type"],
         index=index,
@@ -203,7 +211,7 @@ def _layer_geometry(
         bits=bits,
         outer=_outer_matrices(standard, index),
         foreign=foreign,
-        copied=(*(foreign.copied if foreign else ()), *copied),
+        copied=(*(foreign.copied if foreign else ()), *sinks, *copied),
         routing=_routing(mixture, index),
     )
 
@@ -267,10 +275,10 @@ def sizes_by_layer(standard: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [common | sizes for sizes in own]
 
 
-def activation_of(block: MLPBlock) -> Callable[[Tensor], Tensor]:
-    """Return the function that acts on the channels of an MLP."""
-    activation: Callable[[Tensor], Tensor] = transformers.activations.ACT2FN[block.activation]
-    return activation
+def channels_of(block: MLPBlock) -> Callable[..., Tensor]:
+    """Return the function from the outputs of an MLP's readers to its channels."""
+    channels: Callable[..., Tensor] = Channels(block.activation, block.clamp)
+    return channels
 
 
 def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, Any]:

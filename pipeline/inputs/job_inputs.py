@@ -55,7 +55,7 @@ class Inputs:
     @property
     def source_bytes(self) -> int:
         """Bytes of all tensors of the source."""
-        return sum(record.end - record.begin for record in self.source.tensors.values())
+        return sum(record.num_bytes for record in self.source.tensors.values())
 
     @cached_property
     def passes(self) -> Passes:

@@ -45,7 +45,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     if is_wrapper(opened.config):
         opened = opened.renamed(module_names(opened.tensors))
         check_towers(opened, opened.config)
-    opened = opened.with_rows_apart(fused_tensors(geometry_of(config)))
+    opened = opened.with_parts(fused_tensors(geometry_of(config)))
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
     source.require(geometry_of(config).expected_tensors())
     return source, config

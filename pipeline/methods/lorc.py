@@ -317,9 +317,9 @@ def _absorbs(block: AttentionBlock, rank: float) -> bool:
 
     D·r per query head is then less than the second factor and W_o together, and so are the products of a token; heads
     of r <= d numbers move no more than before. Somewhat wider ones would still store less, but a prefill pads queries
-    and keys to their width. v's bias needs a bias of W_o to join.
+    and keys to their width. v's bias needs a bias of W_o to join, and weights of values that add up to 1.
     """
-    has_room = not block.value.bias or block.writer.bias
+    has_room = not block.value.bias or (block.writer.bias and not block.sinks)
     return has_room and rank <= block.head_dim
 
 

@@ -32,7 +32,7 @@ SIZES = {
     "deepseek_v3": LATENT, "glm4_moe": SHARED, "minimax_m2": MINIMAX, "smollm3": {**SMALL, "no_rope_layers": [1, 0]},
 }  # fmt: skip
 UNLISTED = {  # head_dim
-    "phi3",
+    "phi3", "granitemoe",
     "qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe", "olmo2", "olmo3", "granite", "smollm3", "starcoder2", "cohere",
     "cohere2",
 }  # fmt: skip
@@ -135,6 +135,14 @@ ODD: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **ODD_LATENT, "rope_interleave": False, "norm_topk_prob": False, "n_group": 3,
         "topk_group": {"n_group": 3, "topk_group": 2},
+    },
+    "gpt_oss": {
+        **GATED, **PATTERN, "num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": False,
+        "swiglu_alpha": 1.5, "swiglu_limit": 6.0, "head_dim": 20,
+    },
+    "granitemoe": {
+        **GATED, "num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": True, "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 49.0,
     },
     "gemma2": {**GEMMA, "attn_logit_softcapping": None},
     "gemma3_text": {**GEMMA, **OWN_ROPES},

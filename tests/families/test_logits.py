@@ -100,8 +100,9 @@ def models(family: str, seed: int) -> tuple[Any, Any]:
     tensors = randomise_(source, seed).state_dict()
     geometry = geometry_of(standard)
     expected = geometry.expected_tensors()
-    for name, parts in fused_tensors(geometry).items():
-        tensors |= dict(zip(parts, tensors.pop(name).split([*parts.values()]), strict=True))
+    for name, whole in fused_tensors(geometry).items():
+        numbers = tensors.pop(name).flatten()
+        tensors |= {part.name: part.within(numbers[part.begin : part.end].view(part.block)) for part in whole.parts}
     assert expected.items() <= {name: tuple(tensor.shape) for name, tensor in tensors.items()}.items()
     ours.eval().load_state_dict(tensors)
     if source.config._attn_implementation == "eager":  # the kernels of "sdpa" round otherwise

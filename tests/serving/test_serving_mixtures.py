@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lamina import LaminaConfig, LaminaForCausalLM
 from lamina.mixture_lamina import Router, check_mixture, layer_modules, mixture_of, passing
 from pipeline.families.registry import checkpoint_config, geometry_of, standard_config
+from pipeline.inputs.sources import open_dense
 from tests import factories
 
 LIMIT = 2e-6  # of the largest logit
 ROUTER: dict[str, Any] = {
     "score": "softmax", "float_logits": False, "groups": 1, "top_groups": 1, "group_score": "max",
-    "renormalise": True, "scale": 1.0,
+    "renormalise": True, "scale": 1.0, "logit_bias": False,
 }  # fmt: skip
 
 
@@ -32,7 +31,7 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         "num_hidden_layers": 3, "hidden_act": draw.choice(["silu", "gelu_new"]),
         "num_experts_per_tok": draw.randint(1, min(8, experts)), "tie_word_embeddings": draw.random() < 0.5,
     }  # fmt: skip
-    if family in ("mixtral", "minimax_m2"):
+    if family in ("mixtral", "minimax_m2", "gpt_oss", "granitemoe"):
         return {**sizes, "num_local_experts": experts, "intermediate_size": draw.choice([5, 24, 33])}
     if family in ("glm4_moe", *factories.FOREIGN):
         return sizes | grouped_sizes(family, draw)
@@ -65,9 +64,9 @@ def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
 
 def loaded(source: Path) -> tuple[Any, LaminaForCausalLM]:
     """The source's model, and ours with its tensors."""
-    standard = standard_config(json.loads((source / "config.json").read_text()))
+    opened, standard = open_dense(str(source))
     model = LaminaForCausalLM(LaminaConfig(**checkpoint_config(standard, standard["forms"], "float32"))).eval()
-    tensors = {name: tensor for shard in source.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    tensors = opened.read(opened.tensors)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == geometry_of(standard).expected_tensors()
     tied = {"lm_head.weight"} if standard["tie_word_embeddings"] else set()
     assert set(model.load_state_dict(tensors, strict=False).missing_keys) == tied

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from manifests.errors import InputError, StorageError
+from manifests.parts import Fused, stacked
 from manifests.records import SourceFile
 from stores.disk import Disk, DiskFile
 from stores.source import SourceCheckpoint, open_source
@@ -59,16 +60,35 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def test_rows_of_a_tensor_are_read_and_copied_apart(directory: Path) -> None:
+LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize(("transposed", "interleaved"), LAYOUTS)
+def test_parts_of_a_tensor_are_read_and_copied_apart(directory: Path, transposed: bool, interleaved: bool) -> None:
     name, whole = "layers.2.bfloat16", tensors()["layers.2.bfloat16"]
-    apart = open_source(str(directory)).with_rows_apart({name: {"top": 2, "rest": 3}, "missing": {"other": 1}})
-    read = apart.read(["rest", "top"])
-    assert torch.equal(torch.cat([read["top"], read["rest"]]), whole)
-    assert b"".join(apart.copy_bytes("rest")) == bits(whole[2:])
+    sizes = {"one": 2, "two": 2} if interleaved else {"one": 1, "two": 3}
+    shapes = {part: (rows, 5) for part, rows in sizes.items()}
+    parts = stacked(shapes, 5, interleaved, transposed)  # all but the first row, or numbers of it
+    apart = open_source(str(directory)).with_parts({name: Fused((5, 5), parts), "missing": Fused((1,), ())})
+    rows = whole.flatten()[5:].view(5, 4).T if transposed else whole[1:]
+    places = {"one": [0, 2], "two": [1, 3]} if interleaved else {"one": [0], "two": [1, 2, 3]}
+    read = apart.read(["two", "one"])
+    for part, chosen in places.items():
+        assert torch.equal(read[part], rows[chosen])
+        assert read[part].untyped_storage().nbytes() == read[part].nbytes, "each has memory of its own"
+        assert b"".join(apart.copy_bytes(part)) == bits(rows[chosen])
+        assert apart.tensors[part].num_bytes == read[part].nbytes
     assert name not in apart.tensors
-    assert "other" not in apart.tensors
-    with pytest.raises(InputError, match=r"layers.2.bfloat16: shape \[5, 5\], expected 4 rows"):
-        open_source(str(directory)).with_rows_apart({name: {"top": 2, "rest": 2}})
+    with pytest.raises(InputError, match=r"layers.2.bfloat16: shape \[5, 5\], expected \[4, 5\]"):
+        open_source(str(directory)).with_parts({name: Fused((4, 5), parts)})
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_parts_of_a_vector_are_numbers_of_it(interleaved: bool) -> None:
+    numbers = torch.arange(6)
+    first, second = stacked({"one": (3,), "two": (3,)}, interleaved=interleaved)
+    found = [part.within(numbers[part.begin : part.end].view(part.block)).tolist() for part in (first, second)]
+    assert found == ([[0, 2, 4], [1, 3, 5]] if interleaved else [[0, 1, 2], [3, 4, 5]])
 
 
 def test_reads_every_tensor_bit_for_bit(directory: Path) -> None:

@@ -26,6 +26,27 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Channels(nn.Module):
+    """The channels of an MLP (…, N) from the outputs of its readers: act(gate) ⊙ up or, without a gate, act(up).
+
+    `clamp`: alpha and limit of gpt-oss, whose gates and ups are clamped: g = min(gate, limit), then
+    g σ(alpha g) ⊙ (1 + u), u = up within -limit and limit.
+    """
+
+    def __init__(self, name: str, clamp: tuple[float, float] | None = None) -> None:
+        super().__init__()
+        self.act, self.clamp = activation(name), clamp
+
+    def forward(self, *values: Tensor) -> Tensor:
+        """Map the outputs of gate and up, or those of up alone, to the channels."""
+        if self.clamp is None or len(values) == 1:
+            activated: Tensor = self.act(values[0])
+            return activated * values[1] if len(values) > 1 else activated
+        (gate, up), (alpha, limit) = values, self.clamp
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 def activation(name: str) -> nn.Module:
     """Return the function of a name. Raises KeyError if transformers has none."""
     return ACTIVATIONS[name]() if name in ACTIVATIONS else cast(nn.Module, _rare()[name])

@@ -1,4 +1,4 @@
-"""Attention of whole sequences, and attention whose scores are soft-capped, which torch's kernels lack.
+"""Attention of whole sequences, and attention with soft-capped scores or with sinks, which torch's kernels lack.
 
 B batch, T queries, S keys, H query heads, G key/value heads, d head_dim, w width of a value head.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BLOCK = 512  # queries whose soft-capped scores are computed at a time
+BLOCK = 512  # queries whose scores are computed at a time where torch has no kernel
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
@@ -24,14 +24,15 @@ def attend(
     scaling: float,
     window: int | None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of whole sequences → (B, T, H, d).
 
-    With a window, `window` tokens attend at a time, and no mask is larger than window · 2 window. With a soft cap, at
-    most BLOCK tokens do.
+    With a window, `window` tokens attend at a time, and no mask is larger than window · 2 window. With a soft cap or
+    with sinks, at most BLOCK tokens do.
     """
-    if softcap is not None:
-        return _attend_capped(query_BHTd, key_BGTd, value_BGTd, scaling, window, softcap)
+    if softcap is not None or sinks_H is not None:
+        return _attend_in_parts(query_BHTd, key_BGTd, value_BGTd, scaling, window, softcap, sinks_H)
     num_tokens, groups = query_BHTd.shape[2], query_BHTd.shape[1] // key_BGTd.shape[1]
     whole = window is None or num_tokens <= window
     grouped = groups > 1 and whole and query_BHTd.shape[-1] <= 256  # else CUDA has no fused kernel for groups
@@ -52,8 +53,14 @@ def attend(
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
-def _attend_capped(
-    query_BHTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, scaling: float, window: int | None, softcap: float
+def _attend_in_parts(
+    query_BHTd: Tensor,
+    key_BGTd: Tensor,
+    value_BGTd: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     num_tokens, parts = query_BHTd.shape[2], []
     for start in range(0, num_tokens, BLOCK):
@@ -63,20 +70,20 @@ def _attend_capped(
         distance = queries[:, None] - keys
         near = (distance >= 0) & (distance < (window or num_tokens))
         reach = slice(first, stop)
-        mixed, _ = attend_by_scores(
-            query_BHTd[:, :, start:stop], key_BGTd[:, :, reach], value_BGTd[:, :, reach], near, scaling, softcap
-        )
+        part = query_BHTd[:, :, start:stop], key_BGTd[:, :, reach], value_BGTd[:, :, reach], near
+        mixed, _ = attend_by_scores(*part, scaling, softcap, sinks_H)
         parts.append(mixed)
     return torch.cat(parts, dim=1)
 
 
 def attend_by_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None,
-    dropout: float = 0.0,
+    sinks_H: Tensor | None = None, dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention; key (B, G, S, d), value (B, G, S, w) → ((B, T, H, w), weights (B, H, T, S)).
 
-    `mask`: True where a token attends, or numbers to add to the scores.
+    `mask`: True where a token attends, or numbers to add to the scores. `sinks_H`: a score of each head that takes part
+    in the softmax, and to which no value belongs.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -85,19 +92,22 @@ def attend_by_scores(
         scores = soft_capped(scores, softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks_H is not None:
+        scores = torch.cat((scores, sinks_H.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
     wide = torch.promote_types(query.dtype, torch.float32)
-    weights = nn.functional.dropout(nn.functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype), p=dropout)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = nn.functional.dropout(weights if sinks_H is None else weights[..., :-1], p=dropout)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
 def eager_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float, dropout: float = 0.0, softcap: float | None = None, **kwargs: Any,
+    scaling: float, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the same with the arguments of transformers' attention functions.
+    """Compute the same with the arguments of transformers' attention functions, which call sinks `s_aux`.
 
     Without a mask, the queries are the first tokens of the cache, or a single one, as in transformers' own functions.
     """
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    return attend_by_scores(query, key, value, attention_mask, scaling, softcap, dropout)
+    return attend_by_scores(query, key, value, attention_mask, scaling, softcap, s_aux, dropout)

@@ -9,7 +9,8 @@ REQUIRED_ROLES = ("q", "k", "v", "o", "up", "down")
 INPUT_NORM_ROLES = ("input_norm", "mlp_norm")  # of what attention and MLP read
 OUTPUT_NORM_ROLES = ("attention_out_norm", "mlp_out_norm")  # of what they write, before it is added to the stream
 HEAD_NORM_ROLES = ("q_norm", "k_norm")
-OPTIONAL_ROLES = (*INPUT_NORM_ROLES, *OUTPUT_NORM_ROLES, *HEAD_NORM_ROLES, "gate")
+SINKS = "sinks"  # the path of the module that holds one score for each query head, to which no value belongs
+OPTIONAL_ROLES = (*INPUT_NORM_ROLES, *OUTPUT_NORM_ROLES, *HEAD_NORM_ROLES, "gate", SINKS)
 ATTENTION_ROLES = ("q", "k", "v", "o", "q_norm", "k_norm")
 LINEAR_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 QKVO_ROLES = ("q", "k", "v", "o")
@@ -42,6 +43,8 @@ BLOCK_DEFAULTS: dict[str, Any] = {
     "query_scalar": None,  # scores are divided by the root of this number; null: of head_dim
     "attention_scale": None,  # scores are multiplied by this number instead
     "attention_softcap": None,  # scores s become c · tanh(s / c)
+    "glu_alpha": None,  # channels are those of gpt-oss (activation_lamina.Channels) with this alpha
+    "glu_limit": None,  # and this limit
     "residual_scale": None,  # what attention and MLP write is multiplied by this number
     "logit_scale": None,  # logits are multiplied by this number,
     "logit_divisor": None,  # divided by this one,
@@ -49,7 +52,7 @@ BLOCK_DEFAULTS: dict[str, Any] = {
 }
 POSITIVE_NUMBERS = (
     "query_scalar", "attention_scale", "attention_softcap", "residual_scale", "logit_scale", "logit_divisor",
-    "logit_softcap",
+    "logit_softcap", "glu_alpha", "glu_limit",
 )  # fmt: skip
 
 
@@ -100,6 +103,8 @@ def check_block(block: Mapping[str, Any]) -> None:
     for key in POSITIVE_NUMBERS:
         if block[key] is not None and not (_is_number(block[key]) and block[key] > 0):
             raise ValueError(f"block.{key} is {block[key]!r}, allowed are null and a positive number")
+    if (block["glu_alpha"] is None) != (block["glu_limit"] is None):
+        raise ValueError("block has one of glu_alpha and glu_limit, which go together")
     scale, offset = block["embed_scale"], block["norm_offset"]
     if scale not in (None, "sqrt(hidden_size)") and not (_is_number(scale) and scale > 0):
         raise ValueError(f"block.embed_scale is {scale!r}, allowed are a positive number and 'sqrt(hidden_size)'")
@@ -120,6 +125,12 @@ def check_block(block: Mapping[str, Any]) -> None:
         raise ValueError(f"block: {', '.join(paths)} must lie below one base module (as in model.layers)")
     if not block["foreign"] and not attention_path(modules):
         raise ValueError("block.modules: q, k, v and o must lie below one attention module")
+
+
+def clamp_of(block: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return alpha and limit of clamped channels; None for others."""
+    alpha, limit = block.get("glu_alpha"), block.get("glu_limit")
+    return None if alpha is None or limit is None else (alpha, limit)
 
 
 def foreign_roles(block: Mapping[str, Any]) -> list[str]:

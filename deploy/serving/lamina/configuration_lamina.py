@@ -24,6 +24,7 @@ from .block_lamina import (
     MLP_ROLES,
     QKVO_ROLES,
     ROWWISE_ROLES,
+    SINKS,
     LayerShape,
     check_block,
     in_base,
@@ -34,6 +35,7 @@ from .forms_lamina import FORMS
 from .mixture_lamina import (
     DEFAULTS,
     ROUTER,
+    SHARED,
     LayerMixture,
     block_modules,
     check_mixture,
@@ -162,7 +164,8 @@ class LayersConfig(PreTrainedConfig):
         if mixture is not None and self.mixture is not None:
             modules = {role: path for role, path in modules.items() if role not in MLP_ROLES}
             if block:
-                modules, biases = block_modules(self.mixture, block), frozenset()
+                has_bias = self.mixture["biases"] and block != SHARED
+                modules, biases = block_modules(self.mixture, block), frozenset(MLP_ROLES if has_bias else ())
                 sizes["intermediate_size"] = mixture.width_of(block)
         return LayerShape(
             hidden_size=self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format
@@ -390,7 +393,8 @@ def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
         return None
     prefix, modules = in_base(config.block["layers"]), config.block["modules"]
     plan: dict[str, str] = {}
-    for roles in (QKVO_ROLES, MLP_ROLES) if config.mixture is None else (QKVO_ROLES,):
+    groups = (QKVO_ROLES, MLP_ROLES) if config.mixture is None else (QKVO_ROLES,)
+    for roles in groups if SINKS not in modules else groups[1:]:  # each device would hold the sinks of all heads
         cuts: dict[str, str] = {}
         for role in (role for role in roles if role in modules):
             forms = (config.form_of(layer, role) for layer in range(config.num_hidden_layers))

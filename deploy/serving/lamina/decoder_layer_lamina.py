@@ -15,9 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .activation_lamina import activation
+from .activation_lamina import Channels
 from .attention_lamina import attend, soft_capped
-from .block_lamina import ATTENTION_ROLES, HEAD_NORM_ROLES, LINEAR_ROLES, attention_path, foreign_roles
+from .block_lamina import (
+    ATTENTION_ROLES,
+    HEAD_NORM_ROLES,
+    LINEAR_ROLES,
+    SINKS,
+    attention_path,
+    clamp_of,
+    foreign_roles,
+)
 from .configuration_lamina import LayersConfig
 from .foreign_lamina import make_foreign_attention
 from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, passing, split_role
@@ -122,6 +130,8 @@ class SelfAttention(_Roles, nn.Module):
     Uses torch's attention kernel on whole sequences.
     """
 
+    sinks: Tensor | None
+
     def __init__(
         self,
         config: LayersConfig,
@@ -139,6 +149,8 @@ class SelfAttention(_Roles, nn.Module):
         self.num_key_value_groups = shape.num_attention_heads // shape.num_key_value_heads
         self.scaling = config.attention_scale(layer_idx)
         self.softcap = config.block["attention_softcap"]
+        sinks = nn.Parameter(torch.zeros(shape.num_attention_heads)) if SINKS in config.block["modules"] else None
+        self.register_parameter(SINKS, sinks)
         self._norm_all = config.block["head_norms"] == "all"
         self.is_causal = True
         self.interleaved = config.block["rotary"] == "interleaved"
@@ -159,7 +171,7 @@ class SelfAttention(_Roles, nn.Module):
         query, key, value = self._projected(hidden_states, position_embeddings)
         key, value = self._read(hidden_states, key, value, position_embeddings)
         query, key, value = padded(query, key, value, self.head_dim - self.value_dim)
-        heads = attend(query, key, value, self.scaling, self.sliding_window, self.softcap)
+        heads = attend(query, key, value, self.scaling, self.sliding_window, self.softcap, self.sinks)
         return self._output(heads[..., : self.value_dim], hidden_states), None
 
     def _projected(self, hidden_states: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,7 +249,7 @@ class DecoderLayer(_Roles, nn.Module):
         built: dict[str, nn.Module] = {
             path: _make_role(config, layer_idx, role)
             for role, path in modules.items()
-            if role != ROUTER_BIAS and role not in foreign
+            if role not in (ROUTER_BIAS, SINKS) and role not in foreign
         }
         for role in modules:
             block, local = split_role(role)
@@ -253,7 +265,7 @@ class DecoderLayer(_Roles, nn.Module):
         attach(self, attention, self._make_attention(config, layer_idx))
         for path, module in built.items():
             attach(self, path, module)
-        self.act_fn = activation(config.hidden_act)
+        self.act_fn = Channels(config.hidden_act, clamp_of(config.block))
         self._score_bias = _attach_score_bias(self, config, layer_idx) if ROUTER_BIAS in modules else None
 
     def _make_attention(self, config: LayersConfig, layer_idx: int) -> nn.Module:
@@ -324,14 +336,15 @@ class DecoderLayer(_Roles, nn.Module):
         """Apply the dense MLP, or the expert of this name with its channels times `scale` (…, 1)."""
         gate, up, down = (f"{block}.{role}" if block else role for role in ("gate", "up", "down"))
         memo: Memo = {}
-        inner_BTN = self._apply_role(up, x_BTD, self._source_output(up, x_BTD, memo))
-        if gate in self._names:
-            gate_BTN = self._apply_role(gate, x_BTD, self._source_output(gate, x_BTD, memo))
-            inner_BTN = self.act_fn(gate_BTN) * inner_BTN
-        else:
-            inner_BTN = self.act_fn(inner_BTN)
-        inner_BTN = inner_BTN if scale is None else inner_BTN * scale.to(inner_BTN.dtype)
-        return self._apply_role(down, inner_BTN, self._source_output(down, inner_BTN, {}))
+        readers = (gate, up) if gate in self._names else (up,)
+        inner_BTN = self.act_fn(*(self._apply_role(r, x_BTD, self._source_output(r, x_BTD, memo)) for r in readers))
+        if scale is None:
+            return self._apply_role(down, inner_BTN, self._source_output(down, inner_BTN, {}))
+        scale = scale.to(inner_BTN.dtype)
+        inner_BTN = inner_BTN * scale
+        out_BTD = self._apply_role(down, inner_BTN, self._source_output(down, inner_BTN, {}))
+        bias_D = getattr(find(self, self._names[down]), "bias", None)
+        return out_BTD if bias_D is None else out_BTD + (scale - 1) * bias_D
 
     def _mixture(self, x_BTD: Tensor) -> Tensor:
         """Apply to each token its experts, in ascending order, and the shared one.

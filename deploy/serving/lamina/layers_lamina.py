@@ -78,9 +78,10 @@ class LaminaAttention(SelfAttention):
         attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        if self.softcap is not None:
-            kwargs["softcap"] = self.softcap
-            if self.config._attn_implementation == "sdpa":  # torch's kernels have no soft cap
+        own = {"softcap": self.softcap, "s_aux": self.sinks}
+        if own := {name: value for name, value in own.items() if value is not None}:
+            kwargs |= own
+            if self.config._attn_implementation == "sdpa":  # torch's kernels have neither
                 attention_interface = eager_attention_forward
         attn_output, attn_weights = attention_interface(
             self,
@@ -142,6 +143,7 @@ class LaminaAttention(SelfAttention):
         """
         decoding = query.shape[2] == 1 and not torch.is_grad_enabled()
         plain = self.config._attn_implementation == "sdpa" and (mask is None or isinstance(mask, Tensor))
+        plain = plain and self.sinks is None
         return bool(self._latent) and decoding and plain and not torch.compiler.is_compiling()
 
     def _update(self, cache: Cache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

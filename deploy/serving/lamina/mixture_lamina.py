@@ -25,6 +25,8 @@ DEFAULTS: dict[str, Any] = {
     "shared": None,  # the path of the shared expert
     "shared_gate": None,  # the path of the linear whose sigmoid scales the shared expert
     "score": "softmax",
+    "biases": False,  # the linears of routed experts have biases
+    "logit_bias": False,  # logits have a bias: of the router's module
     "float_logits": False,  # logits are computed in float32, not in the model's dtype
     "score_bias": None,  # the path of numbers (E) that are added to the scores where experts are chosen
     "renormalise": True,  # the weights of the chosen experts add up to 1, before `scale`
@@ -149,7 +151,9 @@ def _problem(mixture: Mapping[str, Any], sizes: Any) -> str | None:
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token: `weight` (E, D)."""
+    """Chooses the experts of each token: `weight` (E, D), perhaps `bias` (E) of the logits."""
+
+    bias: Tensor | None
 
     def __init__(self, mixture: Mapping[str, Any], hidden: int, sizes: LayerMixture) -> None:
         super().__init__()
@@ -160,6 +164,7 @@ class Router(nn.Module):
         self.renormalise, self.scale = mixture["renormalise"], mixture["scale"]
         self.float_logits = mixture["float_logits"]
         self.weight = nn.Parameter(torch.empty(sizes.experts, hidden))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(sizes.experts)) if mixture["logit_bias"] else None)
 
     def initialise_(self, std: float) -> None:
         """Fill the parameters at random."""
@@ -180,7 +185,8 @@ class Router(nn.Module):
         """Return the score of every expert (T, E), at least float32."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         inner = wide if self.float_logits else x_TD.dtype
-        logits_TE = nn.functional.linear(x_TD.to(inner), self.weight.to(inner)).to(wide)
+        bias_E = None if self.bias is None else self.bias.to(inner)
+        logits_TE = nn.functional.linear(x_TD.to(inner), self.weight.to(inner), bias_E).to(wide)
         return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(dim=-1)
 
     def choose(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:

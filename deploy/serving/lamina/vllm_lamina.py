@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .block_lamina import BACKEND_LACKS, BLOCK_DEFAULTS, OUTPUT_NORM_ROLES, VLLM_LACKS
+from .block_lamina import BACKEND_LACKS, BLOCK_DEFAULTS, OUTPUT_NORM_ROLES, SINKS, VLLM_LACKS
 from .configuration_lamina import LayersConfig
 
 
@@ -10,6 +10,7 @@ def vllm_lacks(config: LayersConfig, own_class: bool) -> str | None:
     """Name what vLLM would not compute of a model, in Lamina's class for vLLM or in its Transformers backend."""
     block = config.block
     lacking = [key for key in (VLLM_LACKS if own_class else BACKEND_LACKS) if block[key] != BLOCK_DEFAULTS[key]]
+    lacking += ["attention sinks"] if SINKS in block["modules"] else []
     if own_class:
         lacking += [role for role in OUTPUT_NORM_ROLES if role in block["modules"]]
         lacking += ["a rotation for each layer type"] if config.has_own_ropes() else []

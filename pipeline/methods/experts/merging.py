@@ -9,6 +9,7 @@ Legend: E experts, D hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,12 +54,22 @@ def merge(mixture: Mixture, clusters: Sequence[Sequence[int]], tokens_E: Tensor)
         shares = tokens_E[list(members)].double()
         shares = shares / shares.sum() if float(shares.sum()) > 0.0 else torch.full_like(shares, 1.0 / len(members))
         parts = [mixture.experts[number] for number in members]
-        experts.append(ExpertWeights(*(_mean(weights, shares) for weights in zip(*parts, strict=True))))
+        experts.append(_mean_expert(parts, shares))
         rows.append(members[int(shares.argmax())])
     routed = mixture.subset(rows)
-    return Mixture(tuple(experts), routed.router, routed.bias, routed.rule, routed.activation)
+    return replace(routed, experts=tuple(experts))
+
+
+def _mean_expert(parts: Sequence[ExpertWeights], shares: Tensor) -> ExpertWeights:
+    gate, up, down = (_mean(weights, shares) for weights in zip(*(part[:3] for part in parts), strict=True))
+    biases = [part.biases for part in parts if part.biases is not None]
+    if not biases:
+        return ExpertWeights(gate, up, down)
+    gate_N, up_N, down_D = (_mean(some, shares) for some in zip(*biases, strict=True))
+    return ExpertWeights(gate, up, down, (gate_N, up_N, down_D))
 
 
 def _mean(weights: Sequence[Tensor], shares: Tensor) -> Tensor:
     stacked = torch.stack([weight.double() for weight in weights])
-    return (stacked * shares.to(stacked.device)[:, None, None]).sum(dim=0)
+    mean: Tensor = torch.tensordot(shares.to(stacked.device), stacked, dims=1)
+    return mean

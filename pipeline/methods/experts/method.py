@@ -59,7 +59,7 @@ class ExpertsMethod(MethodBase[E_]):
 
     def numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
         """Count the numbers that so many experts of a width and the rows of their router store."""
-        bias = ROUTER_BIAS in layer.roles
+        bias = (ROUTER_BIAS in layer.roles) + ("bias" in layer.role_shapes(ROUTER))
         return count * (routed(layer)[0].numbers(width) + layer.hidden + bias)
 
     def counts(self, layer: LayerGeometry) -> list[int]:

@@ -10,7 +10,7 @@ Legend: T tokens, t those of an expert, D hidden, N channels of an expert, k cha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,11 +29,12 @@ BATCH = 4096  # tokens whose changes of all their experts are in memory at a tim
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one expert: gate and up (N, D), down (D, N)."""
+    """The weights of one expert: gate and up (N, D), down (D, N); perhaps biases of gate and up (N), of down (D)."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,22 @@ class Mixture:
     Attributes:
         router: (E, D).
         bias: (E,), added to the router's scores for the choice alone; None without one.
-        activation: applied to the gate's outputs.
+        channels: the function from the outputs of gate and up to the channels.
+        logit_bias: (E,), added to the router's logits; None without one.
     """
 
     experts: tuple[ExpertWeights, ...]
     router: Tensor
     bias: Tensor | None
     rule: RoutingRule
-    activation: Callable[[Tensor], Tensor]
+    channels: Callable[..., Tensor]
+    logit_bias: Tensor | None = None
 
     def logits(self, inputs_TD: Tensor) -> Tensor:
         """Return the router's logits (T, E), in float32 or better."""
         dtype = torch.promote_types(inputs_TD.dtype, torch.float32)
-        return inputs_TD.to(dtype) @ self.router.to(dtype).T
+        logits_TE = inputs_TD.to(dtype) @ self.router.to(dtype).T
+        return logits_TE if self.logit_bias is None else logits_TE + self.logit_bias.to(dtype)
 
     def route(self, inputs_TD: Tensor) -> Routing:
         """Choose experts for each token."""
@@ -63,12 +67,17 @@ class Mixture:
 
     def hidden(self, expert: int, inputs_tD: Tensor) -> Tensor:
         """Return the channels (t, N) of one expert, in the dtype of the inputs."""
-        gate, up = (weight.to(inputs_tD.dtype) for weight in self.experts[expert][:2])
-        return self.activation(inputs_tD @ gate.T) * (inputs_tD @ up.T)
+        weights, dtype = self.experts[expert], inputs_tD.dtype
+        read = [inputs_tD @ weight.to(dtype).T for weight in (weights.gate, weights.up)]
+        if weights.biases is not None:
+            read = [values + bias.to(dtype) for values, bias in zip(read, weights.biases, strict=False)]
+        return self.channels(*read)
 
     def outputs(self, expert: int, inputs_tD: Tensor) -> Tensor:
         """Return the outputs (t, D) of one expert, before the router's weight."""
-        return self.hidden(expert, inputs_tD) @ self.experts[expert].down.to(inputs_tD.dtype).T
+        weights, dtype = self.experts[expert], inputs_tD.dtype
+        outputs_tD = self.hidden(expert, inputs_tD) @ weights.down.to(dtype).T
+        return outputs_tD if weights.biases is None else outputs_tD + weights.biases[-1].to(dtype)
 
     def served(self, expert: int, inputs_TD: Tensor, weights_TE: Tensor) -> Served:
         """Return the tokens that an expert serves, and p h on them."""
@@ -84,15 +93,19 @@ class Mixture:
             part = self.served(number, inputs_TD, weights_TE)
             written_tD = part.values.to(output_TD.dtype) @ expert.down.to(output_TD.dtype).T
             output_TD.index_add_(0, part.tokens, written_tD)
-        return output_TD
+        return output_TD + self.written_biases(weights_TE).to(output_TD.dtype)
+
+    def written_biases(self, weights_TE: Tensor) -> Tensor:
+        """Return the sum (T, D) of the experts' biases, weighted by the router: of their writers alone, or zero."""
+        biases = [expert.biases[-1] for expert in self.experts if expert.biases is not None]
+        return weights_TE @ torch.stack(biases).to(weights_TE.dtype) if biases else weights_TE.new_zeros(1)
 
     def subset(self, kept: Sequence[int]) -> Mixture:
         """Return the mixture of some experts: the others leave the router, too."""
         rows = torch.tensor(list(kept), device=self.router.device)
-        bias = None if self.bias is None else self.bias[rows]
-        return Mixture(
-            tuple(self.experts[number] for number in kept), self.router[rows], bias, self.rule, self.activation
-        )
+        bias, logit_bias = (None if each is None else each[rows] for each in (self.bias, self.logit_bias))
+        experts = tuple(self.experts[number] for number in kept)
+        return replace(self, experts=experts, router=self.router[rows], bias=bias, logit_bias=logit_bias)
 
 
 class SolvedExpert(NamedTuple):
@@ -176,9 +189,9 @@ def solve_shape(
     ]
     if not refit:
         return solved
-    narrow = Mixture(tuple(each.weights for each in solved), stays.router, stays.bias, stays.rule, stays.activation)
+    narrow = replace(stays, experts=tuple(each.weights for each in solved))
     fitted = refit_mixture(
-        mixture.output(inputs_TD),
+        mixture.output(inputs_TD) - stays.written_biases(weights_TE),
         lambda number: narrow.served(number, inputs_TD, weights_TE),
         [each.weights.down for each in solved],
     )
@@ -192,7 +205,7 @@ def shape_loss(
 ) -> float:
     """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, δ the change of the mixture's output."""
     stays = mixture.subset(kept)
-    narrow = Mixture(tuple(each.weights for each in solved), stays.router, stays.bias, stays.rule, stays.activation)
+    narrow = replace(stays, experts=tuple(each.weights for each in solved))
     felt_TD = (mixture.output(inputs_TD) - narrow.output(inputs_TD)).double() @ metric.factor
     return 0.5 * metric.scale * float(felt_TD.square().sum()) / len(inputs_TD)
 
@@ -209,4 +222,8 @@ def _narrowed(expert: ExpertWeights, part: Served, tokens: int, metric: Factored
 
 
 def _on(expert: ExpertWeights, channels_k: Tensor, down_Dk: Tensor) -> ExpertWeights:
-    return ExpertWeights(expert.gate[channels_k], expert.up[channels_k], down_Dk)
+    biases = None
+    if expert.biases is not None:
+        gate_N, up_N, down_D = expert.biases
+        biases = (gate_N[channels_k], up_N[channels_k], down_D)
+    return ExpertWeights(expert.gate[channels_k], expert.up[channels_k], down_Dk, biases)

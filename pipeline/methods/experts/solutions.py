@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manifests.records import FormSpec
 from pipeline.families.blocks import MLPBlock, roles_of
-from pipeline.families.registry import activation_of
+from pipeline.families.registry import channels_of
 from pipeline.kernels.routing import RoutingRule
 from pipeline.methods.experts.mixture import (
     ExpertWeights,
@@ -29,7 +29,7 @@ from pipeline.methods.experts.scores import few_tokens
 from pipeline.methods.method import Moment, Solution, Statistics
 from pipeline.methods.moments import factored_mean, output_gradient
 
-ROUTER, ROUTER_BIAS = "router.weight", "router_bias"
+ROUTER, ROUTER_BIAS, LOGIT_BIAS = "router.weight", "router_bias", "router.bias"
 
 
 def rule_of(routing: Mapping[str, Any]) -> RoutingRule:
@@ -47,11 +47,17 @@ def rule_of(routing: Mapping[str, Any]) -> RoutingRule:
 
 def mixture_from(experts: Sequence[MLPBlock], weights: Mapping[str, Tensor], rule: RoutingRule) -> Mixture:
     """Return the mixture of a layer. `weights`: of the routed experts, `router.weight` and perhaps `router_bias.*`."""
-    parts = (
-        ExpertWeights(*(weights[matrix.weight_key] for matrix in (*block.readers, block.writer))) for block in experts
-    )
     bias = next((tensor for key, tensor in weights.items() if key.startswith(f"{ROUTER_BIAS}.")), None)
-    return Mixture(tuple(parts), weights[ROUTER], bias, rule, activation_of(experts[0]))
+    parts, channels = tuple(_expert(block, weights) for block in experts), channels_of(experts[0])
+    return Mixture(parts, weights[ROUTER], bias, rule, channels, weights.get(LOGIT_BIAS))
+
+
+def _expert(block: MLPBlock, weights: Mapping[str, Tensor]) -> ExpertWeights:
+    gate, up, down = (weights[matrix.weight_key] for matrix in block.matrices)
+    if not block.writer.bias:
+        return ExpertWeights(gate, up, down)
+    gate_N, up_N, down_D = (weights[matrix.bias_key] for matrix in block.matrices)
+    return ExpertWeights(gate, up, down, (gate_N, up_N, down_D))
 
 
 def sample_of(experts: Sequence[MLPBlock], tokens: int) -> Moment:
@@ -95,13 +101,16 @@ def solve(
     for number, each in zip(kept, solved, strict=True):
         block = experts[number]
         matrices = (*block.readers, block.writer)
-        tensors |= {matrix.weight_key: part for matrix, part in zip(matrices, each.weights, strict=True)}
+        tensors |= {matrix.weight_key: part for matrix, part in zip(matrices, each.weights[:3], strict=True)}
+        tensors |= {matrix.bias_key: part for matrix, part in zip(matrices, each.weights.biases or (), strict=False)}
         if width < block.width:
             forms |= dict.fromkeys(roles_of(matrices), FormSpec(form="pruned", rank=width))
     router = mixture.subset(kept)
     tensors[ROUTER] = router.router
     if router.bias is not None:
         tensors[ROUTER_BIAS] = router.bias
+    if router.logit_bias is not None:
+        tensors[LOGIT_BIAS] = router.logit_bias
     report: dict[str, Any] = {"experts": list(kept), "width": width, **_thin(experts, kept, solved)}
     if metric is not None:
         report["loss"] = shape_loss(mixture, inputs_TD, metric, kept, solved)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manifests.records import FormSpec
 from pipeline.families.blocks import Matrix, roles_of
-from pipeline.families.registry import activation_of
+from pipeline.families.registry import channels_of
 from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, nystrom_refit
 from pipeline.kernels.refit import Refit, evenly_spread, refit, refit_residual
@@ -362,8 +362,7 @@ class Solver:
         for reader, weight in cut.parts.items():
             product = read_TF @ weight.to(dtype).T
             values.append(product + biases[reader].to(dtype) if reader in biases else product)
-        activated = activation_of(self.block)(values[0])
-        hidden_TF = activated * values[1] if self.block.gated else activated
+        hidden_TF = channels_of(self.block)(*values)
         return hidden_TF if part.weights is None else hidden_TF * part.weights[:, None].to(dtype)
 
     def _pull(self, kept_k: Tensor, factor_DD: Tensor | None = None, by_loss: bool = True) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lamina.activation_lamina import Channels
 from pipeline.kernels.routing import RoutingRule
 from pipeline.methods.experts.merging import cluster, mean_outputs, merge
 from pipeline.methods.experts.mixture import ExpertWeights, Mixture
@@ -28,13 +29,13 @@ def test_merged_weights_are_means_by_tokens_and_the_busiest_keeps_its_row() -> N
         ExpertWeights(*(torch.randn(*shape, generator=source) for shape in ((3, 4), (3, 4), (4, 3)))) for _ in range(4)
     )
     rule = RoutingRule("sigmoid", 2)
-    mixture = Mixture(experts, torch.randn(4, 4, generator=source), torch.arange(4.0), rule, torch.nn.functional.silu)
+    mixture = Mixture(experts, torch.randn(4, 4, generator=source), torch.arange(4.0), rule, Channels("silu"))
     merged = merge(mixture, [[0, 3], [1, 2]], torch.tensor([1, 0, 0, 3]))
     torch.testing.assert_close(merged.experts[0].down, (0.25 * experts[0].down + 0.75 * experts[3].down).double())
     torch.testing.assert_close(merged.experts[1].gate, ((experts[1].gate + experts[2].gate) / 2).double())
     assert merged.bias is not None
     assert merged.bias.tolist() == [3.0, 1.0]
-    same = Mixture((experts[0], experts[0]), mixture.router[:2], None, rule, mixture.activation)
+    same = Mixture((experts[0], experts[0]), mixture.router[:2], None, rule, mixture.channels)
     inputs_TD = torch.randn(20, 4, generator=source)
     means_ED = mean_outputs(same, inputs_TD)
     torch.testing.assert_close(means_ED[0], same.outputs(0, inputs_TD).double().mean(dim=0))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina.activation_lamina import Channels
 from pipeline.kernels.routing import RoutingRule
 from pipeline.kernels.sensitivity import Factored, factored
 from pipeline.methods.experts.mixture import (
@@ -27,18 +28,22 @@ def make_mixture(rule: str, unseen: bool = False) -> tuple[Mixture, Tensor, Fact
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=source, dtype=torch.float64)
 
-    experts = tuple(
-        ExpertWeights(draw(WIDTH, HIDDEN), draw(WIDTH, HIDDEN), draw(HIDDEN, WIDTH) / WIDTH) for _ in range(EXPERTS)
-    )
+    def expert() -> ExpertWeights:
+        biases = None if rule == "softmax" else (draw(WIDTH), draw(WIDTH), draw(HIDDEN))
+        return ExpertWeights(draw(WIDTH, HIDDEN), draw(WIDTH, HIDDEN), draw(HIDDEN, WIDTH) / WIDTH, biases)
+
+    experts = tuple(expert() for _ in range(EXPERTS))
+    logit_bias_E = None if rule == "softmax" else draw(EXPERTS)
     bias_E = 0.1 * draw(EXPERTS)
     bias_E[2] = -1e3 if unseen else bias_E[2]
-    mixture = Mixture(experts, draw(EXPERTS, HIDDEN), bias_E, RULES[rule], torch.nn.functional.silu)
+    mixture = Mixture(experts, draw(EXPERTS, HIDDEN), bias_E, RULES[rule], Channels("silu"), logit_bias_E)
     root_DD = draw(HIDDEN, HIDDEN)
     return mixture, draw(TOKENS, HIDDEN), factored(root_DD @ root_DD.T)
 
 
 def plain_output(mixture: Mixture, input_D: Tensor, absent: int | None = None) -> tuple[Tensor, dict[int, float]]:
     logits_E = mixture.router @ input_D
+    logits_E += 0.0 if mixture.logit_bias is None else mixture.logit_bias
     if absent is not None and mixture.rule.scores == "softmax":
         logits_E[absent] = -torch.inf
     scores_E = logits_E.softmax(dim=0) if mixture.rule.scores == "softmax" else logits_E.sigmoid()
@@ -49,8 +54,10 @@ def plain_output(mixture: Mixture, input_D: Tensor, absent: int | None = None) -
     weights = {e: mixture.rule.scale * float(scores_E[e]) / total for e in chosen}
     output_D = torch.zeros(HIDDEN, dtype=torch.float64)
     for number, weight in weights.items():
-        gate, up, down = mixture.experts[number]
-        output_D += weight * down @ (torch.nn.functional.silu(gate @ input_D) * (up @ input_D))
+        gate, up, down, biases = mixture.experts[number]
+        gate_N, up_N, down_D = biases or (0.0, 0.0, 0.0)
+        hidden_N = torch.nn.functional.silu(gate @ input_D + gate_N) * (up @ input_D + up_N)
+        output_D += weight * (down @ hidden_N + down_D)
     return output_D, weights
 
 
@@ -78,7 +85,7 @@ def test_a_whole_mixture_stays_what_it_is(rule: str) -> None:
     mixture, inputs_TD, metric = make_mixture(rule)
     solved = solve_shape(mixture, inputs_TD, metric, range(EXPERTS), WIDTH)
     for each, expert in zip(solved, mixture.experts, strict=True):
-        for weight, dense in zip(each.weights, expert, strict=True):
+        for weight, dense in zip(each.weights[:3], expert[:3], strict=True):
             torch.testing.assert_close(weight, dense)
     assert shape_loss(mixture, inputs_TD, metric, range(EXPERTS), solved) < 1e-20
 
@@ -112,13 +119,12 @@ def test_an_expert_that_no_token_reaches_goes_first_and_keeps_its_weights() -> N
 def test_every_token_at_one_expert() -> None:
     mixture, inputs_TD, metric = make_mixture("softmax")
     assert mixture.bias is not None
-    forced = Mixture(
-        mixture.experts, mixture.router, torch.tensor([9.0, 0, 0, 0, 0]), RoutingRule("softmax", 1), mixture.activation
-    )
+    bias_E, rule = torch.tensor([9.0, 0, 0, 0, 0]), RoutingRule("softmax", 1)
+    forced = Mixture(mixture.experts, mixture.router, bias_E, rule, mixture.channels)
     assert expert_sums(forced, inputs_TD).tokens.tolist() == [TOKENS, 0, 0, 0, 0]
     solved = solve_shape(forced, inputs_TD, metric, [0, 3], 3)
     assert [each.tokens for each in solved] == [TOKENS, 0]
-    assert all(torch.isfinite(weight).all() for each in solved for weight in each.weights)
+    assert all(torch.isfinite(weight).all() for each in solved for weight in each.weights[:3])
 
 
 def test_half_precision_inputs_are_enough() -> None:

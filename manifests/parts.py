@@ -1,0 +1,93 @@
+"""Stored tensors that hold several matrices or biases: the place of each inside of the whole.
+
+`stores` reads parts in place of the whole, exports write the whole from its parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix or a bias inside of a stored tensor.
+
+    Attributes:
+        shape: of the part.
+        begin: the count of stored numbers before its block.
+        block: the shape of the numbers from `begin` on that hold it; equal to `shape` where they are the part.
+        axis: the axis of the block that holds several parts.
+        first: the place of the first row of the part on that axis; each `step`-th is one of the part.
+        transposed: the block holds the transposed part.
+    """
+
+    name: str
+    shape: Shape
+    begin: int
+    block: Shape
+    axis: int = 0
+    first: int = 0
+    step: int = 1
+    transposed: bool = False
+
+    @property
+    def is_whole_block(self) -> bool:
+        """True if the stored numbers from `begin` on are those of the part, in its order."""
+        return self.block == self.shape and not self.transposed
+
+    @property
+    def end(self) -> int:
+        """Count the stored numbers up to the end of the block."""
+        return self.begin + math.prod(self.block)
+
+    def within(self, block: Any) -> Any:
+        """Return the view of a tensor of the block's shape that has the part's shape."""
+        count = self.shape[0]
+        index = [slice(None)] * len(self.block)
+        index[self.axis] = slice(self.first, self.first + self.step * (count - 1) + 1, self.step)
+        part = block[tuple(index)]
+        return part.mT if self.transposed else part
+
+
+class Fused(NamedTuple):
+    """A stored tensor of several parts, and its shape."""
+
+    shape: Shape
+    parts: tuple[Part, ...]
+
+
+def stacked(
+    shapes: Mapping[str, Shape], begin: int = 0, interleaved: bool = False, transposed: bool = False
+) -> tuple[Part, ...]:
+    """Return the parts of a block that holds the rows of some matrices, or numbers of biases.
+
+    Args:
+        shapes: name -> shape of each, in order.
+        begin: the count of stored numbers before the block.
+        interleaved: the first row of each comes first, then the second of each, and so on.
+        transposed: rows of matrices are columns of the block.
+    """
+    rows = sum(shape[0] for shape in shapes.values())
+    inner = next(iter(shapes.values()))[1:]
+    turned = transposed and bool(inner)
+    block, axis = ((*inner, rows), 1) if turned else ((rows, *inner), 0)
+    parts: list[Part] = []
+    row = 0
+    for place, (name, shape) in enumerate(shapes.items()):
+        if interleaved or turned:
+            first, step = (place, len(shapes)) if interleaved else (row, 1)
+            parts.append(Part(name, shape, begin, block, axis, first, step, turned))
+        else:
+            parts.append(Part(name, shape, begin + row * math.prod(inner), shape))
+        row += shape[0]
+    return tuple(parts)
+
+
+def names_of(fused: Iterable[Fused]) -> set[str]:
+    """Return the names of all parts."""
+    return {part.name for whole in fused for part in whole.parts}
