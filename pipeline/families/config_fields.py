@@ -71,12 +71,17 @@ def standard_fields(family: Family) -> dict[str, str]:
 
 
 def kept_fields(family: Family) -> dict[str, str]:
-    """Map each kept field, by the family's own name, to the standard field that holds it."""
+    """Map each kept field, by the family's own name, to the standard field that holds it.
+
+    A field that says the kind of layers (`kind`) follows from all of them.
+    """
     biases = [name for name in family.block["biases"].values() if isinstance(name, str)]
     in_block = [*biases, *family.optional.values(), *family.settings.values()]
+    kinds = dict.fromkeys([name for variant in family.variants for name in variant.when], "kind")
     rotary = [family.rotary_field] if family.block["rotary"] else []
     rotary += [PRETRAINED_LENGTH] if PRETRAINED_LENGTH in listed_fields(family) else []
     fields = {
+        **kinds,
         **standard_fields(family),
         **dict.fromkeys(window_switches(family), "layer_types"),
         **dict.fromkeys(in_block, "block"),

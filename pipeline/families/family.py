@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -21,6 +21,33 @@ TRAINING = "training alone"
 
 
 @dataclass(frozen=True)
+class Variant:
+    """One kind of layers of a family that has several.
+
+    Attributes:
+        when: config field -> its value, or some values, of which the first is written.
+        changes: attributes of the family -> their values for this kind.
+    """
+
+    when: Mapping[str, Any]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """Return the fields that say this kind."""
+        return {name: value[0] if isinstance(value, tuple) else value for name, value in self.when.items()}
+
+    def fits(self, source: Any) -> bool:
+        """Tell whether a config has the fields of this kind."""
+        allowed = {name: value if isinstance(value, tuple) else (value,) for name, value in self.when.items()}
+        return all(getattr(source, name) in values for name, values in allowed.items())
+
+    def of(self, family: Family) -> Family:
+        """Return the family as it is for this kind."""
+        return replace(family, **self.changes)
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of decoder models, defined in a file of its own and listed in `registry.py`.
 
@@ -30,6 +57,7 @@ class Family:
         optional: role -> the config field that switches its module on, for modules that not every model has.
         fused: module path in the source's layer -> roles whose rows its tensors hold one after another. Lamina's
             checkpoints hold them apart, at the paths of `block`.
+        fused_by_heads: fused tensors hold the rows of the first key/value head, then of the second, and so on.
         settings: key of the block -> the config field that holds its value.
         fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
         requires: config field -> the only value that is supported.
@@ -41,6 +69,7 @@ class Family:
         further_layers: the checkpoints on the hub may hold layers behind the last that predict further tokens.
         rotary_field: the config field that says the rotation.
         partial_rotary: the family's model obeys `partial_rotary_factor`.
+        variants: the kinds of layers of a family that has several.
         windows: those of `sliding_window` and `layer_types` that the family obeys; others carry them without effect.
     """
 
@@ -48,6 +77,7 @@ class Family:
     block: Mapping[str, Any]
     optional: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused_by_heads: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +86,7 @@ class Family:
     unlisted: tuple[str, ...] = ()
     rotary_field: str = "rope_parameters"
     partial_rotary: bool = False
+    variants: tuple[Variant, ...] = ()
     windows: tuple[str, ...] = ()
     mixture: MixtureFamily | None = None
     foreign: ForeignFamily | None = None

@@ -23,11 +23,13 @@ from pipeline.families import (
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    falcon,
     gemma2,
     gemma3,
     glm,
     glm4,
     glm4_moe,
+    gpt_neox,
     gpt_oss,
     gptj,
     granite,
@@ -91,6 +93,8 @@ FAMILIES: dict[str, Family] = {
         starcoder2,
         cohere,
         cohere2,
+        gpt_neox,
+        falcon,
     )
 }
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the name of the same in transformers
@@ -316,6 +320,12 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
         sizes = [f"{name}: {config[name]!r}" for name in POSITIVE_FIELDS if config.get(name) in (0, False)]
         cause = f"{error}{'; zero: ' if sizes else ''}{', '.join(sizes)}"
         raise InputError(f"config.json: not a valid {family.model_type} config: {cause}") from error
+    kinds = [variant.of(family) for variant in family.variants if variant.fits(source)]
+    if family.variants and not kinds:
+        names = dict.fromkeys(name for variant in family.variants for name in variant.when)
+        values = ", ".join(f"{name} {getattr(source, name)!r}" for name in names)
+        raise InputError(f"config.json: {family.model_type} has no layers with {values}")
+    family = kinds[0] if kinds else family
     refuse_other_values(family, source, config)
     return family, source
 

@@ -9,6 +9,7 @@ import transformers
 
 from manifests.errors import InputError
 from pipeline.families.config_fields import PRETRAINED_LENGTH, listed_fields, standard_fields, window_switches
+from pipeline.families.family import Family
 from pipeline.families.registry import FAMILIES, standard_config
 from pipeline.families.wrapper import towers, wrapped_config
 
@@ -28,7 +29,20 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
             f"the layers of this {kind} model differ in {differing}; a dense model whose layers differ is not written"
         )
     family = FAMILIES[kind]
-    fields = {own: standard[name] for own, name in standard_fields(family).items()}
+    kinds = [(variant.of(family), variant.written) for variant in family.variants] or [(family, {})]
+    candidates = [_config_of(standard, dtype, *each) for each in kinds]
+    config, faults = min(candidates, key=lambda candidate: len(candidate[1]))
+    if faults:
+        raise InputError(f"no {kind} config says this:\n  " + "\n  ".join(faults))
+    return config
+
+
+def _config_of(
+    standard: Mapping[str, Any], dtype: str, family: Family, own: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the config.json with the fields of one kind of the family's layers, and what it would say otherwise."""
+    kind = family.model_type
+    fields = {name: standard[other] for name, other in standard_fields(family).items()} | own
     if family.rotary_field == "rotary_dim":
         fields["rotary_dim"] = round(standard["rope_parameters"]["partial_rotary_factor"] * standard["head_dim"])
     elif family.block["rotary"]:
@@ -51,13 +65,13 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     if standard.get("wrapper"):
         config = wrapped_config(standard["wrapper"], config)
-    back = standard_config(config)
+    try:
+        back = standard_config(config)
+    except InputError as error:
+        return config, [str(error)]
     lost = [name for name in back if name not in ("forms", "wrapper") and back[name] != standard[name]]
     lost += ["wrapper"] if towers(back) != towers(standard) else []
-    if lost:
-        faults = [f"{name}: {standard[name]!r} would be read as {back[name]!r}" for name in lost]
-        raise InputError(f"no {kind} config says this:\n  " + "\n  ".join(faults))
-    return config
+    return config, [f"{name}: {standard[name]!r} would be read as {back[name]!r}" for name in lost]
 
 
 def _window_switches(standard: Mapping[str, Any]) -> dict[str, Any]:
