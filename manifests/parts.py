@@ -24,6 +24,7 @@ class Part:
         axis: the axis of the block that holds several parts.
         first: the place of the first row of the part on that axis; each `step`-th is one of the part.
         transposed: the block holds the transposed part.
+        groups: the first axis of the block counts groups of rows, each with as many rows of the part; 1 if it has none.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Part:
     first: int = 0
     step: int = 1
     transposed: bool = False
+    groups: int = 1
 
     @property
     def is_whole_block(self) -> bool:
@@ -46,8 +48,11 @@ class Part:
         return self.begin + math.prod(self.block)
 
     def within(self, block: Any) -> Any:
-        """Return the view of a tensor of the block's shape that has the part's shape."""
-        count = self.shape[0]
+        """Return the view of a tensor of the block's shape that has the part's numbers, in their order.
+
+        It has the part's shape, but for groups, which have an axis of their own.
+        """
+        count = self.shape[0] // self.groups
         index = [slice(None)] * len(self.block)
         index[self.axis] = slice(self.first, self.first + self.step * (count - 1) + 1, self.step)
         part = block[tuple(index)]
@@ -85,6 +90,21 @@ def stacked(
         else:
             parts.append(Part(name, shape, begin + row * math.prod(inner), shape))
         row += shape[0]
+    return tuple(parts)
+
+
+def by_groups(shapes: Mapping[str, Shape], groups: int) -> tuple[Part, ...]:
+    """Return the parts of a tensor that holds the first group of rows of each matrix, then the second, and so on.
+
+    `shapes`: name -> shape of each, in the order inside of a group.
+    """
+    inner = next(iter(shapes.values()))[1:]
+    block = (groups, sum(shape[0] for shape in shapes.values()) // groups, *inner)
+    parts: list[Part] = []
+    row = 0
+    for name, shape in shapes.items():
+        parts.append(Part(name, shape, 0, block, axis=1, first=row, groups=groups))
+        row += shape[0] // groups
     return tuple(parts)
 
 

@@ -390,7 +390,7 @@ def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[str, t
             tensors[record.name] = numbers.reshape(record.shape)
         else:
             part = record.part.within(numbers.reshape(record.part.block))
-            tensors[record.name] = part.clone(memory_format=torch.contiguous_format)
+            tensors[record.name] = part.clone(memory_format=torch.contiguous_format).view(record.shape)
     return tensors
 
 

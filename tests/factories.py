@@ -18,6 +18,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -30,6 +32,8 @@ from transformers import (
     GlmForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -89,6 +93,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+    "falcon": (FalconConfig, FalconForCausalLM),
 }
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -147,6 +153,17 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {  # beside GEOMETRY; every kind of laye
 }  # fmt: skip
 OWN_NAMES: dict[str, dict[str, Any]] = {  # of families whose configs call the same sizes otherwise
     "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "do_layer_norm_before": True, "dropout": 0.0},
+    "gpt_neox": {
+        "intermediate_size": 80,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "falcon": {
+        "ffn_hidden_size": 80,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+        "bias": True,
+        "tie_word_embeddings": False,
+    },
     "gptj": {"n_inner": 80, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six experts, of which a token passes two

@@ -159,7 +159,8 @@ def fuse(tensors: Mapping[str, Tensor], fused: Mapping[str, Fused]) -> dict[str,
         together[name] = tensors[whole.parts[0].name].new_empty(whole.shape)
         numbers = together[name].flatten()
         for part in whole.parts:
-            part.within(numbers[part.begin : part.end].view(part.block)).copy_(tensors[part.name])
+            place = part.within(numbers[part.begin : part.end].view(part.block))
+            place.copy_(tensors[part.name].view_as(place))
     return together
 
 

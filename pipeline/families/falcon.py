@@ -47,8 +47,6 @@ FAMILY = Family(
     block=BLOCK,
     fields=FIELDS | {KV_HEADS: "num_kv_heads"},
     variants=(
-        Variant(NEW | {"num_ln_in_parallel_attn": (2, None)}, {"block": BLOCK | {"modules": MODULES | TWO_NORMS}}),
-        Variant(NEW | {"num_ln_in_parallel_attn": 1}),
         *(
             Variant(
                 OLD | {"multi_query": heads is ONE_HEAD, "parallel_attn": block is BLOCK, **norms},
@@ -60,6 +58,8 @@ FAMILY = Family(
                 (IN_TURN, {"num_ln_in_parallel_attn": (None, 1, 2)}),
             )
         ),
+        Variant(NEW | {"num_ln_in_parallel_attn": (2, None)}, {"block": BLOCK | {"modules": MODULES | TWO_NORMS}}),
+        Variant(NEW | {"num_ln_in_parallel_attn": 1}),
     ),
     fused={"self_attention.query_key_value": ("q", "k", "v")},
     fused_by_heads=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from manifests.parts import Fused, stacked
+from manifests.parts import Fused, by_groups, stacked
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.mixture import FusedExperts
 from pipeline.families.registry import FAMILIES
@@ -20,7 +20,8 @@ def fused_tensors(geometry: Geometry) -> dict[str, Fused]:
                 shapes = {f"{layer.path(role)}.{part}": layer.role_shapes(role)[part] for role in roles}
                 rows = sum(shape[0] for shape in shapes.values())
                 inner = layer.role_shapes(roles[0])[part][1:]
-                fused[f"{layer.prefix}{path}.{part}"] = Fused((rows, *inner), stacked(shapes))
+                parts = by_groups(shapes, layer.attention.kv_heads) if family.fused_by_heads else stacked(shapes)
+                fused[f"{layer.prefix}{path}.{part}"] = Fused((rows, *inner), parts)
         if family.mixture is not None and layer.routing:
             for name, kind in family.mixture.fused.items():
                 fused[layer.prefix + name] = _experts(layer, kind)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.core_model_loading import revert_weight_conversion
 
 from lamina import LaminaConfig, LaminaForCausalLM
 from pipeline.families.fused import fused_tensors
@@ -83,6 +84,22 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         "glm4": {**gated, **biased, "head_dim": head_dim, **partly},
         "cohere": {**gated, **biased, "logit_scale": draw.choice((0.0625, 1.0))},
         "cohere2": {**gated, **biased, **windows, "logit_scale": draw.choice((0.0625, 1.0))},
+        "gpt_neox": {
+            **common, **biased, **partly, "intermediate_size": draw.choice((40, 77)),
+            "use_parallel_residual": draw.random() < 0.5, "tie_word_embeddings": False,
+        },
+        "falcon": {
+            **common, "ffn_hidden_size": draw.choice((40, 77)), "bias": draw.random() < 0.5,
+            "rope_parameters": gated["rope_parameters"],
+            **draw.choice((
+                {"new_decoder_architecture": True, "num_kv_heads": kv_heads},
+                {"new_decoder_architecture": True, "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": 1},
+                {"multi_query": True},
+                {"multi_query": False},
+                {"multi_query": True, "parallel_attn": False},
+                {"multi_query": False, "parallel_attn": False},
+            )),
+        },
     }  # fmt: skip
     return {"model_type": family, **own[family]}
 
@@ -97,12 +114,14 @@ def models(family: str, seed: int) -> tuple[Any, Any]:
     written = checkpoint_config(standard, standard["forms"], "float32")
     apart = ("model_type", "architectures", "dtype")
     ours: Any = LaminaForCausalLM(LaminaConfig(**{name: written[name] for name in written if name not in apart}))
-    tensors = randomise_(source, seed).state_dict()
+    tensors = revert_weight_conversion(randomise_(source, seed), source.state_dict())  # the names in files
     geometry = geometry_of(standard)
     expected = geometry.expected_tensors()
     for name, whole in fused_tensors(geometry).items():
         numbers = tensors.pop(name).flatten()
-        tensors |= {part.name: part.within(numbers[part.begin : part.end].view(part.block)) for part in whole.parts}
+        for part in whole.parts:
+            within = part.within(numbers[part.begin : part.end].view(part.block))
+            tensors[part.name] = within.reshape(part.shape)
     assert expected.items() <= {name: tuple(tensor.shape) for name, tensor in tensors.items()}.items()
     ours.eval().load_state_dict(tensors)
     if source.config._attn_implementation == "eager":  # the kernels of "sdpa" round otherwise
