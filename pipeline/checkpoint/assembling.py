@@ -31,7 +31,7 @@ from pipeline.checkpoint.model_card import model_card
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
 from pipeline.families.registry import checkpoint_config
-from pipeline.families.wrapper import is_tower
+from pipeline.families.wrapper import TOWERS, is_tower
 from pipeline.inputs.checkpoints import linear_modules
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
@@ -183,7 +183,8 @@ class Assembler:
             rounded |= entry.rounded if entry else {}
         fields: dict[str, Any] = {}
         if rounded:
-            fields |= rounding_fields(rounded, linear_modules(config))
+            towers = [TOWERS] if config.get("wrapper") else []
+            fields |= rounding_fields(rounded, [*linear_modules(config), *towers])
         if unused := self._unused(config):
             fields["unused_tensors"] = unused
         source = self.inputs.source.tensors

@@ -39,7 +39,7 @@ from pipeline.families.blocks import roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.families.wrapper import is_tower
+from pipeline.families.wrapper import TOWERS, is_tower
 from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.rounding.schemes import (
@@ -140,7 +140,7 @@ def _write(
     numbers += sum(math.prod(checkpoint.tensors[name].shape) for name in towers)
     copy_companions(storage, checkpoint.storage, _has_source_code(checkpoint.storage), OUR_FILES)
     if rounded:
-        linears = _linear_modules(config, geometry)
+        linears = [*_linear_modules(config, geometry), *([TOWERS] if towers else [])]
         described = nf4_config(rounded, linears, config["dtype"]) if nf4 else quantization_config(rounded, linears)
         exported_config[FIELD] = described
     storage.replace(CONFIG_FILE, encode_json(exported_config))

@@ -32,37 +32,36 @@ BLOCK: dict[str, Any] = {
     "parallel": True,
 }
 FIELDS = {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation", "norm_eps": "layer_norm_epsilon"}
-KV_HEADS = "num_key_value_heads"
+HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 IN_TURN = BLOCK | {"modules": MODULES | {"mlp_norm": "post_attention_layernorm"}, "parallel": False}
+TWO = BLOCK | {"modules": MODULES | TWO_NORMS}
 NEW = {"new_decoder_architecture": True, "parallel_attn": True, "multi_query": (True, False)}  # since Falcon-40B
-OLD = {"new_decoder_architecture": False}
-ONE_HEAD: dict[str, Any] = {
-    "fields": FIELDS | {KV_HEADS: 1},
-    "unread": {**dict.fromkeys(("attention_dropout", "hidden_dropout"), TRAINING), "num_kv_heads": "of other kinds"},
-}
-ALL_HEADS = {"fields": FIELDS | {KV_HEADS: "num_attention_heads"}, "equal": {"num_kv_heads": "num_attention_heads"}}
+UNREAD = dict.fromkeys(("attention_dropout", "hidden_dropout"), TRAINING)
+
+
+def _old(one_head: bool, parallel: bool) -> Variant:
+    """Return a kind of before Falcon-40B, with one key/value head or as many as query heads."""
+    norms = (None, 1) if parallel else (None, 1, 2)  # the last means nothing where one half follows the other
+    when = {"new_decoder_architecture": False, "multi_query": one_head, "parallel_attn": parallel}
+    changes: dict[str, Any] = {"block": BLOCK if parallel else IN_TURN}
+    if one_head:
+        changes |= {"fields": FIELDS | {KV_HEADS: 1}, "unread": UNREAD | {"num_kv_heads": "multi_query: it is 1"}}
+    else:
+        changes |= {"fields": FIELDS | {KV_HEADS: HEADS}, "equal": {"num_kv_heads": HEADS}}
+    return Variant(when | {"num_ln_in_parallel_attn": norms}, changes)
+
 
 FAMILY = Family(
     model_type="falcon",
     block=BLOCK,
     fields=FIELDS | {KV_HEADS: "num_kv_heads"},
     variants=(
-        *(
-            Variant(
-                OLD | {"multi_query": heads is ONE_HEAD, "parallel_attn": block is BLOCK, **norms},
-                {"block": block, **heads},
-            )
-            for heads in (ONE_HEAD, ALL_HEADS)
-            for block, norms in (
-                (BLOCK, {"num_ln_in_parallel_attn": (None, 1)}),
-                (IN_TURN, {"num_ln_in_parallel_attn": (None, 1, 2)}),
-            )
-        ),
-        Variant(NEW | {"num_ln_in_parallel_attn": (2, None)}, {"block": BLOCK | {"modules": MODULES | TWO_NORMS}}),
+        *(_old(one_head, parallel) for one_head in (True, False) for parallel in (True, False)),
+        Variant(NEW | {"num_ln_in_parallel_attn": (2, None)}, {"block": TWO}),
         Variant(NEW | {"num_ln_in_parallel_attn": 1}),
     ),
     fused={"self_attention.query_key_value": ("q", "k", "v")},
     fused_by_heads=True,
     requires={"alibi": False},
-    unread=dict.fromkeys(("attention_dropout", "hidden_dropout"), TRAINING),
+    unread=UNREAD,
 )

@@ -23,6 +23,7 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "llava": ("llama", "mistral", "qwen2"),
     "mistral3": ("mistral",),
 }
+TOWERS = "re:^model\\.(?!language_model\\.)"  # the modules of towers in a `quantization_config`
 BASE, TEXT, HEAD = "model", "model.language_model", "lm_head"  # modules of the wrapper's class
 OLDER_TEXT, OLDER_HEAD = "language_model.model", "language_model.lm_head"  # their names in most files on the hub
 OF_FILE = ("_name_or_path", "architectures", "dtype", "tie_word_embeddings", "transformers_version")

@@ -234,3 +234,21 @@ def test_missing_tensors_of_towers_are_refused(kind: str, tmp_path: Path) -> Non
 def test_a_text_model_has_no_towers() -> None:
     with pytest.raises(ValueError, match="no towers for images"):
         whole_config(lamina.LaminaConfig())
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_rounded_decoder_loads_whole(tmp_path: Path, job: MakeJob) -> None:
+    source = make_whole(tmp_path / "source", "gemma3", hidden_size=64, intermediate_size=96)
+    changes: dict[str, Any] = {"methods": [], "budget": None, "quantize": {"bits": 4, "group": 32}}
+    made = job(source, **changes, **{"calibration.propagate": "dense"})
+    ended = made.run()
+    assert ended.code == 0, ended.err
+    whole = AutoModelForImageTextToText.from_pretrained(made.output)
+    exported = tmp_path / "exported"
+    assert command("export", str(made.output), "--to", "dense", str(exported)).code == 0
+    assert relative_error(logits_of(whole, "gemma3"), logits_of(source_model(exported), "gemma3")) < 1e-5
+    stock = tmp_path / "stock"
+    assert command("export", str(made.output), "--to", "stock", str(stock)).code == 0
+    assert relative_error(logits_of(source_model(stock), "gemma3"), logits_of(source_model(exported), "gemma3")) < 1e-5
+    faults = command("export", str(made.output), "--to", "gguf", str(tmp_path / "model.gguf"))
+    assert (faults.code, "the towers of a gemma3 model" in faults.err) == (2, True)
