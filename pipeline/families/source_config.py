@@ -42,7 +42,7 @@ def _config_of(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config.json with the fields of one kind of the family's layers, and what it would say otherwise."""
     kind = family.model_type
-    fields = {name: standard[other] for name, other in standard_fields(family).items()} | own
+    fields = {**{name: standard[other] for name, other in standard_fields(family).items()}, **own}
     if family.rotary_field == "rotary_dim":
         fields["rotary_dim"] = round(standard["rope_parameters"]["partial_rotary_factor"] * standard["head_dim"])
     elif family.block["rotary"]:
