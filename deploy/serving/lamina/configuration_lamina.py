@@ -9,7 +9,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import field, replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from .block_lamina import (
     check_block,
     in_base,
 )
-from .foreign_lamina import check_foreign, foreign_cache_numbers
+from .foreign_lamina import check_foreign, foreign_cache_numbers, narrowed
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 from .mixture_lamina import (
@@ -167,9 +167,8 @@ class LayersConfig(PreTrainedConfig):
                 has_bias = self.mixture["biases"] and block != SHARED
                 modules, biases = block_modules(self.mixture, block), frozenset(MLP_ROLES if has_bias else ())
                 sizes["intermediate_size"] = mixture.width_of(block)
-        return LayerShape(
-            hidden_size=self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format
-        )
+        shape = LayerShape(self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format)
+        return replace(shape, foreign=self.foreign)
 
     def mlp_blocks(self, layer: int) -> list[str]:
         """Return the names of a layer's MLPs: the experts, or one without a name."""
@@ -206,7 +205,7 @@ class LayersConfig(PreTrainedConfig):
     def cache_numbers(self, layer: int) -> int:
         """Return the numbers that a layer caches per token, keys and values together."""
         if self.foreign:
-            return foreign_cache_numbers(self.foreign)
+            return foreign_cache_numbers(narrowed(self.foreign, self.forms[layer]))
         forms = ((role, *self.form_of(layer, role)) for role in ("k", "v"))
         return sum(form.cache_numbers(self.layer_shape(layer), role, spec) for role, form, spec in forms)
 
