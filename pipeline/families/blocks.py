@@ -177,6 +177,7 @@ class Latent:
 
     Attributes:
         name: of the group of its roles.
+        field: the config field that holds its width.
         writer: its first `width` outputs are the latent; others, the rotated part of keys, pass by the norm.
         norm: the role of the norm.
         reader: reads the normed latent.
@@ -185,6 +186,7 @@ class Latent:
     """
 
     name: str
+    field: str
     writer: Matrix
     norm: str
     reader: Matrix

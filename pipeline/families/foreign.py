@@ -104,7 +104,7 @@ def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased:
     }
     step = rank_step(fields)
     latents = tuple(
-        Latent(LATENT_NAMES[field], matrices[writer], norm, matrices[reader], field in LATENT_CACHE, step)
+        Latent(LATENT_NAMES[field], field, matrices[writer], norm, matrices[reader], field in LATENT_CACHE, step)
         for field, (writer, norm, reader) in LATENTS.items()
         if writer in matrices
     )

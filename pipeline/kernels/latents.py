@@ -1,7 +1,7 @@
 """A narrower latent behind an RMS norm (docs/methods.md#latent-attention).
 
-A writer W (L rows, perhaps with others behind them that no norm sees) gives c = W x, the norm n = w ⊙ c √L / √(‖c‖² + L ε),
-and a reader U gives U n. r of L directions of n stay.
+A writer W (L rows, perhaps with others behind them that no norm sees) gives c = W x, the norm n = w ⊙ c √L / √(‖c‖² +
+L ε), and a reader U gives U n. r of L directions of n stay.
 
 D inputs of the writer, L numbers of the latent, r numbers that stay, R rows of the writer, K outputs of the reader.
 """
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from pipeline.kernels.sensitivity import Directions
 
+RIDGE = 1e-9  # of the mean diagonal of C
+
 
 class NarrowedLatent(NamedTuple):
     """A writer (R - L + r, D) and its bias, the norm's weight (r), and the reader (K, r).
 
-    `beside`: the mean of ‖c‖² beside the directions that stay, as a share of the whole.
+    `beside`: ρ, the part of the mean of ‖c‖² that the latent does not have, as a share of the whole.
     """
 
     writer: Tensor
@@ -38,10 +40,11 @@ def narrowed_latent(
 ) -> NarrowedLatent:
     """Narrow a latent to the r directions of n that `encode` (r, L) and `decode` (L, r) give.
 
-    encode diag(w) = Rᵀ Q with orthonormal rows Q, so that the reader needs Q c / ‖c‖ alone. ‖c‖² = ‖Q c‖² + ‖c_rest‖²
-    has two parts: the first is that of the narrower latent, and the mean ρ of the second takes the place of the
-    norm's ε. A norm of r numbers with the same ε does so for α Q c, α² = r ε / (ρ + L ε). The only error beside that of
-    the projection is the deviation of ‖c_rest‖² from its mean; without a rest there is none. float64.
+    The reader needs y = E c alone, E = encode diag(w), and the norm. B y, B = C Eᵀ (E C Eᵀ)⁻¹, is the best linear guess
+    of c, with an error that is uncorrelated with y: ‖c‖² is ‖B y‖², plus in the mean ρ = tr(C − B E C). With
+    B = Q R the latent R E c of r numbers has the norm of B y. ρ takes the place of the norm's ε: a norm of r numbers
+    with the same ε does so for α R E c, α² = r ε / (ρ + L ε). The only error beside that of the projection is the
+    deviation of ‖c‖² from ‖B y‖² + ρ; where y determines c there is none. float64.
 
     Args:
         moment_LL: E[c cᵀ].
@@ -55,11 +58,15 @@ def narrowed_latent(
     if moment_LL.shape != (width, width) or len(writer_RD) < width:
         raise ValueError(f"writer {tuple(writer_RD.shape)} and moment {tuple(moment_LL.shape)} of {width} numbers")
     writer_RD, reader_KL, moment_LL = (x.detach().to(torch.float64) for x in (writer_RD, reader_KL, moment_LL))
-    basis_Lr, mix_rr = torch.linalg.qr((directions.encode * norm_L.detach().to(torch.float64)).T)
+    encode_rL = directions.encode * norm_L.detach().to(torch.float64)
     whole = float(moment_LL.diagonal().sum())
-    rest = max(0.0, whole - float(((moment_LL @ basis_Lr) * basis_Lr).sum()))
+    ridge_LL = torch.eye(width, dtype=torch.float64, device=moment_LL.device) * (RIDGE * whole / width or 1.0)
+    cross_Lr = (moment_LL + ridge_LL) @ encode_rL.T
+    guess_Lr = torch.linalg.solve(encode_rL @ cross_Lr, cross_Lr, left=False)
+    mix_rr = torch.linalg.qr(guess_Lr).R
+    rest = max(0.0, whole - float((guess_Lr * (moment_LL @ encode_rL.T)).sum()))
     scale = (rank * eps / (rest + width * eps)) ** 0.5
-    narrow_rL = scale * basis_Lr.T
+    narrow_rL = scale * mix_rr @ encode_rL
 
     def rows(x_Rd: Tensor) -> Tensor:
         return torch.cat((narrow_rL @ x_Rd[:width], x_Rd[width:]))
@@ -68,6 +75,6 @@ def narrowed_latent(
         rows(writer_RD),
         None if bias_R is None else rows(bias_R.detach().to(torch.float64)[:, None])[:, 0],
         torch.ones(rank, dtype=torch.float64, device=writer_RD.device),
-        (width / rank) ** 0.5 * (reader_KL @ (directions.decode @ mix_rr.T)),
+        (width / rank) ** 0.5 * (reader_KL @ torch.linalg.solve(mix_rr, directions.decode, left=False)),
         rest / whole if whole else 0.0,
     )

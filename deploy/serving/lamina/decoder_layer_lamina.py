@@ -32,7 +32,6 @@ from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, pa
 from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
 from .rotary_lamina import Angles, rotate
 
-
 WHOLE = {"form": "dense"}
 IN_PLACE = ("dense", "narrow")  # forms that a foreign module itself builds
 

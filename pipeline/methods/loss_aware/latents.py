@@ -6,6 +6,7 @@ Legend: D hidden, L numbers of a latent, r numbers that stay, R outputs of its w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from pipeline.methods.loss_aware.stacks import Stack
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.tensors import biases_of
+from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 OUTPUT, RANK = "latent_output", "rank"
@@ -69,12 +71,16 @@ def latent_points(
         losses = least_losses(moment_LL, metric_LL)
     else:
         losses = losses_by_rank(_directions(entry, latent, weights, statistics), moment_LL, metric_LL)
-    points = []
-    for rank in steps(latent.width, _multiple(entry, latent, geometry)):
-        loss = 0.0 if rank == latent.width else float(losses[rank])
-        cached = rank + latent.writer.outputs - latent.width if latent.cached else 0
-        points.append(Point({RANK: rank}, latent_numbers(latent, rank), loss, cached))
-    return points
+    passed = latent.writer.outputs - latent.width
+    return [
+        Point(
+            {RANK: rank},
+            latent_numbers(latent, rank),
+            0.0 if rank == latent.width else float(losses[rank]),
+            rank + passed if latent.cached else 0,
+        )
+        for rank in steps(latent.width, _multiple(entry, latent, geometry))
+    ]
 
 
 def latent_numbers(latent: Latent, width: float) -> int:
@@ -90,6 +96,12 @@ def least_numbers(entry: LossAware, group: Group, geometry: LayerGeometry) -> in
         return _stack(entry, block, geometry).least(entry.multiple(geometry.hidden)) + block.writer.biases
     latent = _latent(block, group)
     return latent_numbers(latent, steps(latent.width, _multiple(entry, latent, geometry))[0])
+
+
+def variables(group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+    """Return the width of a latent, by which layers of one width are tied."""
+    latent = _latent(_block(geometry), group)
+    return (RankVariable(group.layer, group.name, RANK, latent.width, 1, partial(latent_numbers, latent)),)
 
 
 def solve(
@@ -137,9 +149,7 @@ def _metric(latent: Latent, statistics: Statistics) -> Tensor:
     return statistics.mean(pull((latent.reader,)))[0]
 
 
-def _directions(
-    entry: LossAware, latent: Latent, weights: Mapping[str, Tensor], statistics: Statistics
-) -> Directions:
+def _directions(entry: LossAware, latent: Latent, weights: Mapping[str, Tensor], statistics: Statistics) -> Directions:
     """Return directions of the normed latent, in the metric of the loss or of its reader's outputs."""
     moment_LL = statistics.mean(input_moment(latent.reader))[0]
     if entry.weighting == "loss":
@@ -198,9 +208,7 @@ def _cut(
 def _stack(entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry) -> Stack:
     """Return the stack of the output projection, whose tensors lie below its own module."""
     writer = block.writer
-    return Stack(
-        writer.role, (writer.role,), writer.outputs, writer.inputs, geometry.bits, entry.factors == "pivoted"
-    )
+    return Stack(writer.role, (writer.role,), writer.outputs, writer.inputs, geometry.bits, entry.factors == "pivoted")
 
 
 def _multiple(entry: LossAware, latent: Latent, geometry: LayerGeometry) -> int:
