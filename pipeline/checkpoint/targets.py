@@ -84,8 +84,8 @@ def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
     Raises InputError if the family cannot express it.
     """
     if target == "stock" and config.get("foreign"):
-        layers = [narrowed(config["foreign"], forms) for forms in config["forms"]]
-        widest = {name: max(layer[name] for layer in layers) for name in LATENTS if layers[0].get(name) is not None}
+        sizes = [narrowed(config["foreign"], forms) for forms in config["forms"]]
+        widest = {name: max(layer[name] for layer in sizes) for name in LATENTS if sizes[0].get(name) is not None}
         config = {**config, "foreign": {**config["foreign"], **widest}}
     if target == "stock" and is_mixture(config):
         width = min(expert_widths(LayersConfig(**config)))

@@ -176,6 +176,11 @@ class LayerGeometry:
         return self.foreign.query_features if self.foreign else self.attention.query.outputs
 
     @property
+    def query_heads(self) -> int:
+        """Return the number of query heads."""
+        return self.foreign.heads if self.foreign else self.attention.heads
+
+    @property
     def cache_numbers(self) -> int:
         """Count the numbers that the dense layer caches per token."""
         return self.foreign.cache_numbers if self.foreign else self.attention.cache_numbers

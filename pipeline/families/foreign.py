@@ -22,6 +22,7 @@ class ForeignBlock:
         block: its matrices.
         copied: the tensors of its modules.
         scores: the roles whose outputs make attention scores. A kernel turns scores that are not finite into zeros.
+        heads: the number of query heads.
         query_features: the numbers of all query heads of a token.
         cache_numbers: the numbers that are cached per token.
     """
@@ -29,6 +30,7 @@ class ForeignBlock:
     block: LatentAttentionBlock
     copied: tuple[Copied, ...]
     scores: tuple[str, ...]
+    heads: int
     query_features: int
     cache_numbers: int
 
@@ -111,7 +113,7 @@ def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased:
     readers = tuple(matrix for matrix in matrices.values() if matrix.role in LATENT_READERS)
     block = LatentAttentionBlock("attention", readers, matrices["o_proj"], latents)
     return ForeignBlock(
-        block, copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), query, foreign_cache_numbers(fields)
+        block, copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), heads, query, foreign_cache_numbers(fields)
     )
 
 

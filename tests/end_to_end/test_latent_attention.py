@@ -122,3 +122,16 @@ def test_all_numbers_give_the_source_s_logits(job: MakeJob, sources: dict[str, P
     assert ranks(run) == [{"kv_lora_rank": 12, "q_lora_rank": 20}] * 3
     ids = some_tokens(320)
     assert relative_error(logits_of(load(run.output), ids), logits_of(load(source), ids)) < 1e-5
+
+
+@pytest.mark.parametrize("change", [{"correct": "output"}, {"refine": {"steps": 10}}], ids=["corrected", "refined"])
+def test_beside_corrections_and_training(change: dict[str, Any], job: MakeJob, tmp_path: Path) -> None:
+    """Of a model with dense MLPs: corrections do not know mixtures."""
+    source = factories.make_model(tmp_path / "source", "deepseek_v2", first_k_dense_replace=3)
+    changes = {"calibration.propagate": "dense", "budget.keep": 0.6}
+    run = job(source, methods=[{**LOSS_AWARE, **change}], **changes)
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    assert any(each["kv_lora_rank"] < 12 for each in ranks(run))
+    verified = command("verify", str(run.output), "--source", str(source), "--bound", "10")
+    assert verified.code == 0, verified.out + verified.err

@@ -157,7 +157,7 @@ def test_narrow_latents_are_those_of_a_narrow_source(seed: int) -> None:
     """With padding, and token by token with a cache, which is as large as the source's."""
     source, model = narrowed(seed)
     ids, mask = padded_batch()
-    caches = [None, None]
+    caches: list[Any] = [None, None]
     with torch.no_grad():
         for end in (*range(9, ids.shape[1]), ids.shape[1]):
             start = 0 if caches[0] is None else end - 1
