@@ -163,7 +163,7 @@ def test_at_full_rank_the_logits_are_the_source_s(job: MakeJob, sources: dict[st
         ([{**LOSS_AWARE, "mlp": False}], "(loss_aware): nothing to compress: deepseek_v3 models have latent attention"),
         (
             [{"method": "flat_llm", "ranks": {"value": 4, "mlp": 8}}],
-            "ranks.value: 4 is given, but no method compresses",
+            "ranks.value: 4 is given, but deepseek_v3 models have latent",
         ),
     ],
     ids=["lorc", "lestd", "loss_aware", "ranks"],
