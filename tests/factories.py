@@ -62,10 +62,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     Starcoder2Config,
@@ -109,7 +115,12 @@ FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method co
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
-CLASSES = FAMILIES | MIXTURES | FOREIGN
+HYBRIDS: dict[str, tuple[Any, Any]] = {  # two kinds of attention, which no method compresses; mixtures in most
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+}
+CLASSES = FAMILIES | MIXTURES | FOREIGN | HYBRIDS
 GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size / heads, three layers
     "vocab_size": 320,
     "hidden_size": 48,
@@ -127,6 +138,11 @@ GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size /
 
 
 TYPES = ("sliding_attention", "full_attention")
+DELTA: dict[str, Any] = {  # of Qwen's hybrids
+    "layer_types": ("linear_attention", "full_attention"), "linear_conv_kernel_dim": 4, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "attention_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 OWN_FIELDS: dict[str, dict[str, Any]] = {  # beside GEOMETRY; every kind of layer is among the first two
     "gemma2": {
         "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 6.0,
@@ -150,6 +166,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {  # beside GEOMETRY; every kind of laye
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "cohere2": {"logit_scale": 1.0, "sliding_window": 16, "layer_types": TYPES},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
 }  # fmt: skip
 OWN_NAMES: dict[str, dict[str, Any]] = {  # of families whose configs call the same sizes otherwise
     "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "do_layer_norm_before": True, "dropout": 0.0},
@@ -166,6 +183,9 @@ OWN_NAMES: dict[str, dict[str, Any]] = {  # of families whose configs call the s
     },
     "gptj": {"n_inner": 80, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six experts, of which a token passes two
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
     "qwen2_moe": {
@@ -190,6 +210,8 @@ EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six expe
         "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 12,
         "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 0.5,
     },
+    "qwen3_next": {**SHARED_EXPERT, "mlp_only_layers": [1]},
+    "qwen3_5_moe_text": SHARED_EXPERT,
     "deepseek_v2": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
         "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5,
@@ -253,10 +275,11 @@ def randomise_(model: Any, seed: int) -> Any:
     Weights are large enough for peaked logits, norms are not 1 and biases not 0, so that nothing is right by chance.
     """
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
+    usual = 0.0 if model.config.model_type in HYBRIDS else 1.0  # their norms multiply by 1 + weight; twice as much
+    for name, parameter in sorted(model.named_parameters()):  # would make their logits sensitive to rounding
         noise = torch.randn(parameter.shape, generator=generator)
         is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
-        parameter.data = 1 + 0.2 * noise if is_scale else 0.15 * noise
+        parameter.data = usual + 0.2 * noise if is_scale else 0.15 * noise
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith("correction_bias"):  # of a router
             buffer.data = 0.15 * torch.randn(buffer.shape, generator=generator)

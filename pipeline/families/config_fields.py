@@ -65,7 +65,8 @@ def standard_fields(family: Family) -> dict[str, str]:
     copied = {config_class(family).attribute_map.get(name, name): name for name in COPIED_FIELDS}
     renamed = {own_name(family, name): name for name in RENAMED_FIELDS}
     fields = copied | {own: name for own, name in renamed.items() if isinstance(own, str) and own not in COPIED_FIELDS}
-    if family.foreign is None and ("head_dim" in listed or "head_dim" in family.unlisted):
+    by_heads = family.foreign is None or not family.foreign.rotary_width
+    if by_heads and ("head_dim" in listed or "head_dim" in family.unlisted):
         fields["head_dim"] = "head_dim"
     return fields | {name: name for name in family.windows}
 

@@ -1,4 +1,4 @@
-"""Latent attention: its sizes, its matrices, and the shapes of its tensors. transformers' own module runs it.
+"""Attention that no method compresses: its sizes, and the shapes of its tensors. transformers' own module runs it.
 
 `lamina.foreign_lamina` names the modules and the config fields that they read.
 """
@@ -6,31 +6,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from lamina.foreign_lamina import FOREIGN, LATENT_CACHE, LATENTS, foreign_cache_numbers, rank_step
+from lamina.foreign_lamina import FOREIGN, foreign_cache_numbers
 from manifests.errors import InputError
-from pipeline.families.blocks import Copied, Latent, LatentAttentionBlock, Matrix
+from pipeline.families.blocks import Copied
 
 
 @dataclass(frozen=True)
 class ForeignBlock:
-    """An attention block that transformers runs. Tensors that no method claims are copied bit for bit.
+    """An attention block whose tensors are copied bit for bit.
 
     Attributes:
-        block: its matrices.
         copied: the tensors of its modules.
         scores: the roles whose outputs make attention scores. A kernel turns scores that are not finite into zeros.
-        heads: the number of query heads.
         query_features: the numbers of all query heads of a token.
         cache_numbers: the numbers that are cached per token.
     """
 
-    block: LatentAttentionBlock
+    name: str
     copied: tuple[Copied, ...]
     scores: tuple[str, ...]
-    heads: int
     query_features: int
     cache_numbers: int
 
@@ -42,19 +39,29 @@ class ForeignFamily:
     Attributes:
         model_type: the family's in transformers.
         block: (fields, hidden, heads, roles with a bias) -> the block of a layer.
-        rotary_width: the field that holds the width of the rotation.
+        rotary_width: the field that holds the width of the rotation; empty where it is the width of heads.
         check: fields -> faults.
+        layers: of a hybrid, layer type -> the block of such a layer, from the fields of `standard` and `foreign`.
     """
 
     model_type: str
-    block: Callable[[Mapping[str, Any], int, int, Collection[str]], ForeignBlock]
+    block: Callable[[Mapping[str, Any], int, int, Collection[str]], ForeignBlock] | None
     rotary_width: str
     check: Callable[[Mapping[str, Any]], list[str]]
+    layers: Mapping[str, Callable[[Mapping[str, Any]], ForeignBlock]] = field(default_factory=dict)
 
     @property
     def own_fields(self) -> tuple[str, ...]:
         """Return the source's fields that the module reads."""
         return FOREIGN[self.model_type].fields
+
+    def block_of(self, standard: Mapping[str, Any], layer: int) -> ForeignBlock | None:
+        """Return the block of a layer of this standard config; None where the layer's attention is Lamina's own."""
+        if self.block is not None:
+            sizes = standard["foreign"], standard["hidden_size"], standard["num_attention_heads"]
+            return self.block(*sizes, standard["block"]["biases"])
+        block = self.layers.get(standard["layer_types"][layer])
+        return None if block is None else block({**standard, **standard["foreign"]})
 
     def standard(self, source: Any) -> dict[str, Any]:
         """Return the standard `foreign` of a source's config. Raises InputError for one that cannot be built."""
@@ -69,9 +76,6 @@ LATENT_ROLES = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_wi
                 "o_proj")  # fmt: skip
 LATENT_MODULES = {role: f"self_attn.{role}" for role in LATENT_ROLES}
 LATENT_READERS = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of the normed hidden states
-LATENT_READS = dict.fromkeys(LATENT_READERS, "attention.in")
-LATENT_FEEDS = {"o_proj": "mid"}
-LATENT_NAMES = {"kv_lora_rank": "key_value_latent", "q_lora_rank": "query_latent"}
 LATENT_BIASES = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "o_proj"), "attention_bias")
 
 
@@ -97,23 +101,8 @@ def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased:
         )
         for role, shape in shapes.items()
     )
-    matrices = {
-        role: Matrix(
-            role, shape[0], shape[1], role in biased, LATENT_READS.get(role, f"{role}.in"), LATENT_FEEDS.get(role, "")
-        )
-        for role, shape in shapes.items()
-        if len(shape) > 1
-    }
-    step = rank_step(fields)
-    latents = tuple(
-        Latent(LATENT_NAMES[field], field, matrices[writer], norm, matrices[reader], field in LATENT_CACHE, step)
-        for field, (writer, norm, reader) in LATENTS.items()
-        if writer in matrices
-    )
-    readers = tuple(matrix for matrix in matrices.values() if matrix.role in LATENT_READERS)
-    block = LatentAttentionBlock("attention", readers, matrices["o_proj"], latents)
     return ForeignBlock(
-        block, copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), heads, query, foreign_cache_numbers(fields)
+        "attention", copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), query, foreign_cache_numbers(fields)
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from lamina.activation_lamina import Channels
-from lamina.block_lamina import SINKS, clamp_of
+from lamina.block_lamina import SINKS, clamp_of, modules_of_type
 from lamina.mixture_lamina import layer_modules, mixture_of
 from manifests.errors import InputError
 from pipeline.families import (
@@ -45,7 +45,10 @@ from pipeline.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
     starcoder2,
 )
@@ -58,7 +61,6 @@ from pipeline.families.config_fields import (
     refuse_other_values,
 )
 from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
-from pipeline.families.foreign import ForeignBlock
 from pipeline.families.mixture import ROUTING_FIELDS
 from pipeline.families.rotation import rope_parameters
 from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault
@@ -81,6 +83,9 @@ FAMILIES: dict[str, Family] = {
         minimax_m2,
         gpt_oss,
         granitemoe,
+        qwen3_next,
+        qwen3_5,
+        qwen3_5_moe,
         gemma2,
         gemma3,
         olmo2,
@@ -139,7 +144,8 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     standard["head_dim"] = _head_dim(family, source) or source.hidden_size // max(1, source.num_attention_heads)
     if family.foreign is not None:
         standard["foreign"] = family.foreign.standard(source)
-        standard["head_dim"] = standard["foreign"][family.foreign.rotary_width]
+        if family.foreign.rotary_width:
+            standard["head_dim"] = standard["foreign"][family.foreign.rotary_width]
     if standard["intermediate_size"] is None:  # GPT-J writes null for four times the hidden size
         standard["intermediate_size"] = 4 * source.hidden_size
     if sizes := _layer_sizes(family, source, config.get(BY_LAYER) or {}, standard):
@@ -179,9 +185,8 @@ def geometry_of(
         outer.append((f"{block['head']}.weight", (vocab, hidden)))
     if block["head_bias"]:
         outer.append((f"{block['head']}.bias", (vocab,)))
-    foreign = _foreign_block(standard)
     layers = tuple(
-        _layer_geometry(standard, index, sizes, bits, foreign) for index, sizes in enumerate(sizes_by_layer(standard))
+        _layer_geometry(standard, index, sizes, bits) for index, sizes in enumerate(sizes_by_layer(standard))
     )
     return Geometry(
         model_type=standard["source_model_type"],
@@ -195,23 +200,24 @@ def geometry_of(
     )
 
 
-def _layer_geometry(
-    standard: Mapping[str, Any], index: int, sizes: Mapping[str, int], bits: int, foreign: ForeignBlock | None
-) -> LayerGeometry:
+def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str, int], bits: int) -> LayerGeometry:
     block, mixture, hidden = standard["block"], standard.get("mixture"), standard["hidden_size"]
+    family = FAMILIES[standard["source_model_type"]].foreign
+    foreign = None if family is None else family.block_of(standard, index)
+    modules = modules_of_type(block, standard["layer_types"][index] if standard["layer_types"] else "")
     scaled = block.get("residual_scale") is not None
     clamp, heads = clamp_of(block), sizes["num_attention_heads"]
-    blocks = dense_blocks(block["modules"], block["biases"], hidden, {**standard, **sizes, "clamp": clamp}, scaled)
+    blocks = dense_blocks(modules, block["biases"], hidden, {**standard, **sizes, "clamp": clamp}, scaled)
     experts, copied = mixture_blocks(mixture, index, hidden, standard["hidden_act"], clamp) if mixture else ((), ())
-    sinks = (Copied(SINKS, ((SINKS, (heads,)),)),) if SINKS in block["modules"] else ()
+    sinks = (Copied(SINKS, ((SINKS, (heads,)),)),) if SINKS in modules else ()
     return LayerGeometry(
         model_type=standard["source_model_type"],
         index=index,
         prefix=f"{block['layers']}.{index}.",
         hidden=hidden,
         blocks=(*blocks[:-1], *experts) if experts else blocks,
-        norms=_norms(block, hidden, sizes),
-        modules=tuple(layer_modules(block["modules"], mixture, mixture_of(mixture, index)).items()),
+        norms=_norms(block, modules, hidden, sizes),
+        modules=tuple(layer_modules(modules, mixture, mixture_of(mixture, index)).items()),
         bits=bits,
         outer=_outer_matrices(standard, index),
         foreign=foreign,
@@ -228,20 +234,13 @@ def _routing(mixture: Mapping[str, Any] | None, layer: int) -> tuple[tuple[str, 
     return (*((name, mixture[name]) for name in ROUTING_FIELDS), ("top_k", sizes.top_k))
 
 
-def _foreign_block(standard: Mapping[str, Any]) -> ForeignBlock | None:
-    """Return the attention block of every layer where it is foreign."""
-    family = FAMILIES[standard["source_model_type"]].foreign
-    if family is None:
-        return None
-    sizes = standard["foreign"], standard["hidden_size"], standard["num_attention_heads"]
-    return family.block(*sizes, standard["block"]["biases"])
-
-
 def _norm_bias(block: Mapping[str, Any]) -> bool:
     return block["norm"] == "layer" and bool(block.get("norm_bias", True))
 
 
-def _norms(block: Mapping[str, Any], hidden: int, sizes: Mapping[str, int]) -> tuple[Norm, ...]:
+def _norms(
+    block: Mapping[str, Any], modules: Mapping[str, str], hidden: int, sizes: Mapping[str, int]
+) -> tuple[Norm, ...]:
     """Return the norms of a layer: of what blocks read and write, and of query and key heads."""
     together = block.get("head_norms") == "all"
     head_dim = sizes["head_dim"]
@@ -250,7 +249,7 @@ def _norms(block: Mapping[str, Any], hidden: int, sizes: Mapping[str, int]) -> t
     widths |= {role: sizes[count] * head_dim if together else head_dim for role, count in heads}
     return tuple(
         Norm(role, widths[role], _norm_bias(block) and role not in HEAD_NORM_ROLES)
-        for role in block["modules"]
+        for role in modules
         if role in widths
     )
 
@@ -420,7 +419,7 @@ def _block(family: Family, source: PreTrainedConfig, foreign: Mapping[str, Any] 
         is_number = isinstance(value, float | int) and not isinstance(value, bool)
         if is_number and not 0.0 < value < math.inf:
             raise InputError(f"config.json: {name}: {value!r} is no positive number")
-    if family.foreign is not None and foreign is not None:
+    if family.foreign is not None and family.foreign.block is not None and foreign is not None:
         present = {each.role for each in family.foreign.block(foreign, 1, 1, ()).copied}
         inside = {role for role, path in block["modules"].items() if path.startswith(f"{block['foreign']}.")}
         block["modules"] = {role: path for role, path in block["modules"].items() if role not in inside - present}

@@ -78,7 +78,7 @@ class Inputs:
         )
         of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
         of_tokens += expert_remarks(self.manifest, self.geometry)
-        of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
+        of_model = _foreign_remarks(self.geometry) + _further_remarks(self.source)
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property
@@ -144,15 +144,11 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     return inputs
 
 
-def _foreign_remarks(geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
-    """Return a remark for a model whose latent attention no method claims."""
-    foreign = {(layer.index, role) for layer in geometry.layers for role in layer.foreign_roles}
-    if not foreign or any((task.layer, role) in foreign for task in tasks for role in task.roles):
+def _foreign_remarks(geometry: Geometry) -> tuple[str, ...]:
+    """Return a remark for a model whose attention is copied."""
+    if not any(layer.foreign for layer in geometry.layers):
         return ()
-    return (
-        f"model: the latent attention of {geometry.model_type} models is copied unchanged; loss_aware with "
-        "`attention: true` compresses it",
-    )
+    return (f"model: no method compresses the attention of {geometry.model_type} models yet; it is copied unchanged",)
 
 
 def _further_remarks(source: SourceCheckpoint) -> tuple[str, ...]:

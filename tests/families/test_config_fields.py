@@ -33,7 +33,7 @@ ROUTING = ("topk_method", "scoring_func", "moe_layer_freq")  # fields of the hub
 SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
     "deepseek_v3": LATENT, "glm4_moe": SHARED, "minimax_m2": MINIMAX, "gpt_neox": NEOX, "falcon": FALCON,
-    "smollm3": {**SMALL, "no_rope_layers": [1, 0]},
+    "smollm3": {**SMALL, "no_rope_layers": [1, 0]}, "qwen3_next": MIXTURE,
 }  # fmt: skip
 UNLISTED = {  # head_dim
     "phi3", "granitemoe",
@@ -105,6 +105,12 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5, 2.0],
     "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 16,
 }  # fmt: skip
+HYBRID: dict[str, Any] = {
+    **GATED, "attention_bias": True, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 7,
+    "linear_value_head_dim": 9, "linear_num_key_heads": 2, "linear_num_value_heads": 48,
+    "layer_types": ["full_attention", "linear_attention"], "head_dim": 24,
+    "rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 # Family → field → another value than SMALL's, or all the fields that it needs beside it.
 ODD: dict[str, dict[str, Any]] = {
     "llama": {**GATED, "attention_bias": True, "mlp_bias": True},
@@ -139,6 +145,12 @@ ODD: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **ODD_LATENT, "rope_interleave": False, "norm_topk_prob": False, "n_group": 3,
         "topk_group": {"n_group": 3, "topk_group": 2},
+    },
+    "qwen3_next": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 20, "norm_topk_prob": False},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {
+        **{name: value for name, value in HYBRID.items() if name != "intermediate_size"}, "num_experts": 9,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 20,
     },
     "gpt_oss": {
         **GATED, **PATTERN, "num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": False,

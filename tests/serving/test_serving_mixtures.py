@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lamina import LaminaConfig, LaminaForCausalLM
@@ -33,6 +34,8 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
     if family in ("mixtral", "minimax_m2", "gpt_oss", "granitemoe"):
         return {**sizes, "num_local_experts": experts, "intermediate_size": draw.choice([5, 24, 33])}
+    if family in factories.HYBRIDS:
+        return hybrid_sizes(family, draw)
     if family in ("glm4_moe", *factories.FOREIGN):
         return sizes | grouped_sizes(family, draw)
     sizes |= {"num_experts": experts, "moe_intermediate_size": draw.choice([5, 24, 33])}
@@ -41,6 +44,28 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
     if family == "qwen2_moe":
         sizes |= {"shared_expert_intermediate_size": draw.choice([7, 24]), "qkv_bias": draw.random() < 0.5}
     return sizes
+
+
+def hybrid_sizes(family: str, draw: random.Random) -> dict[str, Any]:
+    """Sizes of a random hybrid with three layers."""
+    keys, times = draw.choice([1, 2, 3]), draw.choice([1, 2])
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 3, "linear_num_key_heads": keys, "linear_num_value_heads": keys * times,
+        "linear_key_head_dim": draw.choice([3, 8]), "linear_value_head_dim": draw.choice([5, 8]),
+        "linear_conv_kernel_dim": draw.choice([2, 4]), "attention_bias": draw.random() < 0.5,
+        "layer_types": [draw.choice(factories.DELTA["layer_types"]) for _ in range(2)] + ["full_attention"],
+        "tie_word_embeddings": draw.random() < 0.5,
+    }  # fmt: skip
+    if family == "qwen3_5_text":
+        return sizes | {"intermediate_size": draw.choice([33, 80])}
+    experts = draw.choice([2, 8, 17])
+    sizes |= {"num_experts": experts, "num_experts_per_tok": draw.randint(1, min(8, experts))}
+    if family == "qwen3_next":
+        sizes |= {"norm_topk_prob": draw.random() < 0.5, "mlp_only_layers": draw.choice([[], [0], [2]])}
+    return sizes | {
+        "moe_intermediate_size": draw.choice([5, 24]),
+        "shared_expert_intermediate_size": draw.choice([7, 24]),
+    }
 
 
 def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
@@ -80,15 +105,27 @@ def compare(source: Path) -> None:
     ids_BT = torch.randint(0, theirs.config.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected_BTV, logits_BTV = theirs(ids_BT).logits, ours(ids_BT).logits
-        cached = ours(ids_BT[:, :20], use_cache=True).past_key_values
-        decoded_BTV = torch.cat([ours(ids_BT[:, t : t + 1], past_key_values=cached).logits for t in range(20, 24)], 1)
+        their_decoded_BTV, decoded_BTV = (decoded(model, ids_BT) for model in (theirs, ours))
     limit = LIMIT * float(expected_BTV.abs().max())
     assert float((logits_BTV - expected_BTV).abs().max()) <= limit
-    assert float((decoded_BTV - expected_BTV[:, 20:]).abs().max()) <= limit
+    own = float((their_decoded_BTV - expected_BTV[:, 20:]).abs().max())  # of a state's rule for one token
+    assert float((decoded_BTV - their_decoded_BTV).abs().max()) <= limit + own
+    assert float((decoded_BTV - expected_BTV[:, 20:]).abs().max()) <= limit + own
+    if "linear_attention" in ours.config.layer_types:
+        padded = {"attention_mask": torch.ones_like(ids_BT).index_fill(1, torch.arange(4), 0)}
+        with torch.no_grad():
+            expected_BTV, logits_BTV = (model(ids_BT, **padded).logits[:, 4:] for model in (theirs, ours))
+        assert float((logits_BTV - expected_BTV).abs().max()) <= 5 * limit
+
+
+def decoded(model: Any, ids_BT: Tensor) -> Tensor:
+    """The logits of tokens 20 to 23, one by one behind a cache of the first 20."""
+    cached = model(ids_BT[:, :20], use_cache=True).past_key_values
+    return torch.cat([model(ids_BT[:, t : t + 1], past_key_values=cached).logits for t in range(20, 24)], 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("family", [*factories.MIXTURES, *factories.FOREIGN])
+@pytest.mark.parametrize("family", [*factories.MIXTURES, *factories.FOREIGN, *factories.HYBRIDS])
 @pytest.mark.sample(14)
 def test_logits_of_random_mixtures(family: str, seed: int, tmp_path: Path) -> None:
     compare(factories.make_model(tmp_path, family, seed=seed, **random_sizes(family, seed)))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 REQUIRED_ROLES = ("q", "k", "v", "o", "up", "down")
@@ -36,7 +36,9 @@ BLOCK_DEFAULTS: dict[str, Any] = {
     "parallel": False,  # attention and MLP both read the layer's input
     "embed_scale": None,  # token embeddings are multiplied by this number, or by "sqrt(hidden_size)"
     "norm_offset": 0.0,  # RMS norms multiply by this + weight
-    "foreign": None,  # path of an attention module of transformers (foreign_lamina); paths of its roles are below it
+    # The path of an attention module of transformers (foreign_lamina), below which its roles lie; or for some layer
+    # types the path of theirs, whose roles are called LAYER_TYPE.NAME.
+    "foreign": None,
     "norm_bias": True,  # LayerNorms have a bias
     "head_norms": "each",  # q_norm and k_norm norm each head, or "all" heads together
     "rotary_layers": None,  # a list with 1 for each layer that rotates queries and keys, or their type; null: all do
@@ -75,8 +77,7 @@ LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads
 class LayerShape:
     """The sizes of one decoder layer and the modules of its roles, for stored forms.
 
-    `modules` maps a role to its module path inside the layer; `biases` are the roles whose projection has a bias;
-    `foreign` holds the sizes of foreign attention.
+    `modules` maps a role to its module path inside the layer; `biases` are the roles whose projection has a bias.
     """
 
     hidden_size: int
@@ -87,7 +88,6 @@ class LayerShape:
     modules: Mapping[str, str]
     biases: frozenset[str]
     core_format: str = "dense"
-    foreign: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_block(block: Mapping[str, Any]) -> None:
@@ -136,9 +136,27 @@ def clamp_of(block: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def foreign_roles(block: Mapping[str, Any]) -> list[str]:
-    """Return the roles of the modules inside of foreign attention."""
-    path = block.get("foreign")
-    return [role for role, module in block.get("modules", {}).items() if path and module.startswith(f"{path}.")]
+    """Return the roles of the modules inside of foreign attention, of all layer types."""
+    foreign, modules = block.get("foreign"), block.get("modules", {})
+    if isinstance(foreign, Mapping):
+        return [role for role in modules if role.partition(".")[0] in foreign]
+    return [role for role, module in modules.items() if foreign and module.startswith(f"{foreign}.")]
+
+
+def foreign_path(block: Mapping[str, Any], layer_type: str) -> str | None:
+    """Return the path of the foreign attention of a layer; None if its attention is Lamina's own."""
+    foreign = block.get("foreign")
+    return foreign.get(layer_type) if isinstance(foreign, Mapping) else foreign
+
+
+def modules_of_type(block: Mapping[str, Any], layer_type: str) -> dict[str, str]:
+    """Map the roles of a layer of this type, with a dense MLP, to their module paths."""
+    modules, foreign = block["modules"], block.get("foreign")
+    if not isinstance(foreign, Mapping):
+        return dict(modules)
+    absent = {role for role in foreign_roles(block) if role.partition(".")[0] != layer_type}
+    absent |= {*ATTENTION_ROLES, SINKS} if layer_type in foreign else set()
+    return {role: path for role, path in modules.items() if role not in absent}
 
 
 def _is_number(value: Any) -> bool:

@@ -9,7 +9,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import field, replace
+from dataclasses import field
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -28,8 +28,9 @@ from .block_lamina import (
     LayerShape,
     check_block,
     in_base,
+    modules_of_type,
 )
-from .foreign_lamina import check_foreign, foreign_cache_numbers, narrowed
+from .foreign_lamina import check_foreign, foreign_cache_numbers, foreign_layer, is_hybrid
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 from .mixture_lamina import (
@@ -54,11 +55,12 @@ BLOCK_KINDS: dict[str, Any] = {
     "biases": list | tuple | set | frozenset,
     "parallel": bool,
     "positions": dict | None,
-    "foreign": str | None,
+    "foreign": str | dict | None,
     "rotary_layers": list | tuple | str | None,
 }
 VALUE_MULTIPLE = 16  # kernels of engines need multiples of this as widths of value heads
 LAYER_TYPES = ("full_attention", "sliding_attention")
+RECURRENT = "linear_attention"  # the type of layers with recurrent foreign attention
 # `auto_map` of config.json: the classes that transformers loads from the files beside the weights.
 AUTO_MAP = {
     "AutoConfig": "configuration_lamina.LaminaConfig",
@@ -153,13 +155,14 @@ class LayersConfig(PreTrainedConfig):
 
     def layer_modules(self, layer: int) -> dict[str, str]:
         """Map all roles of a layer to their module paths inside it."""
-        return layer_modules(self.block["modules"], self.mixture, self.layer_mixture(layer))
+        modules = modules_of_type(self.block, self.layer_types[layer])
+        return layer_modules(modules, self.mixture, self.layer_mixture(layer))
 
     def layer_shape(self, layer: int, block: str = "") -> LayerShape:
         """Return the sizes and modules of a layer; `block` names an expert, whose roles are `gate`, `up` and `down`."""
         sizes = {name: getattr(self, name) for name in LAYER_FIELDS}
         sizes |= self.layer_sizes[layer] if self.layer_sizes else {}
-        modules, biases = self.block["modules"], frozenset(self.block["biases"])
+        modules, biases = modules_of_type(self.block, self.layer_types[layer]), frozenset(self.block["biases"])
         mixture = self.layer_mixture(layer)
         if mixture is not None and self.mixture is not None:
             modules = {role: path for role, path in modules.items() if role not in MLP_ROLES}
@@ -167,8 +170,9 @@ class LayersConfig(PreTrainedConfig):
                 has_bias = self.mixture["biases"] and block != SHARED
                 modules, biases = block_modules(self.mixture, block), frozenset(MLP_ROLES if has_bias else ())
                 sizes["intermediate_size"] = mixture.width_of(block)
-        shape = LayerShape(self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format)
-        return replace(shape, foreign=self.foreign)
+        return LayerShape(
+            hidden_size=self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format
+        )
 
     def mlp_blocks(self, layer: int) -> list[str]:
         """Return the names of a layer's MLPs: the experts, or one without a name."""
@@ -184,7 +188,7 @@ class LayersConfig(PreTrainedConfig):
         """Return True if a layer rotates its queries and keys."""
         chosen = self.block["rotary_layers"]
         if chosen is None:
-            return bool(self.foreign) or self.block["rotary"] is not None
+            return bool(self.foreign and not is_hybrid(self.foreign)) or self.block["rotary"] is not None
         return self.layer_types[layer] == chosen if isinstance(chosen, str) else bool(chosen[layer])
 
     def rope_of(self, layer_type: str) -> dict[str, Any]:
@@ -204,8 +208,11 @@ class LayersConfig(PreTrainedConfig):
 
     def cache_numbers(self, layer: int) -> int:
         """Return the numbers that a layer caches per token, keys and values together."""
-        if self.foreign:
-            return foreign_cache_numbers(narrowed(self.foreign, self.forms[layer]))
+        if is_hybrid(self.foreign) and (own_type := self.layer_types[layer]) in self.block["foreign"]:
+            heads = 0 if foreign_layer(self.foreign, own_type).recurrent else 2 * self.num_key_value_heads
+            return heads * self.head_dim
+        if self.foreign and not is_hybrid(self.foreign):
+            return foreign_cache_numbers(self.foreign)
         forms = ((role, *self.form_of(layer, role)) for role in ("k", "v"))
         return sum(form.cache_numbers(self.layer_shape(layer), role, spec) for role, form, spec in forms)
 
@@ -305,8 +312,9 @@ def _check_fields(config: LayersConfig) -> None:
         if shape.num_attention_heads % shape.num_key_value_heads:
             raise ValueError(f"{shape.num_attention_heads} query heads over {shape.num_key_value_heads} KV heads")
     layer_types = config.layer_types
-    if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*LAYER_TYPES}:
-        needed = f"{config.num_hidden_layers} of {', '.join(LAYER_TYPES)}"
+    known = (*LAYER_TYPES, *(config.block["foreign"] if is_hybrid(config.foreign) else ()))
+    if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*known}:
+        needed = f"{config.num_hidden_layers} of {', '.join(dict.fromkeys(known))}"
         raise ValueError(f"layer_types must be {needed}, not {layer_types}")
     if "sliding_attention" in layer_types and config.sliding_window is None:
         raise ValueError("layer_types has sliding_attention, but sliding_window is null")

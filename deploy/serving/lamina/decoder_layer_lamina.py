@@ -24,16 +24,14 @@ from .block_lamina import (
     SINKS,
     attention_path,
     clamp_of,
+    foreign_path,
     foreign_roles,
 )
 from .configuration_lamina import LayersConfig
-from .foreign_lamina import make_foreign_attention
+from .foreign_lamina import foreign_layer, make_foreign_attention
 from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, passing, split_role
 from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
 from .rotary_lamina import Angles, rotate
-
-WHOLE = {"form": "dense"}
-IN_PLACE = ("dense", "narrow")  # forms that a foreign module itself builds
 
 
 class Embedding(nn.Embedding):
@@ -263,19 +261,18 @@ class DecoderLayer(_Roles, nn.Module):
                 self._sources[role] = (tuple(source.path.split(".")), source.args)
                 if source.path not in built and (shared := form.shared_module(shape, local, spec)) is not None:
                     built[source.path] = shared
-        attention = config.block["foreign"] or attention_path(modules)
+        own_foreign = foreign_path(config.block, self.layer_type)
+        self.recurrent = bool(own_foreign) and foreign_layer(config.foreign, self.layer_type).recurrent
+        attention = own_foreign or attention_path(modules)
         self._attention = tuple(attention.split("."))
         attach(self, attention, self._make_attention(config, layer_idx))
-        for role in (role for role in foreign if config.forms[layer_idx].get(role, WHOLE)["form"] not in IN_PLACE):
-            form, spec = config.form_of(layer_idx, role)
-            built[modules[role]] = form.module(config.layer_shape(layer_idx), role, spec)
         for path, module in built.items():
             attach(self, path, module)
         self.act_fn = Channels(config.hidden_act, clamp_of(config.block))
         self._score_bias = _attach_score_bias(self, config, layer_idx) if ROUTER_BIAS in modules else None
 
     def _make_attention(self, config: LayersConfig, layer_idx: int) -> nn.Module:
-        if config.block["foreign"]:
+        if foreign_path(config.block, self.layer_type):
             return make_foreign_attention(config, layer_idx)
         depth = len(self._attention)
         inside = {r: names[depth:] for r, names in self._names.items() if r in ATTENTION_ROLES}
@@ -299,6 +296,9 @@ class DecoderLayer(_Roles, nn.Module):
     ) -> Tensor:
         """Map hidden states (B, T, D) to the same shape; the other arguments are those of `LayerInputs.of`."""
         normed = self._normed("input_norm", hidden_states)
+        if self.recurrent:
+            attention = find(self, self._attention)(normed, past_key_values, attention_mask)
+            return self._after_attention(hidden_states, normed, attention)
         if slot_embeddings is not None:
             kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
         attention, _ = find(self, self._attention)(
@@ -310,6 +310,10 @@ class DecoderLayer(_Roles, nn.Module):
             use_cache=use_cache,
             **kwargs,
         )
+        return self._after_attention(hidden_states, normed, attention)
+
+    def _after_attention(self, hidden_states: Tensor, normed: Tensor, attention: Tensor) -> Tensor:
+        """Add to the layer's input what attention writes, and what the MLP does."""
         attention = self.written("attention_out_norm", attention)
         if self.parallel:
             normed = self._normed("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls
-"""Foreign attention: transformers' own module of the source's family, which Lamina runs, at a layer's own sizes.
+"""Foreign attention: transformers' own module of the source's family, which Lamina runs and never compresses.
 
 `block.foreign` of config.json is the path of the module in a layer. `foreign` holds the fields of the source's config
 that the module reads besides those of Lamina's. Transformers' modelling code takes seconds to import: it is imported
@@ -7,11 +7,24 @@ when the first such module is built.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ForeignLayer:
+    """The attention of one layer type of a hybrid.
+
+    Attributes:
+        name: of its class, behind the prefix.
+        recurrent: it holds a state in place of keys and values, which no rotation and no mask of pairs reaches.
+    """
+
+    name: str
+    recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,39 +35,49 @@ class ForeignAttention:
         prefix: of the names of its classes.
         fields: the fields of the source's config that it reads besides those that every Lamina checkpoint has.
         cached: the fields whose sum is the count of numbers that it caches per token.
+        layers: for a hybrid, whose rotation is Lamina's own, the attention of each layer type.
+        package: of its module in transformers, where that is not the model type.
     """
 
     prefix: str
     fields: tuple[str, ...]
-    cached: tuple[str, ...]
+    cached: tuple[str, ...] = ()
+    layers: Mapping[str, ForeignLayer] = field(default_factory=dict)
+    package: str = ""
 
 
+OTHER_NAMES = {"rms_norm_eps": "norm_eps"}  # field of a source's config -> Lamina's name for it
 WHOLE = "lamina_whole"  # the name of `attend_whole` in transformers
 LATENT_FIELDS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
 )  # fmt: skip
 LATENT_CACHE = ("kv_lora_rank", "qk_rope_head_dim")
-# Field that holds the width of a latent -> the roles of the matrix that writes it, of its norm, and of its reader.
-LATENTS = {
-    "kv_lora_rank": ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
-    "q_lora_rank": ("q_a_proj", "q_a_layernorm", "q_b_proj"),
+DELTA_FIELDS = (
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "attention_bias",
+)  # fmt: skip
+DELTA_LAYERS = {
+    "linear_attention": ForeignLayer("GatedDeltaNet", recurrent=True),
+    "full_attention": ForeignLayer("Attention"),
 }
-LATENT_OUTPUT = "o_proj"
 FOREIGN = {
     "deepseek_v2": ForeignAttention("DeepseekV2", LATENT_FIELDS, LATENT_CACHE),
     "deepseek_v3": ForeignAttention("DeepseekV3", (*LATENT_FIELDS, "rope_interleave"), LATENT_CACHE),
+    "qwen3_next": ForeignAttention("Qwen3Next", DELTA_FIELDS, layers=DELTA_LAYERS),
+    "qwen3_5_text": ForeignAttention("Qwen3_5", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5"),
+    "qwen3_5_moe_text": ForeignAttention("Qwen3_5Moe", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5_moe"),
 }
 
 
 class ForeignConfig:
-    """A config as a layer's foreign module reads it: the fields of `foreign`, and all others of Lamina's config.
+    """A config as a foreign module reads it: the fields of `foreign`, and all others of Lamina's config.
 
     A layer without an attention implementation, as in workers, uses `attend_whole`.
     """
 
-    def __init__(self, config: Any, forms: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Any) -> None:
         self._lamina = config
-        self._fields: Mapping[str, Any] = narrowed(config.foreign, forms or {})
+        self._fields: Mapping[str, Any] = config.foreign
 
     @property
     def _attn_implementation(self) -> str:
@@ -63,7 +86,7 @@ class ForeignConfig:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_lamina", "_fields"):  # copies ask before these exist
             raise AttributeError(name)
-        return self._fields[name] if name in self._fields else getattr(self._lamina, name)
+        return self._fields[name] if name in self._fields else getattr(self._lamina, OTHER_NAMES.get(name, name))
 
 
 def check_foreign(block: Mapping[str, Any], foreign: Mapping[str, Any]) -> None:
@@ -77,30 +100,30 @@ def check_foreign(block: Mapping[str, Any], foreign: Mapping[str, Any]) -> None:
         raise ValueError(
             f"config.json: foreign.model_type is {foreign.get('model_type')!r}, this version knows {', '.join(FOREIGN)}"
         )
+    if not _fits(block["foreign"], kind):
+        known = f"an object with a path for some of {', '.join(kind.layers)}" if kind.layers else "a path"
+        raise ValueError(f"config.json: block.foreign is {block['foreign']!r}, needed is {known}")
     if lacking := [name for name in kind.fields if name not in foreign]:
         raise ValueError(f"config.json: foreign lacks {', '.join(lacking)}")
     if unknown := sorted({*foreign} - {"model_type", *kind.fields}):
         raise ValueError(f"config.json: foreign has unknown {', '.join(unknown)}; a newer lamina may know it")
 
 
-def narrowed(foreign: Mapping[str, Any], forms: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of `foreign` for a layer with these forms, some of whose latents may be narrower."""
-    widths = {
-        field: spec["rank"]
-        for field, (writer, *_) in LATENTS.items()
-        if (spec := forms.get(writer, {})).get("form") == "narrow"
-    }
-    return {**foreign, **widths}
+def _fits(paths: Any, kind: ForeignAttention) -> bool:
+    """Return True if `block.foreign` has a path for the attention of a family, or for that of each of its layers."""
+    if not kind.layers:
+        return isinstance(paths, str)
+    return isinstance(paths, dict) and {*paths} <= {*kind.layers} and all(isinstance(p, str) for p in paths.values())
 
 
-def rank_step(foreign: Mapping[str, Any]) -> int:
-    """Return the number of which a latent's width is a multiple: DeepSeek-V2 views pairs behind it as complex."""
-    return 2 if foreign["model_type"] == "deepseek_v2" else 1
+def is_hybrid(foreign: Mapping[str, Any]) -> bool:
+    """Return True if layers have attention of several kinds, and a rotation that is Lamina's own."""
+    return bool(foreign) and bool(FOREIGN[foreign["model_type"]].layers)
 
 
-def output_widths(foreign: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int]:
-    """Return the inputs and outputs of the output projection of latent attention."""
-    return heads * foreign["v_head_dim"], hidden
+def foreign_layer(foreign: Mapping[str, Any], layer_type: str) -> ForeignLayer:
+    """Return the attention of a layer whose attention is foreign."""
+    return FOREIGN[foreign["model_type"]].layers.get(layer_type, ForeignLayer("Attention"))
 
 
 def foreign_cache_numbers(foreign: Mapping[str, Any]) -> int:
@@ -111,12 +134,14 @@ def foreign_cache_numbers(foreign: Mapping[str, Any]) -> int:
 def attend_whole(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute causal attention of whole sequences without padding, query and key (B, H, T, d), value (B, H, T, w).
+    """Compute causal attention of whole sequences without padding, query (B, H, T, d), key and value (B, G, T, …).
 
     Fused kernels need d = w. Zeros fill up the narrower ones; otherwise a CPU holds the T × T scores of all heads.
     """
     assert attention_mask is None
     width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     value = nn.functional.pad(value, (0, max(0, missing)))
     query, key = (nn.functional.pad(x, (0, max(0, -missing))) for x in (query, key))
     causal = query.shape[2] > 1
@@ -127,7 +152,8 @@ def attend_whole(
 def make_foreign_attention(config: Any, layer: int) -> nn.Module:
     """Build the attention module of a layer."""
     import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(WHOLE, attend_whole)
-    attention: nn.Module = _class(config, "Attention")(ForeignConfig(config, config.forms[layer]), layer)
+    name = foreign_layer(config.foreign, config.layer_types[layer]).name
+    attention: nn.Module = _class(config, name)(ForeignConfig(config), layer)
     return attention
 
 
@@ -138,5 +164,6 @@ def make_foreign_rotary(config: Any) -> nn.Module:
 
 
 def _class(config: Any, name: str) -> Any:
-    kind = config.foreign["model_type"]
-    return getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), FOREIGN[kind].prefix + name)
+    kind = FOREIGN[config.foreign["model_type"]]
+    package = kind.package or config.foreign["model_type"]
+    return getattr(import_module(f"transformers.models.{package}.modeling_{package}"), kind.prefix + name)

@@ -12,11 +12,24 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .configuration_lamina import LaminaConfig
+from .configuration_lamina import RECURRENT, LaminaConfig
+from .foreign_lamina import is_hybrid
 from .layers_lamina import LaminaDecoderLayer
 from .rotary_lamina import Angles, LaminaRotaryEmbedding, rotation_of
 
-MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}  # LAYER_TYPES
+
+def create_recurrent_mask(**arguments: Any) -> Any:
+    """Return transformers' mask (B, T) of layers with a state, which older versions of transformers lack."""
+    from transformers.masking_utils import create_recurrent_attention_mask
+
+    return create_recurrent_attention_mask(**arguments)
+
+
+MASKS: dict[str, Any] = {  # by layer type
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    RECURRENT: create_recurrent_mask,
+}
 
 
 class LayerInputs(NamedTuple):
@@ -114,6 +127,6 @@ def prepare_layer_inputs(
     rotations = {layer_type: rotation_of(rotary, layer_type) for layer_type in dict.fromkeys(config.layer_types)}
     by_rotation = {rotation: rotation(hidden_BTD, position_ids) for rotation in dict.fromkeys(rotations.values())}
     angles = {layer_type: by_rotation[rotation] for layer_type, rotation in rotations.items()}
-    if past_key_values is None or config.foreign:
+    if past_key_values is None or (config.foreign and not is_hybrid(config.foreign)):
         return LayerInputs(position_ids, angles, masks)
     return LayerInputs(position_ids, angles, masks, _slot_embeddings(config, rotary, hidden_BTD, past_key_values))

@@ -36,7 +36,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .block_lamina import LAYER_FIELDS, attention_path, in_base
 from .checking_lamina import check_checkpoint, check_reader, shown
-from .configuration_lamina import LaminaConfig
+from .configuration_lamina import RECURRENT, LaminaConfig
 from .conversion_lamina import register_conversions
 from .decoder_layer_lamina import attach, find, finish_logits, make_embedding, make_head, make_positions
 from .factored_lamina import stored_factors
@@ -165,13 +165,14 @@ def unused(config: LaminaConfig) -> list[str]:
     These are `unused_tensors`, with or without the name of the base model, the towers of a multimodal model, and
     buffers that old checkpoints hold for each layer: causal masks and rotary frequencies.
     """
-    path = config.block["foreign"] or attention_path(config.block["modules"])
-    attention, base = re.escape(path), config.block["embed"].partition(".")[0]
+    foreign = config.block["foreign"] or attention_path(config.block["modules"])
+    paths = [foreign] if isinstance(foreign, str) else [*foreign.values()]
+    attention, base = "|".join(map(re.escape, paths)), config.block["embed"].partition(".")[0]
     others = [rf"^({base}\.)?{re.escape(name.removeprefix(f'{base}.'))}$" for name in config.unused_tensors or ()]
     if config.wrapper:
         text = re.escape(in_base(config.block["layers"]).partition(".")[0])
         others.append(rf"^({base}\.)?(?!{base}\.|{text}\.|{re.escape(config.block['head'])}\.)")
-    return [r"\.rotary_emb\.inv_freq$", rf"\.{attention}\.(bias|masked_bias)$", *others]
+    return [r"\.rotary_emb\.inv_freq$", rf"\.({attention})\.(bias|masked_bias)$", *others]
 
 
 class LaminaModel(LaminaPreTrainedModel):
@@ -260,6 +261,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     def __init__(self, config: LaminaConfig) -> None:
         super().__init__(config)
         self._head = tuple(config.block["head"].split("."))
+        self._is_stateful = RECURRENT in config.layer_types
         base = LaminaModel(config)
         self.add_module(self.base_model_prefix, base)
         head = config.block["head"]
