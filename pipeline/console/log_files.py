@@ -119,4 +119,5 @@ def close_log() -> None:
     """Closes the log files of this run."""
     for handler in (*LOG.handlers, *RAY.handlers):
         handler.close()
-    LOG.handlers = STORES.handlers = RAY.handlers = []
+    for logger in (LOG, STORES, RAY):
+        logger.handlers = []
