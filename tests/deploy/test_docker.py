@@ -77,6 +77,7 @@ def environment(tmp_path: Path) -> Path:
     return python
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_install_steps(path: Path, environment: Path, tmp_path: Path) -> None:

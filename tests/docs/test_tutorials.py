@@ -59,6 +59,7 @@ def test_what_they_add_passes_its_tests(tmp_path: Path) -> None:
     assert " passed" in run_modules([["pytest", "-q", *dict.fromkeys(files)]], tree)
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_a_method_in_a_job(tmp_path: Path) -> None:
     tensors = _job("adding-a-method", tmp_path, lambda tree: factories.make_model(tree / "model"))

@@ -40,6 +40,7 @@ def work_done(job: Job) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("every", "hook"),
     [
@@ -61,6 +62,7 @@ def test_killed_again_and_again_it_ends_the_same(
     assert file_digests(made.output) == reference
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["statistics.zarr/layer-00001/gradient-*", "activations.zarr/inputs/layer-00001"])
 def test_damage_is_repaired(kind: str, job: MakeJob, reference: dict[str, str]) -> None:
     """Stopped in the middle of the backward pass; then a sum of gradients, or a layer's stored input, is damaged."""
@@ -118,7 +120,7 @@ def test_another_budget_takes_no_pass(job: MakeJob, inline: None) -> None:
     assert file_digests(second) == file_digests(clean.output)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*((family, "model") for family in FAMILIES), *((family, "local") for family in ("qwen3", "opt", "gptj"))],

@@ -60,6 +60,7 @@ def test_everything_in_a_bucket(propagate: str, job: MakeJob, address: str, scor
     assert verified.code == 0, verified.out + verified.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["model.source", "calibration.text.files", "output", "run_dir"])
 def test_any_mix(place: str, job: MakeJob, address: str, inline: None) -> None:
     local = job()
@@ -93,6 +94,7 @@ def test_addresses_in_a_manifest_stay_as_they_are(job: MakeJob, tmp_path: Path) 
         resolve_paths(given.model_copy(update={"output": "s3:///out"}), None)
 
 
+@pytest.mark.nightly
 def test_killed_again_and_again(job: MakeJob, address: str, s3_url: str, inline: None) -> None:
     """Each run is killed some writes further: before the server does one, or after. What is committed stays."""
     local = job()

@@ -61,6 +61,7 @@ def test_another_size_measures_nothing_twice(job: MakeJob) -> None:
     assert weights(made) == weights(plain)
 
 
+@pytest.mark.nightly
 def test_killed_between_sizes_it_ends_the_same(job: MakeJob) -> None:
     """Also if the option is switched off meanwhile, with the layers of another size in the run directory."""
     made, clean = job(**CALIBRATED), job(**CALIBRATED)

@@ -42,6 +42,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     return file_digests(made.output)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("every", "hook"), [pytest.param(1, Hook("commit"), marks=pytest.mark.nightly), (2, Hook("commit", after=True))]
 )
@@ -73,7 +74,7 @@ def test_another_budget_walks_again(job: MakeJob, inline: None, reference: dict[
     assert file_digests(second) == reference
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_the_source_at_full_size(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
@@ -84,7 +85,7 @@ def test_every_family_is_the_source_at_full_size(family: str, tmp_path: Path, jo
     assert relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1e-5
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", family, layers=2)

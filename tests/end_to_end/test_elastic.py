@@ -136,6 +136,7 @@ def direct_autoscaler() -> None:
     workers.pool.RayPool = Directed  # type: ignore[misc]
 
 
+@pytest.mark.nightly
 def test_the_autoscaler_adds_nodes(job: MakeJob, inline: None) -> None:
     """From none to `workers.max`: Ray's autoscaler starts a node for every worker that has no place."""
     settings = {"calibration.samples": 16, "calibration.shards": 8, "workers": {"min": 1, "max": 3}}
@@ -164,6 +165,7 @@ def test_nodes_join_leave_and_die(job: MakeJob, inline: None) -> None:
     assert "is sent away: 2 are wanted" in child.said
 
 
+@pytest.mark.nightly
 def test_a_node_dies_with_the_sums_of_layers_in_hand(job: MakeJob, inline: None, tmp_path: Path) -> None:
     """Four workers: by the seventh layer those of the first four are being solved, or are."""
     source = factories.make_model(tmp_path / "deep", num_hidden_layers=10)

@@ -41,6 +41,7 @@ def stock(directory: Path) -> Any:
     return model.eval()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("name", METHODS)
 def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> None:
@@ -59,6 +60,7 @@ def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> No
     assert not (destination / "compression.json").exists()
 
 
+@pytest.mark.sample(7)
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize(
     ("family", "overrides"),

@@ -46,6 +46,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(JOBS))
 def test_a_job(name: str, job: MakeJob, sources: dict[str, Path]) -> None:
     family, changes = JOBS[name]
@@ -75,6 +76,7 @@ def test_a_job(name: str, job: MakeJob, sources: dict[str, Path]) -> None:
     assert 1e-3 < relative_error(logits_of(model, ids), logits_of(load(source), ids)) < 1.5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(MIXTURES))
 def test_a_job_on_a_mixture(name: str, job: MakeJob, tmp_path: Path) -> None:
     family, changes = MIXTURES[name]

@@ -61,6 +61,7 @@ def work_done(job: Job) -> list[str]:
 # -- kills -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("propagate", "every", "hook"),
     [
@@ -89,6 +90,7 @@ def test_killed_at_every_commit(
     assert sum(unit.startswith("replay") for unit in work_done(made)) == 0 or every > 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("keep", [True, False])
 def test_killed_after_every_layer_that_a_pass_solves(keep: bool, job: MakeJob, tmp_path: Path) -> None:
     """Its moments are stored meanwhile, or in memory alone: those of layers in hand are taken again."""
@@ -108,6 +110,7 @@ def test_killed_after_every_layer_that_a_pass_solves(keep: bool, job: MakeJob, t
     assert file_digests(made.output) == file_digests(whole.output)
 
 
+@pytest.mark.nightly
 def test_killed_at_every_file_of_the_output(job: MakeJob, reference: dict[str, dict[str, str]]) -> None:
     """Before and after each file gets its name; the index comes last, and nothing is computed again."""
     made = job()
@@ -138,6 +141,7 @@ def test_killed_between_index_and_last_entry(job: MakeJob, reference: dict[str, 
     assert file_digests(made.output) == reference["compressed"]
 
 
+@pytest.mark.nightly
 def test_killed_while_old_data_is_dropped(job: MakeJob, reference: dict[str, dict[str, str]]) -> None:
     made = job()
     runs = 0
@@ -151,6 +155,7 @@ def test_killed_while_old_data_is_dropped(job: MakeJob, reference: dict[str, dic
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stop_before", "damaged"),
     [
@@ -198,6 +203,7 @@ def flip_byte(path: Path) -> None:
 # -- Ray ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_killed_with_ray_then_stopped_then_finished(
     job: MakeJob, reference: dict[str, dict[str, str]], shared_ray: None
@@ -266,6 +272,7 @@ def test_the_raylet_dies(job: MakeJob, reference: dict[str, dict[str, str]]) -> 
     assert file_digests(made.output) == reference["compressed"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("number", "key"),
     [(signal.SIGTERM, "dense/00001"), (signal.SIGINT, "activations/00001"), (signal.SIGTERM, "layer/00001")],
@@ -287,6 +294,7 @@ def test_signals(number: signal.Signals, key: str, job: MakeJob, reference: dict
     assert len(work_done(made)) == len(set(work_done(made)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.ray
 @pytest.mark.parametrize("moment", ["in a forward", "with its partial sums"])
 def test_worker_dies(

@@ -27,6 +27,7 @@ def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_source(tmp_path_factory.mktemp("deeper") / "source", "llama", layers=4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("propagate", ["compressed", "dense"])
 def test_same_bytes(propagate: str, deeper: Path, job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     variants: dict[str, dict[str, Any]] = {

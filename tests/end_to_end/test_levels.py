@@ -60,6 +60,7 @@ def plain_model(output: Path) -> Any:
     return model.eval()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("methods", "bits", "levels", "more"),
     [
@@ -157,6 +158,7 @@ def test_kinds_are_chosen_by_error(wide: Path, job: MakeJob) -> None:
     assert command("verify", str(made.output), "--source", str(wide), "--json").code == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("levels", ["learned", "auto"])
 def test_bits_are_chosen_with_ranks(wide: Path, job: MakeJob, levels: str) -> None:
     """Within the bytes, tables counted."""

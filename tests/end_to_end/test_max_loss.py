@@ -55,6 +55,7 @@ def test_both_models_are_compared_at_the_size_that_ships(within: Job) -> None:
     assert units.count("write/0") > 1
 
 
+@pytest.mark.nightly
 def test_killed_between_tries_it_ends_the_same(within: Job, job: MakeJob) -> None:
     made = job(**WITHIN)
     kills = 0

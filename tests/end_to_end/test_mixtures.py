@@ -39,6 +39,7 @@ ENTRIES: dict[str, list[dict[str, Any]]] = {
 FULL = ("loss_aware", "flat_llm", "svd", "svd_llm", "magnitude")
 
 
+@pytest.mark.sample(5)
 @inline
 @pytest.mark.parametrize(
     ("name", "family"),
@@ -65,6 +66,7 @@ def test_a_method_on_a_mixture(name: str, family: str, tmp_path: Path, job: Make
     assert all(torch.equal(before[name], after[name]) for name in untouched), "a router is never changed"
 
 
+@pytest.mark.sample(3)
 @inline
 @pytest.mark.parametrize(("method", "family"), [*zip(FULL, FAMILIES, strict=True), *zip(FULL, LATER, strict=False)])
 def test_full_rank_is_the_source(method: str, family: str, tmp_path: Path, job: MakeJob) -> None:
@@ -256,6 +258,7 @@ FEWER: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @inline
 @pytest.mark.parametrize(
     ("name", "family"),

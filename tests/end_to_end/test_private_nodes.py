@@ -65,6 +65,7 @@ def test_evaluation_brings_its_tokens(
     assert command("evaluate", str(made.output), *options).json["loss"] in expected
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_run_and_evaluate(shared: Path, text: Path, tmp_path: Path, job: Callable[..., Job], inline: None) -> None:
     """Evaluation's tokens lay in the driver's temporary folder: all workers \"died\" when the layers were done.

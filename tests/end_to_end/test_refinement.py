@@ -45,6 +45,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     return file_digests(made.output)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("every", "hook"),
     [

@@ -95,6 +95,7 @@ def own_inputs(tmp_path: Path, job: MakeJob, llama: Path, text: Path) -> Callabl
     return make
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", REFUSALS)
 def test_the_corrected_manifest_is_taken(
     case: str, own_inputs: MakeJob, llama: Path, text: Path, monkeypatch: pytest.MonkeyPatch
