@@ -280,7 +280,8 @@ class LossAware(MethodEntry):
     `weighting: input` solves without gradients; the ranks still follow them. `widths`: the number of MLP widths that
     are compared. `factors: pivoted` stores rows of the matrix and the coefficients of the others; `plain`, two factors.
     `shapes`, of mixtures: `free` gives every expert its own width and ranks; `layer` and `stock` keep some experts, in
-    one number and width for each layer or for all, and claim nothing else.
+    one number and width for each layer or for all, narrow the latents of DeepSeek's attention alike, and claim nothing
+    else.
     """
 
     method: Literal["loss_aware"]

@@ -112,9 +112,15 @@ class RefinePass:
             return TappedLayer(config, geometry, placed, self.layers.device)
 
     def _trained_dtypes(self, unit: Refine) -> dict[str, torch.dtype]:
-        """Map the names, below the layer, of the tensors to train to the dtypes that they are stored in."""
+        """Map the names, below the layer, of the tensors to train to the dtypes that they are stored in.
+
+        Writers of latents stay as they are: one of a narrower latent is scaled by far less than a step of the training.
+        """
         geometry = self.setup.geometry.layers[unit.layer]
+        block = geometry.latent_attention
+        fixed = tuple(f"{geometry.path(latent.writer.role)}." for latent in (block.latents if block else ()))
         names = [name for group in unit.groups for name in group_tensors(unit.staged, group, geometry).values()]
+        names = [name for name in names if not name.startswith(fixed)]
         dtypes = {name.removeprefix(geometry.prefix): DTYPES[unit.staged.tensors[name].dtype] for name in names}
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
 

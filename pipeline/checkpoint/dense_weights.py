@@ -6,12 +6,12 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, w width of a val
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lamina.decoder_layer_lamina import DecoderLayer, SelfAttention
 from manifests.errors import InputError
-from pipeline.families.blocks import AttentionBlock, MLPBlock
+from pipeline.families.blocks import AttentionBlock, Copied, Latent, LatentAttentionBlock, MLPBlock
 from pipeline.families.family import LayerGeometry
 
 ROUNDINGS = 64  # units of rounding of the stored numbers, up to which a difference counts as none
@@ -19,7 +19,8 @@ ROUNDINGS = 64  # units of rounding of the stored numbers, up to which a differe
 
 @torch.inference_mode()
 def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dtype) -> dict[str, Tensor]:
-    """Return `role.weight` and `role.bias` in float64, as a dense layer of the family has them. MLPs keep their width.
+    """Return `role.weight` and `role.bias` in float64, as a dense layer of the family has them. MLPs and latents keep
+    their widths.
 
     Every projection is linear, whatever its form, so its matrix is its output for the unit vectors. Value heads get
     width d: narrower ones are padded with zeros, wider ones (absorbed latents) are projected on the d directions that
@@ -34,9 +35,9 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
         for name, tensor in layer.role(norm.role).state_dict().items()
     }
     weights |= {
-        f"{each.role}.{name}": layer.role(each.role).get_parameter(name)
+        f"{each.role}.{name}": parameter
         for each in geometry.copied
-        for name, _ in each.shapes
+        for name, parameter in _copied(layer, each, geometry.latent_attention).items()
     }
     matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}
@@ -85,6 +86,32 @@ def pad_mlp(weights: dict[str, Tensor], block: MLPBlock, width: int) -> dict[str
     for reader in block.readers:
         paddings |= {reader.weight_key: (0, 0, 0, missing), reader.bias_key: (0, missing)}
     padded = {key: functional.pad(weights[key], padding) for key, padding in paddings.items() if key in weights}
+    return {**weights, **padded}
+
+
+def _copied(layer: DecoderLayer, copied: Copied, attention: LatentAttentionBlock | None) -> dict[str, Tensor]:
+    """Return the tensors of a module outside of the blocks, multiplied out where it is factored."""
+    module = layer.role(copied.role)
+    if attention is None or copied.role != attention.writer.role or isinstance(module, nn.Linear):
+        return {name: module.get_parameter(name) for name, _ in copied.shapes}
+    matrix, bias = _affine(layer, copied.role, attention.writer.inputs)
+    return {name: matrix if name == "weight" else bias for name, _ in copied.shapes}
+
+
+def pad_latent(weights: dict[str, Tensor], latent: Latent, width: int) -> dict[str, Tensor]:
+    """Return the weights with a latent padded to `width` by numbers of zero, which change nothing that is read of it.
+
+    A norm divides by the mean square, which they lower: the writer makes up for it, and the norm's weight for that.
+    """
+    kept = len(weights[f"{latent.norm}.weight"])
+    missing, scale = width - kept, (width / kept) ** 0.5
+    padded = {
+        f"{latent.norm}.weight": functional.pad(weights[f"{latent.norm}.weight"] / scale, (0, missing)),
+        latent.reader.weight_key: functional.pad(weights[latent.reader.weight_key], (0, missing)),
+    }
+    for key in (key for key in (latent.writer.weight_key, latent.writer.bias_key) if key in weights):
+        rows = weights[key]
+        padded[key] = torch.cat((scale * rows[:kept], rows.new_zeros(missing, *rows.shape[1:]), rows[kept:]))
     return {**weights, **padded}
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from lamina import LayersConfig
 from lamina.block_lamina import BLOCK_DEFAULTS, POSITIVE_NUMBERS
+from lamina.foreign_lamina import LATENTS, narrowed
 from lamina.mixture_lamina import ROUTER, SHARED
 from manifests.errors import InputError
 from pipeline.checkpoint.nf4 import is_nf4
@@ -78,10 +79,15 @@ def refuse_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
 
 
 def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Return config.json of the dense model, with `stock` at the width of its first MLP or expert.
+    """Return config.json of the dense model, with `stock` at the width of its first MLP or expert and of its widest
+    latents.
 
     Raises InputError if the family cannot express it.
     """
+    if target == "stock" and config.get("foreign"):
+        sizes = [narrowed(config["foreign"], forms) for forms in config["forms"]]
+        widest = {name: max(layer[name] for layer in sizes) for name in LATENTS if sizes[0].get(name) is not None}
+        config = {**config, "foreign": {**config["foreign"], **widest}}
     if target == "stock" and is_mixture(config):
         width = min(expert_widths(LayersConfig(**config)))
         layers = [None if sizes is None else {**sizes, "width": width} for sizes in config["mixture"]["layers"]]

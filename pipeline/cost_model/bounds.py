@@ -86,12 +86,12 @@ def _claimed(quantize: Quantize | None, geometry: Geometry, tasks: Sequence[Task
     for index, roles in _claims(tasks):
         layer = geometry.layers[index]
         widest = max(_bits(quantize, layer, role) for role in roles)
-        vectors = layer.numbers(roles) - sum(math.prod(layer.weight_shape(role)) for role in roles)
-        own = [layer.bits_of(f"{role}.bias") for role in roles if "bias" in layer.role_shapes(role)]
-        extra = vectors * max(0.0, max(own, default=0) - widest)
+        shapes = {key: shape for key, (_, shape) in layer.tensors(roles).items() if not key.endswith(".weight")}
+        vectors, own = sum(map(math.prod, shapes.values())), max(map(layer.bits_of, shapes), default=0)
+        extra = vectors * max(0.0, own - widest)
         if quantize is not None:
-            shapes = [layer.weight_shape(role) for role in roles if _is_rounded(quantize, role)]
-            numbers = rounding_overhead(shapes, _code_bits(quantize, roles[0]), quantize, layer.bits)
+            matrices = [layer.weight_shape(role) for role in roles if _is_rounded(quantize, role)]
+            numbers = rounding_overhead(matrices, _code_bits(quantize, roles[0]), quantize, layer.bits)
             extra += numbers * max(layer.bits_of(f"{role}.weight") for role in roles)
         yield _Claimed(layer.numbers(roles), widest, extra)
 

@@ -72,7 +72,7 @@ def refine_bytes(manifest: Manifest, layer: LayerGeometry) -> int:
     if settings_of(manifest) is None or manifest.calibration is None:
         return 0
     sequence = manifest.calibration.sequence_length
-    samples, block = step_samples(sequence), layer.attention
-    values = 12 * layer.hidden + 6 * block.query.outputs + 5 * sum(mlp.width for mlp in layer.mlps)
-    scores = SCORES * samples * block.heads * sequence**2
+    samples = step_samples(sequence)
+    values = 12 * layer.hidden + 6 * layer.query_features + 5 * sum(mlp.width for mlp in layer.mlps)
+    scores = SCORES * samples * layer.query_heads * sequence**2
     return TRAINED_BYTES * layer.numbers() + VALUE_BYTES * (samples * sequence * values + scores)

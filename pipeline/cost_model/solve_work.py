@@ -97,8 +97,8 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
         work = _mlp_curve(task, geometry.mlp_of(task.roles[0]), samples[0])
     elif any(moment.point in contexts and moment.heads == 1 for moment in task.moments):
         work = _value_curve(task, geometry, min(BASES, max(1, geometry.attention.head_dim // multiple)))
-    elif pulls := sum(moment.point.startswith("pull:") for moment in task.moments):
-        cube = pulls * float(geometry.hidden) ** 3
+    elif pulls := [moment for moment in task.moments if moment.point.startswith("pull:")]:
+        cube = sum(float(geometry.features(moment.point)) ** 3 for moment in pulls)
         eigen = VALUES_FLOPS * cube
         work = SolveWork(task.name, (1 / 3 + 4.0) * cube + eigen, 0, eigen_flops=eigen, factor_flops=cube / 3)
     else:
@@ -116,8 +116,8 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     points = {moment.point for moment in task.moments if moment.heads == 1}
     outputs = [{block.writer.reads, block.writer.feeds} for block in geometry.attentions]
-    if any(point.startswith("pull:") for point in points):
-        return _elementwise(task, geometry).plus(_directed_stack(task, geometry))
+    if pulled := [point for point in points if point.startswith("pull:")]:
+        return _elementwise(task, geometry).plus(_directed_stack(task, geometry, geometry.features(pulled[0])))
     if any(output <= points for output in outputs) and not any(moment.heads > 1 for moment in task.moments):
         return _elementwise(task, geometry).plus(_directed_output(geometry))
     work = _elementwise(task, geometry)
@@ -171,12 +171,12 @@ def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
     return SolveWork("", eigen + roots + products, 0, eigen_flops=eigen)
 
 
-def _directed_stack(task: Task, geometry: LayerGeometry) -> SolveWork:
-    """Return the work of factoring matrices that read the layer's input by the loss."""
-    hidden, outputs = geometry.hidden, sum(geometry.weight_shape(role)[0] for role in task.roles)
-    rank = CUT_SHARE * min(outputs, hidden)
-    product = SolveWork("", 2.0 * outputs * hidden * rank, 0)
-    return _directions(hidden).plus(product, _pivoted(outputs, hidden, rank))
+def _directed_stack(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
+    """Return the work of factoring matrices by the loss that read the same input, of `inputs` numbers."""
+    outputs = sum(geometry.weight_shape(role)[0] for role in task.roles)
+    rank = CUT_SHARE * min(outputs, inputs)
+    product = SolveWork("", 2.0 * outputs * inputs * rank, 0)
+    return _directions(inputs).plus(product, _pivoted(outputs, inputs, rank))
 
 
 def _directed_output(geometry: LayerGeometry) -> SolveWork:

@@ -172,6 +172,59 @@ class AttentionBlock(Block):
 
 
 @dataclass(frozen=True)
+class Latent:
+    """A vector that a matrix writes, an RMS norm norms, and another matrix reads.
+
+    Attributes:
+        name: of the group of its roles.
+        field: the config field that holds its width.
+        writer: its first `width` outputs are the latent; others, the rotated part of keys, pass by the norm.
+        norm: the role of the norm.
+        reader: reads the normed latent.
+        cached: the cache holds the normed latent, and the writer's other outputs.
+        step: the number of which the width is a multiple.
+    """
+
+    name: str
+    field: str
+    writer: Matrix
+    norm: str
+    reader: Matrix
+    cached: bool = False
+    step: int = 1
+
+    @property
+    def width(self) -> int:
+        """Return the numbers of the latent."""
+        return self.reader.inputs
+
+    @property
+    def roles(self) -> tuple[str, str, str]:
+        """Return the roles of the writer, the norm and the reader."""
+        return self.writer.role, self.norm, self.reader.role
+
+
+@dataclass(frozen=True)
+class LatentAttentionBlock(Block):
+    """Multi-head latent attention: keys and values are read from one latent of a token, queries perhaps from another.
+
+    Matrices between the readers of the block's input and its writer read the latents.
+    """
+
+    reader_group: ClassVar[str] = "latents"
+    writer_group: ClassVar[str] = "output"
+    stream: ClassVar[str] = "mid"
+    out_norm: ClassVar[str] = "attention_out_norm"
+
+    latents: tuple[Latent, ...]
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Return all matrices: those that read the input, those that read latents, and the one that writes."""
+        return (*self.readers, *(latent.reader for latent in self.latents), self.writer)
+
+
+@dataclass(frozen=True)
 class MLPBlock(Block):
     """One or two matrices that read, an activation, and one that writes: writer(act(reader 0) ⊙ reader 1).
 

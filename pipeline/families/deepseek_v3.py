@@ -1,4 +1,4 @@
-"""DeepSeek-V3, with R1 and Kimi-K2: mixtures of experts behind latent attention, which is copied."""
+"""DeepSeek-V3, with R1 and Kimi-K2: mixtures of experts behind latent attention."""
 
 from typing import Any
 

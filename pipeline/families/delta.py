@@ -76,7 +76,7 @@ def _delta_network(sizes: Mapping[str, Any], readers: ReaderShapes) -> ForeignBl
     }
     copied = [Copied(f"{LINEAR}.{name}", (("weight", shape),)) for name, shape in shapes.items()]
     copied.append(Copied(f"{LINEAR}.decay", (("A_log", (heads,)), ("dt_bias", (heads,)))))
-    return ForeignBlock("attention", tuple(copied), (), channels, 0)
+    return ForeignBlock(None, tuple(copied), (), heads, channels, 0)
 
 
 def _gated_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
@@ -93,7 +93,7 @@ def _gated_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
     norms = ("q_norm", "k_norm")
     copied += [Copied(f"{FULL}.{name}", (("weight", (head_dim,)),)) for name in norms]
     scores = tuple(f"{FULL}.{name}" for name in norms)
-    return ForeignBlock("attention", tuple(copied), scores, 2 * queries, 2 * keys)
+    return ForeignBlock(None, tuple(copied), scores, sizes["num_attention_heads"], 2 * queries, 2 * keys)
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:

@@ -6,14 +6,23 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
 from lamina.mixture_lamina import ROUTER, SHARED, SHARED_GATE
-from pipeline.families.blocks import ONLY_BLOCKS, ROUTING, AttentionBlock, Block, Copied, Matrix, MLPBlock
+from pipeline.families.blocks import (
+    ONLY_BLOCKS,
+    ROUTING,
+    AttentionBlock,
+    Block,
+    Copied,
+    LatentAttentionBlock,
+    Matrix,
+    MLPBlock,
+)
 from pipeline.families.foreign import ForeignBlock, ForeignFamily
 from pipeline.families.mixture import MixtureFamily
 
@@ -138,13 +147,18 @@ class LayerGeometry:
     def attention(self) -> AttentionBlock:
         """Return the attention block. Raises ValueError where attention is foreign."""
         if not self.attentions:
-            raise ValueError(f"no method compresses the attention of {self.model_type} models yet")
+            raise ValueError(foreign_attention_fault([self]))
         return self.attentions[0]
 
     @property
     def attentions(self) -> tuple[AttentionBlock, ...]:
         """Return the attention blocks that can be compressed: one, or none where attention is foreign."""
         return tuple(block for block in self.blocks if isinstance(block, AttentionBlock))
+
+    @property
+    def latent_attention(self) -> LatentAttentionBlock | None:
+        """Return the block of latent attention; None where attention is of another kind."""
+        return self.foreign.block if self.foreign else None
 
     @property
     def foreign_roles(self) -> tuple[str, ...]:
@@ -160,6 +174,11 @@ class LayerGeometry:
     def query_features(self) -> int:
         """Return the numbers of all query heads of a token."""
         return self.foreign.query_features if self.foreign else self.attention.query.outputs
+
+    @property
+    def query_heads(self) -> int:
+        """Return the number of query heads."""
+        return self.foreign.heads if self.foreign else self.attention.heads
 
     @property
     def cache_numbers(self) -> int:
@@ -190,7 +209,10 @@ class LayerGeometry:
 
     @cached_property
     def _block_by_role(self) -> dict[str, Block]:
-        return {role: block for block in self.blocks for role in block.roles}
+        by_role: dict[str, Block] = {role: block for block in self.blocks for role in block.roles}
+        if latent := self.latent_attention:
+            by_role |= dict.fromkeys((*latent.roles, *(each.norm for each in latent.latents)), latent)
+        return by_role
 
     def mlp_of(self, role: str) -> MLPBlock:
         """Return the MLP block that a role belongs to. Raises KeyError for a role of none."""
@@ -215,8 +237,12 @@ class LayerGeometry:
 
     @cached_property
     def _features(self) -> dict[str, int]:
-        outputs = {f"{matrix.role}.out": matrix.outputs for matrix in self.matrices.values()}
-        inputs = {matrix.reads: matrix.inputs for matrix in self.matrices.values()}
+        matrices, latents = [*self.matrices.values()], {}
+        if (block := self.latent_attention) is not None:
+            matrices += block.matrices
+            latents = {f"pull:{latent.reader.role}": latent.width for latent in block.latents}
+        outputs = {f"{matrix.role}.out": matrix.outputs for matrix in matrices}
+        inputs = {matrix.reads: matrix.inputs for matrix in matrices} | latents
         return outputs | inputs | {block.routing: 1 for block in self.mlps if block.routing}
 
     def share(self, point: str) -> float:
@@ -352,6 +378,17 @@ class LayerGeometry:
     def num_bytes(self, roles: Collection[str] | None = None) -> int:
         """Count the bytes of the dense layer, or of some of its roles, each tensor in its own dtype."""
         return sum(math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in self.tensors(roles).items())
+
+
+def foreign_attention_fault(layers: Iterable[LayerGeometry]) -> str:
+    """Say why a method of heads' keys and values does not compress a model, some of whose attention is foreign."""
+    layer = next(layer for layer in layers if layer.foreign)
+    if layer.latent_attention is None:
+        return f"no method compresses the attention of {layer.model_type} models, which is copied"
+    return (
+        f"{layer.model_type} models have latent attention, whose keys and values are read from one latent; only "
+        "loss_aware with `attention: true` compresses it"
+    )
 
 
 def _with_bias(weight: tuple[int, ...], bias: bool) -> dict[str, tuple[int, ...]]:

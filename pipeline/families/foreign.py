@@ -1,4 +1,4 @@
-"""Attention that no method compresses: its sizes, and the shapes of its tensors. transformers' own module runs it.
+"""Latent attention: its sizes, its matrices, and the shapes of its tensors. transformers' own module runs it.
 
 `lamina.foreign_lamina` names the modules and the config fields that they read.
 """
@@ -9,25 +9,28 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamina.foreign_lamina import FOREIGN, foreign_cache_numbers
+from lamina.foreign_lamina import FOREIGN, LATENT_CACHE, LATENTS, foreign_cache_numbers, rank_step
 from manifests.errors import InputError
-from pipeline.families.blocks import Copied
+from pipeline.families.blocks import Copied, Latent, LatentAttentionBlock, Matrix
 
 
 @dataclass(frozen=True)
 class ForeignBlock:
-    """An attention block whose tensors are copied bit for bit.
+    """An attention block that transformers runs. Tensors that no method claims are copied bit for bit.
 
     Attributes:
+        block: its matrices, which only latent attention has.
         copied: the tensors of its modules.
         scores: the roles whose outputs make attention scores. A kernel turns scores that are not finite into zeros.
+        heads: the number of query heads.
         query_features: the numbers of all query heads of a token.
         cache_numbers: the numbers that are cached per token.
     """
 
-    name: str
+    block: LatentAttentionBlock | None
     copied: tuple[Copied, ...]
     scores: tuple[str, ...]
+    heads: int
     query_features: int
     cache_numbers: int
 
@@ -76,6 +79,9 @@ LATENT_ROLES = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_wi
                 "o_proj")  # fmt: skip
 LATENT_MODULES = {role: f"self_attn.{role}" for role in LATENT_ROLES}
 LATENT_READERS = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of the normed hidden states
+LATENT_READS = dict.fromkeys(LATENT_READERS, "attention.in")
+LATENT_FEEDS = {"o_proj": "mid"}
+LATENT_NAMES = {"kv_lora_rank": "key_value_latent", "q_lora_rank": "query_latent"}
 LATENT_BIASES = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "o_proj"), "attention_bias")
 
 
@@ -101,8 +107,23 @@ def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased:
         )
         for role, shape in shapes.items()
     )
+    matrices = {
+        role: Matrix(
+            role, shape[0], shape[1], role in biased, LATENT_READS.get(role, f"{role}.in"), LATENT_FEEDS.get(role, "")
+        )
+        for role, shape in shapes.items()
+        if len(shape) > 1
+    }
+    step = rank_step(fields)
+    latents = tuple(
+        Latent(LATENT_NAMES[field], field, matrices[writer], norm, matrices[reader], field in LATENT_CACHE, step)
+        for field, (writer, norm, reader) in LATENTS.items()
+        if writer in matrices
+    )
+    readers = tuple(matrix for matrix in matrices.values() if matrix.role in LATENT_READERS)
+    block = LatentAttentionBlock("attention", readers, matrices["o_proj"], latents)
     return ForeignBlock(
-        "attention", copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), query, foreign_cache_numbers(fields)
+        block, copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), heads, query, foreign_cache_numbers(fields)
     )
 
 

@@ -15,7 +15,7 @@ from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.cost_model.estimate import expert_remarks, rank_remarks
 from pipeline.driver.job_spec import Passes, passes_of
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, foreign_attention_fault
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
@@ -78,7 +78,7 @@ class Inputs:
         )
         of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
         of_tokens += expert_remarks(self.manifest, self.geometry)
-        of_model = _foreign_remarks(self.geometry) + _further_remarks(self.source)
+        of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property
@@ -144,11 +144,17 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     return inputs
 
 
-def _foreign_remarks(geometry: Geometry) -> tuple[str, ...]:
-    """Return a remark for a model whose attention is copied."""
-    if not any(layer.foreign for layer in geometry.layers):
+def _foreign_remarks(geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
+    """Return a remark for a model whose foreign attention no method claims."""
+    foreign = {(layer.index, role) for layer in geometry.layers for role in layer.foreign_roles}
+    if not foreign or any((task.layer, role) in foreign for task in tasks for role in task.roles):
         return ()
-    return (f"model: no method compresses the attention of {geometry.model_type} models yet; it is copied unchanged",)
+    if any(layer.foreign and layer.latent_attention is None for layer in geometry.layers):
+        return (f"model: {foreign_attention_fault(geometry.layers)} unchanged",)
+    return (
+        f"model: the latent attention of {geometry.model_type} models is copied unchanged; loss_aware with "
+        "`attention: true` compresses it",
+    )
 
 
 def _further_remarks(source: SourceCheckpoint) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from manifests.methods import FlatLLM
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, MLPBlock, roles_of
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.family import Geometry, LayerGeometry, foreign_attention_fault
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import diagonal_blocks, encode_heads, project_heads, repeat_groups
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, refit_with_error, ridge_leverage, select_leverage
@@ -83,10 +83,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             if rank is not None and not on[name]:
                 raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")
             if rank is not None and name not in full:
-                raise ValueError(
-                    f"ranks.{name}: {rank} is given, but no method compresses the attention of {geometry.model_type} "
-                    "models yet"
-                )
+                raise ValueError(f"ranks.{name}: {rank} is given, but {foreign_attention_fault([geometry])}")
             if rank is not None and rank > full[name]:
                 raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]} of layer {geometry.index}")
 

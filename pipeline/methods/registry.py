@@ -11,7 +11,7 @@ from manifests.errors import InputError
 from manifests.methods import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
 from manifests.quantize import OUTER_BITS, OUTER_ROLES
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, foreign_attention_fault
 from pipeline.methods.baselines import BASELINES
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
@@ -96,8 +96,8 @@ def _refuse_idle(where: str, geometry: Geometry) -> None:
     """Raise InputError if a method claims nothing because the model's attention is foreign."""
     if any(layer.foreign for layer in geometry.layers):
         raise InputError(
-            f"{where}: nothing to compress: no method compresses the attention of {geometry.model_type} models yet, "
-            "and the entry leaves out their MLPs"
+            f"{where}: nothing to compress: {foreign_attention_fault(geometry.layers)}, and the entry leaves out "
+            "their MLPs"
         )
 
 

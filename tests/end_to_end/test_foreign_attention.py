@@ -1,4 +1,4 @@
-"""Models whose attention no method compresses yet: it is copied bit for bit, and all else works as on other models."""
+"""Models whose latent attention no method claims: it is copied bit for bit, and all else works as on other models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.end_to_end.jobs import FLAT_LLM, Job, command, load, logits_of, read_
 pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 
-LOSS_AWARE: dict[str, Any] = {"method": "loss_aware", "widths": 3}
+LOSS_AWARE: dict[str, Any] = {"method": "loss_aware", "widths": 3, "attention": False}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "loss_aware": ("deepseek_v3", {"methods": [LOSS_AWARE], "calibration.propagate": "dense", "budget.keep": 0.6}),
     "corrected": (
@@ -57,7 +57,7 @@ def test_a_job(name: str, job: MakeJob, sources: dict[str, Path]) -> None:
     assert planned["dense_numbers"] == sum(tensor.numel() for tensor in tensors.values())
     ended = run.run()
     assert ended.code == 0, ended.err
-    assert f"no method compresses the attention of {family} models yet; it is copied unchanged" in ended.err
+    assert f"the latent attention of {family} models is copied unchanged" in ended.err
     stored, record = read_tensors(run.output), run.compression()
     attention = [tensor for tensor in tensors if ".self_attn." in tensor]
     assert len(attention) == 3 * 10
@@ -157,12 +157,15 @@ def test_at_full_rank_the_logits_are_the_source_s(job: MakeJob, sources: dict[st
 @pytest.mark.parametrize(
     ("methods", "expected"),
     [
-        ([{"method": "lorc", "cache_keep": 0.5}], "no method compresses the attention of deepseek_v3 models yet"),
-        ([{"method": "lestd", "target": "attention"}], "methods.0 (lestd): nothing to compress: no method compresses"),
-        ([{**LOSS_AWARE, "mlp": False}], "methods.0 (loss_aware): nothing to compress: no method compresses"),
+        (
+            [{"method": "lorc", "cache_keep": 0.5}],
+            "deepseek_v3 models have latent attention, whose keys and values are",
+        ),
+        ([{"method": "lestd", "target": "attention"}], "(lestd): nothing to compress: deepseek_v3 models have latent"),
+        ([{**LOSS_AWARE, "mlp": False}], "(loss_aware): nothing to compress: deepseek_v3 models have latent attention"),
         (
             [{"method": "flat_llm", "ranks": {"value": 4, "mlp": 8}}],
-            "ranks.value: 4 is given, but no method compresses",
+            "ranks.value: 4 is given, but deepseek_v3 models have latent",
         ),
     ],
     ids=["lorc", "lestd", "loss_aware", "ranks"],

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lamina import LaminaConfig, LaminaForCausalLM, LayersConfig
 from lamina.block_lamina import DEFAULT_BLOCK
-from lamina.foreign_lamina import attend_whole
+from lamina.foreign_lamina import LATENTS, attend_whole
 from tests.serving.serving_sources import padded_batch
 
 BIASED = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
@@ -127,6 +127,98 @@ def test_the_cache_holds_latents() -> None:
         cache = model(torch.ones(1, 5, dtype=torch.long), use_cache=True).past_key_values
     cached = sum(tensor.numel() for layer in cache.layers for tensor in (layer.keys, layer.values))
     assert cached == 5 * sum(config.cache_numbers(layer) for layer in range(2))
+
+
+NARROW = {"kv_lora_rank": 4, "q_lora_rank": 6}
+
+
+def narrowed(seed: int) -> tuple[Any, Any]:
+    """A source with narrow latents, and Lamina's model of a wider one with forms of these widths."""
+    config = random_config(seed)
+    config |= {name: width for name, width in NARROW.items() if config[name] is not None}
+    source = make_source(config)
+    fields = describe(source)
+    forms = {
+        role: {"form": "narrow", "rank": NARROW[name]}
+        for name, roles in LATENTS.items()
+        for role in roles
+        if role in fields["block"]["modules"]
+    }
+    wide = {name: 2 * width for name, width in NARROW.items() if fields["foreign"][name] is not None}
+    fields |= {"foreign": {**fields["foreign"], **wide}, "forms": [forms] * 2}
+    model: Any = LaminaForCausalLM(LaminaConfig(**fields)).eval()
+    model.load_state_dict(source.state_dict(), strict=True)
+    return source, model
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("seed", range(12))
+def test_narrow_latents_are_those_of_a_narrow_source(seed: int) -> None:
+    """With padding, and token by token with a cache, which is as large as the source's."""
+    source, model = narrowed(seed)
+    ids, mask = padded_batch()
+    caches: list[Any] = [None, None]
+    with torch.no_grad():
+        for end in (*range(9, ids.shape[1]), ids.shape[1]):
+            start = 0 if caches[0] is None else end - 1
+            given = {"attention_mask": mask[:, :end], "use_cache": True}
+            outs = [
+                m(ids[:, start:end], past_key_values=c, **given) for m, c in zip((source, model), caches, strict=True)
+            ]
+            caches = [out.past_key_values for out in outs]
+            seen = mask[:, start:end].bool()
+            assert torch.equal(outs[0].logits[seen], outs[1].logits[seen])
+    assert sum(layer.keys.shape[-1] + layer.values.shape[-1] for layer in caches[1].layers) == sum(
+        model.config.cache_numbers(layer) for layer in range(2)
+    )
+
+
+@pytest.mark.parametrize("form", ["low_rank", "pivoted"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_factored_output_projection_is_its_product(form: str, seed: int) -> None:
+    source = make_source(random_config(seed))
+    fields = describe(source)
+    group = {"group": "o_proj"} if form == "pivoted" else {}
+    fields["forms"] = [{"o_proj": {"form": form, "rank": 3, **group}}] * 2
+    model: Any = LaminaForCausalLM(LaminaConfig(**fields)).eval()
+    weights = source.state_dict()
+    for name, tensor in model.state_dict().items():
+        if name in weights:
+            tensor.copy_(weights[name])
+        elif tensor.is_floating_point():
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))))
+    for layer, dense in zip(model.model.layers, source.model.layers, strict=True):
+        output = layer.self_attn.o_proj
+        if form == "pivoted":
+            first, second = output.pivoted.plain_factors()
+            product = second["out"] @ first
+        else:
+            product = output.second.weight @ output.first.weight
+        dense.self_attn.o_proj.weight.data.copy_(product.detach())
+        if output.bias is not None:
+            output.bias.data.copy_(dense.self_attn.o_proj.bias)
+    ids, mask = padded_batch()
+    with torch.no_grad():
+        expected = source(ids, attention_mask=mask).logits[mask.bool()]
+        logits = model(ids, attention_mask=mask).logits[mask.bool()]
+    assert (logits - expected).abs().max() <= 5e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("forms", "said"),
+    [
+        ({"kv_b_proj": {"form": "narrow", "rank": 4}}, "needs the same on kv_a_proj_with_mqa, which has none"),
+        ({"kv_b_proj": {"form": "narrow", "rank": 17}}, "rank 17, allowed is 1 to kv_lora_rank 16"),
+        ({"kv_b_proj": {"form": "low_rank", "rank": 4}}, "low_rank is for q, k, v, o"),
+        ({"o_proj": {"form": "narrow", "rank": 4}}, "narrow is for kv_a_proj_with_mqa"),
+        ({"kv_b_proj": {"form": "narrow", "rank": 5}}, "rank 5, of which deepseek_v2 needs a multiple of 2"),
+        ({"o_proj": {"form": "low_rank", "rank": 100}}, "rank 100, allowed is 1 to min"),
+    ],
+)
+def test_wrong_forms_are_named(forms: Any, said: str) -> None:
+    config = random_config(0) | {"kv_lora_rank": 16}
+    with pytest.raises(ValueError, match=said):
+        LayersConfig(**{**describe(make_source(config)), "forms": [forms, {}]})
 
 
 def test_a_config_is_written_and_read(tmp_path: Any) -> None:

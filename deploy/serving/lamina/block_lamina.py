@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 REQUIRED_ROLES = ("q", "k", "v", "o", "up", "down")
@@ -77,7 +77,8 @@ LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads
 class LayerShape:
     """The sizes of one decoder layer and the modules of its roles, for stored forms.
 
-    `modules` maps a role to its module path inside the layer; `biases` are the roles whose projection has a bias.
+    `modules` maps a role to its module path inside the layer; `biases` are the roles whose projection has a bias;
+    `foreign` holds the sizes of foreign attention.
     """
 
     hidden_size: int
@@ -88,6 +89,7 @@ class LayerShape:
     modules: Mapping[str, str]
     biases: frozenset[str]
     core_format: str = "dense"
+    foreign: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_block(block: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import field, replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ from .block_lamina import (
     in_base,
     modules_of_type,
 )
-from .foreign_lamina import check_foreign, foreign_cache_numbers, foreign_layer, is_hybrid
+from .foreign_lamina import check_foreign, foreign_cache_numbers, foreign_layer, is_hybrid, narrowed
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 from .mixture_lamina import (
@@ -170,9 +170,8 @@ class LayersConfig(PreTrainedConfig):
                 has_bias = self.mixture["biases"] and block != SHARED
                 modules, biases = block_modules(self.mixture, block), frozenset(MLP_ROLES if has_bias else ())
                 sizes["intermediate_size"] = mixture.width_of(block)
-        return LayerShape(
-            hidden_size=self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format
-        )
+        shape = LayerShape(self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format)
+        return replace(shape, foreign=self.foreign)
 
     def mlp_blocks(self, layer: int) -> list[str]:
         """Return the names of a layer's MLPs: the experts, or one without a name."""
@@ -212,7 +211,7 @@ class LayersConfig(PreTrainedConfig):
             heads = 0 if foreign_layer(self.foreign, own_type).recurrent else 2 * self.num_key_value_heads
             return heads * self.head_dim
         if self.foreign and not is_hybrid(self.foreign):
-            return foreign_cache_numbers(self.foreign)
+            return foreign_cache_numbers(narrowed(self.foreign, self.forms[layer]))
         forms = ((role, *self.form_of(layer, role)) for role in ("k", "v"))
         return sum(form.cache_numbers(self.layer_shape(layer), role, spec) for role, form, spec in forms)
 

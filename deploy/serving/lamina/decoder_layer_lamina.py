@@ -33,6 +33,9 @@ from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, pa
 from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
 from .rotary_lamina import Angles, rotate
 
+WHOLE = {"form": "dense"}
+IN_PLACE = ("dense", "narrow")  # forms that a foreign module itself builds
+
 
 class Embedding(nn.Embedding):
     """torch's embedding. On the meta device it skips the random numbers, for which torch would import sympy (1 s)."""
@@ -266,6 +269,9 @@ class DecoderLayer(_Roles, nn.Module):
         attention = own_foreign or attention_path(modules)
         self._attention = tuple(attention.split("."))
         attach(self, attention, self._make_attention(config, layer_idx))
+        for role in (role for role in foreign if config.forms[layer_idx].get(role, WHOLE)["form"] not in IN_PLACE):
+            form, spec = config.form_of(layer_idx, role)
+            built[modules[role]] = form.module(config.layer_shape(layer_idx), role, spec)
         for path, module in built.items():
             attach(self, path, module)
         self.act_fn = Channels(config.hidden_act, clamp_of(config.block))

@@ -305,6 +305,20 @@ class PivotedLinears(Derived):
             )
 
 
+class PivotedLinear(Factored):
+    """One projection stored as PivotedLinears, `pivoted`, and its `bias` (out) if any."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
+        super().__init__()
+        self.pivoted = PivotedLinears(in_features, {"out": out_features}, rank)
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map x (B, T, in) to (B, T, out)."""
+        out_BTC: Tensor = self.pivoted(x_BTD)["out"]
+        return out_BTC if self.bias is None else out_BTC + self.bias
+
+
 class RoleOutput(Factored):
     """A role of a group that is computed at once: selects its output (B, T, out), and adds its `bias` (out) if any."""
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls
-"""Foreign attention: transformers' own module of the source's family, which Lamina runs and never compresses.
+"""Foreign attention: transformers' own module of the source's family, which Lamina runs, at a layer's own sizes.
 
 `block.foreign` of config.json is the path of the module in a layer. `foreign` holds the fields of the source's config
 that the module reads besides those of Lamina's. Transformers' modelling code takes seconds to import: it is imported
@@ -52,6 +52,12 @@ LATENT_FIELDS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
 )  # fmt: skip
 LATENT_CACHE = ("kv_lora_rank", "qk_rope_head_dim")
+# Field that holds the width of a latent -> the roles of the matrix that writes it, of its norm, and of its reader.
+LATENTS = {
+    "kv_lora_rank": ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
+    "q_lora_rank": ("q_a_proj", "q_a_layernorm", "q_b_proj"),
+}
+LATENT_OUTPUT = "o_proj"
 DELTA_FIELDS = (
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "attention_bias",
@@ -70,14 +76,14 @@ FOREIGN = {
 
 
 class ForeignConfig:
-    """A config as a foreign module reads it: the fields of `foreign`, and all others of Lamina's config.
+    """A config as a layer's foreign module reads it: the fields of `foreign`, and all others of Lamina's config.
 
     A layer without an attention implementation, as in workers, uses `attend_whole`.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, forms: Mapping[str, Any] | None = None) -> None:
         self._lamina = config
-        self._fields: Mapping[str, Any] = config.foreign
+        self._fields: Mapping[str, Any] = narrowed(config.foreign, forms or {})
 
     @property
     def _attn_implementation(self) -> str:
@@ -107,6 +113,26 @@ def check_foreign(block: Mapping[str, Any], foreign: Mapping[str, Any]) -> None:
         raise ValueError(f"config.json: foreign lacks {', '.join(lacking)}")
     if unknown := sorted({*foreign} - {"model_type", *kind.fields}):
         raise ValueError(f"config.json: foreign has unknown {', '.join(unknown)}; a newer lamina may know it")
+
+
+def narrowed(foreign: Mapping[str, Any], forms: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of `foreign` for a layer with these forms, some of whose latents may be narrower."""
+    widths = {
+        field: spec["rank"]
+        for field, (writer, *_) in LATENTS.items()
+        if (spec := forms.get(writer, {})).get("form") == "narrow"
+    }
+    return {**foreign, **widths}
+
+
+def rank_step(foreign: Mapping[str, Any]) -> int:
+    """Return the number of which a latent's width is a multiple: DeepSeek-V2 views pairs behind it as complex."""
+    return 2 if foreign["model_type"] == "deepseek_v2" else 1
+
+
+def output_widths(foreign: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int]:
+    """Return the inputs and outputs of the output projection of latent attention."""
+    return heads * foreign["v_head_dim"], hidden
 
 
 def _fits(paths: Any, kind: ForeignAttention) -> bool:
@@ -153,7 +179,7 @@ def make_foreign_attention(config: Any, layer: int) -> nn.Module:
     """Build the attention module of a layer."""
     import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(WHOLE, attend_whole)
     name = foreign_layer(config.foreign, config.layer_types[layer]).name
-    attention: nn.Module = _class(config, name)(ForeignConfig(config), layer)
+    attention: nn.Module = _class(config, name)(ForeignConfig(config, config.forms[layer]), layer)
     return attention
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 from .block_lamina import LINEAR_ROLES, MLP_ROLES, LayerShape
+from .foreign_lamina import LATENT_OUTPUT, output_widths
 
 FormSpec = dict[str, Any]  # an entry of config.forms: {"form": "low_rank", "rank": 8}
 VALUE_ROLES = ("v", "o")
@@ -86,6 +87,8 @@ class Form:
 
     def widths(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[int, int]:
         """Return the inputs and outputs of the projection, before it is factored."""
+        if role == LATENT_OUTPUT:
+            return output_widths(shape.foreign, shape.num_attention_heads, shape.hidden_size)
         hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
         width, inner = self.head_width(shape, spec), self.inner_width(shape, spec)
         return {

@@ -8,8 +8,18 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from .block_lamina import MLP_ROLES, QKVO_ROLES, ROWWISE_ROLES, LayerShape, attention_path, mlp_parent, mlp_path
-from .factored_lamina import HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
+from .block_lamina import (
+    LINEAR_ROLES,
+    MLP_ROLES,
+    QKVO_ROLES,
+    ROWWISE_ROLES,
+    LayerShape,
+    attention_path,
+    mlp_parent,
+    mlp_path,
+)
+from .factored_lamina import HeadLowRankLinear, LowRankLinear, PivotedLinear, PivotedLinears, RoleOutput
+from .foreign_lamina import LATENT_OUTPUT, LATENTS, rank_step
 from .form_lamina import WIDTH_FIELDS, Form, FormSpec, HeadPca, Pruned, Source, is_count
 from .tucker_lamina import CoreShape, TuckerLinears
 
@@ -34,6 +44,7 @@ class HeadLowRankForm(Form):
 class LowRankForm(Form):
     """`P.first.weight` (r, in), `P.second.weight` (out, r), `P.bias` (out)."""
 
+    roles: ClassVar[tuple[str, ...]] = (*LINEAR_ROLES, LATENT_OUTPUT)
     fields: ClassVar[tuple[str, ...]] = ("rank", *WIDTH_FIELDS)
 
     def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
@@ -108,13 +119,15 @@ class Pivoted(Form):
     """A group of roles as r of their rows and the coefficients of the others (PivotedLinears). P has `P.bias` only.
 
     The group's tensors lie at `GROUP.pivoted` below the module that holds the attention or the MLP
-    (`self_attn.query_key.pivoted`, `mlp.down.pivoted`), or in the layer where an MLP has no such module.
+    (`self_attn.query_key.pivoted`, `mlp.down.pivoted`), or in the layer where an MLP has no such module. The output
+    projection of latent attention is a PivotedLinear of its own, and P has `P.pivoted` besides.
     """
 
-    roles = ("q", "k", "o", "gate", "up", "down")
+    roles = ("q", "k", "o", LATENT_OUTPUT, "gate", "up", "down")
     fields = ("rank", "group", *WIDTH_FIELDS)
     groups: ClassVar[dict[str, tuple[str, ...]]] = {
-        "query_key": ("q", "k"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",),
+        "query_key": ("q", "k"), "output": ("o",), LATENT_OUTPUT: (LATENT_OUTPUT,), "gate_up": ("gate", "up"),
+        "down": ("down",),
     }  # fmt: skip
 
     def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
@@ -133,6 +146,8 @@ class Pivoted(Form):
         return {other: spec for other in self.groups[spec["group"]] if other in shape.modules}
 
     def source(self, shape: LayerShape, role: str, spec: FormSpec) -> Source | None:
+        if role == LATENT_OUTPUT:
+            return None
         parent = attention_path(shape.modules) if role in QKVO_ROLES else mlp_parent(shape.modules)
         return Source(".".join([*([parent] if parent else []), spec["group"], "pivoted"]))
 
@@ -140,6 +155,8 @@ class Pivoted(Form):
         return PivotedLinears(*self._stack(shape, spec), spec["rank"])
 
     def module(self, shape: LayerShape, role: str, spec: FormSpec) -> nn.Module:
+        if role == LATENT_OUTPUT:
+            return PivotedLinear(*self.widths(shape, role, spec), spec["rank"], self.has_bias(shape, role))
         return RoleOutput(role, self.widths(shape, role, spec)[1], self.has_bias(shape, role))
 
     def _stack(self, shape: LayerShape, spec: FormSpec) -> tuple[int, dict[str, int]]:
@@ -290,6 +307,34 @@ class Experts(Form):
     fields = ("rank",)
 
 
+class Narrow(Form):
+    """A latent of latent attention with r numbers: its writer, its norm and its reader, each as in the source.
+
+    Further outputs of the writer, the rotated part of keys, stay.
+    """
+
+    roles = (*LATENTS["kv_lora_rank"], *LATENTS["q_lora_rank"])
+    fields = ("rank",)
+
+    def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
+        field = _latent_of(role)
+        return field, shape.foreign[field]
+
+    def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
+        problem = super().problem(shape, role, spec)
+        if problem is None and spec["rank"] % (step := rank_step(shape.foreign)):
+            return f"rank {spec['rank']}, of which {shape.foreign['model_type']} needs a multiple of {step}"
+        return problem
+
+    def partners(self, shape: LayerShape, role: str, spec: FormSpec) -> dict[str, FormSpec]:
+        return dict.fromkeys(LATENTS[_latent_of(role)], spec)
+
+
+def _latent_of(role: str) -> str:
+    """Return the field that holds the width of the latent that a role belongs to."""
+    return next(field for field, roles in LATENTS.items() if role in roles)
+
+
 FORMS: dict[str, Form] = {
     "dense": Form(),
     "experts": Experts(),
@@ -303,4 +348,5 @@ FORMS: dict[str, Form] = {
     "latent": Latent(),
     "absorbed": Absorbed(),
     "tucker": TuckerForm(),
+    "narrow": Narrow(),
 }

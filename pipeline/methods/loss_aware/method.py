@@ -14,7 +14,7 @@ from manifests.records import Curve
 from pipeline.families.blocks import AttentionBlock, MLPBlock, roles_of
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.base import MethodBase
-from pipeline.methods.loss_aware import attention, mlp, query_key
+from pipeline.methods.loss_aware import attention, latents, mlp, query_key
 from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
@@ -71,12 +71,13 @@ class LossAwareMethod(MethodBase[LossAware]):
     name: ClassVar[str] = "loss_aware"
 
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim groups `query_key` (q, k), `attention` (v, o) and the MLP of every chosen layer."""
+        """Claim groups `query_key` (q, k), `attention` (v, o), latent attention and the MLP of every chosen layer."""
         groups: list[Group] = []
         for layer in self.chosen_layers(geometry):
             if self._corrects and len(layer.mlps) > 1:
                 raise ValueError(f"layer {layer.index} is a mixture of experts, which `correct: output` does not know")
             groups += [group for block in layer.attentions for group in self._attention_groups(layer, block)]
+            groups += latents.groups(layer, output=True) if self.entry.attention else ()
             if self.entry.mlp:
                 groups += [self._mlp_group(layer, block) for block in layer.mlps]
         return tuple(groups)
@@ -103,12 +104,16 @@ class LossAwareMethod(MethodBase[LossAware]):
         """Count the numbers stored where all ranks are at one step."""
         if group.name in PARTS:
             return PARTS[group.name].least_numbers(self.entry, geometry)
+        if latents.is_latent(group, geometry):
+            return latents.least_numbers(self.entry, group, geometry)
         return mlp.least_numbers(self._sizes(group, geometry))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Return every choice of ranks that no other undercuts in both size and loss."""
         if group.name in PARTS:
             return PARTS[group.name].curve(self.entry, geometry, weights, statistics)
+        if latents.is_latent(group, geometry):
+            return latents.curve(self.entry, group, geometry, weights, statistics)
         return mlp.curve(self._sizes(group, geometry), weights, statistics)
 
     def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> mlp.Begun:
@@ -152,6 +157,8 @@ class LossAwareMethod(MethodBase[LossAware]):
         if group.name in PARTS:
             part = PARTS[group.name]
             return (part.solve(self.entry, geometry, weights, statistics, ranks) for ranks in sizes)
+        if latents.is_latent(group, geometry):
+            return (latents.solve(self.entry, group, geometry, weights, statistics, ranks) for ranks in sizes)
         return mlp.solve(self._sizes(group, geometry), weights, statistics, sizes)
 
     def correct(

@@ -1,4 +1,7 @@
-"""`shapes: layer | stock`: a number of experts and one width for each mixture, or for all. docs/methods.md#mixtures."""
+"""`shapes: layer | stock`: a number of experts and one width for each mixture, or for all, and widths of latents.
+
+docs/methods.md#mixtures, docs/methods.md#latent-attention.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from pipeline.methods.experts.mixture import Mixture, removal_losses, width_loss
 from pipeline.methods.experts.scores import kept_experts
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH, shape_points
 from pipeline.methods.experts.solutions import metric_of
-from pipeline.methods.method import Group, Key, Scores, Statistics, Weights
+from pipeline.methods.loss_aware import latents
+from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.methods.moments import factored_mean
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import frontier, steps, to_columns
@@ -27,7 +31,7 @@ WIDTHS = 64  # compared at most
 
 @dataclass(frozen=True)
 class ShapedExperts(ExpertsMethod[LossAware]):
-    """`method: loss_aware` with one shape for the experts of a layer."""
+    """`method: loss_aware` with one shape for the experts of a layer, and one width for each of its latents."""
 
     name: ClassVar[str] = "loss_aware"
     by_loss: ClassVar[bool] = True
@@ -42,16 +46,28 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         """Return True."""
         return True
 
+    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Claim the experts, and the latents of latent attention. Raises ValueError if no layer has a mixture."""
+        experts = super().claimable(geometry) if self.entry.mlp else ()
+        if self.routed_only or not self.entry.attention:
+            return experts
+        layers = self.chosen_layers(geometry)
+        return (*experts, *(group for layer in layers for group in latents.groups(layer, output=False)))
+
     def widths(self, layer: LayerGeometry) -> list[int]:
         """Return the widths that are compared, the full one last."""
         return steps(routed(layer)[0].width, self.entry.multiple(layer.hidden), WIDTHS)
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """Count the numbers of the smallest shape."""
+        if latents.is_latent(group, geometry):
+            return latents.least_numbers(self.entry, group, geometry)
         return round(self.numbers(geometry, self.counts(geometry)[0], self.widths(geometry)[0]))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Return every shape; with `stock` all of them, as the layers' curves are added shape by shape."""
+        if latents.is_latent(group, geometry):
+            return latents.curve(self.entry, group, geometry, weights, statistics)
         mixture, inputs_TD = mixture_of(geometry, weights), self.inputs(geometry, statistics)
         metric, widths = factored_mean(statistics, metric_of(routed(geometry))), self.widths(geometry)
         removal_E = removal_losses(mixture, inputs_TD, metric)
@@ -64,7 +80,9 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return to_columns(counted if self.uniform else frontier(counted))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Return the number of experts, by which layers of one shape are tied; shapes are points of curves."""
+        """Return the variables by which layers of one shape are tied; shapes are points of curves."""
+        if latents.is_latent(group, geometry):
+            return latents.variables(group, geometry) if self.uniform else ()
         experts = routed(geometry)
         cost = partial(self.numbers, geometry, width=experts[0].width)
         return (RankVariable(group.layer, group.name, EXPERTS, len(experts), 1, cost),) if self.uniform else ()
@@ -72,6 +90,14 @@ class ShapedExperts(ExpertsMethod[LossAware]):
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Return none: shapes are points of curves."""
         return {}
+
+    def compress(
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
+    ) -> Solution:
+        """Keep the best experts, or narrow a latent."""
+        if latents.is_latent(group, geometry):
+            return latents.solve(self.entry, group, geometry, weights, statistics, ranks)
+        return super().compress(group, geometry, weights, statistics, ranks)
 
     def kept(
         self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int

@@ -1,0 +1,137 @@
+"""Latent attention that loss_aware compresses: whole jobs, their caches, and exports to the source's own class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import factories
+from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.serving.serving_sources import padded_batch
+
+pytestmark = pytest.mark.usefixtures("inline")
+MakeJob = Callable[..., Job]
+
+LOSS_AWARE: dict[str, Any] = {"method": "loss_aware", "widths": 3}
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("deepseek_v3", {"methods": [LOSS_AWARE], "budget.keep": 0.7}),
+    "attention": (
+        "deepseek_v2",
+        {"methods": [{**LOSS_AWARE, "mlp": False, "factors": "plain", "weighting": "input"}], "budget.keep": 0.9},
+    ),
+    "rounded": ("deepseek_v3", {"methods": [LOSS_AWARE], "quantize": {"bits": 8, "group": None}}),
+}
+LATENTS = {"key_value_latent": "kv_lora_rank", "query_latent": "q_lora_rank"}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("latent")
+    return {family: factories.make_model(folder / family, family) for family in ("deepseek_v2", "deepseek_v3")}
+
+
+def ranks(run: Job) -> list[dict[str, int]]:
+    """Of each layer the ranks of its latents, by the source's names."""
+    layers = run.compression()["layers"]
+    return [{field: each["groups"][group]["ranks"]["rank"] for group, field in LATENTS.items()} for each in layers]
+
+
+def check_cache(model: Any, expected_bytes: int) -> None:
+    """Token by token, of padded samples, the logits are those of a whole pass, and the cache has the job's size."""
+    ids, mask = padded_batch(vocab=64)
+    steps, cache = [], None
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask).logits
+        for end in (*range(9, ids.shape[1]), ids.shape[1]):
+            start = 0 if cache is None else end - 1
+            out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    seen = mask.bool()
+    assert (torch.cat(steps, dim=1)[seen] - whole[seen]).abs().max() <= 1e-4 * whole[seen].abs().max()
+    assert cache is not None
+    cached = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert cached == ids.numel() * expected_bytes
+
+
+@pytest.mark.parametrize("name", list(JOBS))
+def test_a_job(name: str, job: MakeJob, sources: dict[str, Path], tmp_path: Path) -> None:
+    family, changes = JOBS[name]
+    source = sources[family]
+    run = job(source, **{"calibration.propagate": "dense", **changes})
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    verified = command("verify", str(run.output), "--source", str(source), "--bound", "10")
+    assert verified.code == 0, verified.out + verified.err
+    counts = run.compression()["counts"]
+    assert (
+        counts["decoder_parameters"]["compressed"]
+        <= run.document()["budget"]["keep"] * (counts["decoder_parameters"]["dense"])
+    )
+    cached, dense = (counts["cache_bytes_per_token"][which] for which in ("compressed", "dense"))
+    assert cached == 4 * sum(each["kv_lora_rank"] + 6 for each in ranks(run)) < dense
+    model, ids = load(run.output, trust_remote_code=True), some_tokens(320)
+    if name != "rounded":
+        check_cache(model, cached)
+    logits = logits_of(model, ids)
+    assert 1e-3 < relative_error(logits, logits_of(load(source), ids)) < 1.5
+    ended = command("export", str(run.output), "--to", "dense", str(tmp_path / "dense"))
+    assert ended.code == 0, ended.err
+    assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits) < 1e-4
+
+
+@pytest.mark.parametrize(("family", "mlp", "keep"), [("deepseek_v2", False, 0.95), ("deepseek_v3", True, 0.5)])
+def test_shapes_of_the_source_s_own_class(
+    family: str, mlp: bool, keep: float, job: MakeJob, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """One width of each latent for all layers; its own class has the smaller cache too."""
+    run = job(
+        sources[family],
+        methods=[{"method": "loss_aware", "shapes": "stock", "mlp": mlp}],
+        **{"calibration.propagate": "dense", "budget.keep": keep, "budget.multiple": 4},
+    )
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    first, *others = ranks(run)
+    assert all(each == first for each in others)
+    assert first["kv_lora_rank"] < 12 or first["q_lora_rank"] < 20
+    ended = command("export", str(run.output), "--to", "stock", str(tmp_path / "stock"))
+    assert ended.code == 0, ended.err
+    config = json.loads((tmp_path / "stock" / "config.json").read_text())
+    assert {name: config[name] for name in first} == first
+    assert config["model_type"] == family
+    before, after = (
+        sum(x.numel() for x in read_tensors(folder).values()) for folder in (run.output, tmp_path / "stock")
+    )
+    assert after == before
+    model = load(tmp_path / "stock")
+    ids = some_tokens(320)
+    assert relative_error(logits_of(model, ids), logits_of(load(run.output, trust_remote_code=True), ids)) < 1e-4
+    check_cache(model, run.compression()["counts"]["cache_bytes_per_token"]["compressed"])
+
+
+def test_all_numbers_give_the_source_s_logits(job: MakeJob, sources: dict[str, Path]) -> None:
+    source = sources["deepseek_v3"]
+    run = job(source, methods=[{**LOSS_AWARE, "mlp": False}], **{"calibration.propagate": "dense", "budget.keep": 1.0})
+    assert run.run().code == 0
+    assert ranks(run) == [{"kv_lora_rank": 12, "q_lora_rank": 20}] * 3
+    ids = some_tokens(320)
+    assert relative_error(logits_of(load(run.output), ids), logits_of(load(source), ids)) < 1e-5
+
+
+@pytest.mark.parametrize("change", [{"correct": "output"}, {"refine": {"steps": 10}}], ids=["corrected", "refined"])
+def test_beside_corrections_and_training(change: dict[str, Any], job: MakeJob, tmp_path: Path) -> None:
+    """Of a model with dense MLPs: corrections do not know mixtures."""
+    source = factories.make_model(tmp_path / "source", "deepseek_v2", first_k_dense_replace=3)
+    changes = {"calibration.propagate": "dense", "budget.keep": 0.6}
+    run = job(source, methods=[{**LOSS_AWARE, **change}], **changes)
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    assert any(each["kv_lora_rank"] < 12 for each in ranks(run))
+    verified = command("verify", str(run.output), "--source", str(source), "--bound", "10")
+    assert verified.code == 0, verified.out + verified.err
