@@ -1,4 +1,7 @@
-"""`python -m pipeline.plan MANIFEST`: the cost of a job or of a sweep. Reads headers and configs, no weights."""
+"""`python -m pipeline.plan MANIFEST`: the cost of a job or of a sweep. Reads headers and configs, no weights.
+
+Of a model in place of a manifest it says the family or, of an unknown one, which blocks known families have alike.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         "plan",
         "Estimates memory, disk and time of a job or a sweep, without reading weights.",
     )
-    add_manifest(options, "the job or the sweep")
+    add_manifest(options, "the job or the sweep, or a model, to see whether it is supported")
     options.add_argument("--config", type=Path, metavar="FILE", help="plan for this config.json instead of the source")
     rates = options.add_mutually_exclusive_group()
     rates.add_argument("--gpu", help="a GPU with known rates, such as H200; default: measure this machine")
@@ -42,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
+    if _is_model(arguments.manifest):
+        return _show_model(arguments.manifest)
     if "points" in read_document(arguments.manifest):
         plan = _sweep_plan(arguments)
     else:
@@ -53,6 +58,22 @@ def _body(arguments: Any) -> int:
         print(json.dumps(plan))
     else:
         _print(plan)
+    return 0
+
+
+def _is_model(place: str) -> bool:
+    """Tell a directory, an address or a hub id from the path of a manifest."""
+    if Path(place).suffix in (".yaml", ".yml") or Path(place).is_file():
+        return False
+    return Path(place).is_dir() or "/" in place
+
+
+def _show_model(model: str) -> int:
+    """Print what a model is. Raises InputError, which describes it, for one of an unknown family."""
+    from pipeline.inputs.sources import describe_model  # slow import
+
+    print(describe_model(model))
+    print(f"A manifest for it: python -m pipeline.init {model} --text FILE")
     return 0
 
 

@@ -6,7 +6,8 @@ for the next one.
 
 from typing import Any
 
-from pipeline.families.family import TRAINING, Family, Variant
+from pipeline.families.family import TRAINING, Family
+from pipeline.families.variants import Variant
 
 MODULES = {
     "input_norm": "input_layernorm",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -25,35 +25,9 @@ from pipeline.families.blocks import (
 )
 from pipeline.families.foreign import ForeignBlock, ForeignFamily
 from pipeline.families.mixture import MixtureFamily
+from pipeline.families.variants import Variant
 
 TRAINING = "training alone"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One kind of layers of a family that has several.
-
-    Attributes:
-        when: config field -> its value, or some values, of which the first is written.
-        changes: attributes of the family -> their values for this kind.
-    """
-
-    when: Mapping[str, Any]
-    changes: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def written(self) -> dict[str, Any]:
-        """Return the fields that say this kind."""
-        return {name: value[0] if isinstance(value, tuple) else value for name, value in self.when.items()}
-
-    def fits(self, source: Any) -> bool:
-        """Tell whether a config has the fields of this kind."""
-        allowed = {name: value if isinstance(value, tuple) else (value,) for name, value in self.when.items()}
-        return all(getattr(source, name) in values for name, values in allowed.items())
-
-    def of(self, family: Family) -> Family:
-        """Return the family as it is for this kind."""
-        return replace(family, **self.changes)
 
 
 @dataclass(frozen=True)
@@ -314,9 +288,8 @@ class LayerGeometry:
         """Return the role and the side, `in` or `out`, at which a forward pass sees the values of a point."""
         readers = {block.input: block.readers[0].role for block in self.blocks}
         if point in readers:
-            copied = (
-                each.role for each in self.copied if each.reads == point
-            )  # a router sees all tokens, experts some
+            # A router sees all tokens, experts some.
+            copied = (each.role for each in self.copied if each.reads == point)
             return next(copied, readers[point]), "in"
         if point.endswith(ROUTING):
             return SHARED_GATE if point == f"{SHARED}{ROUTING}" else ROUTER, "out"

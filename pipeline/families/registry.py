@@ -60,6 +60,7 @@ from pipeline.families.config_fields import (
     own_name,
     refuse_other_values,
 )
+from pipeline.families.config_values import MAX_LAYERS, POSITIVE_FIELDS, check_fields
 from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
 from pipeline.families.mixture import ROUTING_FIELDS
 from pipeline.families.rotation import rope_parameters
@@ -103,28 +104,21 @@ FAMILIES: dict[str, Family] = {
     )
 }
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the name of the same in transformers
-POSITIVE_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-)
-COMMON_ACTIVATIONS = frozenset({"silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"})
 NORM_ROLES = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")  # of the hidden size
 HEAD_NORM_ROLES = ("q_norm", "k_norm")
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
 BY_LAYER = "per_layer_config"  # field of a source's config.json in transformers: layer -> its differing fields
-MAX_LAYERS = 10_000  # a config makes lists of this length
-MAX_SIZE = 2**31
 
 
 def supported_families() -> tuple[str, ...]:
     """Return the `model_type`s that can be compressed."""
     return tuple(sorted(FAMILIES))
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json names a family, or a multimodal model around one."""
+    model_type = config.get("model_type")
+    return is_wrapper(config) or (isinstance(model_type, str) and SAME_AS.get(model_type, model_type) in FAMILIES)
 
 
 def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,52 +351,6 @@ def _layer_sizes(
             sizes["head_dim"] = source.hidden_size // max(1, sizes["num_attention_heads"])
         by_index[int(layer)] = {name: size for name, size in sizes.items() if size != standard[name]}
     return by_index if any(by_index) else []
-
-
-def check_fields(standard: Mapping[str, Any]) -> None:
-    """Check the values of a standard config. Raises InputError with every fault."""
-    faults = _size_faults(standard)
-    own = standard.get("layer_sizes") or []
-    if not isinstance(own, list) or not all(isinstance(sizes, Mapping) for sizes in own):
-        faults.append(f"layer_sizes: {own!r:.80} is no list of what layers have otherwise")
-    elif own and len(own) != standard.get("num_hidden_layers"):
-        faults.append(f"layer_sizes: {len(own)} entries for {standard.get('num_hidden_layers')!r:.80} layers")
-    elif not faults:
-        faults += [
-            f"layer {layer}: {fault}"
-            for layer, sizes in enumerate(own)
-            for fault in _size_faults({**standard, **sizes})
-        ]
-    epsilon, activation = standard.get("norm_eps"), standard.get("hidden_act")
-    if not (isinstance(epsilon, float | int) and 0.0 <= epsilon < math.inf):
-        faults.append(f"norm epsilon: {epsilon!r:.80} is no number from 0")
-    if not isinstance(activation, str) or not _is_activation(activation):
-        faults.append(f"activation: {activation!r:.80} is none that transformers knows")
-    if not isinstance(standard.get("tie_word_embeddings"), bool):
-        faults.append(f"tie_word_embeddings: {standard.get('tie_word_embeddings')!r:.80} is neither true nor false")
-    if faults:
-        raise InputError("config.json:\n  " + "\n  ".join(faults))
-
-
-def _is_activation(name: str) -> bool:
-    """Return True if transformers has it; common names avoid its table, which takes seconds and 85 MiB to import."""
-    return name in COMMON_ACTIVATIONS or name in transformers.activations.ACT2FN
-
-
-def _size_faults(sizes: Mapping[str, Any]) -> list[str]:
-    """Return the faults in the sizes of a model or of one of its layers."""
-    faults = [
-        f"{name}: {sizes.get(name)!r:.80} is no positive integer below {limit}"
-        for name in POSITIVE_FIELDS
-        for limit in (MAX_LAYERS + 1 if name == "num_hidden_layers" else MAX_SIZE,)
-        if type(sizes.get(name)) is not int or not 1 <= sizes[name] < limit
-    ]
-    if not faults and sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
-        faults.append(
-            f"num_attention_heads: {sizes['num_attention_heads']} is no multiple of "
-            f"num_key_value_heads: {sizes['num_key_value_heads']}"
-        )
-    return faults
 
 
 def _block(family: Family, source: PreTrainedConfig, foreign: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import torch
 import lamina
 from lamina.factored_lamina import stored_state
 from manifests.errors import InputError
-from pipeline.families.registry import check_fields, geometry_of
+from pipeline.families.config_values import check_fields
+from pipeline.families.registry import geometry_of
 from pipeline.inputs.job_inputs import STORED_NAMES
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
 from pipeline.inputs.sources import as_loaded, check_buildable, describe_dense

@@ -13,9 +13,10 @@ from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.rotary_lamina import make_rotary
 from manifests.errors import InputError
 from pipeline.families.fused import fused_tensors
-from pipeline.families.registry import FAMILIES, geometry_of, standard_config
+from pipeline.families.registry import FAMILIES, geometry_of, is_known, standard_config
 from pipeline.families.wrapper import architecture, is_wrapper, module_names
 from pipeline.inputs.towers import check_towers
+from pipeline.inputs.unknown import describe_unknown
 from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
 
 CAUSAL_SUFFIX = "ForCausalLM"
@@ -39,6 +40,11 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     """Checks an open checkpoint, and returns it with its config, as `open_dense` does."""
     where = opened.storage.at(CONFIG_FILE)
     refuse_other_models(opened.config, where)
+    if not is_known(opened.config):
+        try:
+            standard_config(opened.config)
+        except InputError as error:
+            raise InputError(f"{error}\n  {describe_unknown(opened)}") from error
     config = standard_config(opened.config)
     _refuse_other_heads(opened.config, where)
     check_buildable(config, where)
@@ -49,6 +55,14 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
     source.require(geometry_of(config).expected_tensors())
     return source, config
+
+
+def describe_model(source: str) -> str:
+    """Returns the family and the size of a model in words. Raises as `open_dense`."""
+    _, config = open_dense(source, weights=False)
+    geometry, wrapper = geometry_of(config), config.get("wrapper")
+    inside = f", the decoder of a {wrapper['model_type']} model" if wrapper else ""
+    return f"{geometry.model_type}{inside}: {geometry.num_layers} layers, {geometry.model_numbers():,} numbers"
 
 
 def refuse_other_models(config: Mapping[str, Any], where: str) -> None:

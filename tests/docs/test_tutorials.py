@@ -16,6 +16,7 @@ from transformers import GemmaConfig, GemmaForCausalLM
 
 from tests import factories
 from tests.docs.walkthrough import ROOT, Block, apply, blocks, copy_of_the_repository, edited, run, run_modules
+from tests.end_to_end.jobs import command
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 
@@ -36,8 +37,8 @@ def _lint(tree: Path) -> None:
     new = [block for name in TUTORIALS.glob("*.md") for block in blocks(name) if block.path.endswith(".py")]
     paths = sorted({block.path for block in new if (tree / block.path).exists()})
     ruff = [Path(sys.executable).parent / "ruff"]
-    for command in (["check"], ["format", "--check"]):
-        result = subprocess.run([*ruff, *command, *paths], cwd=tree, capture_output=True, text=True, timeout=60)
+    for options in (["check"], ["format", "--check"]):
+        result = subprocess.run([*ruff, *options, *paths], cwd=tree, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -72,6 +73,21 @@ def test_a_family_in_a_job(tmp_path: Path) -> None:
     tensors = _job("adding-a-family", tmp_path, _gemma)
     origins = Counter(entry["origin"] for name, entry in tensors.items() if name.endswith("self_attn.v_proj.weight"))
     assert origins == {"flat_llm": 2}
+
+
+def test_what_plan_says_of_the_new_family_s_model(tmp_path: Path) -> None:
+    """Before the family is there; and how many files the tutorial changes."""
+    page = blocks(TUTORIALS / "adding-a-family.md")
+    changed = {block.path for block in page if block.path and block.language != "yaml"}
+    assert {path for path in changed if not path.startswith("tests/")} == {
+        "pipeline/families/gemma.py", "pipeline/families/registry.py",
+    }  # fmt: skip
+    _gemma(tmp_path)
+    ended = command("plan", str(tmp_path / "model"))
+    (said,) = [block.text for block in page if block.language == "text"]
+    assert ended.code == 2
+    assert said.strip() in ended.err
+    assert "docs/tutorials/adding-a-family.md" in ended.err
 
 
 def _job(name: str, folder: Path, make_model: Callable[[Path], object]) -> dict[str, Any]:

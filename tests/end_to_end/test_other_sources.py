@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.end_to_end.jobs import Job, command, load, read_tensors
 
@@ -117,3 +117,34 @@ def test_a_compressed_checkpoint_with_bitmaps_is_scored_as_stored(job: MakeJob, 
     options = ["--text", str(text), "--window", "40", "--json"]
     stored = command("evaluate", str(made.output), *options, "--dtype", "stored").json
     assert stored["loss"] == command("evaluate", str(made.output), *options).json["loss"]
+
+
+SIZES: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = ["MLP as starcoder2's: up mlp.c_fc.weight [48, 192] (transposed)", "like no family's: attn.c_attn.bias [144]"]
+UNKNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "gpt2": ({"n_embd": 48, "n_layer": 2, "n_head": 4}, [*GPT2, "layers: 2, at transformer.h"]),
+    "bloom": (SIZES, ["attention as falcon's: o self_attention.dense.weight [48, 48], q, k, v self_attention"]),
+    "phi": ({**SIZES, "intermediate_size": 80}, ["v self_attn.v_proj.weight [48, 48]; without o"]),
+    "mamba": (SIZES, ["at backbone.layers", "like no family's: mixer.A_log [96, 16]", "and 2 more"]),
+    "olmoe": (
+        {**SIZES, "intermediate_size": 80, "num_experts": 4},
+        ["experts as qwen3_moe's: router mlp.gate.weight [4, 48], gate mlp.experts.E.gate_proj.weight [80, 48]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_an_unknown_model_is_described(kind: str, tmp_path: Path) -> None:
+    sizes, said = UNKNOWN[kind]
+    tokens = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **tokens, **sizes)).save_pretrained(tmp_path / "model")
+    ended = command("plan", str(tmp_path / "model"))
+    assert ended.code == 2
+    assert f"model_type '{kind}' is not supported" in ended.err
+    assert [line for line in said if line not in ended.err] == []
+    assert "docs/tutorials/adding-a-family.md adds one" in ended.err
+
+
+def test_a_known_model_is_named_by_plan(llama: Path) -> None:
+    ended = command("plan", str(llama))
+    assert (ended.code, ended.out.splitlines()[0]) == (0, "llama: 3 layers, 93,264 numbers")

@@ -1,0 +1,109 @@
+"""Describes a model of a type that no family has: its layers, and which of their tensors known families name alike."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from lamina.mixture_lamina import ROUTER
+from pipeline.families.family import Family
+from pipeline.families.registry import FAMILIES
+from stores.source import SourceCheckpoint
+
+TUTORIAL = "docs/tutorials/adding-a-family.md"
+LAYER = re.compile(r"(?P<layers>.*?)\.(?P<index>\d+)\.(?P<inside>.+)")
+PART = re.compile(r"(\.weight|\.bias|_bias|_weight)$")
+EXPERT = re.compile(r"(?<=experts)\.\d+(?=\.)")
+SHOWN = 8
+HIDDEN = ("hidden_size", "n_embd", "d_model")  # names of one size
+READERS, WRITERS = ("q", "k", "v", "gate", "up"), ("o", "down")
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors of layers, by their names inside of one
+
+
+def describe_unknown(source: SourceCheckpoint) -> str:
+    """Return what an unknown model is, line by line: which tensors of its layers have the names of a known family's."""
+    config, (layers, count, shapes) = source.config, _layers(source)
+    names = ", ".join(map(str, config.get("architectures") or ["none"]))
+    numbers = sum(math.prod(record.shape) for record in source.tensors.values())
+    lines = [f"architectures: {names}; {len(source.tensors):,} tensors of {numbers:,} numbers"]
+    if shapes:
+        hidden = next((config[name] for name in HIDDEN if isinstance(config.get(name), int)), None)
+        lines += [f"layers: {count}, at {layers}", *_blocks(shapes, hidden)]
+    else:
+        lines.append("layers: no tensors are numbered as layers are")
+    return "\n  ".join([*lines, f"a family is a file of data: {TUTORIAL} adds one"])
+
+
+def _layers(source: SourceCheckpoint) -> tuple[str, int, Shapes]:
+    """Return the path of the decoder's layers, their number, and the tensors inside: those of the largest such list."""
+    matches = [(match, record) for name, record in source.tensors.items() if (match := LAYER.fullmatch(name))]
+    sizes: Counter[str] = Counter()
+    for match, record in matches:
+        sizes[match["layers"]] += math.prod(record.shape)
+    if not sizes:
+        return "", 0, {}
+    path = sizes.most_common(1)[0][0]
+    inside = [(match, record) for match, record in matches if match["layers"] == path]
+    shapes = {EXPERT.sub(".E", match["inside"]): record.shape for match, record in inside}
+    return path, len({match["index"] for match, _ in inside}), shapes
+
+
+def _blocks(shapes: Shapes, hidden: int | None) -> Iterator[str]:
+    """Yield a line for attention, MLP, experts and norms as the nearest family has them, and one for all the rest."""
+    modules = {name: PART.sub("", name) for name in shapes}
+    known: set[str] = set()
+    for kind in ("attention", "MLP", "experts", "norms"):
+        paths_of = {name: _paths(family)[kind] for name, family in FAMILIES.items()}
+        met = {name: paths.keys() & {*modules.values()} for name, paths in paths_of.items()}
+        nearest = max(met, key=lambda name: (len(met[name]), -len(paths_of[name])))
+        roles = paths_of[nearest]
+        if not met[nearest]:
+            continue
+        known |= met[nearest]
+        missing = [role for path, role in roles.items() if path not in met[nearest]]
+        listed = [
+            f"{role} {name} {list(shapes[name])}{_turned(role, shapes[name], hidden)}"
+            for path, role in roles.items()
+            for name in shapes
+            if modules[name] == path and not name.endswith("bias")
+        ]
+        yield f"{kind} as {nearest}'s: {', '.join(listed)}" + (f"; without {', '.join(missing)}" if missing else "")
+    rest = [f"{name} {list(shape)}" for name, shape in shapes.items() if modules[name] not in known]
+    if rest:
+        more = f" and {len(rest) - SHOWN} more" if len(rest) > SHOWN else ""
+        yield f"like no family's: {', '.join(rest[:SHOWN])}{more}"
+
+
+def _turned(role: str, shape: tuple[int, ...], hidden: int | None) -> str:
+    """Return a remark for a matrix (outputs, inputs) whose inputs, or outputs of a writer, are not the hidden size."""
+    if len(shape) != 2 or hidden is None or role.split(" ")[-1] not in (*READERS, *WRITERS):
+        return ""
+    side = 0 if role.split(" ")[-1] in WRITERS else 1
+    if shape[side] == hidden:
+        return ""
+    return " (transposed)" if shape[1 - side] == hidden else f" (not of hidden size {hidden})"
+
+
+def _paths(family: Family) -> dict[str, dict[str, str]]:
+    """Map the kinds of blocks to the paths of a family's modules in files -> their roles."""
+    paths: dict[str, dict[str, str]] = {"attention": {}, "MLP": {}, "experts": {}, "norms": {}}
+    fused = {role for roles in family.fused.values() for role in roles}
+    for role, path in family.block["modules"].items():
+        mlp, norm = role in ("gate", "up", "down"), role.endswith(("norm", "layernorm"))
+        if role not in fused:
+            paths["norms" if norm else "MLP" if mlp else "attention"][path] = role
+    for path, roles in family.fused.items():
+        paths["MLP" if "up" in roles else "attention"][path] = ", ".join(roles)
+    if family.mixture is not None:
+        mixture = family.mixture.paths
+        paths["experts"] = {mixture["router"]: ROUTER}
+        if family.mixture.fused:
+            fused_experts = family.mixture.fused.items()
+            paths["experts"] |= {PART.sub("", name): ", ".join(each.roles) for name, each in fused_experts}
+        else:
+            paths["experts"] |= {f"{mixture['experts']}.E.{path}": role for role, path in mixture["modules"].items()}
+        if shared := mixture.get("shared"):
+            paths["experts"] |= {f"{shared}.{path}": f"shared {role}" for role, path in mixture["modules"].items()}
+    return paths
