@@ -92,6 +92,7 @@ class Workers(Block):
     if other processes occupy a node's memory.
     `cache_gb`: space on each node's local disk (TMPDIR) for tensors of a source in a bucket; the workers of a node
     fetch each tensor once for all passes.
+    `experts`: a worker holds the weights and moments of this many experts of a layer at a time; the others follow.
     With `--in-process` the command itself is the only worker, without Ray, and `max` must be 1.
     """
 
@@ -102,6 +103,7 @@ class Workers(Block):
     max_failures: Count = 3
     start_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 600.0
     activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
+    experts: Annotated[PositiveInt, Field(le=1_000_000)] = 8
     cache_gb: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
 
     @model_validator(mode="after")

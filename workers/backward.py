@@ -9,7 +9,7 @@ Legend: S sequence, D hidden, T rows of the head at a time, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -30,6 +30,7 @@ from workers.differentiable import DifferentiableLayer, residual_dtype
 from workers.embedding_and_head import head
 from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
+from workers.streamed_gradients import StreamedGradients
 
 ROWS_PER_HEAD = 256
 LINEAGE = Backward.lineage
@@ -117,12 +118,48 @@ class BackwardPass:
         """Yield the gradients (S, D) at a layer's inputs, by sample, for its first `tokens` tokens or all."""
         inputs = self._opened(unit, layer)
         block = self.layers.differentiable_block(layer)
+        if block.block.streamed is not None:
+            every = [*range(inputs.shape[0])]  # one at a time to choose grids: the first may be enough
+            for samples in [every] if tokens is None else [[sample] for sample in every]:
+                yield from self._streamed(unit, layer, block, inputs, samples, gradient_of, take, tokens)
+            return
         for sample in range(inputs.shape[0]):
             hidden_SD = inputs.read(sample, sample + 1)[0, :tokens].to(self.layers.device)
             choosing_grids = tokens is not None
             with self.computing(), block.block.every_expert() if choosing_grids else nullcontext():
                 gradient_SD = _pull_back(block, hidden_SD, partial(gradient_of, sample), unit.moments, take)
             yield gradient_SD
+
+    def _streamed(
+        self,
+        unit: Backward,
+        layer: int,
+        block: DifferentiableLayer,
+        inputs: ArrayReader,
+        samples: Sequence[int],
+        gradient_of: GradientOf,
+        take: Take | None,
+        tokens: int | None,
+    ) -> Iterator[Tensor]:
+        """Do the same for a layer whose experts stream past, slice by slice over all of these samples."""
+        moments = unit.moments if take is not None else ()
+        points = sorted({moment.point for moment in moments})
+
+        def see(gradients: Mapping[str, Tensor]) -> None:
+            for moment in moments:
+                if take is not None and moment.point in gradients:
+                    take(moment, gradients[moment.point])
+
+        hidden = (inputs.read(sample, sample + 1)[0, :tokens].to(self.layers.device) for sample in samples)
+        streamed = StreamedGradients(block, points, every_expert=tokens is not None)
+        held = not unit.probe and self.hidden.get((LINEAGE, layer + 1, unit.shard)) is not None
+        with self.computing():
+            yield from streamed.pull_back(
+                hidden,
+                lambda number, output_SD: gradient_of(samples[number], output_SD),
+                see,
+                reads_output=not held,
+            )
 
     def _opened(self, unit: Backward, layer: int) -> ArrayReader:
         return self.activations.open(unit.inputs[layer - unit.layer])

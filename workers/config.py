@@ -35,6 +35,7 @@ class WorkerConfig:
         gpu_share: share of a GPU for each worker, which limits its allocator.
         memory_bytes: planned host memory, which Ray reserves; 0: unknown.
         device_bytes: planned device memory; free memory beyond it holds hidden states. 0: unknown.
+        experts: of a layer, that a worker holds at a time.
         hardware: hardware on which the job began (workers/hardware.py); None: the first worker's.
     """
 
@@ -56,6 +57,7 @@ class WorkerConfig:
     gpu_share: float = 0.0
     memory_bytes: int = 0
     device_bytes: int = 0
+    experts: int = 8
     hardware: Mapping[str, str] | None = None
 
     @property

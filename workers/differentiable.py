@@ -7,7 +7,7 @@ Legend: S sequence, D hidden, F features at a point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ class DifferentiableLayer:
         self.dtype = backward_dtype(block.dtype)
         if self.dtype != block.dtype:
             widen_linears_(block.module.to(self.dtype), self.dtype, block.device)
+            block.dtype = self.dtype  # of the experts that it will hold
         roles = block.geometry.roles
         for role in RESIDUAL_NORMS:
             if role in roles:
@@ -69,19 +70,33 @@ class DifferentiableLayer:
             NumericsError: a gradient is not finite, naming layer and point.
         """
         hidden_SD = hidden_SD.detach().to(residual_dtype(self.dtype)).requires_grad_()
-        with torch.enable_grad(), self._captured(points) as captured:
+        with torch.enable_grad(), self.captured(points) as captured:
             output_SD = self._forward(hidden_SD)
         outgoing_SD = gradient_of(output_SD.detach())
-        names = list(captured)
         input_SD, *others = torch.autograd.grad(output_SD, [hidden_SD, *captured.values()], outgoing_SD)
-        gradients = {name: gradient.flatten(0, -2) for name, gradient in zip(names, others, strict=True)}
-        gradients["out"] = outgoing_SD
-        if self.block.config.block["parallel"]:
-            gradients["mid"] = outgoing_SD
+        self.require_finite("in", input_SD)
+        return input_SD, self.at(points, captured, others, outgoing_SD)
+
+    def at(
+        self,
+        points: Iterable[str],
+        captured: Iterable[str],
+        others: Iterable[Tensor],
+        outgoing_SD: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the gradients (S, F) at some points from those of the `captured` tensors.
+
+        `outgoing_SD`: the gradient at the layer's output. Raises NumericsError as `pull_back`.
+        """
+        gradients = {name: gradient.flatten(0, -2) for name, gradient in zip(captured, others, strict=True)}
+        if outgoing_SD is not None:
+            gradients["out"] = outgoing_SD
+            if self.block.config.block["parallel"]:
+                gradients["mid"] = outgoing_SD
         wanted = {point: self._at(point, gradients) for point in points}
-        for name, gradient in {"in": input_SD, **wanted}.items():
-            self._require_finite(name, gradient)
-        return input_SD, wanted
+        for name, gradient in wanted.items():
+            self.require_finite(name, gradient)
+        return wanted
 
     def _forward(self, hidden_SD: Tensor) -> Tensor:
         angles = self.block.angles(hidden_SD.detach()[None].to(self.dtype))
@@ -93,7 +108,7 @@ class DifferentiableLayer:
         return (arguments[0].to(self.dtype), *arguments[1:])
 
     @contextmanager
-    def _captured(self, points: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    def captured(self, points: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         """Collect the tensors of the forward pass whose gradients are wanted."""
         captured: dict[str, Tensor] = {}
         roles = {point.removesuffix(".out") for point in points if point.endswith(".out")}
@@ -131,7 +146,8 @@ class DifferentiableLayer:
         """Return no rows (0, F), for an expert that no token of the sample passed."""
         return torch.zeros(0, self.block.geometry.features(point), device=self.block.device)
 
-    def _require_finite(self, point: str, gradient: Tensor) -> None:
+    def require_finite(self, point: str, gradient: Tensor) -> None:
+        """Raise NumericsError, naming layer and point, unless a gradient is finite."""
         if not all_finite(gradient):
             raise NumericsError(
                 f"layer {self.block.layer}: the gradient at {point} holds NaN or infinity ({self.dtype}); "

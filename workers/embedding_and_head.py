@@ -69,21 +69,36 @@ def tapped(
 
     Taps may be inside the layer or, for the last layer, at `head.in`.
     """
-    inside = [(point, tap) for point, tap in taps if point != HEAD_INPUT]
-    behind = [tap for point, tap in taps if point == HEAD_INPUT]
-    if not behind:
+    inside, see = split_taps(layers, taps)
+    if see is None:
         return lambda hidden_BSD, output: block.run(hidden_BSD, inside, output=output)
-    normed = head_input(layers)
 
     def run(hidden_BSD: Tensor, output: bool) -> Tensor | None:
         output_BSD = block.run(hidden_BSD, inside)
         assert output_BSD is not None
-        read_BSD = normed(output_BSD)
-        for tap in behind:
-            tap(read_BSD)
+        see(output_BSD)
         return output_BSD if output else None
 
     return run
+
+
+def split_taps(
+    layers: LayerReader, taps: Iterable[tuple[str, Tap]]
+) -> tuple[list[tuple[str, Tap]], Callable[[Tensor], None] | None]:
+    """Return the taps inside the layer, and a function that shows the layer's outputs to those at `head.in`, if any."""
+    taps = list(taps)
+    inside = [(point, tap) for point, tap in taps if point != HEAD_INPUT]
+    behind = [tap for point, tap in taps if point == HEAD_INPUT]
+    if not behind:
+        return inside, None
+    normed = head_input(layers)
+
+    def see(output_BSD: Tensor) -> None:
+        read_BSD = normed(output_BSD)
+        for tap in behind:
+            tap(read_BSD)
+
+    return inside, see
 
 
 def _loaded(layers: LayerReader, modules: dict[str, nn.Module], staged: StagedLayer | None) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from stores.activations import ActivationStore
 from stores.background import Background
 from workers.copies import Copies, HiddenReader
 
-ShardKey = tuple[str, int, int]  # lineage, layer, shard
+ShardKey = tuple[Any, ...]  # lineage, layer, shard; and the stage within the layer, where experts stream past
 Place = Literal["device", "host"]
 ON_CPU = Copies(torch.device("cpu"))
 WINDOWS = "windows-"  # prefix of the lineages of windows
@@ -131,7 +131,7 @@ class HiddenStates:
         """Return a writer of a layer's outputs. If both memories are full, it writes to the store in any case."""
         nbytes = shape_MSD[0] * shape_MSD[1] * shape_MSD[2] * dtype.itemsize
         memory = next((at for at, limit in self.limits.items() if self._bytes_in(at) + nbytes <= limit), None)
-        lineage, layer, shard = shard_key
+        lineage, layer, shard = shard_key[:3]
         writer = self.store.writer(lineage, layer, shard, shape_MSD, dtype, batch) if store or not memory else None
         spilled = not store and not memory
         return HiddenWriter(shape_MSD, dtype, writer, memory, spilled, self.background, self.copies)
@@ -139,11 +139,18 @@ class HiddenStates:
     def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> ArrayRecord | None:
         """Hold the written outputs in place of the shard's older ones. Return their record if they were stored.
 
-        Samples of other lineages are released, too. Windows of several models are held at a time, beside samples.
+        What is held at a stage within a layer goes with the layer's inputs, beside which it is held. Samples of other
+        lineages are released, too. Windows of several models are held at a time, beside samples.
         """
         record = hidden_writer.finish()
-        lineage, _, shard = shard_key
-        self.release_shard(lineage, shard)
+        lineage, layer, shard = shard_key[:3]
+        if shard_key[3:]:
+            self._release(
+                [other for other in self.held if (other[0], other[2]) == (lineage, shard) and other[1] != layer]
+            )
+            self.release(shard_key)
+        else:
+            self.release_shard(lineage, shard)
         if not lineage.startswith(WINDOWS):
             self._release([other for other in self.held if other[0] != lineage and not other[0].startswith(WINDOWS)])
         if hidden_writer.hidden_MSD is not None:
@@ -160,9 +167,13 @@ class HiddenStates:
         self.keep(shard_key, hidden_writer)
         return self.held[shard_key]
 
+    def release(self, shard_key: ShardKey) -> None:
+        """Release what is held by this key, if anything."""
+        self._release([shard_key] if shard_key in self.held else [])
+
     def release_shard(self, lineage: str, shard: int) -> None:
         """Release a shard."""
-        self._release([shard_key for shard_key in self.held if shard_key[::2] == (lineage, shard)])
+        self._release([shard_key for shard_key in self.held if (shard_key[0], shard_key[2]) == (lineage, shard)])
 
     def release_before(self, lineage: str, layer: int) -> None:
         """Release hidden states before a committed layer: another worker has taken these shards over."""

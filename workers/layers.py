@@ -27,19 +27,22 @@ from stores.threads import parallel_map
 from workers.config import WorkerConfig
 from workers.copies import Copies
 from workers.differentiable import DifferentiableLayer
+from workers.expert_slices import ExpertSlices, StreamedExperts, expert_slices
 from workers.memory import return_freed_pages
 from workers.tapped_layer import TappedLayer
 
 T = TypeVar("T")
 Shared = Callable[[], Mapping[str, Tensor]]  # returns source tensors that another worker has read, by name
 Read = Callable[[list[str]], dict[str, Tensor]]
+Tensors = Callable[[Callable[[str], bool] | None], Mapping[str, Tensor]]  # those whose names are wanted; None: all
 BlockKey = tuple[int, str]  # layer, and which version of its weights
 
 
 class LayerReader:
     """Builds the block of a layer.
 
-    Holds one block on the device and at most one more layer's tensors. While the first layer or none is on the device,
+    Holds one block on the device and at most one more layer's tensors; of a layer with many experts, the experts of one
+    slice, and those of the next. While the first layer or none is on the device,
     it also holds the modules outside the layers that were built last (embeddings, final norm, head).
     """
 
@@ -51,7 +54,8 @@ class LayerReader:
         self.current: tuple[BlockKey, Any] | None = None
         self.outside: tuple[Hashable, Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self.ahead: tuple[BlockKey, Future[dict[str, Tensor]]] | None = None
+        self.ahead: tuple[tuple[BlockKey, int], Future[dict[str, Tensor]]] | None = None  # and the slice
+        self.following: Callable[[], None] | None = None  # reads ahead the next layer, behind the slices of this one
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -60,14 +64,17 @@ class LayerReader:
         block: TappedLayer = self._current_block(_block_key(layer, staged), lambda: self._build(layer, staged, shared))
         return block
 
-    def unwritten_block(self, solved: Unwritten, tensors: Callable[[], Mapping[str, Tensor]]) -> TappedLayer:
-        """Return a solved layer that is not written yet. `tensors` returns everything that will be written of it."""
+    def unwritten_block(self, solved: Unwritten, tensors: Tensors) -> TappedLayer:
+        """Return a solved layer that is not written yet. `tensors` returns what will be written of it."""
         layer = solved.write.layer
-        forms = {role: form.as_json() for role, form in solved.write.forms.items()}
+        config = self._config_of(layer, {role: form.as_json() for role, form in solved.write.forms.items()})
+        slices = self._slices(config, layer)
+
+        def read(number: int) -> Mapping[str, Tensor]:
+            return tensors(None if slices is None else lambda name: slices.is_read(name, number))
+
         key = (layer, f"unwritten {solved.name}")
-        block: TappedLayer = self._current_block(
-            key, lambda: self._factored_block(layer, forms, solved.rounded, tensors())
-        )
+        block: TappedLayer = self._current_block(key, lambda: self._block(config, layer, solved.rounded, read))
         return block
 
     def differentiable_block(self, layer: int) -> DifferentiableLayer:
@@ -84,6 +91,12 @@ class LayerReader:
                 self.outside = (name, build())
         modules: T = self.outside[1]
         return modules
+
+    @property
+    def version(self) -> str:
+        """Name the weights of the current block."""
+        assert self.current is not None
+        return self.current[0][1]
 
     def release(self) -> None:
         """Free everything on the device."""
@@ -103,28 +116,53 @@ class LayerReader:
         return self.current[1]
 
     def _build(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> TappedLayer:
-        tensors = self._tensors(layer, staged, shared)
-        if staged is not None:
-            return self._factored_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
-        rounded = rounded_modules(self.setup.config, packed_modules(tensors))
-        return self._block(self.config, layer, tensors, rounded)
+        config = self.config if staged is None else self._config_of(layer, staged.as_json()["forms"])
+        names = self._sizes(layer) if staged is None else staged.tensors
+        rounded = rounded_modules(self.setup.config, packed_modules(names)) if staged is None else staged.rounded
+        return self._block(config, layer, rounded, lambda number: self._tensors(layer, staged, shared, number))
 
-    def _factored_block(
-        self, layer: int, forms: dict[str, Any], rounded: Mapping[str, Scheme], tensors: Mapping[str, Tensor]
-    ) -> TappedLayer:
+    def _config_of(self, layer: int, forms: dict[str, Any]) -> LayersConfig:
+        """Return the config of a model of which one layer has these forms."""
         config = copy.copy(self.config)
         config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
-        return self._block(config, layer, tensors, rounded)
+        return config
+
+    def _slices(self, config: LayersConfig, layer: int) -> ExpertSlices | None:
+        return expert_slices(config, layer, self.setup.geometry.layers[layer].prefix, self.setup.experts)
 
     def _block(
-        self, config: LayersConfig, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]
+        self,
+        config: LayersConfig,
+        layer: int,
+        rounded: Mapping[str, Scheme],
+        read: Callable[[int], Mapping[str, Tensor]],
     ) -> TappedLayer:
-        """Build a block. Rounded weights are dequantized in the forward's dtype, as in transformers."""
-        geometry = self.setup.geometry.layers[layer]
-        prefix = geometry.prefix
-        converted = {name: self._converted(tensor) for name, tensor in tensors.items() if name.startswith(prefix)}
-        relative = {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
-        return TappedLayer(config, geometry, relative, self.device)
+        """Build a block. `read` returns the tensors of a slice of experts; of the first with those outside of experts.
+
+        Rounded weights are dequantized in the forward's dtype, as in transformers.
+        """
+        geometry, slices = self.setup.geometry.layers[layer], self._slices(config, layer)
+
+        def placed(number: int) -> dict[str, Tensor]:
+            prefix, tensors = geometry.prefix, read(number)
+            converted = {name: self._converted(tensor) for name, tensor in tensors.items() if name.startswith(prefix)}
+            packed = packed_modules(converted)
+            schemes = {path: scheme for path, scheme in rounded.items() if path in packed}
+            relative = unpacked(converted, schemes)
+            return {name.removeprefix(prefix): tensor for name, tensor in relative.items()}
+
+        tensors = placed(0)
+        if slices is None:
+            return TappedLayer(config, geometry, tensors, self.device)
+        path = slices.prefix.removeprefix(geometry.prefix).rstrip(".")
+        first = {name: tensors.pop(name) for name in [*tensors] if name.startswith(f"{path}.")}
+        streamed = StreamedExperts(
+            path, slices.ranges, lambda number: first if first and not number else placed(number)
+        )
+        block = TappedLayer(config, geometry, tensors, self.device, streamed)
+        block.hold(0)
+        first.clear()
+        return block
 
     def _converted(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device in the forward's dtype; indices keep theirs."""
@@ -172,7 +210,8 @@ class LayerReader:
             return {}
         prefix, records = self.setup.geometry.layers[layer].prefix, self.setup.source.tensors
         state = {prefix + name: tensor.detach() for name, tensor in stored_state(self.current[1].module).items()}
-        exact = [name for name in names if name in state and records[name].torch_dtype == self.setup.dtype]
+        held = {name for name, tensor in state.items() if not tensor.is_meta}  # not the experts of other slices
+        exact = [name for name in names if name in held and records[name].torch_dtype == self.setup.dtype]
         return {name: state[name] for name in exact if state[name].dtype == self.setup.dtype}
 
     def _is_current(self, layer: int) -> bool:
@@ -187,33 +226,62 @@ class LayerReader:
         """
         if layer is None or layer >= self.setup.geometry.num_layers:
             return
-        key = _block_key(layer, staged)
+        self.following = partial(self._read_ahead, layer, staged, shared, 0)
+        block = None if self.current is None else self.current[1]
+        if not isinstance(block, TappedLayer) or block.ends_with(block.held):
+            self._begin_following()
+
+    def _begin_following(self) -> None:
+        following, self.following = self.following, None
+        if following is not None:
+            following()
+
+    def _read_ahead(self, layer: int, staged: StagedLayer | None, shared: Shared, number: int) -> None:
+        key = (_block_key(layer, staged), number)
         if self.ahead is None or self.ahead[0] != key:
-            self.ahead = (key, self.thread.submit(self._read_layer, layer, staged, shared))
+            self.ahead = (key, self.thread.submit(self._read_layer, layer, staged, shared, number))
 
     def read_part(self, layer: int, part: int, parts: int) -> dict[str, Tensor]:
         """Return one of `parts` parts of a layer's source tensors, in their stored dtype."""
         return self.setup.source.read(_balanced_parts(self._sizes(layer), parts)[part])
 
-    def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
-        if self.ahead is None or self.ahead[0] != _block_key(layer, staged):
-            tensors = self._read_layer(layer, staged, shared)
+    def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared, number: int) -> dict[str, Tensor]:
+        """Return a layer's tensors or, of one with many experts, those of a slice. The next slice is read ahead."""
+        if self.ahead is None or self.ahead[0] != (_block_key(layer, staged), number):
+            tensors = self._read_layer(layer, staged, shared, number)
         else:
             future, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that the next call tries again
             tensors = future.result()
+        slices = self._slices_of(layer, staged)
+        if slices is not None and number + 1 < len(slices.ranges):
+            self._read_ahead(layer, staged, shared, number + 1)
+        elif slices is not None:
+            self._begin_following()
         return self._arrived(tensors)
+
+    def _slices_of(self, layer: int, staged: StagedLayer | None) -> ExpertSlices | None:
+        config = self.config if staged is None else self._config_of(layer, staged.as_json()["forms"])
+        return self._slices(config, layer)
 
     def _sizes(self, layer: int) -> dict[str, int]:
         """Return the sizes of a layer's source tensors, in bytes."""
         prefix = self.setup.geometry.layers[layer].prefix
         return {name: at.num_bytes for name, at in self.setup.source.tensors.items() if name.startswith(prefix)}
 
-    def _read_layer(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
-        """Read a layer's tensors in their stored dtype, which is half the size where the forward pass is in float32."""
+    def _read_layer(self, layer: int, staged: StagedLayer | None, shared: Shared, number: int) -> dict[str, Tensor]:
+        """Read a layer's tensors in their stored dtype, which is half the size where the forward pass is in float32.
+
+        `number`: of the slice of experts to read alone; the first comes with the tensors outside of experts.
+        """
         if staged is not None:
             sizes = {name: prod(tensor.shape) for name, tensor in staged.tensors.items()}
-            return self._fetched(sizes, partial(read_staged, self.setup.run_dir, staged))
-        return self._fetched(self._sizes(layer), partial(self._read, shared=shared()))
+            read: Read = partial(read_staged, self.setup.run_dir, staged)
+        else:
+            sizes, read = self._sizes(layer), partial(self._read, shared=shared())
+        slices = self._slices_of(layer, staged)
+        if slices is not None:
+            sizes = {name: size for name, size in sizes.items() if slices.is_read(name, number)}
+        return self._fetched(sizes, read)
 
     def _fetched(self, sizes: Mapping[str, int], read: Read) -> dict[str, Tensor]:
         """Read tensors by as many threads as the worker has, and start to copy them to a GPU."""

@@ -26,6 +26,7 @@ from workers.device_settings import tensor_cores
 from workers.embedding_and_head import embedding, head
 from workers.hidden import WINDOWS, HiddenStates, InMemory
 from workers.layers import LayerReader
+from workers.sliced_pass import SlicedPass, SlicedShard
 
 ROWS_PER_LOGITS = 256  # enough for a fast product, and few enough that its result stays in a cache
 LogitRows = tuple[tuple[Tensor, ...], Tensor]  # logits (T, V) of one or more models, and the next tokens (T,)
@@ -71,6 +72,7 @@ class ScorePass:
         self.activations = activations
         self.computing = computing
         self.reader: LayerReader | None = None
+        self.sliced = SlicedPass(hidden, computing)
 
     def forward(self, unit: WindowForward) -> ShardDone:
         """Run one shard through one layer. Raises as `Worker.execute` does."""
@@ -136,9 +138,17 @@ class _Shard:
     ) -> ArrayRecord | None:
         """Run a layer and hold its outputs. Return their record if they were stored."""
         block = self.layers.block(layer, staged)
-        self.layers.read_ahead(*ahead)
+        if block.streamed is None:
+            self.layers.read_ahead(*ahead)
 
         def outputs() -> Iterator[Tensor]:
+            if block.streamed is not None:
+                shape_MSD = (self.windows_M, self.length, self.owner.setup.geometry.hidden)
+                key, batches = (self.lineage, layer, self.unit.shard), self._micro_batches()
+                at = SlicedShard(block, key, self.layers.version, inputs, shape_MSD, batches)
+                with tensor_cores(self.owner.setup.dtype):
+                    yield from (output_BSD for _, output_BSD in self.owner.sliced.run(at))
+                return
             for start, stop in self._micro_batches():
                 with self.owner.computing(), tensor_cores(self.owner.setup.dtype):
                     output_BSD = block.run(inputs.read(start, stop).to(self.layers.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -140,16 +140,21 @@ def solve_done(solved: Solved, transfer: TensorTransfer) -> SolveDone:
     return SolveDone(transfer.put(factors), solution.forms, solution.report, rounded)
 
 
-def layer_tensors(write: Write, setup: WorkerConfig, transfer: TensorTransfer) -> dict[str, Tensor]:
+def layer_tensors(
+    write: Write, setup: WorkerConfig, transfer: TensorTransfer, wanted: Callable[[str], bool] | None = None
+) -> dict[str, Tensor]:
     """Return all tensors of a compressed layer: the factors of its groups, and copies from the source.
+
+    `wanted`: tells whether the tensor of a name is among those to return; None: all.
 
     Raises LostInputError if factors were lost with their node.
     """
     geometry, source = setup.geometry.layers[write.layer], setup.source
     tensors: dict[str, Tensor] = {}
     for factors in get_all(transfer, write.factors):
-        tensors.update(factors)
+        tensors.update({name: tensor for name, tensor in factors.items() if wanted is None or wanted(name)})
     claimed = tuple(f"{geometry.path(role)}." for role in write.roles)
     names = (name for name in source.tensors if name.startswith(geometry.prefix))
-    tensors.update(source.read([name for name in names if not name.startswith(claimed)]))
+    names = (name for name in names if not name.startswith(claimed) and (wanted is None or wanted(name)))
+    tensors.update(source.read([*names]))
     return tensors

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
+from lamina.mixture_lamina import split_role
 from lamina.rotary_lamina import Angles, make_rotary, rotation_of
 from manifests.errors import NumericsError
 from pipeline.families.blocks import ROUTING
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
-from workers.wide_linear import widen_linears_
+from workers.expert_slices import StreamedExperts
+from workers.wide_linear import widen_again_, widen_linears_
 
 Tap = Callable[[Tensor], None]
 
@@ -34,9 +36,17 @@ class TappedLayer:
     """A decoder layer on a device, dense or compressed as its forms say, whose inputs and outputs taps can see."""
 
     def __init__(
-        self, config: LayersConfig, geometry: LayerGeometry, tensors: Mapping[str, Tensor], device: torch.device
+        self,
+        config: LayersConfig,
+        geometry: LayerGeometry,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        streamed: StreamedExperts | None = None,
     ) -> None:
-        """`tensors`: by names relative to the layer, already in the forward's dtype."""
+        """`tensors`: by names relative to the layer, already in the forward's dtype.
+
+        `streamed`: brings the experts, slice by slice, where a layer has too many to be held; `tensors` then has none.
+        """
         self.layer, self.geometry = geometry.index, geometry
         self.config = config
         self.device = device
@@ -44,7 +54,8 @@ class TappedLayer:
             self.module = DecoderLayer(config, geometry.index)
         names = stored_state(self.module).keys()  # old checkpoints also hold buffers, such as rotary_emb.inv_freq
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in names}
-        self.module.load_state_dict(placed, strict=True, assign=True)
+        self.streamed, self.held = streamed, -1
+        self.module.load_state_dict(placed, strict=streamed is None, assign=True)
         self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())
         widen_linears_(self.module, self.dtype, device)
         self.module.eval().requires_grad_(False)
@@ -58,15 +69,27 @@ class TappedLayer:
         With `output` off, the pass ends at the last tap and returns None. Raises NumericsError, naming layer and
         module, when the output, a query or a key is not finite.
         """
-        with self._watched() as ends, self._tapped(taps, stop=not output):
+        taps = list(taps)
+        with self.checked(hidden_BSD) as ends, self.tapped(taps, stop=not output):
             try:
-                result_BSD = self._forward(hidden_BSD)
+                result_BSD = self._forward(hidden_BSD, None if output else self._tapped_slices(taps))
                 ends.append(extremes(result_BSD))
             except StopForward:
                 result_BSD = None
+        return result_BSD if output else None
+
+    @contextmanager
+    def checked(self, hidden_BSD: Tensor) -> Iterator[list[Tensor]]:
+        """Check queries, keys and what is added to the list of extremes, of a pass of these inputs. Raises as `run`."""
+        with self._watched() as ends:
+            yield ends
         if ends and not torch.isfinite(torch.stack(ends)).all():
             raise NumericsError(self._blame(hidden_BSD))
-        return result_BSD if output else None
+
+    def require_finite(self, output_BSD: Tensor, inputs: Callable[[], Tensor]) -> None:
+        """Check an output; `inputs` returns the layer's inputs. Raises as `run`."""
+        if not torch.isfinite(extremes(output_BSD)).all():
+            raise NumericsError(self._blame(inputs()))
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:
@@ -82,9 +105,63 @@ class TappedLayer:
         positions_1S = torch.arange(hidden_BSD.shape[1], device=hidden_BSD.device).unsqueeze(0)
         return None if self.rotary is None else self.rotary(hidden_BSD, positions_1S)
 
-    def _forward(self, hidden_BSD: Tensor) -> Tensor:
-        result: Tensor = self.module(hidden_BSD, position_embeddings=self.angles(hidden_BSD))
-        return result
+    def _forward(self, hidden_BSD: Tensor, slices: Iterable[int] | None = None) -> Tensor:
+        """Return the output. `slices`: the only ones of streamed experts whose values are wanted."""
+        if self.streamed is None:
+            result: Tensor = self.module(hidden_BSD, position_embeddings=self.angles(hidden_BSD))
+            return result
+        stream_BSD = self.attended(hidden_BSD)
+        x_TD, routing = self.module.routed(stream_BSD)
+        out_TD: Tensor | None = None
+        for number in range(len(self.streamed.ranges)) if slices is None else slices:
+            out_TD = self.module.with_experts(x_TD, routing, out_TD, self.hold(number))
+        return self.module.finished(stream_BSD, x_TD, x_TD if out_TD is None else out_TD)
+
+    # -- streamed experts --------------------------------------------------------------------------------------------
+
+    def hold(self, number: int) -> range:
+        """Hold the experts of one slice in place of another's. Return their numbers."""
+        assert self.streamed is not None
+        if self.held != number:
+            with torch.inference_mode(False), torch.no_grad():  # autograd accepts no tensors of inference mode
+                self._replace_experts(number)
+        return self.streamed.ranges[number]
+
+    def _replace_experts(self, number: int) -> None:
+        assert self.streamed is not None
+        for expert in self.streamed.ranges[self.held] if self.held >= 0 else ():
+            self._expert(expert).to_empty(device="meta")
+        self.held, experts, names = -1, self.streamed.ranges[number], stored_state(self.module).keys()
+        placed = {name: tensor for name, tensor in self.streamed.load(number).items() if name in names}
+        paths = tuple(f"{self.streamed.path}.{expert}." for expert in experts)
+        if missing := [name for name in names if name.startswith(paths) and name not in placed]:
+            raise RuntimeError(f"layer {self.layer} lacks {', '.join(missing[:3])}")
+        dtypes = {name: self.dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in placed.items()}
+        placed = {name: tensor.to(dtypes[name]) for name, tensor in placed.items()}
+        self.module.load_state_dict(placed, strict=False, assign=True)
+        for expert in experts:
+            widen_again_(self._expert(expert), self.dtype, self.device)
+        self.held = number
+
+    def _expert(self, expert: int) -> nn.Module:
+        assert self.streamed is not None
+        return self.module.get_submodule(f"{self.streamed.path}.{expert}")
+
+    def ends_with(self, part: int | None) -> bool:
+        """Tell whether a part of a pass, as `Forward` has it, is the layer's last."""
+        return part is None or self.streamed is None or part + 1 == len(self.streamed.ranges)
+
+    def attended(self, hidden_BSD: Tensor) -> Tensor:
+        """Return the residual stream (B, S, D) that the mixture reads."""
+        return self.module.attended(hidden_BSD, self.angles(hidden_BSD))
+
+    def _tapped_slices(self, taps: Iterable[tuple[str, Tap]]) -> list[int]:
+        """Return the slices that hold experts at whose modules there are taps."""
+        if self.streamed is None:
+            return []
+        blocks = {split_role(self.geometry.tap(point)[0])[0] for point, _ in taps}
+        ranges = enumerate(self.streamed.ranges)
+        return [number for number, experts in ranges if any(f"experts.{expert}" in blocks for expert in experts)]
 
     @contextmanager
     def _watched(self) -> Iterator[list[Tensor]]:
@@ -97,7 +174,7 @@ class TappedLayer:
             yield ends
 
     @contextmanager
-    def _tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:
+    def tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:
         """Hook the taps onto the modules of their roles. With `stop`, the pass ends when each tap was reached."""
         resolved: dict[tuple[str, str], list[Tap]] = {}
         for point, tap in taps:
@@ -127,7 +204,7 @@ class TappedLayer:
 
         routing = {each.role for each in self.geometry.copied} - {*self.geometry.foreign_roles}
         roles = [role for role in self.geometry.roles if role not in routing]
-        with self._tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
+        with self.tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
             self._forward(hidden_BSD)
         where = dict(self.geometry.modules)[bad[0]] if bad else "the residual sum"
         what = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"

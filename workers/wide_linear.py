@@ -28,6 +28,16 @@ def widen_linears_(module: nn.Module, dtype: torch.dtype, device: torch.device) 
     return module if wide == dtype else _widened(module, wide)
 
 
+def widen_again_(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Convert tensors that were loaded after `widen_linears_`, and switch off their gradients."""
+    wide = product_dtype(dtype, device)
+    for part in module.modules():
+        if isinstance(part, WideLinear):
+            for name, parameter in part.named_parameters(recurse=False):
+                setattr(part, name, nn.Parameter(parameter.detach().to(wide)))
+    module.requires_grad_(False)
+
+
 def _widened(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     if isinstance(module, nn.Linear):
         return WideLinear(module, dtype)

@@ -60,7 +60,7 @@ from workers.config import WorkerConfig
 from workers.copies import Copies, HiddenReader
 from workers.curves import curve_result
 from workers.device_settings import device_room, tensor_cores
-from workers.embedding_and_head import embedding, tapped
+from workers.embedding_and_head import embedding, split_taps, tapped
 from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.memory import return_freed_pages
@@ -68,6 +68,7 @@ from workers.pairing import PairPass
 from workers.refining import RefinePass
 from workers.score_pass import ScorePass
 from workers.shared_moments import SharedMoments
+from workers.sliced_pass import SlicedPass, SlicedShard
 from workers.solving import GroupProblem, layer_tensors, solve_done, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
 from workers.tapped_layer import Tap, TappedLayer
@@ -93,6 +94,7 @@ class Worker:
         self.copies, room = Copies(self.device), device_room(self.device, setup.gpu_share, setup.device_bytes)
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes, self.copies, room)
         self.layers = LayerReader(setup, self.device)
+        self.sliced = SlicedPass(self.hidden, self._computing)
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
         self.sums = LayerSums(self.transfer, self.device, setup.geometry.hidden)
         self.totals = Totals(self.transfer, self.statistics, self.device, setup.tokens_shape)
@@ -176,19 +178,18 @@ class Worker:
     def _forward(self, unit: Forward) -> ShardDone:
         inputs = self._inputs(unit)
         block = self._block(unit)
-        self.layers.read_ahead(unit.ahead, shared=partial(get_available, self.transfer, unit.ahead_weights))
+        if block.streamed is None or unit.part is not None:  # the other units pass all slices again, of another shard
+            self.layers.read_ahead(unit.ahead, shared=partial(get_available, self.transfer, unit.ahead_weights))
         samples: dict[Moment, Tensor] = {}
         taps = self._taps(unit, samples)
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
-        hidden_writer = self._hidden_writer(shard_key, unit.store) if unit.emit else None
+        emit = unit.emit and block.ends_with(unit.part)
+        hidden_writer = self._hidden_writer(shard_key, unit.store) if emit else None
         cosine = (0.0, 0)
-        run = tapped(self.layers, block, taps)
         kept_inputs = self._keep_inputs(unit, inputs) if unit.keep_inputs else None
         with self.sums.adding(unit):
-            for hidden_BSD in self.copies.batches(inputs, self.setup.micro_batches(unit.shard)):
-                with self._computing():
-                    output_BSD = run(hidden_BSD, unit.emit or unit.cosine)
-                if output_BSD is not None and unit.cosine:
+            for hidden_BSD, output_BSD in self._outputs(unit, block, inputs, taps):
+                if output_BSD is not None and hidden_BSD is not None and unit.cosine:
                     total, count = cosine_sums(hidden_BSD, output_BSD)
                     cosine = (cosine[0] + total, cosine[1] + count)
                 if output_BSD is not None and hidden_writer is not None:
@@ -196,17 +197,43 @@ class Worker:
         record = self.hidden.keep(shard_key, hidden_writer) if hidden_writer is not None else None
         return ShardDone(
             partials={moment: self.transfer.put({"moment": values}) for moment, values in samples.items()},
-            cosine=cosine if unit.cosine else None,
+            cosine=cosine if cosine[1] else None,
             activation=record if unit.store else None,
             tokens=self.setup.samples_of(unit.shard) * self._sequence,
             inputs=kept_inputs,
             worker=self.name,
         )
 
+    def _outputs(
+        self, unit: Forward, block: TappedLayer, inputs: HiddenReader, taps: list[tuple[str, Tap]]
+    ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Yield inputs and outputs of the unit's layer; nothing if the unit's part is not the layer's last."""
+        wanted = unit.emit or unit.cosine
+        if block.streamed is None:
+            run = tapped(self.layers, block, taps)
+            for hidden_BSD in self.copies.batches(inputs, self.setup.micro_batches(unit.shard)):
+                with self._computing():
+                    passed_BSD = run(hidden_BSD, wanted)
+                yield hidden_BSD, passed_BSD
+            return
+        inside, see = split_taps(self.layers, taps)
+        at, wanted = self._sliced(unit, block, inputs), wanted or see is not None
+        for input_BSD, output_BSD in self.sliced.run(at, inside, unit.part, output=wanted, with_inputs=unit.cosine):
+            if see is not None:
+                see(output_BSD)
+            yield input_BSD, output_BSD
+
+    def _sliced(self, unit: Forward, block: TappedLayer, inputs: HiddenReader) -> SlicedShard:
+        shard_key, shape_MSD = (unit.lineage, block.layer, unit.shard), self._shape(unit.shard)
+        version = self.layers.version
+        return SlicedShard(block, shard_key, version, inputs, shape_MSD, self.setup.micro_batches(unit.shard))
+
     def _block(self, unit: Forward) -> TappedLayer:
         if isinstance(unit.staged, Unwritten):
             write = unit.staged.write
-            return self.layers.unwritten_block(unit.staged, lambda: layer_tensors(write, self.setup, self.transfer))
+            return self.layers.unwritten_block(
+                unit.staged, lambda wanted: layer_tensors(write, self.setup, self.transfer, wanted)
+            )
         return self.layers.block(unit.layer, unit.staged, partial(get_available, self.transfer, unit.weights))
 
     def _read_part(self, unit: ReadLayer) -> ReadDone:
@@ -250,9 +277,8 @@ class Worker:
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, staged)
         hidden_writer = self._hidden_writer(shard_key, store=False)
-        for hidden_BSD in self.copies.batches(inputs, self.setup.micro_batches(unit.shard)):
-            with self._computing():
-                output_BSD = block.run(hidden_BSD)
+        whole = replace(unit, part=None, emit=True, cosine=False)
+        for _, output_BSD in self._outputs(whole, block, inputs, []):
             assert output_BSD is not None
             hidden_writer.append(output_BSD)
         return self.hidden.keep_reader(shard_key, hidden_writer)
@@ -392,8 +418,11 @@ class Worker:
         return self.tokens.read(start, stop).long().to(self.device)
 
     def _hidden_writer(self, shard_key: tuple[str, int, int], store: bool) -> HiddenWriter:
-        shape_MSD = (self.setup.samples_of(shard_key[2]), self._sequence, self.setup.geometry.hidden)
-        return self.hidden.hidden_writer(shard_key, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)
+        shape_MSD, batch = self._shape(shard_key[2]), self.setup.micro_batch
+        return self.hidden.hidden_writer(shard_key, shape_MSD, self.setup.dtype, store, batch)
+
+    def _shape(self, shard: int) -> tuple[int, int, int]:
+        return self.setup.samples_of(shard), self._sequence, self.setup.geometry.hidden
 
 
 def _passing(unit: Unit) -> Unit:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from manifests.entries import ActivationsEntry, StatisticsEntry
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.driver.job_spec import RanksOf, staged_layer
+from pipeline.driver.job_spec import Part, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key, statistics_key
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import Task, TaskStream, batch
@@ -71,10 +71,17 @@ class CompressedWalk:
         if entered is not None:
             statistics |= entered.statistics
         elif moments:
-            units = self.session.forwards.units("compressed", layer, None, moments, base, emit=False)
-            result = yield from self.reductions.run(moments, units, self.job.keep_statistics)
+            *earlier, last = self.job.parts(layer, moments)
+            for part in earlier:
+                statistics |= yield from self.reductions.stored((yield from self._taken(layer, part, base, store=True)))
+            result = yield from self._taken(layer, last, base, store=self.job.keep_statistics)
             statistics |= {**result.samples, **(yield from self.reductions.summed(result))}
         return (yield from self._solve(layer, base, statistics, ranks, result, emit))
+
+    def _taken(self, layer: int, part: Part, base: int, *, store: bool) -> TaskStream[PassResult]:
+        """Takes the moments of a part of a layer."""
+        units = self.session.forwards.units("compressed", layer, None, part.moments, base, part=part.number, emit=False)
+        return (yield from self.reductions.run(part.moments, units, store))
 
     def _solve(
         self,
@@ -97,6 +104,9 @@ class CompressedWalk:
         (record,) = yield writing
         if result and self.job.keep_statistics:
             moments = yield from self.reductions.stored(result)
+            earlier = {key: record for key, record in statistics.items() if isinstance(record, ArrayRecord)}
+            taken = {moment.key for moment in layer_moments(self.job.tasks, layer)}
+            moments |= {key: record for key, record in earlier.items() if key in taken}
             self.session.enter(statistics_key(layer), StatisticsEntry(statistics=moments))
         self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
         return outputs

@@ -7,7 +7,7 @@ replaced data is dropped last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipeline.driver.compressed_walk import CompressedWalk
 from pipeline.driver.corrected_walk import CorrectedWalk
 from pipeline.driver.curves import take_curves
 from pipeline.driver.dense_walk import DenseWalk
-from pipeline.driver.forward_pass import dense_entry
+from pipeline.driver.forward_pass import dense_entry, joined
 from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import (
@@ -116,17 +116,19 @@ class Driver:
             return
         phase, shards = "statistics" if with_moments else "importance", self.job.dense_shards()
         self.observer.phase(phase, len(missing), len(shards))
-        in_flight = LayersInFlight(self.session, partial(self._enter_dense, phase, span))
+        passed: list[tuple[PassResult, Mapping[str, ArrayRecord]]] = []
+        in_flight = LayersInFlight(self.session, partial(self._enter_dense, phase, span, passed))
         reading = LayerReading(self.session, last)
         for layer in missing:
             moments = self.stored.missing(layer) if with_moments else ()
-            store = self.job.is_boundary(layer + 1) and layer < last
             weights = yield from reading.weights(layer)
-            units = partial(
-                self._dense_units, layer, moments, weights,
-                emit=layer < last, store=store, keep=layer in span, shards=shards,
-            )  # fmt: skip
-            yield from in_flight.run(layer, moments, units, stores=store)
+            for part in self.job.parts(layer, moments):
+                store = part.last and self.job.is_boundary(layer + 1) and layer < last
+                units = partial(
+                    self._dense_units, layer, part.moments, weights,
+                    part=part.number, emit=layer < last, store=store, keep=part.first and layer in span, shards=shards,
+                )  # fmt: skip
+                yield from in_flight.run(layer, part.moments, units, stores=store)
         yield from in_flight.finish()
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
 
@@ -138,13 +140,26 @@ class Driver:
         return self.session.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **options)
 
     def _enter_dense(
-        self, phase: str, span: range, layer: int, result: PassResult
+        self,
+        phase: str,
+        span: range,
+        passed: list[tuple[PassResult, Mapping[str, ArrayRecord]]],
+        layer: int,
+        result: PassResult,
     ) -> TaskStream[Sequence[ArrayRecord] | None]:
-        """Enters the dense pass through a layer. Returns the hidden states that are needed from then on, if others than
-        before: the last committed ones, and those that the backward pass will need."""
-        moments = yield from self.reductions.stored(result)
-        statistics = {**self.stored.of_dense_pass(layer), **moments}
-        entry = dense_entry(result.done, statistics, inputs=layer in span)
+        """Enters the dense pass through a layer with its last part. Returns the hidden states that are needed from then
+        on, if others than before: the last committed ones, and those that the backward pass will need.
+
+        `passed`: the parts of the layer before this one, and their moments.
+        """
+        passed.append((result, (yield from self.reductions.stored(result))))
+        if len(passed) < len(self.job.parts(layer, ())):
+            return None
+        statistics = dict(self.stored.of_dense_pass(layer))
+        for _, moments in passed:
+            statistics |= moments
+        entry = dense_entry(joined([part.done for part, _ in passed]), statistics, inputs=layer in span)
+        passed.clear()
         self.session.enter(dense_key(layer), entry)
         self.observer.layer_done(phase, layer, {})
         return (*entry.activations, *self.gradients.stored_inputs(span)) if entry.activations else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from manifests.entries import DenseEntry
@@ -29,6 +30,7 @@ class ForwardPass:
         moments: tuple[Moment, ...],
         base: int,
         *,
+        part: int | None = None,
         cosine: bool = False,
         emit: bool = True,
         store: bool = False,
@@ -43,6 +45,7 @@ class ForwardPass:
 
         Args:
             base: the last layer whose inputs are committed.
+            part: of the layer, as `Forward` has it.
             cosine: whether the shards that importance is measured on sum cosines.
             keep: whether gradient samples keep their inputs.
             weights: as `LayerReading.weights` gives them.
@@ -65,6 +68,7 @@ class ForwardPass:
                 emit=emit,
                 store=store,
                 keep_inputs=keep and shard in self.job.gradient_shards,
+                part=part,
                 base=base,
                 base_record=records.get(shard),
                 replay=replay,
@@ -88,6 +92,11 @@ class ForwardPass:
     def last_committed(self, lineage: Lineage, layer: int) -> int:
         """Return the last layer up to this one whose inputs are committed; 0: the embeddings."""
         return next((at for at in range(layer, 0, -1) if self.activations(lineage, at)), 0)
+
+
+def joined(parts: Sequence[Sequence[ShardDone]]) -> list[ShardDone]:
+    """Return the results of all shards from those of each part of a layer: the first keeps inputs, the last emits."""
+    return [replace(last, inputs=first.inputs) for first, last in zip(parts[0], parts[-1], strict=True)]
 
 
 def dense_entry(results: Sequence[ShardDone], statistics: Mapping[str, ArrayRecord], *, inputs: bool) -> DenseEntry:

@@ -10,11 +10,25 @@ from manifests.records import Curve, Key, StagedLayer
 from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
-from pipeline.methods.method import Method, Scores, Task
+from pipeline.methods.method import Method, Moment, Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
-from pipeline.units.sharding import gradient_count, gradient_samples, importance_shards
+from pipeline.units.sharding import expert_ranges, gradient_count, gradient_samples, importance_shards
 
 RanksOf = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a pass through a layer: its number, as `Forward` has it, its moments, and whether it is the last."""
+
+    number: int | None
+    moments: tuple[Moment, ...]
+    last: bool = True
+
+    @property
+    def first(self) -> bool:
+        """True if the part starts at the layer's inputs."""
+        return not self.number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +91,8 @@ class Job(Passes):
     Attributes:
         allocate: scores -> ranks of every task, by `Task.key`.
         every: hidden states are committed each time this many layers are done.
+        experts: for each layer the number of experts that its router chooses from.
+        held_experts: the number of these that a worker holds at a time.
         measures: the measurements of dense weights that ranks depend on.
         predicts: the groups on whose curves ranks depend.
         points: for each layer the points at which a group may be corrected, in the order of the forward pass.
@@ -89,6 +105,30 @@ class Job(Passes):
     every: int = 1
     measures: tuple[Task, ...] = ()
     predicts: tuple[Task, ...] = ()
+    experts: tuple[int, ...] = ()
+    held_experts: int = 1
+
+    def parts(self, layer: int, moments: Sequence[Moment]) -> list[Part]:
+        """Returns the parts of a pass through a dense layer: a slice of experts each, or the whole layer, with their
+        moments."""
+        ranges = expert_ranges(self.experts[layer] if self.experts else 0, self.held_experts)
+        if len(ranges) < 2:
+            return [Part(None, tuple(moments))]
+        of_part: list[list[Moment]] = [[] for _ in ranges]
+        for moment in moments:
+            of_part[self._part_of(moment, len(ranges))].append(moment)
+        return [Part(number, tuple(own), number + 1 == len(ranges)) for number, own in enumerate(of_part)]
+
+    def _part_of(self, moment: Moment, parts: int) -> int:
+        """Returns the part that passes a moment's point; the shared expert and the head are behind all others."""
+        block, _, rest = moment.point.partition(".")
+        if block == "experts":
+            return int(rest.partition(".")[0]) // self.held_experts
+        return parts - 1 if block in ("shared", "head") else 0
+
+    def in_parts(self) -> bool:
+        """Returns True if a layer has more experts than a worker holds."""
+        return any(experts > self.held_experts for experts in self.experts)
 
     def is_boundary(self, layer: int) -> bool:
         """Returns True if hidden states (or gradients) at a layer's inputs are committed."""
@@ -96,7 +136,8 @@ class Job(Passes):
 
     def solves_in_pass(self) -> bool:
         """Returns True if layers are solved during the dense pass."""
-        return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts))
+        waits = bool(self.scores or self.predicts) or self.in_parts()
+        return solves_in_pass(self.propagate, self.tasks, waits=waits)
 
     def dense_shards(self) -> Sequence[int]:
         """Returns the shards of the dense pass: all, or fewer if it measures importance alone."""

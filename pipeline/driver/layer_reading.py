@@ -36,6 +36,8 @@ class LayerReading:
         if layer in self.reading or layer in self.read:
             return
         nodes = self.session.pool.nodes
+        if len(self.session.job.parts(layer, ())) > 1:
+            nodes = ()  # each node reads the experts, slice by slice
         units = [ReadLayer(layer, part, len(nodes), tuple(near)) for part, near in enumerate(nodes)]
         self.reading[layer] = self.session.scheduler.spawn(batch(units if len(nodes) > 1 else ()))
 

@@ -268,7 +268,8 @@ class Reductions:
         first, sums = units[0], units[0].sums
         assert sums is not None
         collects = [
-            Collect(first.lineage, first.layer, worker, sums.name, tuple(sums.grids), cut) for worker in workers
+            Collect(first.lineage, first.layer, worker, sums.name, tuple(sums.grids), cut, first.part)
+            for worker in workers
         ]
         results = zip(collects, (yield collects), strict=True)
         return [_Part(unit.key, done, cut) for unit, done in results if done is not None and done.shards]
@@ -313,7 +314,7 @@ def _missing(units: Sequence[Summable], parts: Sequence[_Part]) -> list[Summable
 
 def _check(units: Sequence[Summable], grids: Grids, parts: Sequence[_Part]) -> CheckGrids:
     diagonals = {moment: tuple(part.done.diagonals[moment] for part in parts) for moment in grids}
-    return CheckGrids(units[0].lineage, units[0].layer, grids, diagonals)
+    return CheckGrids(units[0].lineage, units[0].layer, grids, diagonals, units[0].part)
 
 
 def _stripped(done: Sequence[ShardDone]) -> list[ShardDone]:

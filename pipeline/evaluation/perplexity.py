@@ -116,6 +116,7 @@ def _score(
             use_gpu=workers.gpus > 0,
             gpu_share=workers.gpus,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
+            experts=workers.experts,
             token_ids=tokens.to(torch.int32),  # through Ray: other nodes do not see a folder of this one
         )
         windows = Windows.even(num_windows, setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)

@@ -247,6 +247,11 @@ class LayerGeometry:
         """Return the roles of matrices and norms, in the family's order."""
         return tuple(role for role, _ in self.modules)
 
+    @property
+    def num_experts(self) -> int:
+        """Return the number of experts that a router sends tokens to; 0 in a layer with a dense MLP."""
+        return sum(block.name not in (*ONLY_BLOCKS, SHARED) for block in self.mlps)
+
     @cached_property
     def routed_roles(self) -> frozenset[str]:
         """Return the roles of the experts that a router sends tokens to; none in a layer with a dense MLP."""

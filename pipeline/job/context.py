@@ -224,6 +224,8 @@ def driver_job(inputs: Inputs) -> Job:
         tasks=inputs.tasks,
         allocate=partial(allocate_ranks, manifest, methods, geometry),
         points=tuple(layer.points for layer in geometry.layers),
+        experts=tuple(layer.num_experts for layer in geometry.layers),
+        held_experts=manifest.workers.experts,
         measures=measure_tasks(methods, geometry),
         predicts=tuple(
             with_moments(task, manifest, geometry.layers[task.layer]) for task in predict_tasks(methods, geometry)

@@ -300,6 +300,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         manifest=manifest,
         points=job.points,
         gradient_samples=job.inputs.passes.gradient_samples,
+        experts=manifest.workers.experts,
         hardware=job.ledger.get(HARDWARE),
     )
 

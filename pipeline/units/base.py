@@ -24,6 +24,11 @@ class WorkUnit(ABC):
         return 0
 
 
+def place_of(layer: int, part: int | None) -> str:
+    """Return the name of a layer, or of a part of one, in keys of units."""
+    return f"{layer}" if part is None else f"{layer}.{part}"
+
+
 @dataclass(frozen=True)
 class HandleResult:
     """A result with handles of tensors.

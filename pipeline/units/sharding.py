@@ -30,6 +30,11 @@ def importance_shards(shards: int, samples: int, sequence_length: int) -> tuple[
     return tuple(index * shards // count for index in range(count))
 
 
+def expert_ranges(experts: int, size: int) -> tuple[range, ...]:
+    """Cut the experts of a layer into slices of at most `size`."""
+    return tuple(range(first, min(first + size, experts)) for first in range(0, experts, size))
+
+
 def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
     """Return how many samples of a shard, its first ones, are among `chosen` ones spread evenly over all shards."""
     first, end = shard_range(shard, shards, samples)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pipeline.methods.method import Moment
-from pipeline.units.base import HandleResult, WorkUnit
+from pipeline.units.base import HandleResult, WorkUnit, place_of
 
 SUMMED = ("value", "pair", "gradient")  # kinds of moments of which each worker keeps a sum
 
@@ -46,7 +46,7 @@ class ChooseGrids(WorkUnit):
 
     @property
     def key(self) -> str:
-        return f"choosegrids/{self.forward.lineage}/{self.forward.layer}"
+        return f"choosegrids/{self.forward.lineage}/{place_of(self.forward.layer, self.forward.part)}"
 
     @property
     def handles(self) -> int:
@@ -67,7 +67,7 @@ class Collect(WorkUnit):
     """Collects the sums of one worker over a pass. The worker drops them.
 
     Each sum is given in up to `parts` parts. The result is a `CollectDone`, or None if the worker is gone, and its sums
-    with it.
+    with it. `part`: of the layer, as in `Forward`.
     """
 
     lineage: str
@@ -76,10 +76,11 @@ class Collect(WorkUnit):
     sums: str
     moments: tuple[Moment, ...]
     parts: int = 1
+    part: int | None = None
 
     @property
     def key(self) -> str:
-        return f"collect/{self.lineage}/{self.layer}/{self.worker}"
+        return f"collect/{self.lineage}/{place_of(self.layer, self.part)}/{self.worker}"
 
     @property
     def handles(self) -> int:
@@ -111,17 +112,18 @@ class CollectDone(HandleResult):
 class CheckGrids(WorkUnit):
     """Checks a layer's sums over all shards against their grids. The result is a `CheckGridsDone`.
 
-    `diagonals`: of each moment, as all workers have given them.
+    `diagonals`: of each moment, as all workers have given them. `part`: of the layer, as in `Forward`.
     """
 
     lineage: str
     layer: int
     grids: Mapping[Moment, Any]
     diagonals: Mapping[Moment, tuple[Any, ...]]
+    part: int | None = None
 
     @property
     def key(self) -> str:
-        return f"checkgrids/{self.lineage}/{self.layer}"
+        return f"checkgrids/{self.lineage}/{place_of(self.layer, self.part)}"
 
     @property
     def handles(self) -> int:

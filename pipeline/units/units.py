@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from manifests.records import ArrayRecord, FormSpec, RefinedFigures, Scheme, StagedLayer
 from pipeline.methods.method import Moment, Task
-from pipeline.units.base import HandleResult, Replaying, WorkUnit
+from pipeline.units.base import HandleResult, Replaying, WorkUnit, place_of
 from pipeline.units.curves import CurveUnit
 from pipeline.units.scores import Compare, Score, WindowForward
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
@@ -33,6 +33,8 @@ class Forward(Replaying):
         emit: whether the outputs become the hidden states of the next layer.
         store: whether these outputs are written to the activation store.
         keep_inputs: whether the inputs of the shard's gradient samples are written there, for the backward pass.
+        part: the slice of the layer's experts to pass; None: the whole layer. The first part also passes the attention,
+            the last emits. Each needs the parts before it, which a worker passes first if it has not done so.
         ahead: the layer to read next, if any.
         weights, ahead_weights: handles of the layer's source tensors, and of that one's, where they are read for all
             nodes; what is not there a worker reads by itself.
@@ -48,13 +50,15 @@ class Forward(Replaying):
     emit: bool = True
     store: bool = False
     keep_inputs: bool = False
+    part: int | None = None
     ahead: int | None = None
     weights: tuple[Any, ...] = ()
     ahead_weights: tuple[Any, ...] = ()
 
     @property
     def key(self) -> str:
-        return f"forward/{self.lineage}/{self.layer}/{self.shard}/{'staged' if self.staged else 'dense'}"
+        place = place_of(self.layer, self.part)
+        return f"forward/{self.lineage}/{place}/{self.shard}/{'staged' if self.staged else 'dense'}"
 
     @property
     def handles(self) -> int:
@@ -145,6 +149,7 @@ class Pair(Replaying):
     store: bool = False
     ahead: int | None = None
     targets: bool = False
+    part: ClassVar[int | None] = None
 
     @property
     def key(self) -> str:
@@ -186,6 +191,7 @@ class Backward(WorkUnit):
     store: bool = False
     base_record: ArrayRecord | None = None
     ahead: int | None = None
+    part: ClassVar[int | None] = None
 
     @property
     def base(self) -> int:

@@ -159,7 +159,7 @@ def write_model(directory: Path, num_layers: int, sizes: Mapping[str, int] = Map
         shapes = outer if number == num_layers else _layer_shapes(number, fields)
         file = f"model-{number + 1:05d}-of-{num_layers + 1:05d}.safetensors"
         generator = torch.Generator().manual_seed(number)
-        tensors = {name: _random(shape, generator) for name, shape in shapes.items()}
+        tensors = {name: random_weight(shape, generator) for name, shape in shapes.items()}
         save_file(tensors, directory / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         if number < num_layers:
@@ -186,7 +186,8 @@ def _layer_shapes(layer: int, fields: Mapping[str, Any]) -> dict[str, tuple[int,
     return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
 
 
-def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return ones for a norm, noise for a matrix, in bfloat16."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     noise = torch.randn(shape, generator=generator)

@@ -29,7 +29,7 @@ from .block_lamina import (
 )
 from .configuration_lamina import LayersConfig
 from .foreign_lamina import foreign_layer, make_foreign_attention
-from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, Router, passing, split_role
+from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED_GATE, Mixing, Router, split_role
 from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
 from .rotary_lamina import Angles, rotate
 
@@ -229,7 +229,7 @@ def padded(query: Tensor, key: Tensor, value: Tensor, missing: int) -> tuple[Ten
     return query, key, value
 
 
-class DecoderLayer(_Roles, nn.Module):
+class DecoderLayer(Mixing, _Roles, nn.Module):
     """One decoder layer; state dict keys are those of the source's layer.
 
     Each role's module is called once per forward: q, k and v on one input, o on (B, T, H·r) with the heads in order,
@@ -238,7 +238,6 @@ class DecoderLayer(_Roles, nn.Module):
     """
 
     attention_class: type[SelfAttention] = SelfAttention  # replaced in transformers' model and in engines
-    every_expert = False  # every token also passes all experts, which changes no output: hooks see values of each
 
     def __init__(self, config: LayersConfig, layer_idx: int) -> None:
         super().__init__()
@@ -301,32 +300,35 @@ class DecoderLayer(_Roles, nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Map hidden states (B, T, D) to the same shape; the other arguments are those of `LayerInputs.of`."""
-        normed = self._normed("input_norm", hidden_states)
-        if self.recurrent:
-            attention = find(self, self._attention)(normed, past_key_values, attention_mask)
-            return self._after_attention(hidden_states, normed, attention)
-        if slot_embeddings is not None:
-            kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
-        attention, _ = find(self, self._attention)(
-            hidden_states=normed,
+        attention, normed = self._attended(
+            hidden_states,
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            slot_embeddings=slot_embeddings,
             **kwargs,
         )
-        return self._after_attention(hidden_states, normed, attention)
-
-    def _after_attention(self, hidden_states: Tensor, normed: Tensor, attention: Tensor) -> Tensor:
-        """Add to the layer's input what attention writes, and what the MLP does."""
-        attention = self.written("attention_out_norm", attention)
         if self.parallel:
             normed = self._normed("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed
             return attention + self.written("mlp_out_norm", self._feed_forward(normed)) + hidden_states
         hidden_states = hidden_states + attention
         mlp = self._feed_forward(self._normed("mlp_norm", hidden_states))
         return hidden_states + self.written("mlp_out_norm", mlp)
+
+    def _attended(
+        self, hidden_states: Tensor, slot_embeddings: Angles | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the attention adds to the residual stream, and its normed inputs."""
+        normed, module = self._normed("input_norm", hidden_states), find(self, self._attention)
+        if self.recurrent:
+            attention = module(normed, kwargs["past_key_values"], kwargs["attention_mask"])
+            return self.written("attention_out_norm", attention), normed
+        if slot_embeddings is not None:
+            kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
+        attention, _ = module(hidden_states=normed, **kwargs)
+        return self.written("attention_out_norm", attention), normed
 
     def _normed(self, norm: str, x: Tensor) -> Tensor:
         """Return the output of a norm, or x itself if the block lacks it."""
@@ -362,28 +364,12 @@ class DecoderLayer(_Roles, nn.Module):
         bias_D = getattr(find(self, self._names[down]), "bias", None)
         return out_BTD if bias_D is None else out_BTD + (scale - 1) * bias_D
 
-    def _mixture(self, x_BTD: Tensor) -> Tensor:
-        """Apply to each token its experts, in ascending order, and the shared one.
-
-        A token's weight scales the channels of an expert, so that the moment of these is that of the weighted channels.
-        """
-        x_TD = x_BTD.flatten(0, -2)
-        bias_E = None if self._score_bias is None else getattr(find(self, self._score_bias[:-1]), self._score_bias[-1])
-        weight_Tk, chosen_Tk = find(self, self._names[ROUTER])(x_TD, bias_E)
-        out_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
-        if self.every_expert:
-            weight_T1 = weight_Tk.mean(dim=-1, keepdim=True)
-            for expert in range(len(cast(nn.Linear, find(self, self._names[ROUTER])).weight)):
-                expert_TD = self._mlp(x_TD, f"experts.{expert}", weight_T1)
-                out_TD = out_TD + (expert_TD - expert_TD.detach())
-        for expert, token_t, place_t in passing(chosen_Tk):
-            expert_tD = self._mlp(x_TD[token_t], f"experts.{expert}", weight_Tk[token_t, place_t, None])
-            out_TD = out_TD.index_add(0, token_t, expert_tD.to(out_TD.dtype))
-        out_TD = out_TD.to(x_TD.dtype)
-        if f"{SHARED}.down" in self._names:
-            scale_T1 = self._apply_role(SHARED_GATE, x_TD).sigmoid() if SHARED_GATE in self._names else None
-            out_TD = out_TD + self._mlp(x_TD, SHARED, scale_T1)
-        return out_TD.view_as(x_BTD)
+    def _router_bias(self) -> Tensor | None:
+        """Return the numbers (E) that move the choice of experts; None without them."""
+        if self._score_bias is None:
+            return None
+        bias_E: Tensor = getattr(find(self, self._score_bias[:-1]), self._score_bias[-1])
+        return bias_E
 
 
 def _make_role(config: LayersConfig, layer_idx: int, role: str) -> nn.Module:

@@ -7,7 +7,7 @@ layer with a dense MLP. Roles of experts are `experts.3.gate`; those of an exper
 D hidden, E experts of a layer, T tokens, k experts of a token, g groups of experts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -213,3 +213,86 @@ def passing(chosen_Tk: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         return
     for expert in chosen_Tk.unique().tolist():
         yield expert, *(chosen_Tk == expert).nonzero(as_tuple=True)
+
+
+Routing = tuple[Tensor, Tensor]  # weights (T, k) and numbers (T, k) of each token's experts
+
+
+class Mixing:
+    """The mixture of a decoder layer, whole, or in steps while its experts stream past."""
+
+    every_expert = False  # every token also passes all experts, which changes no output: hooks see values of each
+    parallel: bool
+    _names: dict[str, tuple[str, ...]]
+    role: Callable[[str], nn.Module]
+    written: Callable[[str, Tensor], Tensor]
+    _normed: Callable[[str, Tensor], Tensor]
+    _mlp: Callable[[Tensor, str, Tensor | None], Tensor]
+    _attended: Callable[..., tuple[Tensor, Tensor]]
+    _router_bias: Callable[[], Tensor | None]
+
+    def has_role(self, role: str) -> bool:
+        """Return True if the layer has a module of this role."""
+        return role in self._names
+
+    def _mixture(self, x_BTD: Tensor) -> Tensor:
+        """Apply to each token its experts, in ascending order, and the shared one.
+
+        A token's weight scales the channels of an expert, so that the moment of these is that of the weighted channels.
+        """
+        x_TD = x_BTD.flatten(0, -2)
+        return self.with_shared(x_TD, self.with_experts(x_TD, self._routed(x_TD), None)).view_as(x_BTD)
+
+    def _routed(self, x_TD: Tensor) -> Routing:
+        routing: Routing = self.role(ROUTER)(x_TD, self._router_bias())
+        return routing
+
+    def attended(self, hidden_states: Tensor, position_embeddings: Any) -> Tensor:
+        """Return the residual stream (B, T, D) that a mixture reads, for whole sequences."""
+        assert not self.parallel, "no family has a mixture beside its attention"
+        rest = dict.fromkeys(("attention_mask", "position_ids", "past_key_values"))
+        attention, _ = self._attended(hidden_states, position_embeddings=position_embeddings, use_cache=False, **rest)
+        return hidden_states + attention
+
+    def routed(self, stream: Tensor) -> tuple[Tensor, Routing]:
+        """Return the inputs (T, D) of the mixture, and their routing."""
+        x_TD = self._normed("mlp_norm", stream).flatten(0, -2)
+        return x_TD, self._routed(x_TD)
+
+    def with_experts(
+        self, x_TD: Tensor, routing: Routing, out_TD: Tensor | None, experts: range | None = None
+    ) -> Tensor:
+        """Add the outputs of some experts, or all, to the sum (T, D) of those before them, in float32 or better."""
+        weight_Tk, chosen_Tk = routing
+        if out_TD is None:
+            out_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+        if self.every_expert:
+            weight_T1 = weight_Tk.mean(dim=-1, keepdim=True)
+            router = self.role(ROUTER)
+            assert isinstance(router.weight, Tensor)
+            for expert in experts or range(len(router.weight)):
+                expert_TD = self.expert(expert, x_TD, weight_T1)
+                out_TD = out_TD + (expert_TD - expert_TD.detach())
+        for expert, token_t, place_t in passing(chosen_Tk):
+            if experts is None or expert in experts:
+                expert_tD = self.expert(expert, x_TD[token_t], weight_Tk[token_t, place_t, None])
+                out_TD = out_TD.index_add(0, token_t, expert_tD.to(out_TD.dtype))
+        return out_TD
+
+    def expert(self, expert: int, x_tD: Tensor, weight_t1: Tensor) -> Tensor:
+        """Return what an expert adds to some tokens (t, D), by the router's weights of these."""
+        return self._mlp(x_tD, f"experts.{expert}", weight_t1)
+
+    def shared(self, x_TD: Tensor) -> Tensor:
+        """Return the output (T, D) of the shared expert."""
+        gate = self.role(SHARED_GATE)(x_TD).sigmoid() if self.has_role(SHARED_GATE) else None
+        return self._mlp(x_TD, SHARED, gate)
+
+    def with_shared(self, x_TD: Tensor, out_TD: Tensor) -> Tensor:
+        """Return the output (T, D) of the mixture from the sum of its experts' outputs."""
+        out_TD = out_TD.to(x_TD.dtype)
+        return out_TD + self.shared(x_TD) if self.has_role(f"{SHARED}.down") else out_TD
+
+    def finished(self, stream: Tensor, x_TD: Tensor, out_TD: Tensor) -> Tensor:
+        """Return the layer's output from the residual stream and the sum of all experts' outputs."""
+        return stream + self.written("mlp_out_norm", self.with_shared(x_TD, out_TD).view_as(stream))

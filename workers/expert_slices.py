@@ -1,0 +1,74 @@
+"""The experts of a mixture in slices, of which a worker holds one at a time.
+
+A slice is a range of neighbouring experts. Experts add to a token's sum in ascending order, so that the size of a slice
+changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from lamina import LayersConfig
+from pipeline.units.sharding import expert_ranges
+
+EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class ExpertSlices:
+    """The slices of one layer's experts, and the names of their tensors.
+
+    Attributes:
+        prefix: of the tensors of all experts.
+        ranges: the experts of each slice.
+    """
+
+    prefix: str
+    ranges: tuple[range, ...]
+
+    @cached_property
+    def _slice_of(self) -> dict[int, int]:
+        return {expert: number for number, experts in enumerate(self.ranges) for expert in experts}
+
+    def number(self, name: str) -> int | None:
+        """Return the slice of a tensor; None for one outside of experts."""
+        if not name.startswith(self.prefix):
+            return None
+        expert = name.removeprefix(self.prefix).partition(".")[0]
+        return self._slice_of[int(expert)] if expert.isdigit() else None
+
+    def is_read(self, name: str, number: int) -> bool:
+        """Tell whether a tensor is read with a slice; those outside of experts are read with the first."""
+        return (self.number(name) or 0) == number
+
+
+@dataclass(frozen=True)
+class StreamedExperts:
+    """The slices of a layer, and what brings their tensors.
+
+    Attributes:
+        path: of the module of all experts, below the layer.
+        ranges: the experts of each slice.
+        load: returns the tensors of a slice, by names below the layer, in the forward's dtype on the device.
+    """
+
+    path: str
+    ranges: tuple[range, ...]
+    load: Callable[[int], Mapping[str, Tensor]]
+
+
+def expert_slices(config: LayersConfig, layer: int, prefix: str, size: int) -> ExpertSlices | None:
+    """Return the slices of a layer of at most `size` experts; None if it has no more than one.
+
+    `prefix`: of the layer's tensors. `config`: with the layer's forms, which say how many experts are left.
+    """
+    sizes = config.layer_mixture(layer)
+    ranges = expert_ranges(sizes.experts if sizes else 0, size)
+    if len(ranges) < 2:
+        return None
+    assert config.mixture is not None
+    return ExpertSlices(f"{prefix}{config.mixture[EXPERTS]}.", ranges)

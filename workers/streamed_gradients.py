@@ -1,0 +1,181 @@
+"""Differentiates a layer whose experts stream past, slice by slice, over all samples of a shard.
+
+The gradient of each sample goes back through the shared expert, then through the experts in descending order, then
+through the router and the attention: the order in which autograd adds up a whole layer's gradients, so that the size of
+a slice changes no bit.
+
+Legend: S sequence, D hidden, k experts of a token, t tokens of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lamina.mixture_lamina import SHARED, passing
+from workers.differentiable import DifferentiableLayer, residual_dtype
+
+EXPERT = "experts"
+Take = Callable[[Mapping[str, Tensor]], None]  # receives the gradients (S, F) of a sample at some points
+
+
+@dataclass
+class _Sample:
+    """A sample on its way back.
+
+    Attributes:
+        stream: (S, D), the residual stream that the mixture reads.
+        outgoing: (S, D), the gradient at the layer's output; `mixed`: at the mixture's.
+        inputs, weights: the gradients so far, (S, D) at the mixture's inputs and (S, k) at the weights of the experts.
+    """
+
+    hidden: Tensor
+    stream: Tensor
+    outgoing: Tensor
+    mixed: Tensor
+    inputs: Tensor
+    weights: Tensor
+
+
+class StreamedGradients:
+    """Vector-Jacobian products of a layer with streamed experts.
+
+    `every_expert`: an expert that no token of a sample passes is differentiated at all of them, to choose grids.
+    """
+
+    def __init__(self, layer: DifferentiableLayer, points: Sequence[str], every_expert: bool = False) -> None:
+        self.layer = layer
+        self.block, self.module = layer.block, layer.block.module
+        self.points = points
+        self.every_expert = every_expert
+
+    def pull_back(
+        self,
+        hidden: Iterable[Tensor],
+        gradient_of: Callable[[int, Tensor], Tensor],
+        take: Take,
+        *,
+        reads_output: bool,
+    ) -> Iterator[Tensor]:
+        """Yield the gradients (S, D) at the layer's inputs, one of each sample.
+
+        `hidden`: the layer's inputs (S, D) of each sample. `gradient_of`: as in `workers.backward`; with
+        `reads_output`, from the values of the layer's output. Raises as `DifferentiableLayer.pull_back`.
+        """
+        samples = self._begun([each.detach().to(residual_dtype(self.layer.dtype)) for each in hidden])
+        outputs = self._outputs(samples) if reads_output or self.module.has_role("mlp_out_norm") else None
+        for number, sample in enumerate(samples):
+            mixed_SD = None if outputs is None else outputs[number]
+            self._enter(sample, number, mixed_SD, gradient_of, take)
+        assert self.block.streamed is not None
+        for number in reversed(range(len(self.block.streamed.ranges))):
+            experts = self.block.hold(number)
+            for sample in samples:
+                self._through(sample, experts, take)
+        outside = [
+            point for point in self.points if not _points_of([point], EXPERT) and not _points_of([point], SHARED)
+        ]
+        for sample in samples:
+            yield self._leave(sample, outside, take)
+
+    def _begun(self, hidden: Sequence[Tensor]) -> list[_Sample]:
+        nothing = torch.zeros(0)
+        return [_Sample(each, self._attended(each), nothing, nothing, nothing, nothing) for each in hidden]
+
+    def _attended(self, hidden_SD: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):  # its backward pass is deterministic on every device
+            angles = self.block.angles(hidden_SD.detach()[None].to(self.layer.dtype))
+            stream_1SD: Tensor = self.module.attended(hidden_SD[None], angles)
+        return stream_1SD[0]
+
+    def _outputs(self, samples: Sequence[_Sample]) -> list[Tensor]:
+        """Return the mixture's outputs (S, D)."""
+        assert self.block.streamed is not None
+        sums: list[Tensor | None] = [None] * len(samples)
+        for number in range(len(self.block.streamed.ranges)):
+            experts = self.block.hold(number)
+            for place, sample in enumerate(samples):
+                x_SD, routing = self.module.routed(sample.stream)
+                sums[place] = self.module.with_experts(x_SD, routing, sums[place], experts)
+        return [
+            self.module.with_shared(self.module.routed(sample.stream)[0], sum_SD)
+            for sample, sum_SD in zip(samples, sums, strict=True)
+            if sum_SD is not None
+        ]
+
+    def _enter(
+        self,
+        sample: _Sample,
+        number: int,
+        mixed_SD: Tensor | None,
+        gradient_of: Callable[[int, Tensor], Tensor],
+        take: Take,
+    ) -> None:
+        """Go back from the layer's output to the mixture's, and through the shared expert."""
+        mixed_SD = torch.zeros_like(sample.stream) if mixed_SD is None else mixed_SD
+        mixed_SD = mixed_SD.detach().requires_grad_()
+        with torch.enable_grad():
+            output_SD = sample.stream + self.module.written("mlp_out_norm", mixed_SD)
+        sample.outgoing = gradient_of(number, output_SD.detach())
+        (sample.mixed,) = torch.autograd.grad(output_SD, [mixed_SD], sample.outgoing)
+        x_SD, (weights_Sk, _) = self.module.routed(sample.stream)
+        sample.weights = torch.zeros_like(weights_Sk)
+        sample.inputs = torch.zeros_like(x_SD)
+        if self.module.has_role(f"{SHARED}.down"):
+            x_SD = x_SD.detach().requires_grad_()
+            points = _points_of(self.points, SHARED)
+            with torch.enable_grad(), self.layer.captured(points) as captured:
+                shared_SD = self.module.shared(x_SD)
+            gradients = torch.autograd.grad(shared_SD, [x_SD, *captured.values()], sample.mixed.to(shared_SD.dtype))
+            sample.inputs = gradients[0]
+            take(self.layer.at(points, captured, gradients[1:]))
+
+    def _through(self, sample: _Sample, experts: range, take: Take) -> None:
+        """Go back through the experts of a slice."""
+        x_SD, (weights_Sk, chosen_Sk) = self.module.routed(sample.stream)
+        tokens = {expert: places for expert, *places in passing(chosen_Sk) if expert in experts}
+        wanted: dict[str, Tensor] = {}
+        for expert in reversed(experts):
+            points = _points_of(self.points, f"{EXPERT}.{expert}")
+            if expert in tokens:
+                token_t, place_t = tokens[expert]
+                scale_t1 = weights_Sk[token_t, place_t, None]
+            elif self.every_expert:
+                token_t, place_t = torch.arange(len(x_SD), device=x_SD.device), None
+                scale_t1 = weights_Sk.mean(dim=-1, keepdim=True)
+            else:
+                wanted |= self.layer.at(points, {}, ())
+                continue
+            inputs = x_SD[token_t].requires_grad_(), scale_t1.requires_grad_()
+            with torch.enable_grad(), self.layer.captured(points) as captured:
+                expert_tD = self.module.expert(expert, *inputs)
+            outgoing_tD = sample.mixed[token_t].to(expert_tD.dtype)
+            input_tD, weight_t1, *others = torch.autograd.grad(expert_tD, [*inputs, *captured.values()], outgoing_tD)
+            wanted |= self.layer.at(points, captured, others)
+            if place_t is not None:
+                sample.inputs.index_add_(0, token_t, input_tD)
+                sample.weights[token_t, place_t] = weight_t1[:, 0]
+        take(wanted)
+
+    def _leave(self, sample: _Sample, points: Sequence[str], take: Take) -> Tensor:
+        """Go back through the router and the attention. Return the gradient at the layer's inputs."""
+        hidden_SD = sample.hidden.requires_grad_()
+        with torch.enable_grad(), self.layer.captured(points) as captured:
+            stream_SD = self._attended(hidden_SD)
+            x_SD, (weights_Sk, _) = self.module.routed(stream_SD)
+        outgoing = [sample.outgoing, sample.inputs, sample.weights]
+        input_SD, *others = torch.autograd.grad(
+            [stream_SD, x_SD, weights_Sk], [hidden_SD, *captured.values()], outgoing
+        )
+        take(self.layer.at(points, captured, others, sample.outgoing))
+        self.layer.require_finite("in", input_SD)
+        return input_SD
+
+
+def _points_of(points: Iterable[str], block: str) -> list[str]:
+    """Return the points of an expert."""
+    return [point for point in points if point.removeprefix("pull:").startswith(f"{block}.")]
