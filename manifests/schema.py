@@ -103,7 +103,7 @@ class Workers(Block):
     max_failures: Count = 3
     start_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 600.0
     activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
-    experts: Annotated[PositiveInt, Field(le=1_000_000)] = 8
+    experts: Count = 8
     cache_gb: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
 
     @model_validator(mode="after")

@@ -81,6 +81,7 @@ def make_plan(
     tokens = calibration.samples * sequence if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
     claimed = layers_of(tasks)
+    experts = manifest.workers.experts
     moments = [(geometry.layers[layer], moment) for layer in claimed for moment in layer_moments(tasks, layer)]
     by_layer = dict.fromkeys(claimed, 0)
     for layer, moment in moments:
@@ -100,12 +101,15 @@ def make_plan(
     solving = max(solving, max((refine_bytes(manifest, geometry.layers[layer]) for layer in claimed), default=0))
     if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
         solving += sum(_layer_bytes(manifest, geometry, itemsize)) + statistics
-    host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
+    summed = max((_part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
+    sliced = any(layer.num_experts > experts for layer in geometry.layers)
+    between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
+    host, device = _worker_peak(manifest, geometry, itemsize, (summed, solving), between // max(1, workers))
     host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30)) if refined else 0  # the targets
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
-        layer_bytes=_layer_bytes(manifest, geometry, itemsize)[0],
+        layer_bytes=max(each.num_bytes() for each in geometry.layers),
         source_bytes=source_bytes,
         read_bytes=int(
             (passes + (walk.importance > 0)) * decoder_bytes
@@ -189,17 +193,27 @@ def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
     return copies * moments + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
 
 
+def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
+    """Return the bytes of the moments that a worker sums at a time: of a slice of experts, and outside of experts."""
+    held = {block.writer.reads for block in layer.mlps if {*block.roles} <= {*layer.held_roles(experts)}}
+    passing = {block.writer.reads for block in layer.mlps} - held
+    return sum(
+        moment_bytes(moment, layer) for moment in layer_moments(tasks, layer.index) if moment.point not in passing
+    )
+
+
 def _worker_peak(
     manifest: Manifest, geometry: Geometry, itemsize: int, moments: tuple[int, int], activations: int
 ) -> tuple[int, int]:
     """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
 
-    `moments`: bytes of a layer's moments, and of solving one of its tasks. `activations`: of its hidden states.
+    `moments`: bytes of the moments that are summed at a time, and of solving one task. `activations`: of its hidden
+    states.
 
     With a GPU, the host has the process, a layer that is read ahead, hidden states, and a layer's reduced moments.
     """
     calibration = manifest.calibration
-    largest = max(each.numbers() for each in geometry.layers)
+    largest = max(each.numbers(each.held_roles(manifest.workers.experts)) for each in geometry.layers)
     widest = max(block.width for each in geometry.layers for block in each.mlps)
     layer, placed = _layer_bytes(manifest, geometry, itemsize)
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
@@ -221,9 +235,13 @@ def _worker_peak(
 
 
 def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of the largest layer as it is read ahead (on a GPU, there) and as it is computed."""
-    largest = max(each.numbers() for each in geometry.layers)
-    stored = max(each.num_bytes() for each in geometry.layers)
+    """Return the bytes of the largest layer as it is read ahead (on a GPU, there) and as it is computed.
+
+    Of a layer with more experts than a worker holds, those of one slice count.
+    """
+    held = [(each, each.held_roles(manifest.workers.experts)) for each in geometry.layers]
+    largest = max(each.numbers(roles) for each, roles in held)
+    stored = max(each.num_bytes(roles) for each, roles in held)
     gpu = manifest.workers.gpus > 0
     return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
 

@@ -115,7 +115,8 @@ class Driver:
         if not missing:
             return
         phase, shards = "statistics" if with_moments else "importance", self.job.dense_shards()
-        self.observer.phase(phase, len(missing), len(shards))
+        units = len(shards) * sum(len(self.job.parts(layer, ())) for layer in missing)
+        self.observer.phase(phase, len(missing), max(1, units // len(missing)))
         passed: list[tuple[PassResult, Mapping[str, ArrayRecord]]] = []
         in_flight = LayersInFlight(self.session, partial(self._enter_dense, phase, span, passed))
         reading = LayerReading(self.session, last)
@@ -124,11 +125,11 @@ class Driver:
             weights = yield from reading.weights(layer)
             for part in self.job.parts(layer, moments):
                 store = part.last and self.job.is_boundary(layer + 1) and layer < last
-                units = partial(
+                units_of = partial(
                     self._dense_units, layer, part.moments, weights,
                     part=part.number, emit=layer < last, store=store, keep=part.first and layer in span, shards=shards,
                 )  # fmt: skip
-                yield from in_flight.run(layer, part.moments, units, stores=store)
+                yield from in_flight.run(layer, part.moments, units_of, stores=store)
         yield from in_flight.finish()
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
 

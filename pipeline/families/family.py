@@ -353,6 +353,12 @@ class LayerGeometry:
     def _own_bits(self) -> dict[str, int]:
         return dict(self.own_bits)
 
+    def held_roles(self, experts: int) -> tuple[str, ...]:
+        """Return the roles that are held at a time where a worker holds so many of a layer's experts."""
+        routed = [block for block in self.mlps if block.roles[0] in self.routed_roles]
+        passing = {role for block in routed[experts:] for role in block.roles}
+        return tuple(role for role in self.roles if role not in passing)
+
     def num_bytes(self, roles: Collection[str] | None = None) -> int:
         """Count the bytes of the dense layer, or of some of its roles, each tensor in its own dtype."""
         return sum(math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in self.tensors(roles).items())

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipeline.methods.method import Moment
 from tests import factories
 from tests.workers import bench
 from workers.config import WorkerConfig
@@ -51,7 +48,11 @@ def test_slices_give_the_output_of_the_whole_layer(setup: WorkerConfig, experts:
         assert expected_BSD is not None
         assert found_BSD is not None
         assert torch.equal(found_BSD, expected_BSD)
-    held = {name.split(".")[-3] for name, tensor in sliced.module.state_dict().items() if ".experts." in name and not tensor.is_meta}
+    held = {
+        name.split(".")[-3]
+        for name, tensor in sliced.module.state_dict().items()
+        if ".experts." in name and not tensor.is_meta
+    }
     assert len(held) <= experts
 
 
@@ -76,9 +77,11 @@ def test_slices_give_the_gradients_of_the_whole_layer(setup: WorkerConfig, exper
             found[counts[point]][point] = gradient
             counts[point] += 1
 
-    inputs = [*streamed.pull_back(
-        hidden_BSD, lambda number, output_SD: gradient_BSD[number] * output_SD, take, reads_output=True
-    )]
+    inputs = [
+        *streamed.pull_back(
+            hidden_BSD, lambda number, output_SD: gradient_BSD[number] * output_SD, take, reads_output=True
+        )
+    ]
     for (input_SD, at), found_SD, by_point in zip(expected, inputs, found, strict=True):
         assert torch.equal(found_SD, input_SD)
         assert {*by_point} == {*at}
