@@ -17,7 +17,7 @@ from pipeline.kernels.spectra import eigh_descending, tail_sums
 
 # Squared Cholesky pivots are 1 - R² of a channel given those before it. An inverse keeps 6 digits above LEAST_PIVOT.
 LEAST_PIVOT = 1e-10
-INVERSE_JITTERS = (1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # the last for sums of rare experts
+INVERSE_JITTERS = (1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0)  # large ones: of rare experts
 _SOLVE_PIVOT = 1e-12
 _SOLVE_JITTERS = (1e-12, 1e-11, 1e-10)
 # In a moment of float32 products, eigenvalues below this share of the largest carry no information.

@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 1024,
     "intermediate_size": 1024,
-    "moe_intermediate_size": 512,
+    "moe_intermediate_size": 256,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
     "num_attention_heads": 8,

@@ -267,11 +267,12 @@ class Mixing:
         if out_TD is None:
             out_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
         if self.every_expert:
-            weight_T1 = weight_Tk.mean(dim=-1, keepdim=True)
+            apart_TD = x_TD.detach().requires_grad_(torch.is_grad_enabled())  # no gradient leaves through these
+            weight_T1 = weight_Tk.detach().mean(dim=-1, keepdim=True)
             router = self.role(ROUTER)
             assert isinstance(router.weight, Tensor)
             for expert in experts or range(len(router.weight)):
-                expert_TD = self.expert(expert, x_TD, weight_T1)
+                expert_TD = self.expert(expert, apart_TD, weight_T1)
                 out_TD = out_TD + (expert_TD - expert_TD.detach())
         for expert, token_t, place_t in passing(chosen_Tk):
             if experts is None or expert in experts:
