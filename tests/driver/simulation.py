@@ -609,6 +609,7 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
         "free": (),
         "loss-attention": (SHARED, MID),
         "loss-mlp": (MLP, OUT),
+        **{f"expert-{number}": (SHARED, Moment(f"experts.{number}.down.in")) for number in range(5)},
     }
     return tuple(
         Task.of(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
@@ -648,6 +649,12 @@ def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **se
     given = {"scores": IMPORTANCE, "propagate": "compressed", "importance_shards": tuple(range(shards)), **settings}
     given.setdefault("points", (("attention.in", "o.in", "mlp.in", "down.in"),) * num_layers)
     return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
+
+
+def make_experts_job(**settings: Any) -> Job:
+    """Two of three layers have five experts, of which workers hold two."""
+    tasks = make_tasks([0], ["mlp"]) + make_tasks([1, 2], ["attention", "expert-0", "expert-3", "expert-4"])
+    return make_job(tasks, num_layers=3, experts=(0, 5, 5), held_experts=2, **settings)
 
 
 def make_gradient_job(
@@ -748,6 +755,11 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dense-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, propagate="dense", every=2),
     "dense-every-3": lambda: make_job(make_tasks(range(7)), num_layers=7, propagate="dense", every=3, shards=1),
     "dense-last-2": lambda: make_job(make_tasks([2, 3]), propagate="dense"),
+    "experts-dense": lambda: make_experts_job(propagate="dense", keep_statistics=True),
+    "experts-dense-every-2": lambda: make_experts_job(propagate="dense", every=2),
+    "experts-in-pass": lambda: make_experts_job(propagate="dense", scores=frozenset()),
+    "experts-compressed": lambda: make_experts_job(),
+    "experts-compressed-kept": lambda: make_experts_job(keep_statistics=True, every=2),
     "gradient": lambda: make_gradient_job(ALL, shards=3, gradient_shards=(0, 2)),
     "gradient-dropped": lambda: make_gradient_job(ALL, keep_statistics=False),
     "gradient-every-2": lambda: make_gradient_job(range(5), every=2),

@@ -37,7 +37,8 @@ from tests.driver.simulation import (
 
 def passes_of_a_layer(job: Job) -> int:
     """From the last commit: here every pass through a layer starts there, and up to two layers are in hand."""
-    return job.shards * sum(range(1, job.every + 1))
+    parts = max(len(job.parts(layer, ())) for layer in range(job.num_layers))
+    return job.shards * parts * sum(range(1, job.every + 1))
 
 
 @pytest.mark.sample(12)
@@ -70,7 +71,7 @@ def test_killed_again_and_again_it_gets_there(job: Job) -> None:
     most = (
         60 if any(task.corrections or task.refine for task in job.tasks) else 25
     )  # a corrected layer is entered when it is finished
-    most = len(expected.events) if job.solves_in_pass() else most  # many are in hand
+    most = len(expected.events) if job.solves_in_pass() or job.in_parts() else most  # many units are in hand
     for _ in range(10_000):
         world.fuel = source.randrange(5, most)
         try:

@@ -78,9 +78,12 @@ def test_full_rank_is_the_source(method: str, family: str, tmp_path: Path, job: 
 
 
 @pytest.mark.usefixtures("shared_ray")
-def test_the_number_of_workers_changes_no_byte(tmp_path: Path, job: MakeJob) -> None:
+def test_the_numbers_of_workers_and_of_experts_they_hold_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen2_moe", layers=2)
-    one, two = (job(source, methods=[{"method": "loss_aware"}], **DENSE, **{"workers.max": n}) for n in (1, 2))
+    one, two = (
+        job(source, methods=[{"method": "loss_aware"}], **DENSE, **{"workers.max": n, "workers.experts": experts})
+        for n, experts in ((1, 100), (2, 2))
+    )
     assert one.run().code == two.run().code == 0
     assert file_digests(one.output) == file_digests(two.output)
 
@@ -88,7 +91,9 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, job: MakeJob) -> 
 @inline
 def test_kills_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
-    whole, killed = (job(source, methods=[{"method": "loss_aware"}], **DENSE) for _ in range(2))
+    whole, killed = (
+        job(source, methods=[{"method": "loss_aware"}], **DENSE, **{"workers.experts": n}) for n in (100, 2)
+    )
     assert whole.run().code == 0
     expected, runs = file_digests(whole.output), 0
     while True:
@@ -99,6 +104,16 @@ def test_kills_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
         assert code == -signal.SIGKILL, child.said
     assert runs > 2
     assert file_digests(killed.output) == expected
+
+
+@inline
+@pytest.mark.parametrize("method", [{"method": "flat_llm"}, {"method": "svd_llm"}])
+@pytest.mark.parametrize("keep", [True, False])
+def test_slices_of_experts_change_no_byte(method: dict[str, Any], keep: bool, tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "deepseek_v3", layers=2)
+    whole, sliced = (job(source, methods=[method], **{"workers.experts": n, "statistics.keep": keep}) for n in (100, 3))
+    assert whole.run().code == sliced.run().code == 0
+    assert file_digests(whole.output) == file_digests(sliced.output)
 
 
 def one_sided(directory: Path, family: str = "qwen3_moe", **sizes: Any) -> Path:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipeline.units.sharding import expert_ranges
+from pipeline.units.units import Forward
 from tests import factories
 from tests.workers import bench
 from workers.config import WorkerConfig
@@ -16,6 +20,7 @@ from workers.differentiable import DifferentiableLayer
 from workers.layers import LayerReader
 from workers.streamed_gradients import StreamedGradients
 from workers.tapped_layer import TappedLayer
+from workers.worker import Worker
 
 LAYER, WHOLE = 1, 100
 FAMILIES = ("mixtral", "qwen2_moe", *factories.FOREIGN)
@@ -56,34 +61,71 @@ def test_slices_give_the_output_of_the_whole_layer(setup: WorkerConfig, experts:
     assert len(held) <= experts
 
 
-@pytest.mark.parametrize("experts", [1, 2, 3])
-def test_slices_give_the_gradients_of_the_whole_layer(setup: WorkerConfig, experts: int) -> None:
+@pytest.mark.parametrize("every_expert", [False, True])
+@pytest.mark.parametrize("experts", [1, 3])
+def test_slices_give_the_gradients_of_the_whole_layer(setup: WorkerConfig, experts: int, every_expert: bool) -> None:
     hidden_BSD = hidden_of(setup)
-    geometry = setup.geometry.layers[LAYER]
-    points = ["mid", "out", *(f"{matrix.role}.out" for block in geometry.mlps for matrix in block.matrices)]
-    points += [f"pull:{'+'.join(matrix.role for matrix in block.readers)}" for block in geometry.mlps]
+    mlps = setup.geometry.layers[LAYER].mlps
+    points = ["mid", "out", *(f"{matrix.role}.out" for block in mlps for matrix in block.matrices)]
+    points += [f"pull:{'+'.join(matrix.role for matrix in block.readers)}" for block in mlps]
     gradient_BSD = torch.randn(hidden_BSD.shape, generator=torch.Generator().manual_seed(4))
     layer = DifferentiableLayer(block_of(setup, WHOLE))
-    expected = [
-        layer.pull_back(hidden_SD, lambda output_SD, number=number: gradient_BSD[number] * output_SD, points)
-        for number, hidden_SD in enumerate(hidden_BSD)
-    ]
-    found: list[dict[str, Tensor]] = [{}, {}]
-    streamed = StreamedGradients(DifferentiableLayer(block_of(setup, experts)), points)
-    counts = dict.fromkeys(points, 0)
+    with layer.block.every_expert() if every_expert else contextlib.nullcontext():
+        expected = [
+            layer.pull_back(hidden_SD, lambda output_SD, number=number: gradient_BSD[number] * output_SD, points)
+            for number, hidden_SD in enumerate(hidden_BSD)
+        ]
+    seen: dict[str, list[Tensor]] = {point: [] for point in points}
 
-    def take(gradients: Any) -> None:
+    def take(gradients: Mapping[str, Tensor]) -> None:
         for point, gradient in gradients.items():
-            found[counts[point]][point] = gradient
-            counts[point] += 1
+            seen[point].append(gradient)
 
-    inputs = [
-        *streamed.pull_back(
-            hidden_BSD, lambda number, output_SD: gradient_BSD[number] * output_SD, take, reads_output=True
-        )
-    ]
-    for (input_SD, at), found_SD, by_point in zip(expected, inputs, found, strict=True):
-        assert torch.equal(found_SD, input_SD)
-        assert {*by_point} == {*at}
+    streamed = StreamedGradients(DifferentiableLayer(block_of(setup, experts)), points, every_expert)
+    inputs = streamed.pull_back(
+        hidden_BSD, lambda number, output_SD: gradient_BSD[number] * output_SD, take, reads_output=True
+    )
+    for number, (input_SD, (whole_SD, at)) in enumerate(zip(inputs, expected, strict=True)):
+        assert torch.equal(input_SD, whole_SD)
         for point in points:
-            assert torch.equal(by_point[point], at[point]), point
+            assert torch.equal(seen[point][number], at[point]), point
+
+
+def test_parts_that_a_worker_did_not_do_are_passed_again(setup: WorkerConfig) -> None:
+    expected = outputs_of(bench.make_worker(setup), Forward("dense", LAYER, 0, replay=(None,)))
+    parts = range(len(expert_ranges(setup.geometry.layers[LAYER].num_experts, 2)))
+    for numbers in (parts, parts[-1:], [0, *parts], [parts[-1], parts[0], parts[-1]]):
+        worker = bench.make_worker(replace(setup, experts=2))
+        for part in numbers:
+            found = outputs_of(worker, Forward("dense", LAYER, 0, part=part, replay=(None,)))
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+        assert [key[:3] for key in worker.hidden.held] == [("dense", LAYER + 1, 0)], "nothing is left between slices"
+
+
+def outputs_of(worker: Worker, unit: Forward) -> Tensor | None:
+    worker.execute(unit)
+    held = worker.hidden.get(("dense", LAYER + 1, 0))
+    return None if held is None else held.read(0, 3)
+
+
+def test_every_token_may_go_to_one_expert(tmp_path: Path) -> None:
+    source = factories.make_model(tmp_path / "source", "qwen3_moe")
+    setup = bench.make_setup(source, tmp_path, experts=WHOLE)
+    blocks = [block_of(setup, size) for size in (WHOLE, 2)]
+    for block in blocks:
+        with torch.inference_mode(False), torch.no_grad():
+            block.module.role("router").weight.zero_()
+    hidden_BSD = hidden_of(setup)
+    counts: dict[str, int] = {}
+    taps = [
+        (each.writer.reads, lambda values, name=each.name: counts.update({name: len(values)}))
+        for each in setup.geometry.layers[LAYER].mlps
+    ]
+    whole_BSD, sliced_BSD = (block.run(hidden_BSD, taps) for block in blocks)
+    assert whole_BSD is not None
+    assert sliced_BSD is not None
+    assert torch.equal(whole_BSD, sliced_BSD)
+    assert len(counts) == 2  # as many as a token passes
+    assert {*counts.values()} == {hidden_BSD.shape[0] * hidden_BSD.shape[1]}
