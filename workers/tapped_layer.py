@@ -23,6 +23,7 @@ from pipeline.families.blocks import ROUTING
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
 from workers.expert_slices import StreamedExperts
+from workers.memory import return_freed_pages
 from workers.wide_linear import widen_again_, widen_linears_
 
 Tap = Callable[[Tensor], None]
@@ -131,6 +132,7 @@ class TappedLayer:
         assert self.streamed is not None
         for expert in self.streamed.ranges[self.held] if self.held >= 0 else ():
             self._expert(expert).to_empty(device="meta")
+        return_freed_pages()
         self.held, experts, names = -1, self.streamed.ranges[number], stored_state(self.module).keys()
         placed = {name: tensor for name, tensor in self.streamed.load(number).items() if name in names}
         paths = tuple(f"{self.streamed.path}.{expert}." for expert in experts)
