@@ -60,14 +60,21 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def copy_shard(place: Place, name: str, source: SourceCheckpoint, names: Iterable[str]) -> ShardRecord:
     """Copies tensors of the source, bit for bit, into a new shard, a few megabytes at a time.
 
+    A weight that is none of the tensors of its files, a part of a fused one in a stored format, is decoded.
+
     Returns the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
     """
     storage, specs = open_storage(place), []
     for key in names:
-        if key not in source.tensors:
+        record = source.stored.get(key) or source.tensors.get(key)
+        if record is None:
             raise InputError(f"{storage.at(name)}: cannot copy {key!r}: the source has no such tensor")
-        specs.append((key, source.tensors[key].dtype, source.tensors[key].shape))
-    return _write(storage, name, specs, None, source.copy_bytes)
+        specs.append((key, record.dtype, record.shape))
+
+    def pieces(key: str) -> Iterator[Any]:
+        return source.copy_bytes(key) if key in source.stored else _tensor_bytes(source.read([key])[key])
+
+    return _write(storage, name, specs, None, pieces)
 
 
 def verify_shard(place: Place, name: str, record: ShardRecord) -> None:

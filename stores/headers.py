@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lamina.stored_lamina import StoredFormat
 from manifests.errors import InputError
 from manifests.parts import Part
 from stores.backend import Ranges
@@ -52,6 +53,9 @@ class TensorRecord:
     """The location of a tensor: bytes `begin` to `end` of `file`, a name inside the checkpoint.
 
     `part`: of a tensor that is not all of these bytes, or not in their order.
+
+    A weight in a stored format (`stores.formats`) is decoded from its `parts`: `dtype` and `shape` are those of the
+    decoded weight, the location is that of its first part.
     """
 
     name: str
@@ -61,11 +65,21 @@ class TensorRecord:
     begin: int
     end: int
     part: Part | None = None
+    form: StoredFormat | None = None
+    parts: tuple[tuple[str, TensorRecord], ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensor."""
-        return self.end - self.begin if self.part is None else math.prod(self.shape) * self.torch_dtype.itemsize
+        """The size of the tensor, of a weight in a stored format in the files."""
+        stored = sum(at.num_bytes for _, at in self.parts) if self.parts else self.end - self.begin
+        if self.part is None:
+            return stored
+        return stored * math.prod(self.shape) // (self.part.end - self.part.begin)
+
+    @property
+    def stored(self) -> tuple[TensorRecord, ...]:
+        """The tensors in the files: the parts, or the tensor itself."""
+        return tuple(at for _, at in self.parts) or (self,)
 
     @property
     def torch_dtype(self) -> torch.dtype:

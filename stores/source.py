@@ -12,15 +12,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from lamina.stored_lamina import StoredFormat
 from manifests.errors import InputError, StorageError, reason
 from manifests.parts import Fused
 from manifests.records import SourceFile
 from stores.backend import PIECE_BYTES
 from stores.durable import storage_error
+from stores.formats import cut, decode, holds_parts, keeps, stored_weights, with_formats
 from stores.headers import TensorRecord, read_header, without_duplicates
 from stores.hub import open_hub
 from stores.model_files import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
@@ -47,7 +50,7 @@ class SourceCheckpoint:
 
     Attributes:
         config: the content of config.json.
-        tensors: every tensor by name.
+        tensors: every tensor by name; a weight in a stored format in place of its parts.
         files: the safetensors files.
         indexed: the checkpoint has an index.
         cache_bytes: size of the cache on the reading node's disk for tensors of a bucket (`stores.node_cache`).
@@ -66,6 +69,20 @@ class SourceCheckpoint:
     opened: Mapping[str, FileStamp] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
+    @cached_property
+    def stored(self) -> dict[str, TensorRecord]:
+        """The tensors of the files by name, among them the parts of weights in a stored format."""
+        return {part.name: part for record in self.tensors.values() for part in record.stored}
+
+    @cached_property
+    def _owners(self) -> dict[str, TensorRecord]:
+        """Map each part of a weight that can stay in its format to the weight."""
+        return {part.name: record for record in self.tensors.values() if keeps(record) for part in record.stored}
+
+    def stored_bytes(self) -> dict[str, int]:
+        """Return the bytes of each weight in a stored format."""
+        return {name: record.num_bytes for name, record in self.tensors.items() if record.parts}
+
     @property
     def place(self) -> str:
         """The address, for messages and `open_source`."""
@@ -82,6 +99,19 @@ class SourceCheckpoint:
                 faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
         raise_faults(f"{self.place}: config.json and weights do not fit together", faults)
 
+    def with_weights(self, modules: Mapping[str, StoredFormat] | None = None) -> SourceCheckpoint:
+        """Return the checkpoint with weights in place of the tensors that they are stored in; no bytes are read.
+
+        `modules`: the format of each module; None: as `quantization_config` of a source says. Raises InputError for an
+        unknown format, and for tensors that do not fit theirs.
+        """
+        with_weights = (
+            stored_weights(self.config, self.tensors) if modules is None else with_formats(modules, self.tensors)
+        )
+        tensors, faults = with_weights
+        raise_faults(f"{self.place}: weights that cannot be decoded", faults)
+        return replace(self, tensors=tensors)
+
     def with_parts(self, fused: Mapping[str, Fused]) -> SourceCheckpoint:
         """Return the checkpoint with the parts of some tensors in place of these; no bytes are copied.
 
@@ -94,6 +124,9 @@ class SourceCheckpoint:
                 faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
                 continue
             for part in parts:
+                if record.form is not None:
+                    tensors[part.name] = cut(record, part)
+                    continue
                 begin, end = (record.begin + count * record.torch_dtype.itemsize for count in (part.begin, part.end))
                 place = replace(record, name=part.name, shape=part.shape, begin=begin, end=end)
                 tensors[part.name] = place if part.is_whole_block else replace(place, part=part)
@@ -115,19 +148,44 @@ class SourceCheckpoint:
             StorageError: the file cannot be read, or changed after it was opened.
         """
         names = list(names)
-        records = sorted(map(self._record, set(names)), key=lambda record: (record.file, record.begin))
-        tensors: dict[str, torch.Tensor] = {}
+        records = [self._record(name) for name in dict.fromkeys(names)]
+        stored = self._read({part for record in records for part in record.stored})
+        tensors = {}
+        for record in records:
+            parts = {part: stored[at] for part, at in record.parts}
+            tensors[record.name] = decode(record, parts) if record.parts else stored[record]
+        return {name: tensors[name] for name in names}
+
+    def read_kept(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return as `read` does, but weights that a Lamina checkpoint keeps in their format as their parts."""
+        names = list(names)
+        kept = {part for name in names if keeps(self._record(name)) for part in self.tensors[name].stored}
+        tensors = {record.name: tensor for record, tensor in self._read(kept).items()}
+        return tensors | self.read(name for name in names if not keeps(self.tensors[name]))
+
+    def decoded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors of a layer with weights in place of their parts, if these are as stored here."""
+        plain, owners = dict(tensors), self._owners
+        for record in dict.fromkeys(owners[name] for name in tensors if name in owners):
+            if holds_parts(record, tensors):
+                parts = {part: plain.pop(at.name) for part, at in record.parts}
+                plain[record.name] = decode(record, parts)
+        return plain
+
+    def _read(self, records: Set[TensorRecord]) -> dict[TensorRecord, torch.Tensor]:
+        tensors: dict[TensorRecord, torch.Tensor] = {}
+        ordered = sorted(records, key=lambda record: (record.file, record.begin))
         for file_name in sorted({record.file for record in records}):
             with self.storage.reader(file_name) as file:
                 self._check_same(file_name, file)
                 if self.cache_bytes and file.tag:
                     file = NodeCache(self.cache_bytes).over(file, f"{self.storage.at(file_name)} {file.tag}")
-                tensors |= read_tensors(file, [record for record in records if record.file == file_name])
-        return {name: tensors[name] for name in names}
+                tensors |= read_tensors(file, [record for record in ordered if record.file == file_name])
+        return tensors
 
     def copy_bytes(self, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-        """Yield a tensor's bytes as they are in the file, in pieces. Raises as `read` does."""
-        record, num_bytes = self._record(name), 0
+        """Yield the bytes of a tensor of the files as they are there, in pieces. Raises as `read` does."""
+        record, num_bytes = self._stored_record(name), 0
         if record.part is not None:
             yield self.read([name])[name].flatten().view(torch.uint8).numpy().tobytes()
             return
@@ -144,6 +202,8 @@ class SourceCheckpoint:
         first, second = self._record(one), self._record(other)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
+        if first.parts or second.parts:
+            return torch.equal(*self.read([one, other]).values())
         return all(a == b for a, b in zip(self.copy_bytes(one), self.copy_bytes(other), strict=True))
 
     def file_stamp(self, file: str) -> FileStamp:
@@ -186,6 +246,9 @@ class SourceCheckpoint:
             raise InputError(f"{self.place}: no tensor {name!r} among its {len(self.tensors)}")
         return self.tensors[name]
 
+    def _stored_record(self, name: str) -> TensorRecord:
+        return self.stored[name] if name in self.stored else self._record(name)
+
     def _check_same(self, file_name: str, file: Readable) -> None:
         expected_tag, actual_bytes = self.tags.get(file_name), file.size
         if expected_tag and file.tag and file.tag != expected_tag:
@@ -194,7 +257,7 @@ class SourceCheckpoint:
                 f"{expected_tag}); restore it, then run the same command again"
             )
         # The header accounts for every byte: the end of the last tensor is the file's size.
-        expected_bytes = max(record.end for record in self.tensors.values() if record.file == file_name)
+        expected_bytes = max(record.end for record in self.stored.values() if record.file == file_name)
         if actual_bytes < expected_bytes:
             raise StorageError(
                 f"{self.storage.at(file_name)}: {actual_bytes} bytes, expected {expected_bytes}: "
@@ -374,7 +437,7 @@ def _held_twice(storage: Storage, name: str, first: str, second: str) -> str:
     )
 
 
-def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[str, torch.Tensor]:
+def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[TensorRecord, torch.Tensor]:
     """Return tensors of one file, each in its own memory; `records` ascend. Raises StorageError on a short file."""
     # The file is not mapped: its offsets need not be aligned, while torch's allocator aligns to 64 bytes.
     spans = {(record.begin, record.end): record for record in records}  # parts of one block are read together
@@ -383,14 +446,14 @@ def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[str, t
     for record, num_bytes in zip(spans.values(), counts, strict=True):
         if num_bytes < record.end - record.begin:
             raise _short_read(record, num_bytes)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[TensorRecord, torch.Tensor] = {}
     for record in records:
         numbers = buffers[record.begin, record.end].view(record.torch_dtype)
         if record.part is None:
-            tensors[record.name] = numbers.reshape(record.shape)
+            tensors[record] = numbers.reshape(record.shape)
         else:
             part = record.part.within(numbers.reshape(record.part.block))
-            tensors[record.name] = part.clone(memory_format=torch.contiguous_format).view(record.shape)
+            tensors[record] = part.clone(memory_format=torch.contiguous_format).view(record.shape)
     return tensors
 
 

@@ -42,7 +42,8 @@ def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | N
             at = stored.get(key)
             if at is None or (at.dtype, at.shape) != (committed.dtype, committed.shape):
                 raise _damaged(path, key, name)
-        tensors = read_tensors(file, sorted((stored[key] for key in selected), key=lambda at: at.begin))
+        read = read_tensors(file, sorted((stored[key] for key in selected), key=lambda at: at.begin))
+        tensors = {record.name: tensor for record, tensor in read.items()}
     digests = parallel_map(lambda key: tensor_digest(tensors[key]), selected)
     for (key, committed), digest in zip(selected.items(), digests, strict=True):
         if digest != committed.sha256:

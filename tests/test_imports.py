@@ -56,7 +56,7 @@ BESIDE_A_JOB = _rooms("inputs", "console", "evaluation", "checkpoint", "reportin
 LAYERS = {  # the longest name that fits a module is its layer
     "manifests": Layer(never=frozenset({"torch", "ray", "zarr", "transformers"})),
     "lamina": Layer(never=frozenset({"ray", "zarr"})),
-    "stores": Layer(("manifests",)),
+    "stores": Layer(("manifests", "lamina.stored_lamina")),
     "pipeline.kernels": Layer(only=frozenset({"torch"})),
     "pipeline.ranks": Layer(("manifests",)),
     "pipeline.families": Layer(

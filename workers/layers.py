@@ -145,7 +145,9 @@ class LayerReader:
 
         def placed(number: int) -> dict[str, Tensor]:
             prefix, tensors = geometry.prefix, read(number)
-            converted = {name: self._converted(tensor) for name, tensor in tensors.items() if name.startswith(prefix)}
+            inside = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            plain = self.setup.source.decoded(inside)
+            converted = {name: self._converted(tensor) for name, tensor in plain.items()}
             packed = packed_modules(converted)
             schemes = {path: scheme for path, scheme in rounded.items() if path in packed}
             relative = unpacked(converted, schemes)

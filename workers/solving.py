@@ -29,6 +29,8 @@ from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
 from pipeline.units.units import SolveDone, Write
+from stores.formats import keeps
+from stores.source import SourceCheckpoint
 from workers.config import WorkerConfig
 from workers.tensor_transfer import TensorTransfer, get_all
 
@@ -147,14 +149,23 @@ def layer_tensors(
 
     `wanted`: tells whether the tensor of a name is among those to return; None: all.
 
-    Raises LostInputError if factors were lost with their node.
+    A weight that the source stores in a format, and that no method has changed, stays as it is stored. Raises
+    LostInputError if factors were lost with their node.
     """
     geometry, source = setup.geometry.layers[write.layer], setup.source
     tensors: dict[str, Tensor] = {}
     for factors in get_all(transfer, write.factors):
         tensors.update({name: tensor for name, tensor in factors.items() if wanted is None or wanted(name)})
     claimed = tuple(f"{geometry.path(role)}." for role in write.roles)
-    names = (name for name in source.tensors if name.startswith(geometry.prefix))
-    names = (name for name in names if not name.startswith(claimed) and (wanted is None or wanted(name)))
-    tensors.update(source.read([*names]))
+    names = [name for name in source.tensors if name.startswith(geometry.prefix)]
+    kept = [name for name in names if name in tensors and _unchanged(source, name, tensors[name])]
+    for name in kept:
+        del tensors[name]
+    copied = (name for name in names if not name.startswith(claimed) and (wanted is None or wanted(name)))
+    tensors.update(source.read_kept([*kept, *copied]))
     return tensors
+
+
+def _unchanged(source: SourceCheckpoint, name: str, tensor: Tensor) -> bool:
+    """Return True for a weight that the source stores in a format, with the numbers that are decoded from it."""
+    return keeps(source.tensors[name]) and torch.equal(tensor.cpu(), source.read([name])[name])

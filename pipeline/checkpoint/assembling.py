@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from lamina import MODELLING_FILES, modelling_source
+from lamina.stored_lamina import FIELD, StoredFormat
 from manifests import VERSION
 from manifests.entries import LayerEntry
 from manifests.errors import CorruptError, InputError
@@ -37,7 +38,7 @@ from pipeline.inputs.job_inputs import Inputs
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
 from pipeline.inputs.source_dtypes import unstored_dtypes
 from pipeline.methods.registry import config_fields, layers_of
-from pipeline.rounding.schemes import rounding_fields
+from pipeline.rounding.schemes import WEIGHT, rounding_fields
 from stores.checkpoint import (
     copy_shard,
     describe_shard,
@@ -46,6 +47,7 @@ from stores.checkpoint import (
     write_index,
 )
 from stores.corpus import tokenizer_class
+from stores.formats import keeps
 from stores.headers import read_header
 from stores.model_files import TOKENIZER_SETTINGS, companions, copy_companions
 from stores.source import CONFIG_FILE, INDEX_FILE
@@ -72,7 +74,8 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
     rest: dict[str, list[str]] = {}
     for name, record in inputs.source.tensors.items():
         if not name.startswith(prefixes) and name not in claimed:
-            rest.setdefault(record.file, []).append(name)
+            for each in record.stored if keeps(record) else (record,):
+                rest.setdefault(each.file, []).append(each.name)
     total = len(layers) + len(rest)
     names = (shard_name(number, total) for number in range(1, total + 1))
     plans = [ShardPlan(next(names), layer=layer) for layer in layers]
@@ -185,12 +188,24 @@ class Assembler:
         if rounded:
             towers = [TOWERS] if config.get("wrapper") else []
             fields |= rounding_fields(rounded, [*linear_modules(config), *towers])
+        if kept := self._kept(stored, rounded):
+            fields[FIELD] = kept
         if unused := self._unused(config):
             fields["unused_tensors"] = unused
         source = self.inputs.source.tensors
         if dtypes := unstored_dtypes(claimed_tensors(self.inputs), source, stored, self.inputs.dtype_name):
             fields[SOURCE_DTYPES] = dtypes
         return config | config_fields(self.inputs.methods) | fields
+
+    def _kept(self, stored: Collection[str], rounded: Mapping[str, Scheme]) -> list[dict[str, Any]]:
+        """Return `stored_formats`: the modules whose weights are stored as in the source, by their format."""
+        modules: dict[StoredFormat, list[str]] = {}
+        for name, record in self.inputs.source.tensors.items():
+            path = name.removesuffix(WEIGHT)
+            parts = {part.name for part in record.stored}
+            if record.form is not None and keeps(record) and path not in rounded and parts <= {*stored}:
+                modules.setdefault(record.form, []).append(path)
+        return [{**form.described, "modules": sorted(paths)} for form, paths in modules.items()]
 
     def _unused(self, config: Mapping[str, Any]) -> list[str]:
         """Return the source's tensors that its model does not use, so that loading accepts them."""

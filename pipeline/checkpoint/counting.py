@@ -11,6 +11,7 @@ from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import layer_key
 from pipeline.families.family import Geometry
 from pipeline.inputs.job_inputs import Inputs
+from stores.formats import keeps
 from stores.headers import DTYPES
 
 
@@ -21,7 +22,7 @@ def count_sizes(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapp
     """
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
     written = [(name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()]
-    source = [(name, record.dtype, record.shape) for name, record in inputs.source.tensors.items()]
+    source = [(name, record.dtype, record.shape) for name, record in inputs.source.stored.items()]
     config = LayersConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
     dense = stored_sizes(source, geometry.layers_path, itemsize) | dense_cache(geometry, itemsize)
     compressed = stored_sizes(written, geometry.layers_path, itemsize) | compressed_cache(config, itemsize)
@@ -69,9 +70,10 @@ def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], li
     staged = tuple(layer.prefix for layer, entry in zip(inputs.geometry.layers, entries, strict=True) if entry)
     claimed = claimed_tensors(inputs)
     tensors: dict[str, Any] = {
-        name: {"dtype": record.dtype, "shape": list(record.shape)}
+        part.name: {"dtype": part.dtype, "shape": list(part.shape)}
         for name, record in inputs.source.tensors.items()
         if not name.startswith(staged) and name not in claimed
+        for part in (record.stored if keeps(record) else (record,))
     }
     layers = [entry.as_json() if entry else {"staged": {"tensors": {}}, "forms": {}} for entry in entries]
     for layer in layers:

@@ -22,7 +22,8 @@ from pipeline.methods.method import Scores, Shaped, Solution, Task, stored_dtype
 from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.rounding.schemes import SCALE, WEIGHT, packed_dtype, packed_shapes
 from pipeline.rounding.solutions import fitting_group, rounded_matrices
-from stores.headers import DTYPE_NAMES, DTYPES
+from stores.formats import keeps
+from stores.headers import DTYPE_NAMES, DTYPES, TensorRecord
 
 Ranks = Mapping[str, Mapping[str, int]]
 
@@ -43,14 +44,24 @@ def planned_size(inputs: Inputs) -> Size | None:
 
     Raises InputError as `plan_of`.
     """
-    ranks = known_ranks(inputs)
-    if ranks is None:
+    ranks, claimed = known_ranks(inputs), claimed_tensors(inputs)
+    if ranks is None or claimed.keys() & inputs.source.stored_bytes().keys():  # unchanged ones stay in their format
         return None
-    claimed, itemsize = claimed_tensors(inputs), inputs.dtype.itemsize
-    copied = [record for name, record in inputs.source.tensors.items() if name not in claimed]
-    sizes = [Size(stored_numbers(record.dtype, record.shape, itemsize), record.num_bytes) for record in copied]
+    itemsize, tensors = inputs.dtype.itemsize, inputs.source.tensors.items()
+    copied = [
+        part
+        for name, record in tensors
+        if name not in claimed
+        for part in (record.stored if keeps(record) else (record,))
+    ]
+    sizes = [Size(stored_numbers(each.dtype, each.shape, itemsize), _num_bytes(each)) for each in copied]
     sizes += _claimed_sizes(inputs, ranks)
     return Size(sum(size.numbers for size in sizes), sum(size.num_bytes for size in sizes))
+
+
+def _num_bytes(record: TensorRecord) -> int:
+    """Return the bytes of a tensor, of a weight in a format as it is decoded."""
+    return math.prod(record.shape) * record.torch_dtype.itemsize
 
 
 def known_ranks(inputs: Inputs) -> Ranks | None:

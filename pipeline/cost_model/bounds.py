@@ -70,7 +70,7 @@ def _most_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], n
     """Return the most bytes of so many numbers, as if the numbers of the widest dtypes were kept."""
     claimed = sorted(_claimed(manifest.quantize, geometry, tasks), key=lambda each: -each.bits)
     dense = sum(each.numbers for each in claimed)
-    dense_bytes = sum(geometry.layers[layer].num_bytes(roles) for layer, roles in _claims(tasks))
+    dense_bytes = sum(geometry.layers[layer].stored_bytes(roles) for layer, roles in _claims(tasks))
     remaining, bits = numbers - (geometry.model_numbers() - dense), 0.0
     for each in claimed:
         stored = min(remaining, each.numbers)

@@ -99,6 +99,7 @@ class LayerGeometry:
         modules: role -> module path inside the layer, in the family's order.
         bits: the size of most stored numbers; indices are counted in these.
         own_bits: `role.weight` or `role.bias` -> bits of a number, for tensors that are stored in another dtype.
+        own_bytes: `role.weight` -> bytes in the source, for weights that it stores in a format.
         outer: role -> module path and shape of the matrices outside of the layers that go with this one: `embed` with
             the first, `head` with the last. They are part of the layer only where they are asked for.
     """
@@ -113,6 +114,7 @@ class LayerGeometry:
     bits: int
     outer: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     own_bits: tuple[tuple[str, int], ...] = ()
+    own_bytes: tuple[tuple[str, int], ...] = ()
     foreign: ForeignBlock | None = None
     copied: tuple[Copied, ...] = ()
     routing: tuple[tuple[str, Any], ...] = ()
@@ -363,6 +365,18 @@ class LayerGeometry:
         """Count the bytes of the dense layer, or of some of its roles, each tensor in its own dtype."""
         return sum(math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in self.tensors(roles).items())
 
+    def stored_bytes(self, roles: Collection[str] | None = None) -> int:
+        """Count the bytes of the dense layer, or of some of its roles, in the source."""
+        return self.num_bytes(roles) - self.saved_bytes(roles)
+
+    def saved_bytes(self, roles: Collection[str] | None = None) -> int:
+        """Count the bytes that the formats of the source save."""
+        if not self.own_bytes:
+            return 0
+        tensors = self.tensors(roles)
+        sizes = {key: math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in tensors.items()}
+        return sum(sizes[key] - own for key, own in self.own_bytes if key in sizes)
+
 
 def foreign_attention_fault(layers: Iterable[LayerGeometry]) -> str:
     """Say why a method of heads' keys and values does not compress a model, some of whose attention is foreign."""
@@ -388,6 +402,7 @@ class Geometry:
         layers: in order; sizes may differ from layer to layer.
         outer: (name, shape) of every tensor outside of the layers.
         outer_bits: name -> bits of a number, for outer tensors in another dtype than the layers.
+        outer_bytes: name -> bytes in the source, for outer weights that it stores in a format.
     """
 
     model_type: str
@@ -398,6 +413,7 @@ class Geometry:
     layers: tuple[LayerGeometry, ...]
     outer: tuple[tuple[str, tuple[int, ...]], ...]
     outer_bits: tuple[tuple[str, int], ...] = ()
+    outer_bytes: tuple[tuple[str, int], ...] = ()
 
     @property
     def bits(self) -> int:
@@ -427,22 +443,30 @@ class Geometry:
         return self.model_numbers() if scope == "model" else self.decoder_numbers()
 
     def scope_bytes(self, scope: str) -> int:
-        """Count the dense bytes in a budget's scope."""
+        """Count the dense bytes in a budget's scope, as the source stores them."""
         if scope == "experts":
-            return sum(layer.num_bytes(layer.routed_roles) for layer in self.layers)
+            return sum(layer.stored_bytes(layer.routed_roles) for layer in self.layers)
         return self.model_bytes() if scope == "model" else self.decoder_bytes()
 
     def model_numbers(self) -> int:
         """Count the numbers of the whole dense model, tied embeddings once."""
         return self.decoder_numbers() + sum(math.prod(shape) for _, shape in self.outer)
 
+    def saved_bytes(self, scope: str) -> int:
+        """Count the bytes that the formats of the source save in a budget's scope."""
+        if scope == "experts":
+            return sum(layer.saved_bytes(layer.routed_roles) for layer in self.layers)
+        saved = sum(layer.saved_bytes() for layer in self.layers)
+        bits, shapes = dict(self.outer_bits), dict(self.outer)
+        outer = (math.prod(shapes[name]) * bits.get(name, self.bits) // 8 - own for name, own in self.outer_bytes)
+        return saved + sum(outer) if scope == "model" else saved
+
     def decoder_bytes(self) -> int:
-        """Count the bytes of the dense layers, each tensor in its own dtype."""
-        return sum(layer.num_bytes() for layer in self.layers)
+        """Count the bytes of the dense layers in the source."""
+        return sum(layer.stored_bytes() for layer in self.layers)
 
     def model_bytes(self) -> int:
-        """Count the bytes of the whole dense model, tied embeddings once."""
-        own = dict(self.outer_bits)
-        return self.decoder_bytes() + sum(
-            math.prod(shape) * own.get(name, self.bits) // 8 for name, shape in self.outer
-        )
+        """Count the bytes of the whole dense model in the source, tied embeddings once."""
+        bits, stored = dict(self.outer_bits), dict(self.outer_bytes)
+        sizes = {name: math.prod(shape) * bits.get(name, self.bits) // 8 for name, shape in self.outer}
+        return self.decoder_bytes() + sum((sizes | stored).values())

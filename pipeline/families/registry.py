@@ -159,11 +159,15 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def geometry_of(
-    standard: Mapping[str, Any], bits: int = 16, stored_bits: Mapping[str, int] = MappingProxyType({})
+    standard: Mapping[str, Any],
+    bits: int = 16,
+    stored_bits: Mapping[str, int] = MappingProxyType({}),
+    stored_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Geometry:
     """Return the geometry of a model from its standard config (of a dense model or of a Lamina checkpoint).
 
-    `bits`: the size of most stored numbers; `stored_bits`: tensor -> the size of its numbers, for tensors that exist.
+    `bits`: the size of most numbers; `stored_bits`: tensor -> the size of its numbers, for tensors that exist;
+    `stored_bytes`: weight -> its bytes, for weights that the source stores in a format.
     """
     block = standard["block"]
     hidden, vocab = standard["hidden_size"], standard["vocab_size"]
@@ -188,9 +192,13 @@ def geometry_of(
         vocab=vocab,
         tied=standard["tie_word_embeddings"],
         layers_path=block["layers"],
-        layers=tuple(replace(layer, own_bits=_own_bits(layer, stored_bits)) for layer in layers),
+        layers=tuple(
+            replace(layer, own_bits=_own_bits(layer, stored_bits), own_bytes=_own_bytes(layer, stored_bytes))
+            for layer in layers
+        ),
         outer=tuple(outer),
         outer_bits=tuple((name, own) for name, _ in outer if (own := stored_bits.get(name, bits)) != bits),
+        outer_bytes=tuple((name, stored_bytes[name]) for name, _ in outer if name in stored_bytes),
     )
 
 
@@ -254,6 +262,12 @@ def _own_bits(layer: LayerGeometry, stored_bits: Mapping[str, int]) -> tuple[tup
     named = layer.tensors(roles) if stored_bits else {}
     bits = {key: stored_bits.get(name, layer.bits) for key, (name, _) in named.items()}
     return tuple((key, own) for key, own in bits.items() if own != layer.bits)
+
+
+def _own_bytes(layer: LayerGeometry, stored_bytes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return `LayerGeometry.own_bytes`."""
+    named = layer.tensors() if stored_bytes else {}
+    return tuple((key, stored_bytes[name]) for key, (name, _) in named.items() if name in stored_bytes)
 
 
 def _outer_matrices(standard: Mapping[str, Any], layer: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:

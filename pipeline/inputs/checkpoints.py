@@ -9,6 +9,8 @@ import torch
 
 import lamina
 from lamina.factored_lamina import stored_state
+from lamina.stored_lamina import FIELD as STORED_FORMATS
+from lamina.stored_lamina import stored_modules
 from manifests.errors import InputError
 from pipeline.families.config_values import check_fields
 from pipeline.families.registry import geometry_of
@@ -32,6 +34,10 @@ def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, M
     if missing:
         raise InputError(f"{model}/config.json: lacks {', '.join(missing)}; it is no Lamina checkpoint")
     check_fields(config)
+    try:
+        source = source.with_weights(stored_modules(config.get(STORED_FORMATS) or ()))
+    except ValueError as error:
+        raise InputError(f"{model}/config.json: {error}") from error
     names = ", ".join(STORED_NAMES.values())
     if config["dtype"] not in STORED_NAMES.values():
         raise InputError(f"{model}/config.json: dtype: {config['dtype']!r:.80}; known are {names}")
@@ -59,7 +65,9 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def build_on_meta(config: Mapping[str, Any]) -> lamina.LaminaForCausalLM:
     """Builds the model that a config describes, without its numbers and without rounding."""
-    described = lamina.LaminaConfig(**{name: value for name, value in config.items() if name not in (FIELD, TABLES)})
+    described = lamina.LaminaConfig(
+        **{name: value for name, value in config.items() if name not in (FIELD, TABLES, STORED_FORMATS)}
+    )
     with torch.device("meta"):
         return lamina.LaminaForCausalLM(described)
 

@@ -129,7 +129,7 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     geometry = geometry_of(config)
     dtype = layer_dtype(source, geometry)
     stored_bits = {name: 8 * record.torch_dtype.itemsize for name, record in source.tensors.items()}
-    geometry = geometry_of(config, 8 * dtype.itemsize, stored_bits)
+    geometry = geometry_of(config, 8 * dtype.itemsize, stored_bits, source.stored_bytes())
     methods, tasks = fit_methods(manifest, geometry)
     inputs = Inputs(manifest, source, config, geometry, methods, tasks, dtype)
     config_fields(methods)
@@ -193,6 +193,9 @@ def check_copied(inputs: Inputs) -> None:
     claimed = {task.layer for task in inputs.tasks}
     prefixes = tuple(inputs.geometry.layers[layer].prefix for layer in claimed)
     for name, record in inputs.source.tensors.items():
+        if record.parts and not name.startswith(prefixes):
+            inputs.source.read([name])  # checks the scales
+            continue
         if name.startswith(prefixes) or not record.torch_dtype.is_floating_point or record.torch_dtype.itemsize < 2:
             continue
         for piece in inputs.source.copy_bytes(name):

@@ -51,7 +51,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     if is_wrapper(opened.config):
         opened = opened.renamed(module_names(opened.tensors))
         check_towers(opened, opened.config)
-    opened = opened.with_parts(fused_tensors(geometry_of(config)))
+    opened = opened.with_weights().with_parts(fused_tensors(geometry_of(config)))
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
     source.require(geometry_of(config).expected_tensors())
     return source, config
@@ -73,13 +73,6 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
             "a job compresses dense models: give the one it was made from (compression.json beside it names it under "
             "`source`), with all methods in one manifest; or multiply it back first: "
             "`python -m pipeline.export OUTPUT --to dense DIR`"
-        )
-    quantization = config.get("quantization_config")
-    if quantization:
-        kind = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
-        raise InputError(
-            f"{where}: quantization_config: the weights are quantised ({kind}); give the model as it was before, "
-            "in float32, bfloat16 or float16"
         )
 
 

@@ -183,7 +183,9 @@ def allocate_ranks(
         if manifest.quantize is not None and manifest.quantize.bits == "auto" and scores.curves is not None:
             saved = saved_outside(manifest, geometry)
             units = scope_units(geometry, budget.scope)
-            inside = (geometry.layers[layer].num_bytes((role,)) for layer, role in claimed if role not in OUTER_ROLES)
+            inside = (
+                geometry.layers[layer].stored_bytes((role,)) for layer, role in claimed if role not in OUTER_ROLES
+            )
             untouched_units = units - 8 * sum(inside) / geometry.bits
             return Budget("budget.bytes", budget.bytes, units, untouched_units - saved + own_numbers)
         whole, reserved = numbers_of_bytes(manifest, geometry, claimed)

@@ -63,7 +63,7 @@ def _is_counted(manifest: Manifest, role: str, layer: LayerGeometry) -> bool:
 
 
 def scope_units(geometry: Geometry, scope: str) -> float:
-    """Return the dense bytes of which the budget is a share, in numbers of the most common dtype."""
+    """Return the source's bytes of which the budget is a share, in numbers of the most common dtype."""
     return 8 * geometry.scope_bytes(scope) / geometry.bits
 
 
@@ -98,13 +98,25 @@ def numbers_of_bytes(manifest: Manifest, geometry: Geometry, claimed: Claimed = 
 def _reserved(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float:
     """Return the size beyond ρ of the numbers, with matrices weighed by `weight_of`, in numbers of the dtype."""
     assert manifest.budget is not None
-    numbers, units = geometry.scope_numbers(manifest.budget.scope), scope_units(geometry, manifest.budget.scope)
+    scope = manifest.budget.scope
+    numbers, units = geometry.scope_numbers(scope), scope_units(geometry, scope)
+    units += 8 * _decoded_bytes(geometry, scope, claimed) / geometry.bits
     plain, plain_units, widest = float(numbers), units, 1.0
     for layer, role, shape in _counted(manifest, geometry, claimed):
         wide = layer.bits_of(f"{role}.weight") / layer.bits
         plain, plain_units, widest = plain - math.prod(shape), plain_units - wide * math.prod(shape), max(widest, wide)
     share = _share(manifest, geometry.bits)
     return plain_units - plain + plain * (1.0 - share) + widest * _total_overhead(manifest, geometry)
+
+
+def _decoded_bytes(geometry: Geometry, scope: str, claimed: Claimed) -> int:
+    """Return the bytes by which claimed weights are larger than in the formats of the source; others stay in these."""
+    if claimed is None:
+        return geometry.saved_bytes(scope)
+    roles: dict[int, set[str]] = {}
+    for layer, role in claimed:
+        roles.setdefault(layer, set()).add(role)
+    return sum(geometry.layers[layer].saved_bytes(own) for layer, own in roles.items())
 
 
 def _counted(

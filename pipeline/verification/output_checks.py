@@ -89,7 +89,7 @@ def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compres
 def check_values(checkpoint: SourceCheckpoint, compression: Mapping[str, Any]) -> Finding:
     """Check that every number is finite and that each tensor has its digest, with a few megabytes of memory."""
     faults = []
-    for name, record in checkpoint.tensors.items():
+    for name, record in checkpoint.stored.items():
         digest, finite = hashlib.sha256(), True
         for piece in checkpoint.copy_bytes(name):
             digest.update(piece)
@@ -98,7 +98,7 @@ def check_values(checkpoint: SourceCheckpoint, compression: Mapping[str, Any]) -
             faults.append(f"{record.file}: {name}: holds NaN or infinity")
         if digest.hexdigest() != compression["tensors"][name]["sha256"]:
             faults.append(f"{record.file}: {name}: sha256 differs from what compression.json says")
-    return Finding("values", f"{len(checkpoint.tensors)} tensors finite, each with its sha256", tuple(faults))
+    return Finding("values", f"{len(checkpoint.stored)} tensors finite, each with its sha256", tuple(faults))
 
 
 def check_counts(
@@ -111,7 +111,7 @@ def check_counts(
     itemsize = getattr(torch, config["dtype"]).itemsize
 
     def stored(counted: SourceCheckpoint) -> dict[str, int]:
-        tensors = [(name, record.dtype, record.shape) for name, record in counted.tensors.items()]
+        tensors = [(name, record.dtype, record.shape) for name, record in counted.stored.items()]
         return stored_sizes(tensors, config["block"]["layers"], itemsize)
 
     compressed = stored(checkpoint) | compressed_cache(LayersConfig(**config), itemsize)

@@ -28,6 +28,7 @@ from pipeline.methods.method import served_roles
 from pipeline.methods.unchanged import Unchanged
 from pipeline.rounding.schemes import packed_names
 from pipeline.verification.output_checks import Finding
+from stores.formats import keeps
 from stores.headers import DTYPE_NAMES, DTYPES
 from stores.model_files import is_copy
 from stores.source import SourceCheckpoint
@@ -135,13 +136,26 @@ def check_coverage(pair: Pair) -> Finding:
 
 def _copy_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
     """Check that a tensor equals the source's bit for bit."""
-    source, copy = pair.original.tensors[name], pair.checkpoint.tensors.get(name)
-    if copy is None or pair.entry(name).get("origin") != origin:
-        yield f"{name}: neither copied nor claimed by a method"
+    weight = pair.original.tensors[name]
+    if weight.parts and not keeps(weight):
+        yield from _decoded_faults(pair, name, origin)
         return
-    pieces = zip(pair.original.copy_bytes(name), pair.checkpoint.copy_bytes(name), strict=False)
-    if (source.dtype, source.shape) != (copy.dtype, copy.shape) or any(ours != theirs for ours, theirs in pieces):
-        yield f"{copy.file}: {name}: should be the source's bit for bit, but differs"
+    for source in weight.stored:
+        copy = pair.checkpoint.stored.get(source.name)
+        if copy is None or pair.entry(source.name).get("origin") != origin:
+            yield f"{source.name}: neither copied nor claimed by a method"
+            continue
+        pieces = zip(pair.original.copy_bytes(source.name), pair.checkpoint.copy_bytes(source.name), strict=False)
+        if (source.dtype, source.shape) != (copy.dtype, copy.shape) or any(ours != theirs for ours, theirs in pieces):
+            yield f"{copy.file}: {source.name}: should be the source's bit for bit, but differs"
+
+
+def _decoded_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
+    """Check a weight that no stored format keeps: it is the decoded one."""
+    if name not in pair.checkpoint.tensors or pair.entry(name).get("origin") != origin:
+        yield f"{name}: neither copied nor claimed by a method"
+    elif not torch.equal(pair.original.read([name])[name], pair.checkpoint.read([name])[name]):
+        yield f"{name}: should be the source's, decoded, but differs"
 
 
 def _expert_faults(pair: Pair, name: str, role: str, stays: int, method: str) -> Iterator[str]:
@@ -228,7 +242,7 @@ def _packed_faults(pair: Pair, names: set[str], method: str) -> Iterator[str]:
 def _stray_faults(pair: Pair, methods: set[str]) -> Iterator[str]:
     """Check that every stored tensor is the source's or of a method of the manifest."""
     for name, entry in pair.compression["tensors"].items():
-        if entry["origin"] == "copied" and name not in pair.original.tensors:
+        if entry["origin"] == "copied" and name not in pair.original.tensors and name not in pair.original.stored:
             yield f"{name}: said to be copied, but the source has no such tensor"
         elif entry["origin"] != "copied" and entry["origin"] not in methods:
             yield f"{name}: of {entry['origin']!r}, which is no method of the manifest"

@@ -53,6 +53,7 @@ MODELLING_FILES = (
     "norms_lamina.py",
     "processor_lamina.py",
     "rotary_lamina.py",
+    "stored_lamina.py",
     "tucker_lamina.py",
     "vllm_lamina.py",
     "wrapper_lamina.py",

@@ -48,7 +48,7 @@ from .mixture_lamina import (
 )
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
-LISTS = ("forms", "layer_types", "layer_sizes", "unused_tensors")
+LISTS = ("forms", "layer_types", "layer_sizes", "unused_tensors", "stored_formats")
 BLOCK_KINDS: dict[str, Any] = {
     **dict.fromkeys(("embed", "layers", "final_norm", "head"), str),
     "modules": dict,
@@ -83,6 +83,7 @@ class LayersConfig(PreTrainedConfig):
         wrapper: config.json of the multimodal model that the layers are the text decoder of, see `wrapper_lamina`.
         foreign: fields of the source's config that attention which transformers provides reads, see `foreign_lamina`.
         level_tables: modules whose codes stand for levels in a table, by path: `bits`, `group`, and the kind of levels.
+        stored_formats: modules that stay in a format of the source, with that format, see `stored_lamina`.
         source_dtypes: dtypes of the source's factored tensors, by name, where they are not `dtype`; exports use them.
 
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
@@ -123,6 +124,7 @@ class LayersConfig(PreTrainedConfig):
     foreign: dict[str, Any] = field(default_factory=dict)
     source_dtypes: dict[str, str] = field(default_factory=dict)
     level_tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stored_formats: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_types(self)
@@ -393,9 +395,10 @@ def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
 
     Of factors, the one with heads or channels on one side is cut: the second of a role that reads the hidden states,
     the first of a role that writes to them. The other is whole on every device. Attention and MLP are cut separately,
-    each only if the same modules of all layers can be cut. None if neither can, and for modules with tables of levels.
+    each only if the same modules of all layers can be cut. None if neither can, and for
+    tables of levels and stored formats.
     """
-    if config.level_tables:
+    if config.level_tables or config.stored_formats:
         return None
     prefix, modules = in_base(config.block["layers"]), config.block["modules"]
     plan: dict[str, str] = {}

@@ -14,10 +14,10 @@ The files beside this one: configuration_lamina, block_lamina (the block and the
 form_lamina and forms_lamina (how projections are stored), factored_lamina and tucker_lamina (the modules of factored
 projections), conversion_lamina (names and shapes of stored factors), decoder_layer_lamina (norm, attention and MLP
 over whole sequences), layers_lamina (the same in transformers: caches, attention functions), levels_lamina (weights
-as codes and a table), rotary_lamina, latent_attention_lamina (cached latents, in blocks), norms_lamina,
-attention_lamina (whole sequences, soft caps), wrapper_lamina (the decoder inside of a multimodal model), vllm_lamina
-(its limits), processor_lamina (the dtype of products on a CPU), inputs_lamina (positions and masks), checking_lamina
-(checks of a checkpoint's files).
+as codes and a table), stored_lamina (weights in formats of other tools), rotary_lamina, latent_attention_lamina (cached
+latents, in blocks), norms_lamina, attention_lamina (whole sequences, soft caps), wrapper_lamina (the decoder inside of
+a multimodal model), vllm_lamina (its limits), processor_lamina (the dtype of products on a CPU), inputs_lamina
+(positions and masks), checking_lamina (checks of a checkpoint's files).
 """
 
 import re
@@ -45,6 +45,7 @@ from .layers_lamina import LaminaAttention, LaminaDecoderLayer
 from .levels_lamina import attach_tables
 from .norms_lamina import make_norm
 from .rotary_lamina import make_rotary
+from .stored_lamina import attach_stored, stored_modules
 from .vllm_lamina import vllm_lacks
 
 register_conversions(LaminaConfig.model_type)
@@ -195,6 +196,8 @@ class LaminaModel(LaminaPreTrainedModel):
         attach(self, in_base(block["final_norm"]), make_norm(config))
         tables = config.level_tables.items()
         attach_tables(self, {in_base(path): scheme for path, scheme in tables if path != block["head"]})
+        stored = stored_modules(config.stored_formats).items()
+        attach_stored(self, {in_base(path): form for path, form in stored if path != block["head"]})
         self.rotary_emb = make_rotary(config)
         self.gradient_checkpointing = False
         # Must match no tensor of a causal model: vLLM builds its models around this one and skips matches.
@@ -267,6 +270,8 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         head = config.block["head"]
         attach(self, head, make_head(config))
         attach_tables(self, {path: scheme for path, scheme in config.level_tables.items() if path == head})
+        stored = stored_modules(config.stored_formats).items()
+        attach_stored(self, {path: form for path, form in stored if path == head})
         self._tied_weights_keys = {f"{config.block['head']}.weight": f"{config.block['embed']}.weight"}
         self.post_init()
 

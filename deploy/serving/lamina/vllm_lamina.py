@@ -14,6 +14,7 @@ def vllm_lacks(config: LayersConfig, own_class: bool) -> str | None:
     if own_class:
         lacking += [role for role in OUTPUT_NORM_ROLES if role in block["modules"]]
         lacking += ["a rotation for each layer type"] if config.has_own_ropes() else []
+    lacking += ["weights in stored formats of the source"] if config.stored_formats else []
     return ", ".join(lacking) or None
 
 
