@@ -49,7 +49,12 @@ def stored_weights(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[st
     ends, described = METHODS[method]
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     form_of = described(field, tensors, dtype if dtype in LOGICAL_DTYPES else LOGICAL_DTYPES[0])
-    return _decoded(dict.fromkeys(_paths(tensors, ends), form_of), tensors)
+    paths = _paths(tensors, ends)
+    if not paths:
+        raise InputError(
+            f"config.json: {FIELD}: no weight is stored in format {method}, which it names; remove the field"
+        )
+    return _decoded(dict.fromkeys(paths, form_of), tensors)
 
 
 def with_formats(modules: Mapping[str, StoredFormat], tensors: Tensors) -> tuple[dict[str, TensorRecord], list[str]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 Encoded = tuple[dict[str, Tensor], Tensor]  # the parts of a weight, and the weight that they stand for
-LINEARS = ("_proj.weight",)
+LINEARS = ("_proj.weight", "_proj_with_mqa.weight")
 E4M3_MAX = 448.0
 
 

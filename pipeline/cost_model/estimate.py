@@ -44,6 +44,7 @@ class Plan:
     claimed_layers: int
     layer_bytes: int
     source_bytes: int
+    decoded_bytes: int
     read_bytes: int
     worker_peak_bytes: int
     worker_host_bytes: int
@@ -111,6 +112,7 @@ def make_plan(
         claimed_layers=len(claimed),
         layer_bytes=max(each.num_bytes() for each in geometry.layers),
         source_bytes=source_bytes,
+        decoded_bytes=source_bytes + geometry.saved_bytes("model"),
         read_bytes=int(
             (passes + (walk.importance > 0)) * decoder_bytes
             + 2 * (dense_bytes - decoder_bytes)

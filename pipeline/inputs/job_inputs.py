@@ -13,6 +13,7 @@ import torch
 
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
+from pipeline.cost_model.bounds import size_bound
 from pipeline.cost_model.estimate import expert_remarks, rank_remarks
 from pipeline.driver.job_spec import Passes, passes_of
 from pipeline.families.family import Geometry, foreign_attention_fault
@@ -79,7 +80,21 @@ class Inputs:
         of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
         of_tokens += expert_remarks(self.manifest, self.geometry)
         of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
+        of_model += self._size_remarks
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
+
+    @property
+    def _size_remarks(self) -> tuple[str, ...]:
+        """Remark on a result that may be no smaller than a source in a stored format."""
+        kinds = sorted({record.form.kind for record in self.source.tensors.values() if record.form is not None})
+        most = size_bound(self.manifest, self.geometry, self.tasks, self.source_bytes).num_bytes if kinds else 0
+        if not kinds or most < self.source_bytes:
+            return ()
+        return (
+            f"model: its weights are stored in {', '.join(kinds)}, {self.source_bytes:,} bytes in all; what methods "
+            f"change is stored in {self.dtype_name}, and the result may have {most:,} bytes, which is not smaller: "
+            "give budget.bytes, or quantize",
+        )
 
     @property
     def needs_calibration(self) -> bool:

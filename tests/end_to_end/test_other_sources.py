@@ -30,10 +30,10 @@ def with_config(llama: Path, directory: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "quantised (gptq)"]),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, ["quantised (awq)", "as it was before"]),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantised (bitsandbytes)"]),
-        ({"quantization_config": {"load_in_4bit": True}}, ["quantization_config", "quantised"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, ["quantization_config", "GPTQ with bits 3"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["no weight is stored in format fp8"]),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["'bitsandbytes'", "known are fp8", "gptq, awq"]),
+        ({"quantization_config": {"load_in_4bit": True}}, ["quantization_config", "'unnamed'"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "ForCausalLM"]),
         ({"architectures": ["LlamaForTokenClassification"]}, ["LlamaForTokenClassification"]),
         ({"architectures": ["LlamaModel"]}, ["LlamaModel", "no causal language model"]),

@@ -192,17 +192,6 @@ def test_widths_that_groups_do_not_divide(job: MakeJob, tmp_path: Path) -> None:
         assert relative_error(logits_of(load(made.output), ids), logits_of(plain, ids)) < 1e-5
 
 
-def test_a_rounded_source_is_refused(wide: Path, job: MakeJob, tmp_path: Path) -> None:
-    source = tmp_path / "rounded"
-    source.mkdir()
-    for path in wide.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    ended = job(source, methods=[], budget=None, **rounding(4)).run()
-    assert (ended.code, "the weights are quantised (gptq)" in ended.err) == (2, True), ended.err
-
-
 @pytest.mark.parametrize("methods", [[{"method": "loss_aware"}], [{"method": "flat_llm"}]], ids=["loss", "flat"])
 def test_a_budget_of_bytes_is_kept(wide: Path, job: MakeJob, methods: list[Any]) -> None:
     """By the bytes of the files; groups leave few sizes to choose from in so small a model."""

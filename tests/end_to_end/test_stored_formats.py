@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import factories
 from tests.encoders import ENCODERS, encode_model
@@ -18,18 +20,21 @@ pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 ATTENTION: dict[str, Any] = {"methods": [{"method": "flat_llm", "layers": [0, 1], "mlp": False}], "budget.keep": 0.9}
 
+EXPERTS: dict[str, Any] = {"methods": [{"method": "svd", "layers": [1]}], "calibration": None}
+
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
     """A model in a format and decoded again, written once."""
-    written: dict[tuple[str, str], tuple[Path, Path]] = {}
+    written: dict[str, tuple[Path, Path]] = {}
 
-    def make(kind: str, family: str = "llama") -> tuple[Path, Path]:
-        if (kind, family) not in written:
+    def make(kind: str, family: str = "llama", **sizes: int) -> tuple[Path, Path]:
+        key = f"{kind} {family} {sizes}"
+        if key not in written:
             folder = tmp_path_factory.mktemp("formats")
-            source = factories.make_model(folder / "source", family)
-            written[kind, family] = encode_model(source, folder, kind)
-        return written[kind, family]
+            source = factories.make_model(folder / "source", family, **sizes)
+            written[key] = encode_model(source, folder, kind)
+        return written[key]
 
     return make
 
@@ -42,9 +47,9 @@ def check_pair(encoded: Path, decoded: Path, job: MakeJob, **changes: Any) -> Jo
         assert ended.code == 0, ended.err
     output, expected, source = read_tensors(ran.output), read_tensors(plain.output), read_tensors(encoded)
     for name, tensor in output.items():
-        same = source if name in source and name not in expected or tensor.element_size() == 1 else expected
-        same = source if name.endswith(("weight_scale", "weight_scale_inv")) else same
-        assert torch.equal(tensor.view(torch.uint8), same[name].view(torch.uint8)), name
+        same = expected.get(name)
+        same = source[name] if same is None or same.dtype != tensor.dtype else same
+        assert torch.equal(tensor.flatten().view(torch.uint8), same.flatten().view(torch.uint8)), name
     verified = command("verify", str(ran.output), "--source", str(encoded))
     assert verified.code == 0, verified.out + verified.err
     return ran
@@ -62,3 +67,100 @@ def test_untouched_weights_stay_as_they_are(kind: str, job: MakeJob, models: Any
     ids = some_tokens(config["vocab_size"])
     mine, plain = load(ran.output), load(ran.output.parents[1] / "job-1" / "output")
     assert torch.equal(logits_of(mine, ids), logits_of(plain, ids))
+
+
+def test_experts_of_a_mixture_in_blocks(job: MakeJob, models: Any) -> None:
+    """DeepSeek-V3: attention stays in fp8, in blocks that do not divide it, as do the experts that no method claims."""
+    encoded, decoded = models("fp8 blocks", "deepseek_v3")
+    ran = check_pair(encoded, decoded, job, **{**EXPERTS, "budget.keep": 0.9})
+    (group,) = json.loads((ran.output / "config.json").read_text())["stored_formats"]
+    assert "model.layers.1.self_attn.kv_a_proj_with_mqa" in group["modules"]
+    assert not any("layers.1.mlp" in path for path in group["modules"])
+    assert "model.layers.2.mlp.experts.5.down_proj" in group["modules"]
+    ids = some_tokens(320)
+    plain = load(ran.output.parents[1] / "job-1" / "output")
+    assert torch.equal(logits_of(load(ran.output), ids), logits_of(plain, ids))
+    assert relative_error(logits_of(load(ran.output), ids), logits_of(load(decoded), ids)) < 1
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4"])
+@pytest.mark.parametrize("quantize", [None, {"bits": 4, "group": 32}], ids=["", "rounded"])
+def test_bytes_are_a_share_of_the_stored_ones(kind: str, quantize: Any, job: MakeJob, models: Any) -> None:
+    encoded, _ = models(kind, hidden_size=64, intermediate_size=96)
+    share = 0.8 if quantize is None else 0.55 if kind == "fp8 blocks" else 0.95
+    run = job(encoded, methods=[{"method": "svd"}], calibration=None, budget={"bytes": share}, quantize=quantize)
+    planned = command("plan", str(run.manifest), "--json", "--gpu", "H100").json
+    assert planned["decoded_bytes"] > planned["source_bytes"]
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    before, after = (
+        sum(tensor.nbytes for name, tensor in read_tensors(folder).items() if "layers" in name)
+        for folder in (encoded, run.output)
+    )
+    assert 0.8 * share * before < after <= share * before
+    verified = command("verify", str(run.output), "--source", str(encoded))
+    assert verified.code == 0, verified.out + verified.err
+    load(run.output)
+
+
+def test_a_result_that_may_not_be_smaller_is_announced(job: MakeJob, models: Any) -> None:
+    encoded, _ = models("fp8 blocks")
+    run = job(encoded, methods=[{"method": "svd"}], calibration=None, **{"budget.keep": 0.9})
+    ended = command("plan", str(run.manifest), "--gpu", "H100")
+    assert ended.code == 0, ended.err
+    assert "its weights are stored in fp8" in ended.out + ended.err
+    assert "not smaller: give budget.bytes, or quantize" in ended.out + ended.err
+
+
+def test_a_weight_that_stays_dense_stays_stored(job: MakeJob, models: Any) -> None:
+    """Full ranks change nothing: the result has the source's bytes."""
+    encoded, _ = models("fp8 blocks")
+    run = job(encoded, methods=[{"method": "svd"}], calibration=None, **{"budget.keep": 1.0})
+    assert run.run().code == 0
+    output = read_tensors(run.output)
+    for name, tensor in read_tensors(encoded).items():
+        assert torch.equal(output[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+
+
+def damaged(encoded: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a model with other tensors in the file of a query."""
+    shutil.copytree(encoded, folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / next(name for key, name in index["weight_map"].items() if "layers.1.self_attn.q_proj" in key)
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    names = {key: name for key, name in index["weight_map"].items() if name != file.name}
+    index["weight_map"] = names | dict.fromkeys(tensors, file.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+SCALE = "model.layers.1.self_attn.q_proj.weight_scale_inv"
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "missing": (lambda tensors: tensors.pop(SCALE), f"{SCALE}: missing"),
+    "shape": (lambda tensors: tensors.update({SCALE: tensors[SCALE][:1]}), f"{SCALE}: shape [1, 3]"),
+    "zero": (lambda tensors: tensors[SCALE].zero_(), "weight_scale_inv hold zeros for codes that are not"),
+    "NaN": (lambda tensors: tensors[SCALE].fill_(float("nan")), "weight_scale_inv hold NaN or infinity"),
+    "infinite": (lambda tensors: tensors[SCALE].fill_(float("inf")), "weight_scale_inv hold NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("layers", [[1], [2]], ids=["claimed", "copied"])
+def test_damaged_scales_are_named(kind: str, layers: list[int], job: MakeJob, models: Any, tmp_path: Path) -> None:
+    change, words = DAMAGE[kind]
+    source = damaged(models("fp8 blocks")[0], tmp_path / "damaged", change)
+    ended = job(source, methods=[{"method": "svd", "layers": layers}], calibration=None).run()
+    assert (ended.code, words in ended.err) == (2, True), ended.err
+
+
+def test_unknown_layouts_are_named(job: MakeJob, models: Any, tmp_path: Path) -> None:
+    shutil.copytree(models("int4")[0], source := tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["format"] = "nvfp4-pack-quantized"
+    (source / "config.json").write_text(json.dumps(config))
+    ended = job(source, methods=[{"method": "svd"}], calibration=None).run()
+    assert ended.code == 2
+    assert "nvfp4-pack-quantized cannot be read" in ended.err
+    assert "pack-quantized), mxfp4, gptq, awq" in ended.err
