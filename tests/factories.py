@@ -18,6 +18,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -30,6 +32,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     GPTNeoXConfig,
@@ -120,7 +124,11 @@ HYBRIDS: dict[str, tuple[Any, Any]] = {  # two kinds of attention, which no meth
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
 }
-CLASSES = FAMILIES | MIXTURES | FOREIGN | HYBRIDS
+INDEXED: dict[str, tuple[Any, Any]] = {  # latent attention with an indexer, which is copied
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+}
+CLASSES = FAMILIES | MIXTURES | FOREIGN | HYBRIDS | INDEXED
 GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size / heads, three layers
     "vocab_size": 320,
     "hidden_size": 48,
@@ -230,6 +238,9 @@ LATENT: dict[str, Any] = {  # no two sizes of the attention alike
     },
 }  # fmt: skip
 OWN_NAMES |= {"deepseek_v2": LATENT, "deepseek_v3": LATENT}
+INDEX: dict[str, Any] = {**LATENT, "index_topk": 300, "index_head_dim": 10, "index_n_heads": 3}
+OWN_NAMES |= {"deepseek_v32": INDEX, "glm_moe_dsa": INDEX}
+EXPERTS |= {"deepseek_v32": EXPERTS["deepseek_v3"], "glm_moe_dsa": EXPERTS["deepseek_v3"]}
 COMMON_NAMES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
     "bos_token_id", "eos_token_id", "pad_token_id",

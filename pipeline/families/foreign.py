@@ -66,6 +66,11 @@ class ForeignFamily:
         block = self.layers.get(standard["layer_types"][layer])
         return None if block is None else block({**standard, **standard["foreign"]})
 
+    @property
+    def only_type(self) -> str:
+        """Return the type of all layers of a family that lists types but has one; empty for others."""
+        return next(iter(self.layers)) if len(self.layers) == 1 else ""
+
     def standard(self, source: Any) -> dict[str, Any]:
         """Return the standard `foreign` of a source's config. Raises InputError for one that cannot be built."""
         fields = {name: getattr(source, name) for name in self.own_fields}
@@ -127,7 +132,7 @@ def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased:
     )
 
 
-def _latent_faults(fields: Mapping[str, Any]) -> list[str]:
+def latent_faults(fields: Mapping[str, Any]) -> list[str]:
     """Return the fields of latent attention that no module can have."""
     sizes = {name: fields[name] for name in LATENT_SIZES}
     if fields["q_lora_rank"] is not None:
@@ -146,7 +151,7 @@ def _latent_faults(fields: Mapping[str, Any]) -> list[str]:
 
 def _even_faults(fields: Mapping[str, Any]) -> list[str]:
     """Return the fields that the module of DeepSeek-V2 cannot have: it views pairs of numbers as complex ones."""
-    return _latent_faults(fields) or [
+    return latent_faults(fields) or [
         f"{name}: {fields[name]} is odd, which transformers' deepseek_v2 does not compute in float32"
         for name in ("kv_lora_rank", "qk_nope_head_dim")
         if fields[name] % 2
@@ -155,4 +160,4 @@ def _even_faults(fields: Mapping[str, Any]) -> list[str]:
 
 def latent_family(model_type: str, even: bool = False) -> ForeignFamily:
     """Return the latent attention of a family of transformers. `even`: odd sizes are refused."""
-    return ForeignFamily(model_type, latent_attention, "qk_rope_head_dim", _even_faults if even else _latent_faults)
+    return ForeignFamily(model_type, latent_attention, "qk_rope_head_dim", _even_faults if even else latent_faults)

@@ -16,6 +16,7 @@ from lamina.mixture_lamina import DEFAULTS, check_mixture
 from manifests.errors import InputError
 
 EVERY_LAYER, SPARSE_STEP, FIRST_DENSE = "", "mlp_only_layers", "first_k_dense_replace"
+LISTED = "mlp_layer_types"  # a list that has `dense` for them; FIRST_DENSE is its default
 ROUTING_FIELDS = ("score", "renormalise", "scale", "groups", "top_groups", "group_score")  # of a layer's router
 GATE_UP = ("gate", "up")  # the roles that most fused tensors hold
 ROUTING = {  # of a family without them
@@ -69,7 +70,12 @@ class MixtureFamily:
     @property
     def own_fields(self) -> tuple[str, ...]:
         """Return the source's fields that the mixture holds."""
-        layers = {EVERY_LAYER: (), SPARSE_STEP: (SPARSE_STEP, "decoder_sparse_step"), FIRST_DENSE: (FIRST_DENSE,)}
+        layers: dict[str, tuple[str, ...]] = {
+            EVERY_LAYER: (),
+            SPARSE_STEP: (SPARSE_STEP, "decoder_sparse_step"),
+            FIRST_DENSE: (FIRST_DENSE,),
+            LISTED: (LISTED, FIRST_DENSE),
+        }
         names = (*self.sizes.values(), *self.shared, *self.fields.values(), *self.group_methods[:1])
         names += layers[self.dense_layers]
         return tuple(dict.fromkeys(names))
@@ -99,6 +105,8 @@ class MixtureFamily:
         return bool(method == known[1])
 
     def _is_mixture(self, source: PreTrainedConfig, layer: int) -> bool:
+        if self.dense_layers == LISTED:
+            return bool(source.mlp_layer_types[layer] != "dense")
         if self.dense_layers == FIRST_DENSE:
             return bool(layer >= source.first_k_dense_replace)
         if self.dense_layers == SPARSE_STEP:
@@ -129,6 +137,9 @@ class MixtureFamily:
         dense = [layer for layer, sizes in enumerate(layers) if sizes is None]
         if self.dense_layers == FIRST_DENSE:
             return {FIRST_DENSE: len(dense)}
+        if self.dense_layers == LISTED:
+            first = next((layer for layer, sizes in enumerate(layers) if sizes is not None), len(layers))
+            return {LISTED: ["sparse" if sizes else "dense" for sizes in layers], FIRST_DENSE: first}
         if self.dense_layers == EVERY_LAYER:
             return {}
         for step in range(1, len(layers) + 1):

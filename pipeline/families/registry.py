@@ -23,12 +23,14 @@ from pipeline.families import (
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     falcon,
     gemma2,
     gemma3,
     glm,
     glm4,
     glm4_moe,
+    glm_moe_dsa,
     gpt_neox,
     gpt_oss,
     gptj,
@@ -80,6 +82,8 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe,
         deepseek_v2,
         deepseek_v3,
+        deepseek_v32,
+        glm_moe_dsa,
         glm4_moe,
         minimax_m2,
         gpt_oss,
@@ -148,6 +152,8 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     standard["rope_parameters"] = rope_parameters(family, source, standard["head_dim"])
     for name in ("sliding_window", "layer_types"):
         standard[name] = getattr(source, name, None) if name in family.windows else None
+    if family.foreign is not None and (only := family.foreign.only_type):
+        standard["layer_types"] = [only] * source.num_hidden_layers
     if standard["sliding_window"] is not None and standard["sliding_window"] < 1:
         raise InputError(f"config.json: sliding_window: {standard['sliding_window']} is no positive integer")
     if family.mixture is not None:

@@ -1,4 +1,4 @@
-"""Whole jobs on hybrids, whose attention and states are transformers' own modules: these are copied bit for bit."""
+"""Whole jobs on hybrids and on models with an indexer: attention and states are copied bit for bit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ JOBS: dict[str, dict[str, Any]] = {
     "flat_llm": {"methods": [{"method": "flat_llm", "attention": False}], "quantize": {"bits": 8, "group": None}},
     "svd_llm": {"methods": [{"method": "svd_llm"}]},
     "joint_rank_k": {"methods": [{"method": "joint_rank_k", "query_key": "none", "mlp": True}]},
-    "magnitude": {"methods": [{"method": "magnitude", "attention": False}]},
+    "magnitude": {"methods": [{"method": "magnitude"}]},
 }
-FIRST = {("loss_aware", "qwen3_next"), ("flat_llm", "qwen3_5_text"), ("svd_llm", "qwen3_5_moe_text")}
+FAMILIES = (*factories.HYBRIDS, *factories.INDEXED)
+FIRST = {
+    ("loss_aware", "qwen3_next"),
+    ("flat_llm", "qwen3_5_text"),
+    ("svd_llm", "qwen3_5_moe_text"),
+    ("loss_aware", "deepseek_v32"),
+    ("magnitude", "glm_moe_dsa"),
+}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +37,7 @@ FIRST = {("loss_aware", "qwen3_next"), ("flat_llm", "qwen3_5_text"), ("svd_llm",
     [
         pytest.param(name, family, marks=() if (name, family) in FIRST else pytest.mark.nightly)
         for name in JOBS
-        for family in factories.HYBRIDS
+        for family in FAMILIES
     ],
 )
 def test_a_job(name: str, family: str, job: MakeJob, tmp_path: Path) -> None:
@@ -55,7 +62,7 @@ def test_a_job(name: str, family: str, job: MakeJob, tmp_path: Path) -> None:
     assert 1e-3 < relative_error(logits, logits_of(load(source), ids)) < 1.5
 
 
-@pytest.mark.parametrize("family", factories.HYBRIDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_loses_nothing_is_the_source(family: str, job: MakeJob, tmp_path: Path) -> None:
     """After an export back to the family's class, too."""
     source = factories.make_model(tmp_path / "source", family)

@@ -30,10 +30,12 @@ FALCON = {**{name: value for name, value in OWN_HEADS.items() if name != "interm
 MINIMAX = {**MIXTRAL, "head_dim": 12}
 MINIMAX_FIELDS = ("scoring_func", "qk_norm_type", "use_routing_bias", "shared_intermediate_size")
 ROUTING = ("topk_method", "scoring_func", "moe_layer_freq")  # fields of the hub's configs
+INDEX = {**LATENT, "q_lora_rank": 12, "index_head_dim": 16}
 SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
     "deepseek_v3": LATENT, "glm4_moe": SHARED, "minimax_m2": MINIMAX, "gpt_neox": NEOX, "falcon": FALCON,
     "smollm3": {**SMALL, "no_rope_layers": [1, 0]}, "qwen3_next": MIXTURE,
+    "deepseek_v32": INDEX, "glm_moe_dsa": INDEX,
 }  # fmt: skip
 UNLISTED = {  # head_dim
     "phi3", "granitemoe",
@@ -105,6 +107,11 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5, 2.0],
     "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 16,
 }  # fmt: skip
+INDEXED: dict[str, Any] = {
+    **{name: value for name, value in ODD_LATENT.items() if name != "q_lora_rank"}, "q_lora_rank": 9,
+    "norm_topk_prob": False, "n_group": 3, "topk_group": {"n_group": 3, "topk_group": 2},
+    "mlp_layer_types": ["sparse", "dense"], "index_topk": 9, "index_head_dim": 24, "index_n_heads": 5,
+}  # fmt: skip
 HYBRID: dict[str, Any] = {
     **GATED, "attention_bias": True, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 7,
     "linear_value_head_dim": 9, "linear_num_key_heads": 2, "linear_num_value_heads": 48,
@@ -146,6 +153,8 @@ ODD: dict[str, dict[str, Any]] = {
         **ODD_LATENT, "rope_interleave": False, "norm_topk_prob": False, "n_group": 3,
         "topk_group": {"n_group": 3, "topk_group": 2},
     },
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": {**INDEXED, "indexer_types": {"indexer_types": ["full"] * 3, "num_hidden_layers": 3}},
     "qwen3_next": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 20, "norm_topk_prob": False},
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": {
@@ -239,6 +248,7 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     others = (kept | fixed | unread) - set(listed_fields(value))
     unlisted = {"mistral": {"layer_types"}, **{name: {"head_dim"} for name in UNLISTED}}
     unlisted |= {"deepseek_v2": {*ROUTING[1:]}, "deepseek_v3": {*ROUTING}}
+    unlisted |= {"deepseek_v32": {*ROUTING}, "glm_moe_dsa": {*ROUTING}}
     unlisted["minimax_m2"] = {*MINIMAX_FIELDS}
     assert others == unlisted.get(family, set())
     assert set(ODD[family]) == kept

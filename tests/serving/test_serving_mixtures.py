@@ -36,7 +36,7 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         return {**sizes, "num_local_experts": experts, "intermediate_size": draw.choice([5, 24, 33])}
     if family in factories.HYBRIDS:
         return hybrid_sizes(family, draw)
-    if family in ("glm4_moe", *factories.FOREIGN):
+    if family in ("glm4_moe", *factories.FOREIGN, *factories.INDEXED):
         return sizes | grouped_sizes(family, draw)
     sizes |= {"num_experts": experts, "moe_intermediate_size": draw.choice([5, 24, 33])}
     sizes |= draw.choice([{"mlp_only_layers": [draw.randrange(3)]}, {"decoder_sparse_step": 2, "mlp_only_layers": []}])
@@ -81,6 +81,8 @@ def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
     if family == "glm4_moe":
         heads = {name: draw.random() < 0.5 for name in ("use_qk_norm", "attention_bias", "norm_topk_prob")}
         return sizes | heads | {"partial_rotary_factor": draw.choice([0.25, 0.5, 1.0])}
+    if family in factories.INDEXED:
+        return sizes | {"norm_topk_prob": draw.random() < 0.5, "index_topk": draw.choice([4, 100])}
     sizes["q_lora_rank"] = draw.choice([None, 10])
     if family == "deepseek_v2":
         return sizes | {"topk_method": draw.choice(["greedy", "group_limited_greedy"])}
@@ -125,7 +127,7 @@ def decoded(model: Any, ids_BT: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("family", [*factories.MIXTURES, *factories.FOREIGN, *factories.HYBRIDS])
+@pytest.mark.parametrize("family", [name for name in factories.CLASSES if name not in factories.FAMILIES])
 @pytest.mark.sample(14)
 def test_logits_of_random_mixtures(family: str, seed: int, tmp_path: Path) -> None:
     compare(factories.make_model(tmp_path, family, seed=seed, **random_sizes(family, seed)))

@@ -60,7 +60,7 @@ BLOCK_KINDS: dict[str, Any] = {
 }
 VALUE_MULTIPLE = 16  # kernels of engines need multiples of this as widths of value heads
 LAYER_TYPES = ("full_attention", "sliding_attention")
-RECURRENT = "linear_attention"  # the type of layers with recurrent foreign attention
+RECURRENT, INDEXED = "linear_attention", "indexed_attention"  # types of layers whose attention is foreign
 # `auto_map` of config.json: the classes that transformers loads from the files beside the weights.
 AUTO_MAP = {
     "AutoConfig": "configuration_lamina.LaminaConfig",
@@ -210,8 +210,7 @@ class LayersConfig(PreTrainedConfig):
     def cache_numbers(self, layer: int) -> int:
         """Return the numbers that a layer caches per token, keys and values together."""
         if is_hybrid(self.foreign) and (own_type := self.layer_types[layer]) in self.block["foreign"]:
-            heads = 0 if foreign_layer(self.foreign, own_type).recurrent else 2 * self.num_key_value_heads
-            return heads * self.head_dim
+            return foreign_layer(self.foreign, own_type).cache_numbers({**vars(self), **self.foreign})
         if self.foreign and not is_hybrid(self.foreign):
             return foreign_cache_numbers(narrowed(self.foreign, self.forms[layer]))
         forms = ((role, *self.form_of(layer, role)) for role in ("k", "v"))

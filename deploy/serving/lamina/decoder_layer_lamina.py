@@ -264,7 +264,8 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
                 if source.path not in built and (shared := form.shared_module(shape, local, spec)) is not None:
                     built[source.path] = shared
         own_foreign = foreign_path(config.block, self.layer_type)
-        self.recurrent = bool(own_foreign) and foreign_layer(config.foreign, self.layer_type).recurrent
+        kind = foreign_layer(config.foreign, self.layer_type) if own_foreign else None
+        self.recurrent, self.masked = (False, False) if kind is None else (kind.recurrent, kind.masked)
         attention = own_foreign or attention_path(modules)
         self._attention = tuple(attention.split("."))
         attach(self, attention, self._make_attention(config, layer_idx))
@@ -323,11 +324,15 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         """Return what the attention adds to the residual stream, and its normed inputs."""
         normed, module = self._normed("input_norm", hidden_states), find(self, self._attention)
         if self.recurrent:
-            attention = module(normed, kwargs["past_key_values"], kwargs["attention_mask"])
+            attention = module(normed, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
             return self.written("attention_out_norm", attention), normed
+        if self.masked and kwargs.get("attention_mask") is None:  # of whole sequences
+            num_tokens = normed.shape[1]
+            causal_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=normed.device).tril()
+            kwargs["attention_mask"] = causal_TT[None, None]
         if slot_embeddings is not None:
             kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
-        attention, _ = module(hidden_states=normed, **kwargs)
+        attention, *_ = module(hidden_states=normed, **kwargs)
         return self.written("attention_out_norm", attention), normed
 
     def _normed(self, norm: str, x: Tensor) -> Tensor:

@@ -21,10 +21,20 @@ class ForeignLayer:
     Attributes:
         name: of its class, behind the prefix.
         recurrent: it holds a state in place of keys and values, which no rotation and no mask of pairs reaches.
+        masked: it always needs a mask of pairs.
+        cached: the fields whose sum is the count of numbers that it caches per token, if these are not keys and values.
     """
 
     name: str
     recurrent: bool = False
+    masked: bool = False
+    cached: tuple[str, ...] = ()
+
+    def cache_numbers(self, sizes: Mapping[str, Any]) -> int:
+        """Return the numbers that it caches per token, from the fields of `foreign` and of Lamina's config."""
+        if self.recurrent or self.cached:
+            return sum(sizes[name] for name in self.cached)
+        return int(2 * sizes["num_key_value_heads"] * sizes["head_dim"])
 
 
 @dataclass(frozen=True)
@@ -66,9 +76,15 @@ DELTA_LAYERS = {
     "linear_attention": ForeignLayer("GatedDeltaNet", recurrent=True),
     "full_attention": ForeignLayer("Attention"),
 }
+INDEX_FIELDS = (*LATENT_FIELDS, "index_topk", "index_head_dim", "index_n_heads")
+INDEX_LAYERS = {  # latent attention to the tokens that an indexer chooses
+    "indexed_attention": ForeignLayer("Attention", masked=True, cached=(*LATENT_CACHE, "index_head_dim")),
+}
 FOREIGN = {
     "deepseek_v2": ForeignAttention("DeepseekV2", LATENT_FIELDS, LATENT_CACHE),
     "deepseek_v3": ForeignAttention("DeepseekV3", (*LATENT_FIELDS, "rope_interleave"), LATENT_CACHE),
+    "deepseek_v32": ForeignAttention("DeepseekV32", INDEX_FIELDS, layers=INDEX_LAYERS),
+    "glm_moe_dsa": ForeignAttention("GlmMoeDsa", (*INDEX_FIELDS, "indexer_types"), layers=INDEX_LAYERS),
     "qwen3_next": ForeignAttention("Qwen3Next", DELTA_FIELDS, layers=DELTA_LAYERS),
     "qwen3_5_text": ForeignAttention("Qwen3_5", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5"),
     "qwen3_5_moe_text": ForeignAttention("Qwen3_5Moe", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5_moe"),
@@ -78,19 +94,19 @@ FOREIGN = {
 class ForeignConfig:
     """A config as a layer's foreign module reads it: the fields of `foreign`, and all others of Lamina's config.
 
-    A layer without an attention implementation, as in workers, uses `attend_whole`.
+    A layer without an attention implementation, as in workers, uses `whole`.
     """
 
-    def __init__(self, config: Any, forms: Mapping[str, Any] | None = None) -> None:
-        self._lamina = config
+    def __init__(self, config: Any, forms: Mapping[str, Any] | None = None, whole: str = WHOLE) -> None:
+        self._lamina, self._whole = config, whole
         self._fields: Mapping[str, Any] = narrowed(config.foreign, forms or {})
 
     @property
     def _attn_implementation(self) -> str:
-        return self._lamina._attn_implementation or WHOLE
+        return self._lamina._attn_implementation or self._whole
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_lamina", "_fields"):  # copies ask before these exist
+        if name.startswith("__") or name in ("_lamina", "_fields", "_whole"):  # copies ask before these exist
             raise AttributeError(name)
         return self._fields[name] if name in self._fields else getattr(self._lamina, OTHER_NAMES.get(name, name))
 
@@ -178,8 +194,9 @@ def attend_whole(
 def make_foreign_attention(config: Any, layer: int) -> nn.Module:
     """Build the attention module of a layer."""
     import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(WHOLE, attend_whole)
-    name = foreign_layer(config.foreign, config.layer_types[layer]).name
-    attention: nn.Module = _class(config, name)(ForeignConfig(config, config.forms[layer]), layer)
+    kind = foreign_layer(config.foreign, config.layer_types[layer])
+    read = ForeignConfig(config, config.forms[layer], "sdpa" if kind.masked else WHOLE)
+    attention: nn.Module = _class(config, kind.name)(read, layer)
     return attention
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .configuration_lamina import RECURRENT, LaminaConfig
+from .configuration_lamina import INDEXED, RECURRENT, LaminaConfig
 from .foreign_lamina import is_hybrid
 from .layers_lamina import LaminaDecoderLayer
 from .rotary_lamina import Angles, LaminaRotaryEmbedding, rotation_of
@@ -25,10 +25,16 @@ def create_recurrent_mask(**arguments: Any) -> Any:
     return create_recurrent_attention_mask(**arguments)
 
 
+def create_indexed_mask(**arguments: Any) -> Any:
+    """Return a causal mask even where attention needs none, for an indexer."""
+    return create_causal_mask(**arguments, allow_is_causal_skip=False)
+
+
 MASKS: dict[str, Any] = {  # by layer type
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
     RECURRENT: create_recurrent_mask,
+    INDEXED: create_indexed_mask,
 }
 
 

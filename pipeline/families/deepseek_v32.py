@@ -1,0 +1,94 @@
+"""DeepSeek-V3.2: V3 whose latent attention reads the tokens that an indexer chooses; both are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lamina.foreign_lamina import INDEX_LAYERS
+from pipeline.families import deepseek_v3
+from pipeline.families.blocks import Copied
+from pipeline.families.family import TRAINING, Family
+from pipeline.families.foreign import (
+    LATENT_BIASES,
+    LATENT_ROLES,
+    ForeignBlock,
+    ForeignFamily,
+    latent_attention,
+    latent_faults,
+)
+from pipeline.families.llama import BLOCK, MODULES
+from pipeline.families.mixture import LISTED, MixtureFamily
+
+INDEXED = "indexed_attention"
+INDEXER = {f"index_{name}": f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "k_norm", "weights_proj")}
+INSIDE = {role: f"self_attn.{role}" for role in LATENT_ROLES if role != "q_proj"} | INDEXER
+INDEXED_BLOCK: dict[str, Any] = BLOCK | {
+    "modules": {
+        "input_norm": MODULES["input_norm"],
+        **{f"{INDEXED}.{role}": path for role, path in INSIDE.items()},
+        **{role: MODULES[role] for role in ("mlp_norm", "gate", "up", "down")},
+    },
+    "biases": {f"{INDEXED}.{role}": field for role, field in LATENT_BIASES.items()},
+    "foreign": {INDEXED: "self_attn"},
+}
+
+
+def _block(sizes: Mapping[str, Any]) -> ForeignBlock:
+    """Return latent attention with an indexer."""
+    hidden, heads, width = sizes["hidden_size"], sizes["index_n_heads"], sizes["index_head_dim"]
+    biased = LATENT_BIASES if sizes["attention_bias"] else ()
+    latent = latent_attention({**sizes, "model_type": "deepseek_v3"}, hidden, sizes["num_attention_heads"], biased)
+    indexer = {
+        "index_wq_b": (("weight", (heads * width, sizes["q_lora_rank"])),),
+        "index_wk": (("weight", (width, hidden)),),
+        "index_k_norm": (("weight", (width,)), ("bias", (width,))),
+        "index_weights_proj": (("weight", (heads, hidden)),),
+    }
+    copied = (*latent.copied, *(Copied(role, shapes) for role, shapes in indexer.items()))
+    return replace(
+        latent,
+        block=None,
+        copied=tuple(replace(each, role=f"{INDEXED}.{each.role}", reads="") for each in copied),
+        scores=tuple(f"{INDEXED}.{role}" for role in latent.scores),
+        cache_numbers=INDEX_LAYERS[INDEXED].cache_numbers(sizes),
+    )
+
+
+def _faults(fields: Mapping[str, Any]) -> list[str]:
+    sizes = ("q_lora_rank", "index_topk", "index_head_dim", "index_n_heads")
+    faults = latent_faults({name: fields[name] for name in fields if name != "q_lora_rank"} | {"q_lora_rank": None})
+    faults += [
+        f"{name}: {fields[name]!r:.80} is no positive integer"
+        for name in sizes
+        if type(fields[name]) is not int or fields[name] < 1
+    ]
+    if {*(fields.get("indexer_types") or ())} - {"full"}:
+        faults.append("indexer_types: layers that share the choice of another layer's indexer are not supported")
+    if not faults and fields["index_head_dim"] < fields["qk_rope_head_dim"]:
+        faults.append(f"index_head_dim: {fields['index_head_dim']} is below qk_rope_head_dim")
+    return faults
+
+
+def indexed_family(model_type: str) -> Family:
+    """Return a family of V3's mixtures behind latent attention with an indexer."""
+    mixture = deepseek_v3.FAMILY.mixture
+    assert isinstance(mixture, MixtureFamily)
+    return replace(
+        deepseek_v3.FAMILY,
+        model_type=model_type,
+        block=INDEXED_BLOCK,
+        requires={**deepseek_v3.FAMILY.requires, "mlp_bias": False},
+        unread={
+            "attention_dropout": TRAINING,
+            "output_router_logits": "what a call returns",
+            "head_dim": "qk_rope_head_dim replaces it",
+            "layer_types": "all layers have an indexer",
+        },
+        foreign=ForeignFamily(model_type, None, "qk_rope_head_dim", _faults, {INDEXED: _block}),
+        mixture=replace(mixture, dense_layers=LISTED),
+    )
+
+
+FAMILY = indexed_family("deepseek_v32")
