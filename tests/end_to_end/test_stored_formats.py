@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
+from pipeline.inputs.sources import open_dense
 from tests import factories
 from tests.encoders import ENCODERS, encode_model
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 ATTENTION: dict[str, Any] = {"methods": [{"method": "flat_llm", "layers": [0, 1], "mlp": False}], "budget.keep": 0.9}
 
+GPT_OSS_EXPERTS = ("gate_up_proj", "down_proj")
 EXPERTS: dict[str, Any] = {"methods": [{"method": "svd", "layers": [1]}], "calibration": None}
 
 
@@ -164,3 +167,46 @@ def test_unknown_layouts_are_named(job: MakeJob, models: Any, tmp_path: Path) ->
     assert ended.code == 2
     assert "nvfp4-pack-quantized cannot be read" in ended.err
     assert "pack-quantized), mxfp4, gptq, awq" in ended.err
+
+
+def gpt_oss_in_mxfp4(directory: Path) -> Path:
+    """A random gpt-oss whose experts are stored as on the hub: fused, in codes of four bits."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    source = factories.make_model(directory, "gpt_oss", max_shard_size="1GB", dtype=torch.bfloat16, **sizes)
+    file, generator = source / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(120, 125, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    return source
+
+
+def test_experts_of_gpt_oss_are_read_from_mxfp4(tmp_path: Path, job: MakeJob) -> None:
+    """Every weight is that of transformers' own dequantization, in a job and in an export of it."""
+    source = gpt_oss_in_mxfp4(tmp_path / "source")
+    dequantize: Any = Mxfp4Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(source, quantization_config=dequantize, dtype=torch.bfloat16)
+    opened, _ = open_dense(str(source))
+    expected = theirs.state_dict()
+    for layer in range(2):
+        gate_up_EDF, down_END = (expected[f"model.layers.{layer}.mlp.experts.{name}"] for name in GPT_OSS_EXPERTS)
+        for expert in range(6):
+            path = f"model.layers.{layer}.mlp.experts.{expert}"
+            read = opened.read(f"{path}.{name}_proj.weight" for name in ("gate", "up", "down"))
+            gate_ND, up_ND, down_DN = read.values()
+            assert torch.equal(gate_ND, gate_up_EDF[expert, :, ::2].T)
+            assert torch.equal(up_ND, gate_up_EDF[expert, :, 1::2].T)
+            assert torch.equal(down_DN, down_END[expert].T)
+    run = job(source, methods=[{"method": "loss_aware"}], **{"calibration.propagate": "dense", "budget.keep": 0.8})
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    assert command("verify", str(run.output), "--source", str(source), "--bound", "10").code == 0
+    ended = command("export", str(run.output), "--to", "dense", str(tmp_path / "dense"))
+    assert ended.code == 0, ended.err
+    ids = some_tokens(300)
+    assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits_of(load(run.output), ids)) < 0.05
