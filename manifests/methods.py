@@ -180,6 +180,33 @@ class LoRC(MethodEntry):
         return self
 
 
+class MLA(MethodEntry):
+    """Latent attention, docs/methods.md#latent-attention: OUTPUT is a plain directory of the DeepSeek type.
+
+    `cache_keep`: the numbers that a token caches in each layer, latents and rotated key dimensions, as a share of the
+    source's. `rope`: the rotated ones; null: by predicted loss.
+    """
+
+    method: Literal["mla"]
+    cache_keep: Share
+    rope: PositiveInt | None = None
+
+    @property
+    def follows_curves(self) -> bool:
+        """True: sizes always follow predicted loss."""
+        return True
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.layers != "all" or self.keep is not None:
+            raise ValueError("the class has one size for all layers; leave out layers and keep")
+        if self.refine is not None:
+            raise ValueError("layers of the DeepSeek type are not trained; leave out refine")
+        if self.rope is not None and self.rope % 2:
+            raise ValueError(f"rope: {self.rope} is odd; dimensions are rotated in pairs")
+        return self
+
+
 class JointRanks(Block):
     """Fixed ranks, the same in every chosen layer."""
 
@@ -340,7 +367,7 @@ class SVDLLM(MethodEntry):
     method: Literal["svd_llm"]
 
 
-OfPaper = FlatLLM | LoRC | JointRankK | LeSTD
+OfPaper = FlatLLM | LoRC | MLA | JointRankK | LeSTD
 OfSingularValues = SVD | ASVD | SVDLLM
 
 

@@ -169,6 +169,7 @@ class FormSpec(Record):
     value_rank: PositiveInt | None = None
     width: PositiveInt | None = None
     absorbed: bool | None = None
+    rope: PositiveInt | None = None
 
 
 class StagedLayer(StagedRecord):

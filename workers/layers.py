@@ -17,6 +17,8 @@ from lamina import LayersConfig
 from lamina.factored_lamina import stored_state
 from manifests.errors import NumericsError
 from manifests.records import Scheme, StagedLayer
+from pipeline.families.family import LayerGeometry
+from pipeline.families.latent_config import described_config, latent_form
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
@@ -123,9 +125,17 @@ class LayerReader:
 
     def _config_of(self, layer: int, forms: dict[str, Any]) -> LayersConfig:
         """Return the config of a model of which one layer has these forms."""
+        if latent_form([forms]):
+            return LayersConfig(**described_config(self.setup.config, [forms]))
         config = copy.copy(self.config)
         config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
         return config
+
+    def _geometry_of(self, config: LayersConfig, layer: int) -> LayerGeometry:
+        """Return the geometry of a layer; where compression has changed its class, of that class."""
+        if config.source_model_type == self.config.source_model_type:
+            return self.setup.geometry.layers[layer]
+        return geometry_of(config.to_dict()).layers[layer]
 
     def _slices(self, config: LayersConfig, layer: int) -> ExpertSlices | None:
         return expert_slices(config, layer, self.setup.geometry.layers[layer].prefix, self.setup.experts)
@@ -141,7 +151,7 @@ class LayerReader:
 
         Rounded weights are dequantized in the forward's dtype, as in transformers.
         """
-        geometry, slices = self.setup.geometry.layers[layer], self._slices(config, layer)
+        geometry, slices = self._geometry_of(config, layer), self._slices(config, layer)
 
         def placed(number: int) -> dict[str, Tensor]:
             prefix, tensors = geometry.prefix, read(number)

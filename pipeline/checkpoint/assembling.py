@@ -31,8 +31,8 @@ from pipeline.checkpoint.listing import CARD_FILE, OUR_FILES, sweep_halves
 from pipeline.checkpoint.model_card import model_card
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
-from pipeline.families.registry import checkpoint_config
 from pipeline.families.wrapper import TOWERS, is_tower
+from pipeline.families.latent_config import described_config, latent_paths, output_config
 from pipeline.inputs.checkpoints import linear_modules
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
@@ -179,7 +179,9 @@ class Assembler:
         return entry
 
     def _config(self, stored: Collection[str]) -> dict[str, Any]:
-        config = checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
+        config = output_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
+        if self._own_class:
+            return config
         rounded: dict[str, Scheme] = {}
         for layer in range(self.inputs.geometry.num_layers):
             entry = self._entry(layer)
@@ -238,7 +240,7 @@ class Assembler:
             },
             "manifest": self.inputs.manifest.semantic(),
             "counts": count_sizes(self.inputs, tensors, forms),
-            "decoding": decoding_costs({**self.inputs.config, "forms": [dict(layer) for layer in forms]}),
+            "decoding": decoding_costs(described_config(self.inputs.config, forms), self.inputs.config),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "compared": compared.compared.as_json() if (compared := self.journal.get(COMPARED)) else None,
             "shards": {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()},
@@ -259,6 +261,7 @@ class Assembler:
             if first in forms:
                 shared = geometry.group_path(task.roles, task.name)
                 paths.setdefault(f"{shared}.{forms[first]['form']}.", first)
+        paths |= latent_paths(geometry, forms)
         for role, form in forms.items():
             if form["form"] == "pivoted":
                 paths.setdefault(f"{geometry.group_path((role,), form['group'])}.pivoted.", role)
@@ -284,12 +287,17 @@ class Assembler:
         return self.inputs.manifest.model.trust_remote_code
 
     def _write_companions(self) -> list[str]:
-        """Copy the companions and the modelling files. Return their names."""
+        """Copy the companions, and the modelling files unless OUTPUT needs none. Return their names."""
         source, trusted = self.inputs.source.storage, self._trusted
         names = copy_companions(self.output, source, trusted, OUR_FILES, self._tokenizer_class)
-        for name in MODELLING_FILES:
+        files = () if self._own_class else MODELLING_FILES
+        for name in files:
             self.output.replace(name, modelling_source(name))
-        return [*names, *MODELLING_FILES]
+        return [*names, *files]
+
+    @property
+    def _own_class(self) -> bool:
+        return any(method.own_class for method in self.inputs.methods)
 
     def _is_whole(self, name: str, record: ShardRecord) -> bool:
         try:

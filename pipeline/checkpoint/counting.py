@@ -10,6 +10,7 @@ from lamina import LayersConfig
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import layer_key
 from pipeline.families.family import Geometry
+from pipeline.families.latent_config import described_config
 from pipeline.inputs.job_inputs import Inputs
 from stores.formats import keeps
 from stores.headers import DTYPES
@@ -23,7 +24,7 @@ def count_sizes(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapp
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
     written = [(name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()]
     source = [(name, record.dtype, record.shape) for name, record in inputs.source.stored.items()]
-    config = LayersConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
+    config = LayersConfig(**described_config(inputs.config, forms))
     dense = stored_sizes(source, geometry.layers_path, itemsize) | dense_cache(geometry, itemsize)
     compressed = stored_sizes(written, geometry.layers_path, itemsize) | compressed_cache(config, itemsize)
     return {name: {"dense": dense[name], "compressed": compressed[name]} for name in dense}

@@ -24,15 +24,15 @@ from lamina.factored_lamina import Derived
 from pipeline.rounding.schemes import FIELD
 
 
-def decoding_costs(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Count the costs of the model that a config.json describes, and of its dense source.
+def decoding_costs(config: Mapping[str, Any], source: Mapping[str, Any] | None = None) -> dict[str, dict[str, int]]:
+    """Count the costs of the model that a config describes, and of its dense source (`source`, if of another class).
 
     `weights`: numbers of all layers and the head that a step reads from memory (sparse cores are dense there).
     `products`: multiply-adds for the token itself. `cached` and `cached_products`: numbers read and multiply-adds for
     each cached token.
     """
     plain = {name: value for name, value in config.items() if name != FIELD}
-    return {"dense": count_dense(plain), "compressed": dict(_cost(json.dumps(plain, sort_keys=True)))}
+    return {"dense": count_dense(source or plain), "compressed": dict(_cost(json.dumps(plain, sort_keys=True)))}
 
 
 def count_dense(config: Mapping[str, Any]) -> dict[str, int]:

@@ -27,6 +27,7 @@ PROBE_OUTPUTS = 256  # mixtures of outputs at most
 FIT_TOKENS = 2  # for each channel that is fitted, at least
 CUT_SHARE = 0.65  # of a full rank, where ranks are not known yet
 BASIS_SHARE = 0.75  # of the values' full rank
+LATENT_CHOICES, FIT_CALLS = 16, 40  # of rotated dimensions; of the loss of a latent behind its norm
 SWAPS = 32  # of rows, until a pivoted form's coefficients are small
 SWAPPED_BYTES = 64  # of memory for each coefficient and swap: magnitudes, the largest of them, all but one new
 WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # for each number of a task's weights and moments: read, checked, in float64, back
@@ -93,7 +94,9 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     contexts = [block.writer.reads for block in geometry.attentions]
-    if samples:
+    if _is_latent(task, geometry):
+        work = _latent_work(geometry, LATENT_CHOICES, 0)
+    elif samples:
         work = _mlp_curve(task, geometry.mlp_of(task.roles[0]), samples[0])
     elif any(moment.point in contexts and moment.heads == 1 for moment in task.moments):
         work = _value_curve(task, geometry, min(BASES, max(1, geometry.attention.head_dim // multiple)))
@@ -116,6 +119,8 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     points = {moment.point for moment in task.moments if moment.heads == 1}
     outputs = [{block.writer.reads, block.writer.feeds} for block in geometry.attentions]
+    if _is_latent(task, geometry):
+        return _elementwise(task, geometry).plus(_latent_work(geometry, 1, samples[0]))
     if pulled := [point for point in points if point.startswith("pull:")]:
         return _elementwise(task, geometry).plus(_directed_stack(task, geometry, geometry.features(pulled[0])))
     if any(output <= points for output in outputs) and not any(moment.heads > 1 for moment in task.moments):
@@ -136,6 +141,22 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
             if moment.heads == 1 and all(other.kind == "value" for other in task.moments):
                 work = work.plus(_low_rank(task, geometry, width))
     return work.plus(_fits(geometry.mlp_of(task.roles[0]), samples[0])) if samples else work
+
+
+def _is_latent(task: Task, geometry: LayerGeometry) -> bool:
+    """Tell whether a task makes attention latent: it has a sample of what attention reads."""
+    inputs = [block.input for block in geometry.attentions]
+    return any(moment.kind == "sample" and moment.point in inputs for moment in task.moments)
+
+
+def _latent_work(geometry: LayerGeometry, choices: int, tokens: int) -> SolveWork:
+    """Return the work of the directions of keys and values, for each choice, and of a fit on a sample of `tokens`."""
+    hidden, outputs = geometry.hidden, geometry.attention.cache_numbers
+    rank = CUT_SHARE * min(outputs, hidden)
+    eigen = choices * EIGEN_FLOPS * float(outputs) ** 3
+    products = choices * 2.0 * outputs * hidden * (hidden + outputs)
+    step = tokens * (4.0 * hidden * rank + 6.0 * rank * outputs + 2.0 * rank**2)
+    return SolveWork("", eigen + products + FIT_CALLS * step, 0, eigen_flops=eigen)
 
 
 def _elementwise(task: Task, geometry: LayerGeometry) -> SolveWork:

@@ -102,6 +102,7 @@ class LayerGeometry:
         own_bytes: `role.weight` -> bytes in the source, for weights that it stores in a format.
         outer: role -> module path and shape of the matrices outside of the layers that go with this one: `embed` with
             the first, `head` with the last. They are part of the layer only where they are asked for.
+        frequencies: the angle per position of each pair of a head's dimensions; only where `latent_faults` is empty.
     """
 
     model_type: str
@@ -118,6 +119,7 @@ class LayerGeometry:
     foreign: ForeignBlock | None = None
     copied: tuple[Copied, ...] = ()
     routing: tuple[tuple[str, Any], ...] = ()
+    frequencies: tuple[float, ...] = ()
 
     @property
     def attention(self) -> AttentionBlock:
@@ -403,6 +405,7 @@ class Geometry:
         outer: (name, shape) of every tensor outside of the layers.
         outer_bits: name -> bits of a number, for outer tensors in another dtype than the layers.
         outer_bytes: name -> bytes in the source, for outer weights that it stores in a format.
+        latent_faults: what DeepSeek's class with latent attention and dense MLPs cannot say of the model.
     """
 
     model_type: str
@@ -414,6 +417,7 @@ class Geometry:
     outer: tuple[tuple[str, tuple[int, ...]], ...]
     outer_bits: tuple[tuple[str, int], ...] = ()
     outer_bytes: tuple[tuple[str, int], ...] = ()
+    latent_faults: tuple[str, ...] = ()
 
     @property
     def bits(self) -> int:

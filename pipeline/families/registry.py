@@ -64,6 +64,7 @@ from pipeline.families.config_fields import (
 )
 from pipeline.families.config_values import MAX_LAYERS, POSITIVE_FIELDS, check_fields
 from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
+from pipeline.families.latent import latent_faults, rope_frequencies
 from pipeline.families.mixture import ROUTING_FIELDS
 from pipeline.families.rotation import rope_parameters
 from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault
@@ -205,6 +206,7 @@ def geometry_of(
         outer=tuple(outer),
         outer_bits=tuple((name, own) for name, _ in outer if (own := stored_bits.get(name, bits)) != bits),
         outer_bytes=tuple((name, stored_bytes[name]) for name, _ in outer if name in stored_bytes),
+        latent_faults=latent_faults(standard),
     )
 
 
@@ -231,6 +233,7 @@ def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str,
         foreign=foreign,
         copied=(*(foreign.copied if foreign else ()), *sinks, *copied),
         routing=_routing(mixture, index),
+        frequencies=rope_frequencies(standard),
     )
 
 

@@ -22,6 +22,7 @@ from manifests.records import ArrayRecord, Key
 from pipeline.driver.job_spec import Job, entered_scores
 from pipeline.driver.ledger_dependencies import kind_of
 from pipeline.driver.ledger_keys import RANKS, curves_key, measured_key
+from pipeline.families.latent_config import described_config
 from pipeline.methods.registry import layers_of
 from pipeline.reporting.summary import print_summary
 from stores.ledger import Ledger
@@ -81,7 +82,7 @@ def _layer_fault(layer: int, entry: LayerEntry, config: Mapping[str, Any]) -> st
     try:
         entered = entry.as_json()["forms"]
         forms = [entered if index == layer else {} for index in range(config["num_hidden_layers"])]
-        described = LayersConfig(**{**config, "forms": forms})
+        described = LayersConfig(**described_config(config, forms))
         with torch.device("meta"):
             expected = stored_state(DecoderLayer(described, layer))
     except Exception as error:  # any error of the serving code, for forms that Lamina did not write

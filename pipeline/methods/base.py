@@ -20,6 +20,7 @@ class MethodDefaults(ABC):
     """The defaults of `Method`."""
 
     name: ClassVar[str]
+    own_class: ClassVar[bool] = False
     routed_only: bool  # the budget counts routed experts alone, and nothing else is claimed
 
     @property

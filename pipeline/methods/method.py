@@ -239,6 +239,11 @@ class Method(Protocol):
         ...
 
     @property
+    def own_class(self) -> bool:
+        """Return True if OUTPUT is an ordinary checkpoint of a class that leaves no room for other methods."""
+        ...
+
+    @property
     def keep(self) -> float | None:
         """Return a budget of its own, instead of the common one, or None."""
         ...

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.methods import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
+from manifests.methods import MLA, FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
 from manifests.quantize import OUTER_BITS, OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, foreign_attention_fault
@@ -19,6 +19,7 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.loss_aware.shapes import ShapedExperts
+from pipeline.methods.mla import MLAMethod
 from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
 from pipeline.methods.rounded_size import (
     most_by_bits,
@@ -55,6 +56,7 @@ METHODS: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
     LeSTD: LeSTDMethod,
     LoRC: LoRCMethod,
     LossAware: loss_aware,
+    MLA: MLAMethod,
     **BASELINES,
 }
 
@@ -73,6 +75,7 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
     """Return every group of every method, by layer. Raises InputError on tensors claimed twice or impossible claims."""
     tasks: list[Task] = []
     owner: dict[tuple[int, str], str] = {}
+    _refuse_beside_own_class(methods)
     for position, method in enumerate(methods):
         try:
             groups = method.claims(geometry)
@@ -90,6 +93,18 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
                     )
             tasks.append(Task.of(position, group, method.refine))
     return _by_layer(tasks)
+
+
+def _refuse_beside_own_class(methods: Sequence[Method]) -> None:
+    """Raise InputError if a method that writes a class of its own shares the job with others."""
+    owner = next((method for method in methods if method.own_class), None)
+    for position, method in enumerate(methods):
+        if owner is not None and method is not owner:
+            what = "quantize" if isinstance(method, Unchanged) else f"methods.{position} ({method.name})"
+            raise InputError(
+                f"{what}: OUTPUT of {owner.name} is an ordinary checkpoint of another class, which has no place for it; "
+                "leave it out, or compress OUTPUT in a second job"
+            )
 
 
 def _refuse_idle(where: str, geometry: Geometry) -> None:
