@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lamina import LayersConfig
@@ -19,6 +19,8 @@ NOT_SERVED = "not served"
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     """Return a Markdown table. `cache_share`: cached bytes per token in transformers, over the dense model's."""
+    if config["model_type"] != "lamina":
+        return _ordinary_table(config, cache_share)
     described, rounded, tables = LayersConfig(**config), bool(config.get(FIELD)), bool(config.get(TABLES))
     rows = [
         ("engine", "how", "savings"),
@@ -41,7 +43,20 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
         rows.append(("any other", f"`{export} --to stock{'' if nf4 else option} DEST`", cut + codes))
     elif not export_faults(config, "dense"):
         rows.append(("any other", f"`{export} --to dense DEST`", "nothing"))
+    return _table(rows)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" if cells[0] != "---" else "|---|---|---|" for cells in rows)
+
+
+def _ordinary_table(config: Mapping[str, Any], cache_share: float) -> str:
+    """Return the table of a checkpoint of a class that engines have."""
+    cache = f"{1 - cache_share:.0%} of the cache"
+    tied = "not served: vLLM's class has no tied embeddings" if config["tie_word_embeddings"] else cache
+    serve = "`vllm serve PATH`; on a CPU `VLLM_MLA_DISABLE=1`, which caches whole heads"
+    rows = [("engine", "how", "savings"), ("---", "---", "---"), ("transformers, 5.14 or newer", "as above", cache)]
+    return _table([*rows, ("vLLM", serve, tied)])
 
 
 def planned_engines(config: Mapping[str, Any]) -> list[str]:

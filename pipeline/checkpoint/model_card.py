@@ -28,23 +28,33 @@ tags: [lamina, compressed]
 | bytes | {stored["dense"]:,} | {stored["compressed"]:,} |
 | cache bytes per token | {cache["dense"]:,} | {cache["compressed"]:,} |
 
-Load it with transformers:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
-```
-
-Lamina's serving package loads it without `trust_remote_code`: `pip install CHECKOUT/deploy/serving`, where CHECKOUT is
-a checkout of Lamina, or a wheel that `pip wheel --no-deps CHECKOUT/deploy/serving` builds there; then `import lamina`.
-The package is on no index: a project called `lamina` there is somebody else's. `compression.json` lists the form and
-the method of every tensor. {origin}{_left_out(compression["source"].get("left_out", ()))}
+{_loading(config)} `compression.json` lists the form and the method of every tensor.
+{origin}{_left_out(compression["source"].get("left_out", ()))}
 
 {engine_table(config, cache["compressed"] / cache["dense"])}
 
 {_decoding(compression["decoding"])}{_latents(compression)}"""
+
+
+def _loading(config: Mapping[str, Any]) -> str:
+    """Say how to load the checkpoint: by Lamina's code, or by transformers alone where it is of an ordinary class."""
+    ordinary = config["model_type"] != "lamina"
+    trust = "" if ordinary else ", trust_remote_code=True"
+    example = f"""Load it with transformers:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(PATH{trust})
+tokenizer = AutoTokenizer.from_pretrained(PATH{trust})
+```
+"""
+    if ordinary:
+        return f"{example}\nIt is an ordinary {config['model_type']} model, and needs none of Lamina's code."
+    return f"""{example}
+Lamina's serving package loads it without `trust_remote_code`: `pip install CHECKOUT/deploy/serving`, where CHECKOUT is
+a checkout of Lamina, or a wheel that `pip wheel --no-deps CHECKOUT/deploy/serving` builds there; then `import lamina`.
+The package is on no index: a project called `lamina` there is somebody else's."""
 
 
 def _left_out(tensors: Sequence[str]) -> str:

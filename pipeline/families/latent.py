@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lamina.block_lamina import BLOCK_DEFAULTS
 from pipeline.families.llama import BLOCK
 
 LATENT_FORM = "mla"
@@ -32,7 +31,9 @@ DIFFERENCES = {
 
 def latent_faults(standard: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what DeepSeek's class with latent attention and dense MLPs cannot say of a model; empty if it can."""
-    return tuple(dict.fromkeys(_faults(standard)))
+    modules = standard["block"]["modules"]
+    renamed = [role for role, path in BLOCK["modules"].items() if modules.get(role) != path]
+    return tuple(dict.fromkeys(_faults(standard))) or ((f"other names of {', '.join(renamed)}",) if renamed else ())
 
 
 def _faults(standard: Mapping[str, Any]) -> Iterator[str]:
@@ -65,10 +66,8 @@ def _faults(standard: Mapping[str, Any]) -> Iterator[str]:
     if standard.get("layer_sizes"):
         yield "layers of different sizes"
     for key, what in DIFFERENCES.items():
-        if block.get(key, BLOCK_DEFAULTS[key]) != BLOCK_DEFAULTS[key]:
+        if block.get(key):
             yield what
-    if renamed := [role for role, path in BLOCK["modules"].items() if modules.get(role, path) != path]:
-        yield f"other names of {', '.join(renamed)}"
 
 
 def _rope_faults(rope: Mapping[str, Any] | None, head_dim: int) -> Iterator[str]:
@@ -103,4 +102,6 @@ def plain_pairs(frequencies: Iterable[float]) -> int:
     """Count the leading frequencies that are powers of one number, as those of the class are."""
     angles = [*frequencies]
     ratio = angles[1] if len(angles) > 1 else 1.0
-    return next((at for at, angle in enumerate(angles) if not math.isclose(angle, ratio**at, rel_tol=1e-6)), len(angles))
+    return next(
+        (at for at, angle in enumerate(angles) if not math.isclose(angle, ratio**at, rel_tol=1e-6)), len(angles)
+    )

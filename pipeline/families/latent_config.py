@@ -1,4 +1,4 @@
-"""The config of a model whose compressed layers have the forms of a job: Lamina's, or DeepSeek's for latent attention."""
+"""The config of a model whose layers have the forms of a job: Lamina's, or DeepSeek's for latent attention."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dic
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
             "rope_interleave": True,
             "first_k_dense_replace": standard["num_hidden_layers"],
-            **dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group"), 1),
+            **dict.fromkeys(
+                ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group"), 1
+            ),
         }
     )
 

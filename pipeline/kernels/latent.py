@@ -1,4 +1,4 @@
-"""Keys and values of grouped-query attention as one latent per token. docs/methods.md#latent-attention.
+"""Keys and values of grouped-query attention as one latent per token. docs/methods.md#mla.
 
 A rotation by position multiplies each pair of key dimensions, read as one complex number, by e^{iθn}. It commutes with
 complex maps among the heads' numbers of one frequency, so that one complex number of all heads can carry a frequency.
@@ -182,21 +182,21 @@ def query_rows(query_QD: Tensor, read_Gpd: Tensor, scale: float) -> Tensor:
 
     `scale` makes up for an attention scale that differs from the source's.
     """
-    groups, shared, head_dim = read_Gpd.shape
+    groups, _, head_dim = read_Gpd.shape
     heads_HdD = query_QD.double().view(-1, head_dim, query_QD.shape[1])
     read_Hpd = read_Gpd.repeat_interleave(len(heads_HdD) // groups, dim=0)
     return scale * torch.cat((heads_HdD, read_Hpd @ heads_HdD), dim=1).flatten(0, 1)
 
 
 def head_rows(decode_mr: Tensor, heads: int, groups: int) -> Tensor:
-    """Return the rows (H·2d, r) that decode a key and a value for each query head, from those of each group, (2C, r)."""
+    """Return the rows (H·2d, r) that decode a key and a value for each query head, from those of groups, (2C, r)."""
     key_Gdr, value_Gdr = (part.unflatten(0, (groups, -1)) for part in decode_mr.chunk(2))
     return torch.cat((key_Gdr, value_Gdr), dim=1).repeat_interleave(heads // groups, dim=0).flatten(0, 1)
 
 
 def _complex_rows(weight_CD: Tensor, pairs: int) -> Tensor:
     """Return (C, D) rows of heads as complex numbers (G, J, D): dimensions j and j + J of a head are one."""
-    heads = weight_CD.unflatten(0, (-1, 2 * pairs))
+    heads: Tensor = weight_CD.unflatten(0, (-1, 2 * pairs))
     return heads[:, :pairs] + 1j * heads[:, pairs:]
 
 
@@ -252,7 +252,7 @@ def _whitened(sample_TD: Tensor, moment: Factored) -> Tensor:
 
 def _uncorrelated(rows_rD: Tensor) -> Tensor:
     """Return orthonormal rows of the same span, in the order of the given ones."""
-    basis_Dr, _ = torch.linalg.qr(rows_rD.T)
+    basis_Dr: Tensor = torch.linalg.qr(rows_rD.T).Q
     return basis_Dr.T.contiguous()
 
 
@@ -273,7 +273,8 @@ def _normed(latent_Tr: Tensor) -> tuple[Tensor, Tensor]:
 def _gram_factor(normed_Tr: Tensor) -> Tensor:
     gram_rr = normed_Tr.T @ normed_Tr
     gram_rr.diagonal().add_(RIDGE * len(normed_Tr))
-    return torch.linalg.cholesky(gram_rr)
+    factor_rr: Tensor = torch.linalg.cholesky(gram_rr)
+    return factor_rr
 
 
 def _loss_and_slope(rows_rD: Tensor, white_TD: Tensor, weighted_Tm: Tensor) -> tuple[float, Tensor]:

@@ -1,6 +1,6 @@
 """Latent attention of the DeepSeek type: keys and values from one latent, position in a few shared dimensions.
 
-docs/methods.md#latent-attention.
+docs/methods.md#mla.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, p rotated dimensions, r latents, R = r + p.
 """
@@ -8,7 +8,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, p rota
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -25,36 +25,41 @@ from pipeline.methods.base import MethodBase
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.methods.moments import input_moment
 from pipeline.ranks.budget import RankVariable
-from pipeline.ranks.curves import Point, to_columns
+from pipeline.ranks.curves import Point, steps, to_columns
 
 RANK, ROPE = "rank", "rope"  # kv_lora_rank, qk_rope_head_dim
+_ROUNDING = 1e-9  # of a share of the cache
 CHOICES = 16  # of rotated dimensions that are compared, at most
 SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # of the sample, for each number of the hidden size, and in all
 
 
 class _Problem(NamedTuple):
-    """What both a curve and a solve of a layer need; moments are means per token, float64."""
+    """What both a curve and a solve of a layer need; moments are means per token, float64.
+
+    Attributes:
+        query, key, value: (Q, D), (C, D) and (C, D).
+        moment: (D, D), of the input. `gradient`: (C, C), at the keys. `metric`: (2C, 2C), at keys and values.
+        sample: (T, D), inputs. `frequencies`: (J,). `shares`: (G, W), of attention by distance.
+    """
 
     block: AttentionBlock
-    query_QD: Tensor
-    key_CD: Tensor
-    value_CD: Tensor
-    moment_DD: Tensor
-    gradient_CC: Tensor
-    metric_mm: Tensor
-    sample_TD: Tensor
-    frequencies_J: Tensor
-    shares_GW: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    moment: Tensor
+    gradient: Tensor
+    metric: Tensor
+    sample: Tensor
+    frequencies: Tensor
+    shares: Tensor
 
     def split(self, shared: int) -> SplitKeys:
         """Return the keys with so many rotated dimensions."""
-        return split_keys(
-            self.key_CD, self.moment_DD, self.gradient_CC, self.frequencies_J, shared, self.shares_GW
-        )
+        return split_keys(self.key, self.moment, self.gradient, self.frequencies, shared, self.shares)
 
     def outputs(self, keys: SplitKeys) -> Tensor:
         """Return the map (2C, D) from the input to what latents have to give: keys without rotation, and values."""
-        return torch.cat((keys.rest, self.value_CD))
+        return torch.cat((keys.rest, self.value))
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class MLAMethod(MethodBase[MLA]):
                 f"OUTPUT is of the DeepSeek type, which has no place for what this {geometry.model_type} model has: "
                 f"{'; '.join(geometry.latent_faults)}; use lorc for its cache"
             )
-        self._choices(geometry.layers[0])
+        self._check(geometry.layers[0])
         return tuple(self._group(layer) for layer in geometry.layers)
 
     def _group(self, layer: LayerGeometry) -> Group:
@@ -96,58 +101,67 @@ class MLAMethod(MethodBase[MLA]):
         )
         return Group(layer.index, block.name, roles_of(block.readers), moments)
 
-    def _cached(self, layer: LayerGeometry) -> int:
-        """Return R, the numbers that a token caches; at most as many latents as the hidden state has numbers."""
-        return int(self.entry.cache_keep * layer.cache_numbers + 1e-9)
-
-    def _choices(self, layer: LayerGeometry) -> list[tuple[int, int]]:
-        """Return (r, p) of every choice. Raises ValueError if there is none."""
-        cached, head_dim = self._cached(layer), layer.attention.head_dim
-        most = min(2 * plain_pairs(layer.frequencies), cached - 1)
-        if self.entry.rope is not None:
-            if not 2 <= self.entry.rope <= most:
-                raise ValueError(
-                    f"rope: {self.entry.rope}, allowed is 2 to {most // 2 * 2}: heads of {head_dim} dimensions, whose "
-                    f"first {2 * plain_pairs(layer.frequencies)} turn by powers of one angle, and {cached} numbers"
-                )
-            shared = [self.entry.rope]
-        else:
-            step = 2 * max(1, head_dim // 2 // CHOICES)
-            shared = [*range(step, most + 1, step)]
-        if not shared:
+    def _check(self, layer: LayerGeometry) -> None:
+        """Raise ValueError if no choice fits."""
+        cached, turned = self._cached(layer), 2 * plain_pairs(layer.frequencies)
+        if self.entry.rope is not None and self.entry.rope > turned:
             raise ValueError(
-                f"cache_keep: {self.entry.cache_keep:g} of {layer.cache_numbers} cached numbers leaves {cached}, too "
-                "few for a latent beside rotated dimensions; keep more"
+                f"rope: {self.entry.rope} is more than {turned}: of heads of {layer.attention.head_dim} dimensions, "
+                "that many turn by powers of one angle"
             )
-        return [(min(cached - rope, layer.hidden, 2 * layer.attention.key.outputs), rope) for rope in shared]
+        least = self._shared(layer)[0] + self._ranks(layer)[0]
+        if cached < least:
+            raise ValueError(
+                f"cache_keep: {self.entry.cache_keep:g} of {layer.cache_numbers} cached numbers leaves {cached}, and "
+                f"the smallest latent beside rotated dimensions takes {least}; keep more"
+            )
+
+    def _cached(self, layer: LayerGeometry) -> int:
+        """Return R, the numbers that a token may cache."""
+        return int(self.entry.cache_keep * layer.cache_numbers + _ROUNDING)
+
+    def _shared(self, layer: LayerGeometry) -> list[int]:
+        """Return the numbers of rotated dimensions to compare, ascending."""
+        if self.entry.rope is not None:
+            return [self.entry.rope]
+        step = 2 * max(1, layer.attention.head_dim // 2 // CHOICES)
+        return [*range(step, 2 * plain_pairs(layer.frequencies) + 1, step)]
+
+    def _ranks(self, layer: LayerGeometry) -> list[int]:
+        """Return the ranks of the latent to compare, ascending; from the last on it holds all that is asked of it."""
+        return steps(min(layer.hidden, layer.cache_numbers), self.entry.multiple(layer.hidden))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Return the rank of the latent; the rotated dimensions have the rest of the cache."""
-        most = max(rank for rank, _ in self._choices(geometry))
-        return (RankVariable(group.layer, group.name, RANK, most, 1, lambda rank: _numbers(geometry, rank, self._cached(geometry) - rank)),)
+        """Return the rank of the latent; its cost includes the most rotated dimensions."""
+        shared, cap = self._shared(geometry)[-1], max(1, min(self._ranks(geometry)[-1], self._cached(geometry)))
+        cost = partial(_numbers, geometry, rope=shared)
+        return (RankVariable(group.layer, group.name, RANK, cap, 1, cost),)
 
     def cache_target(self, geometry: Geometry) -> float | None:
-        """Return the numbers that a token caches in all layers."""
+        """Return the numbers that a token may cache in all layers."""
         return sum(self._cached(layer) for layer in geometry.layers)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the smallest latents: which are chosen follows from the curves."""
-        least = {layer.index: min(rank for rank, _ in self._choices(layer)) for layer in geometry.layers}
-        return {variable.key: least[variable.layer] for variable in self.rank_variables(geometry)}
+        """Return the largest latents, a bound: which are chosen follows from the curves."""
+        return {variable.key: variable.cap for variable in self.rank_variables(geometry)}
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """Count the numbers stored with the smallest latents."""
-        return min(_numbers(geometry, *sizes) for sizes in self._choices(geometry))
+        """Count the numbers stored with the smallest latent."""
+        return round(_numbers(geometry, self._ranks(geometry)[0], self._shared(geometry)[0]))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss of every choice of rotated dimensions; all cache the same."""
+        """Predict the loss of every rank with every number of rotated dimensions, whatever `cache_keep`."""
         problem, points = _problem(geometry, weights, statistics), []
-        for rank, rope in self._choices(geometry):
+        for rope in self._shared(geometry):
             keys = problem.split(rope)
             outputs_mD = problem.outputs(keys)
-            lost = least_losses(problem.metric_mm, outputs_mD @ problem.moment_DD @ outputs_mD.T)
-            loss = keys.loss + float(lost[rank])
-            points.append(Point({RANK: rank, ROPE: rope}, _numbers(geometry, rank, rope), loss, rank + rope))
+            lost = least_losses(problem.metric, outputs_mD @ problem.moment @ outputs_mD.T).tolist()
+            points += [
+                Point(
+                    {RANK: rank, ROPE: rope}, round(_numbers(geometry, rank, rope)), keys.loss + lost[rank], rank + rope
+                )
+                for rank in self._ranks(geometry)
+            ]
         return to_columns(points)
 
     def compress(
@@ -157,15 +171,15 @@ class MLAMethod(MethodBase[MLA]):
         problem, rank, rope = _problem(geometry, weights, statistics), ranks[RANK], ranks[ROPE]
         keys = problem.split(rope)
         outputs_mD = problem.outputs(keys)
-        order = output_directions(outputs_mD, problem.moment_DD, problem.metric_mm)
+        order = output_directions(outputs_mD, problem.moment, problem.metric)
         cut = 0.5 * float(order.values[rank:].clamp_min(0.0).sum())
         latents = fit_latents(
-            problem.sample_TD, problem.moment_DD, outputs_mD, problem.metric_mm, order.encode[:rank] @ outputs_mD
+            problem.sample, problem.moment, outputs_mD, problem.metric, order.encode[:rank] @ outputs_mD
         )
         block = problem.block
         name = block.name
         tensors = {
-            block.query.weight_key: query_rows(problem.query_QD, keys.read, (1 + rope / block.head_dim) ** 0.5),
+            block.query.weight_key: query_rows(problem.query, keys.read, (1 + rope / block.head_dim) ** 0.5),
             f"{name}.kv_a_proj_with_mqa.weight": torch.cat((latents.encode, keys.shared)),
             f"{name}.kv_a_layernorm.weight": latents.encode.new_ones(rank),
             f"{name}.kv_b_proj.weight": head_rows(latents.decode, block.heads, block.kv_heads),
@@ -178,11 +192,16 @@ class MLAMethod(MethodBase[MLA]):
             "normed_before": latents.before,
             "error": float(2.0 * latents.loss / max(1e-300, float(_felt(outputs_mD, problem)))),
         }
-        return Solution({key: tensor.contiguous() for key, tensor in tensors.items()}, self.forms(group, geometry, ranks), report)
+        return Solution(
+            {key: tensor.contiguous() for key, tensor in tensors.items()}, self.forms(group, geometry, ranks), report
+        )
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """Map q, k and v to latent attention of these sizes."""
-        return {role: FormSpec(form=LATENT_FORM, rank=ranks[RANK], rope=ranks[ROPE], group=group.name) for role in group.roles}
+        return {
+            role: FormSpec(form=LATENT_FORM, rank=ranks[RANK], rope=ranks[ROPE], group=group.name)
+            for role in group.roles
+        }
 
 
 def _sample(layer: LayerGeometry) -> Moment:
@@ -224,4 +243,4 @@ def _problem(geometry: LayerGeometry, weights: Weights, statistics: Statistics) 
 
 def _felt(outputs_mD: Tensor, problem: _Problem) -> Tensor:
     """Return E[yᵀ G y] of the outputs y."""
-    return ((outputs_mD @ problem.moment_DD @ outputs_mD.T) * problem.metric_mm).sum()
+    return ((outputs_mD @ problem.moment @ outputs_mD.T) * problem.metric).sum()

@@ -19,8 +19,8 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.loss_aware.shapes import ShapedExperts
-from pipeline.methods.mla import MLAMethod
 from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
+from pipeline.methods.mla import MLAMethod
 from pipeline.methods.rounded_size import (
     most_by_bits,
     numbers_of_bytes,
@@ -102,8 +102,8 @@ def _refuse_beside_own_class(methods: Sequence[Method]) -> None:
         if owner is not None and method is not owner:
             what = "quantize" if isinstance(method, Unchanged) else f"methods.{position} ({method.name})"
             raise InputError(
-                f"{what}: OUTPUT of {owner.name} is an ordinary checkpoint of another class, which has no place for it; "
-                "leave it out, or compress OUTPUT in a second job"
+                f"{what}: OUTPUT of {owner.name} is an ordinary checkpoint of another class, which has no place for "
+                "it; leave it out, or compress OUTPUT in a second job"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from lamina import LayersConfig
 from lamina.factored_lamina import stored_state
 from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import compressed_cache, dense_cache, stored_sizes
+from pipeline.families.latent_config import latent_form
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.checkpoints import build_on_meta, expected_tensors
 from pipeline.kernels.checks import all_finite
@@ -62,8 +63,8 @@ def check_output_files(output: Storage, compression: Mapping[str, Any]) -> Findi
 
 def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compression: Mapping[str, Any]) -> Finding:
     """Check that the checkpoint has the tensors, shapes and dtypes that the forms in config.json require."""
-    faults = []
-    if config["forms"] != [layer["forms"] for layer in compression["layers"]]:
+    faults, forms = [], recorded_forms(compression)
+    if not latent_form(forms) and config["forms"] != forms:
         faults.append("config.json: its forms differ from those of compression.json's layers")
     model = build_on_meta(config)
     dtypes = {name: tensor.dtype for name, tensor in stored_state(model).items()}
@@ -81,7 +82,7 @@ def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compres
     for name in sorted(tensors.keys() - expected.keys()):
         if compression["tensors"][name]["origin"] != "copied":  # old checkpoints have buffers that no model uses
             faults.append(f"{name}: of no form in the config")
-    faults += _form_faults(config, compression)
+    faults += _form_faults(config["block"]["layers"], forms, compression)
     faults += _bitmap_faults(checkpoint, model)
     return Finding("forms", f"names, shapes and kinds of {len(expected)} tensors of the model", tuple(faults))
 
@@ -106,8 +107,12 @@ def check_counts(
     config: Mapping[str, Any],
     compression: Mapping[str, Any],
     original: SourceCheckpoint | None,
+    standard: Mapping[str, Any],
 ) -> Finding:
-    """Check numbers, bytes and cache sizes. The dense model's are counted if `original` is its checkpoint."""
+    """Check numbers, bytes and cache sizes. The dense model's are counted if `original` is its checkpoint.
+
+    `standard`: the dense model's config, if `original` is given.
+    """
     itemsize = getattr(torch, config["dtype"]).itemsize
 
     def stored(counted: SourceCheckpoint) -> dict[str, int]:
@@ -115,7 +120,9 @@ def check_counts(
         return stored_sizes(tensors, config["block"]["layers"], itemsize)
 
     compressed = stored(checkpoint) | compressed_cache(LayersConfig(**config), itemsize)
-    dense = ({} if original is None else stored(original)) | dense_cache(geometry_of(config), itemsize)
+    dense = {} if original is None else stored(original)
+    if standard or not latent_form(recorded_forms(compression)):
+        dense |= dense_cache(geometry_of(standard or config), itemsize)
     faults = [
         f"{name}.{side}: counted {size:,}, compression.json says {compression['counts'][name][side]:,}"
         for side, sizes in (("compressed", compressed), ("dense", dense))
@@ -130,17 +137,24 @@ def _is_plain_float(record: Any) -> bool:
     return bool(record.torch_dtype.is_floating_point and record.torch_dtype.itemsize > 1)
 
 
-def _form_faults(config: Mapping[str, Any], compression: Mapping[str, Any]) -> Iterator[str]:
-    """Check that the recorded form of each tensor is a form of its layer in config.json."""
-    prefix = f"{config['block']['layers']}."
+def recorded_forms(compression: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return role -> form of each layer, as compression.json has them."""
+    return [layer["forms"] for layer in compression["layers"]]
+
+
+def _form_faults(
+    layers_path: str, layers: Sequence[Mapping[str, Any]], compression: Mapping[str, Any]
+) -> Iterator[str]:
+    """Check that the recorded form of each tensor is a form of its layer."""
+    prefix = f"{layers_path}."
     for name, entry in compression["tensors"].items():
         form = {key: value for key, value in entry.items() if key not in NOT_OF_FORM}
         if form == {"form": "dense"}:
             continue
         layer = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-        forms = config["forms"][int(layer)] if layer.isdecimal() and int(layer) < len(config["forms"]) else {}
+        forms = layers[int(layer)] if layer.isdecimal() and int(layer) < len(layers) else {}
         if form not in forms.values():
-            yield f"{name}: compression.json says {form}, which is no form of its layer in config.json"
+            yield f"{name}: compression.json says {form}, which is no form of its layer"
 
 
 def _bitmap_faults(checkpoint: SourceCheckpoint, model: nn.Module) -> Iterator[str]:

@@ -23,6 +23,7 @@ from pipeline.checkpoint.compression_record import (
     shard_record,
 )
 from pipeline.checkpoint.listing import listed_files
+from pipeline.families.latent_config import latent_form
 from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.sources import open_dense
 from pipeline.verification import output_checks, source_checks
@@ -58,13 +59,14 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
         return
     try:
         checkpoint, config = read_checkpoint(checked.at())
+        config = {**config, "dtype": checkpoint.config["dtype"]}
     except LaminaError as error:
         yield Finding("contents", "cannot be opened", (str(error),))
         return
     yield _guarded("contents", output_checks.check_output_files, checked, compression)
     yield _guarded("forms", output_checks.check_forms, checkpoint, config, compression)
     yield _guarded("values", output_checks.check_values, checkpoint, compression)
-    yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original)
+    yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original, standard)
     if original is not None:
         pair = source_checks.Pair(original, standard, checkpoint, config, compression)
         yield _guarded("source", source_checks.check_source, pair)
@@ -87,7 +89,8 @@ def _files(output: Storage, compression: Mapping[str, Any]) -> Finding:
     recorded = {RECORD_FILE, *compression["files"], *compression["shards"]}
     strangers = [name for name in listed_files(output) if name not in recorded]
     faults += [f"{output.at(name)}: not part of the checkpoint; remove it" for name in strangers]
-    needed = [CONFIG_FILE, INDEX_FILE, *_modelling_files(output)]
+    ordinary = latent_form(output_checks.recorded_forms(compression)) is not None
+    needed = [CONFIG_FILE, INDEX_FILE, *([] if ordinary else _modelling_files(output))]
     faults += [f"{output.at(name)}: {RECORD_FILE} has no digest of it" for name in needed if name not in recorded]
     return Finding("files", f"{len(compression['files'])} files against sha256", tuple(filter(None, faults)))
 

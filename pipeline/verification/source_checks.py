@@ -20,6 +20,7 @@ from manifests.records import FormSpec
 from pipeline.checkpoint.compression_record import file_fault
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.families.family import LayerGeometry
+from pipeline.families.latent_config import described_config, latent_form
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.calibration import sample_tokens
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
@@ -27,7 +28,7 @@ from pipeline.inputs.source_dtypes import unstored_dtypes
 from pipeline.methods.method import served_roles
 from pipeline.methods.unchanged import Unchanged
 from pipeline.rounding.schemes import packed_names
-from pipeline.verification.output_checks import Finding
+from pipeline.verification.output_checks import Finding, recorded_forms
 from stores.formats import keeps
 from stores.headers import DTYPE_NAMES, DTYPES
 from stores.model_files import is_copy
@@ -72,11 +73,13 @@ def check_source(pair: Pair) -> Finding:
         for name, record in recorded.items()
         if file_fault(original.storage, name, record)
     ]
-    standard = json.loads(json.dumps(pair.standard))
+    forms = recorded_forms(compression)
+    standard = json.loads(json.dumps(described_config(pair.standard, forms) if latent_form(forms) else pair.standard))
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
     expected = unstored_dtypes(compression["claimed"], original.tensors, compression["tensors"], config["dtype"])
+    expected = {} if latent_form(forms) else expected
     if (dtypes := config.get(SOURCE_DTYPES) or {}) != expected:
         faults.append(f"config.json: {SOURCE_DTYPES} is {dtypes!r:.200}, by the source {expected!r:.200}")
     for name in sorted(compression["files"].keys() - recorded.keys() - OUR_FILES):

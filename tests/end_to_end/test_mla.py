@@ -1,0 +1,63 @@
+"""`mla`: OUTPUT is a plain directory of the DeepSeek type, and says what was evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
+
+from lamina import MODELLING_FILES
+from tests import factories
+from tests.end_to_end.jobs import Job, command, file_digests, some_tokens
+
+MakeJob = Callable[..., Job]
+METHODS = [{"method": "mla", "cache_keep": 0.5}]
+pytestmark = pytest.mark.usefixtures("inline")
+
+
+def test_a_model_of_the_deepseek_type(tmp_path: Path, job: MakeJob) -> None:
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
+    made = job(source, methods=METHODS, budget=None, **{"calibration.propagate": "dense"})
+    assert command("plan", str(made.manifest), "--json", "--tflops", "1").code == 0
+    ended = made.run().json
+    cache = ended["counts"]["cache_bytes_per_token"]
+    assert cache["compressed"] == 0.5 * cache["dense"]
+    assert not {*MODELLING_FILES} & {path.name for path in made.output.iterdir()}
+    verified = command("verify", str(made.output), "--source", str(source))
+    assert verified.code == 0, verified.out
+    assert command("verify", str(made.output)).code == 0
+    model = AutoModelForCausalLM.from_pretrained(made.output, dtype=torch.float32).eval()
+    assert type(model) is DeepseekV3ForCausalLM
+    text, window = tmp_path / "text.txt", 32
+    factories.write_text(text, 4000, seed=3)
+    scored = command("evaluate", str(made.output), "--text", str(text), "--window", str(window), "--json").json
+    assert scored["perplexity"] == pytest.approx(perplexity(model, made.output, text, window), rel=1e-4)
+    ids_BT = some_tokens(320)[:, :24]
+    with torch.inference_mode():
+        filled = model(ids_BT, use_cache=True).past_key_values
+        held = sum(tensor.numel() for layer in filled.layers for tensor in (layer.keys, layer.values))
+    assert held * 4 == ids_BT.numel() * cache["compressed"]
+    assert command("export", str(made.output), "--to", "dense", str(tmp_path / "dense")).code == 2
+    before = file_digests(made.output)
+    assert made.run().code == 0
+    assert file_digests(made.output) == before
+
+
+def perplexity(model: DeepseekV3ForCausalLM, output: Path, text: Path, window: int) -> float:
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(output)(text.read_text(), return_tensors="pt", add_special_tokens=False)
+    ids_BT = ids.input_ids[0][: ids.input_ids.shape[1] // window * window].view(-1, window)
+    with torch.inference_mode():
+        loss: torch.Tensor = model(ids_BT, labels=ids_BT).loss
+    return float(loss.exp())
+
+
+def test_wrong_models_end_before_work(tmp_path: Path, job: MakeJob) -> None:
+    source = factories.make_model(tmp_path / "source", "opt", num_hidden_layers=2)
+    ended = job(source, methods=METHODS, budget=None, **{"calibration.propagate": "dense"}).run()
+    assert ended.code == 2
+    assert "methods.0 (mla): OUTPUT is of the DeepSeek type" in ended.err
