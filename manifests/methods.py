@@ -189,7 +189,7 @@ class MLA(MethodEntry):
 
     method: Literal["mla"]
     cache_keep: Share
-    rope: PositiveInt | None = None
+    rope: Count | None = None
 
     @property
     def follows_curves(self) -> bool:

@@ -31,8 +31,8 @@ from pipeline.checkpoint.listing import CARD_FILE, OUR_FILES, sweep_halves
 from pipeline.checkpoint.model_card import model_card
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
-from pipeline.families.wrapper import TOWERS, is_tower
 from pipeline.families.latent_config import described_config, latent_paths, output_config
+from pipeline.families.wrapper import TOWERS, is_tower
 from pipeline.inputs.checkpoints import linear_modules
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
