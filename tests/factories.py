@@ -286,7 +286,9 @@ def randomise_(model: Any, seed: int) -> Any:
     Weights are large enough for peaked logits, norms are not 1 and biases not 0, so that nothing is right by chance.
     """
     generator = torch.Generator().manual_seed(seed)
-    usual = 0.0 if model.config.model_type in HYBRIDS else 1.0  # their norms multiply by 1 + weight; twice as much
+    usual = (
+        0.0 if model.config.get_text_config().model_type in HYBRIDS else 1.0
+    )  # their norms multiply by 1 + weight; twice as much
     for name, parameter in sorted(model.named_parameters()):  # would make their logits sensitive to rounding
         noise = torch.randn(parameter.shape, generator=generator)
         is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)

@@ -22,10 +22,13 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "llava": ("llama", "mistral", "qwen2"),
     "mistral3": ("mistral",),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
 TOWERS = "re:^model\\.(?!language_model\\.)"  # the modules of towers in a `quantization_config`
 BASE, TEXT, HEAD = "model", "model.language_model", "lm_head"  # modules of the wrapper's class
 OLDER_TEXT, OLDER_HEAD = "language_model.model", "language_model.lm_head"  # their names in most files on the hub
+FURTHER = "mtp."  # of layers that predict further tokens, which no class reads
 OF_FILE = ("_name_or_path", "architectures", "dtype", "tie_word_embeddings", "transformers_version")
 FINISHED_BY_TEXT_ALONE = ("logit_scale", "logit_divisor", "logit_softcap")  # what wrappers' classes leave out
 
@@ -119,7 +122,7 @@ def _module_name(name: str) -> str:
     for older, path in ((OLDER_TEXT, TEXT), (OLDER_HEAD, HEAD)):
         if name.startswith(f"{older}."):
             return path + name.removeprefix(older)
-    return name if name.startswith((f"{BASE}.", f"{HEAD}.")) else f"{BASE}.{name}"
+    return name if name.startswith((f"{BASE}.", f"{HEAD}.", FURTHER)) else f"{BASE}.{name}"
 
 
 def is_tower(name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.inputs.sources import open_dense
 from tests import factories
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
 
@@ -74,6 +75,8 @@ def test_what_loses_nothing_is_the_source(family: str, job: MakeJob, tmp_path: P
     ended = command("export", str(run.output), "--to", "dense", str(tmp_path / "dense"))
     assert ended.code == 0, ended.err
     assert relative_error(logits_of(load(tmp_path / "dense"), ids), expected) < 1e-4
+    opened, again = (open_dense(str(folder))[0].tensors for folder in (source, tmp_path / "dense"))
+    assert opened.keys() == again.keys(), "the export's experts may be fused"
 
 
 def test_a_method_of_heads_is_refused(job: MakeJob, tmp_path: Path) -> None:

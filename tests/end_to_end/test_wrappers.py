@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -22,6 +23,10 @@ from transformers import (
     LlavaForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
 )
 
 import lamina
@@ -33,8 +38,9 @@ from pipeline.inputs.sources import describe_dense
 from stores.checkpoint import copy_shard
 from stores.source import open_source
 from tests.end_to_end.jobs import Job, command, read_tensors, relative_error
-from tests.factories import GEOMETRY, make_tokenizer, randomise_
+from tests.factories import DELTA, GEOMETRY, SHARED_EXPERT, make_tokenizer, randomise_
 
+TOWERS, PROJECTORS = re.compile("vision|visual|projector"), re.compile("projector|merger")
 MakeJob = Callable[..., Job]
 IMAGE, SIDE, PATCH = 300, 16, 4  # the token in place of a patch; pixels of an image's and a patch's side
 TEXT: dict[str, Any] = {**GEOMETRY, "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -42,6 +48,15 @@ TOWER: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": SIDE,
     "patch_size": PATCH,
 }  # fmt: skip
+QWEN: dict[str, Any] = {
+    **TEXT, **DELTA, "layer_types": [*DELTA["layer_types"]],
+    "rope_parameters": {**DELTA["rope_parameters"], "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+QWEN_TOWER: dict[str, Any] = {
+    "depth": 1, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": PATCH, "out_hidden_size": 48,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
+}  # fmt: skip
+QWEN_TOKENS: dict[str, Any] = {"image_token_id": IMAGE, "vision_start_token_id": 299, "tie_word_embeddings": False}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral3": (
         Mistral3Config,
@@ -64,6 +79,20 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "vision_config": {"model_type": "siglip_vision_model", **TOWER},
             "mm_tokens_per_image": 4,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5": (
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        {"text_config": {"model_type": "qwen3_5_text", **QWEN}, "vision_config": QWEN_TOWER, **QWEN_TOKENS},
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForConditionalGeneration,
+        {
+            "text_config": {"model_type": "qwen3_5_moe_text", **QWEN, **SHARED_EXPERT},
+            "vision_config": QWEN_TOWER,
+            **QWEN_TOKENS,
         },
     ),
     "llava": (
@@ -128,6 +157,9 @@ def logits_of(model: Any, kind: str, image: bool = True) -> torch.Tensor:
         more["image_sizes"] = torch.tensor([[SIDE, SIDE]] * 2)
     if image and kind == "gemma3":
         more["token_type_ids"] = (ids_BT == IMAGE).long()
+    if image and kind in ("qwen3_5", "qwen3_5_moe"):
+        more["pixel_values"] = torch.randn(2 * 16, 3 * 2 * PATCH**2, generator=generator)
+        more |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": (ids_BT == IMAGE).int()}
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(input_ids=ids_BT, **more).logits
     return logits
@@ -145,14 +177,20 @@ def text_model(folder: Path) -> Any:
 
 
 @pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize("newer", [False, True], ids=["older names", "names of modules"])
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize(
+    ("kind", "newer"),
+    [
+        pytest.param(kind, newer, marks=pytest.mark.nightly if "qwen" in kind and (newer or "moe" in kind) else ())
+        for kind in WRAPPERS
+        for newer in (False, True)
+    ],
+)
 def test_the_decoder_is_compressed_and_towers_are_copied(kind: str, newer: bool, tmp_path: Path, job: MakeJob) -> None:
     source = make_whole(tmp_path / "source", kind, newer)
     made = job(source, **{"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"})
     assert made.run().code == 0
     before, after = read_tensors(source), read_tensors(made.output)
-    towers = {old: new for old, new in module_names(before).items() if "vision" in new or "projector" in new}
+    towers = {old: new for old, new in module_names(before).items() if TOWERS.search(new)}
     assert len(towers) > 5
     assert all(torch.equal(before[old], after[new]) for old, new in towers.items())
     assert (made.output / "preprocessor_config.json").read_bytes() == (source / "preprocessor_config.json").read_bytes()
@@ -225,7 +263,7 @@ def test_wrong_configs_are_refused(kind: str, fields: dict[str, Any], message: s
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_missing_tensors_of_towers_are_refused(kind: str, tmp_path: Path) -> None:
     source = make_whole(tmp_path, kind)
-    lost = next(name for name in read_tensors(source) if "projector" in name)
+    lost = next(name for name in read_tensors(source) if PROJECTORS.search(name))
     rename(source, lambda names: {name: name for name in names if name != lost})
     with pytest.raises(InputError, match=rf"{lost.rpartition('.')[0]}\S*: missing"):
         describe_dense(open_source(str(source)))

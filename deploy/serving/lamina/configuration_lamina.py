@@ -91,7 +91,7 @@ class LayersConfig(PreTrainedConfig):
 
     model_type = "lamina"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    ignore_keys_at_rope_validation = {"partial_rotary_factor"}  # noqa: RUF012 - the base class declares the type
+    ignore_keys_at_rope_validation = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}  # noqa: RUF012 - the base class declares the type
 
     source_model_type: str | None = None
     vocab_size: int = 32000

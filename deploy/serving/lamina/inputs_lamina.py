@@ -96,6 +96,16 @@ def _slot_embeddings(
     return angles
 
 
+def _grids(position_ids: Tensor) -> tuple[Tensor, Any]:
+    """Return the positions that rotate, and those of the text (B, T).
+
+    Multimodal models of Qwen's pass three grids (3, B, T), whose text positions are None, or text and grids (4, B, T).
+    """
+    if position_ids.ndim < 3:
+        return position_ids, position_ids
+    return (position_ids[1:], position_ids[0]) if len(position_ids) == 4 else (position_ids, None)
+
+
 def prepare_layer_inputs(
     config: LaminaConfig,
     rotary: nn.Module | None,
@@ -114,6 +124,7 @@ def prepare_layer_inputs(
     if position_ids is None:
         padding = attention_mask if isinstance(attention_mask, Tensor) else None
         position_ids = default_position_ids(config, hidden_BTD, padding, past_key_values)
+    grids, position_ids = _grids(position_ids)
     if isinstance(attention_mask, dict):
         masks: dict[str, Any] = attention_mask  # generate() builds them before a compiled forward
     else:
@@ -131,7 +142,7 @@ def prepare_layer_inputs(
     if rotary is None:
         return LayerInputs(position_ids, {}, masks)
     rotations = {layer_type: rotation_of(rotary, layer_type) for layer_type in dict.fromkeys(config.layer_types)}
-    by_rotation = {rotation: rotation(hidden_BTD, position_ids) for rotation in dict.fromkeys(rotations.values())}
+    by_rotation = {rotation: rotation(hidden_BTD, grids) for rotation in dict.fromkeys(rotations.values())}
     angles = {layer_type: by_rotation[rotation] for layer_type, rotation in rotations.items()}
     if past_key_values is None or (config.foreign and not is_hybrid(config.foreign)):
         return LayerInputs(position_ids, angles, masks)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -233,7 +233,7 @@ class LaminaModel(LaminaPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         """Map token ids (B, T), or embeddings (B, T, D), to hidden states (B, T, D) after the final norm and the cache.
 
         `attention_mask` (B, S) is 1 on tokens and 0 on padding; a dict holds ready masks by layer type. Raises
@@ -252,7 +252,8 @@ class LaminaModel(LaminaPreTrainedModel):
             options = {**inputs.of(layer), **kwargs}  # type: ignore[arg-type]
             hidden_BTD = layer(hidden_BTD, past_key_values=past_key_values, use_cache=use_cache, **options)
         hidden_BTD = find(self, self._names["final_norm"])(hidden_BTD)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_BTD, past_key_values=past_key_values)
+        kind = BaseModelOutputWithPast if self.config.mixture is None else MoeModelOutputWithPast
+        return kind(last_hidden_state=hidden_BTD, past_key_values=past_key_values)
 
 
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):

@@ -52,16 +52,30 @@ class LaminaRotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update  # type: ignore[untyped-decorator]
     def forward(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
-        """Return cos and sin (B, T, c) for positions (B, T), in the dtype and on the device of x."""
+        """Return cos and sin (B, T, c) for positions (B, T), in the dtype and on the device of x.
+
+        Positions (3, B, T) are those in time, height and width, each of which turns its pairs of numbers.
+        """
         return self.angles(x_BTD, position_ids_BT)
 
     @torch.no_grad()
     def angles(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
         """Return the same by the frequencies of the last `forward`: some rope types follow the longest position."""
         freqs = position_ids_BT[..., None].float() * self.inv_freq.to(device=x_BTD.device, dtype=torch.float)
+        if freqs.ndim > 3:
+            freqs = self._of_grids(freqs)
         angles_BTc = freqs.repeat_interleave(2, -1) if self.interleaved else torch.cat((freqs, freqs), dim=-1)
         cos_BTc, sin_BTc = angles_BTc.cos() * self.attention_scaling, angles_BTc.sin() * self.attention_scaling
         return cos_BTc.to(x_BTD.dtype), sin_BTc.to(x_BTD.dtype)
+
+    def _of_grids(self, freqs: Tensor) -> Tensor:
+        """Return (B, T, c/2) of (3, B, T, c/2): every third pair, up to `mrope_section`, is of height or width."""
+        section = (self.config.rope_parameters or {}).get("mrope_section", (11, 11, 10))
+        chosen = freqs[0].clone()
+        for grid in (1, 2):
+            pairs = slice(grid, 3 * section[grid], 3)
+            chosen[..., pairs] = freqs[grid][..., pairs]
+        return chosen
 
 
 class LaminaRotations(nn.ModuleDict):
