@@ -5,6 +5,8 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, w width of a val
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,8 +21,8 @@ ROUNDINGS = 64  # units of rounding of the stored numbers, up to which a differe
 
 @torch.inference_mode()
 def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dtype) -> dict[str, Tensor]:
-    """Return `role.weight` and `role.bias` in float64, as a dense layer of the family has them. MLPs and latents keep
-    their widths.
+    """Return `role.weight` and `role.bias` in float64, as a dense layer of the family has them. MLPs, latents and what
+    is read of these keep their widths.
 
     Every projection is linear, whatever its form, so its matrix is its output for the unit vectors. Value heads get
     width d: narrower ones are padded with zeros, wider ones (absorbed latents) are projected on the d directions that
@@ -94,7 +96,9 @@ def _copied(layer: DecoderLayer, copied: Copied, attention: LatentAttentionBlock
     module = layer.role(copied.role)
     if attention is None or copied.role != attention.writer.role or isinstance(module, nn.Linear):
         return {name: module.get_parameter(name) for name, _ in copied.shapes}
-    matrix, bias = _affine(layer, copied.role, attention.writer.inputs)
+    latent = next(latent for latent in attention.latents if latent.cached)
+    written = cast(nn.Linear, layer.role(latent.reader.role)).weight.shape[0]
+    matrix, bias = _affine(layer, copied.role, written - attention.heads * attention.key_width)
     return {name: matrix if name == "weight" else bias for name, _ in copied.shapes}
 
 
@@ -113,6 +117,20 @@ def pad_latent(weights: dict[str, Tensor], latent: Latent, width: int) -> dict[s
         rows = weights[key]
         padded[key] = torch.cat((scale * rows[:kept], rows.new_zeros(missing, *rows.shape[1:]), rows[kept:]))
     return {**weights, **padded}
+
+
+def pad_values(weights: dict[str, Tensor], attention: LatentAttentionBlock, width: int) -> dict[str, Tensor]:
+    """Return the weights with each value head of latent attention padded to `width` by zeros."""
+    (latent,) = (latent for latent in attention.latents if latent.cached)
+    reader, writer = latent.reader.weight_key, attention.writer.weight_key
+    missing = width - weights[writer].shape[1] // attention.heads
+    reader_HXL = weights[reader].unflatten(0, (attention.heads, -1))
+    writer_DHw = weights[writer].unflatten(1, (attention.heads, -1))
+    return {
+        **weights,
+        reader: functional.pad(reader_HXL, (0, 0, 0, missing)).flatten(0, 1),
+        writer: functional.pad(writer_DHw, (0, missing)).flatten(1),
+    }
 
 
 def _affine(layer: DecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]:

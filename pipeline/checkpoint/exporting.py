@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from lamina import MODELLING_FILES, LayersConfig
+from lamina.foreign_lamina import VALUE_WIDTH
 from manifests.errors import InputError, StorageError
 from manifests.parts import Fused, names_of
 from manifests.records import Scheme
 from pipeline.checkpoint.assembling import shard_name
 from pipeline.checkpoint.compression_record import encode_json
-from pipeline.checkpoint.dense_weights import dense_weights, pad_latent, pad_mlp
+from pipeline.checkpoint.dense_weights import dense_weights, pad_latent, pad_mlp, pad_values
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.nf4 import is_nf4, nf4_config, nf4_tensors
 from pipeline.checkpoint.targets import (
@@ -111,8 +112,10 @@ def _write(
         for block in layer.mlps:
             width = stock_experts if block.roles[0] in layer.routed_roles else one_width
             weights = pad_mlp(weights, block, width or block.width)
-        for latent in layer.latent_attention.latents if layer.latent_attention else ():
-            weights = pad_latent(weights, latent, exported_config.get(latent.field, latent.width))
+        if (attention := layer.latent_attention) is not None:
+            for latent in attention.latents:
+                weights = pad_latent(weights, latent, exported_config[latent.field])
+            weights = pad_values(weights, attention, exported_config[VALUE_WIDTH])
         names = {key: name for key, (name, _) in layer.tensors().items()}
         tensors = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
         for path in map(layer.path, whole_roles(config, layer)):

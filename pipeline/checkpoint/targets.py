@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lamina import LayersConfig
 from lamina.block_lamina import BLOCK_DEFAULTS, POSITIVE_NUMBERS
-from lamina.foreign_lamina import LATENTS, narrowed
+from lamina.foreign_lamina import LATENTS, VALUE_WIDTH, narrowed
 from lamina.mixture_lamina import ROUTER, SHARED
 from manifests.errors import InputError
 from pipeline.checkpoint.nf4 import is_nf4
@@ -86,7 +86,11 @@ def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """
     if target == "stock" and config.get("foreign"):
         sizes = [narrowed(config["foreign"], forms) for forms in config["forms"]]
-        widest = {name: max(layer[name] for layer in sizes) for name in LATENTS if sizes[0].get(name) is not None}
+        widest = {
+            name: max(layer[name] for layer in sizes)
+            for name in (*LATENTS, VALUE_WIDTH)
+            if sizes[0].get(name) is not None
+        }
         config = {**config, "foreign": {**config["foreign"], **widest}}
     if target == "stock" and is_mixture(config):
         width = min(expert_widths(LayersConfig(**config)))

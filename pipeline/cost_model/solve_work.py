@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.families.blocks import MLPBlock
+from pipeline.families.blocks import AttentionBlock, LatentAttentionBlock, MLPBlock
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Moment, Task
 
@@ -75,6 +75,17 @@ class SolveWork:
         )
 
 
+def _attentions(geometry: LayerGeometry) -> tuple[AttentionBlock | LatentAttentionBlock, ...]:
+    """Return the attention that values and an output projection are compressed of; none where it is copied."""
+    return geometry.attentions or ((geometry.latent_attention,) if geometry.latent_attention else ())
+
+
+def _value_width(geometry: LayerGeometry) -> int:
+    """Return the values of a head."""
+    (block,) = _attentions(geometry)
+    return block.value_width if isinstance(block, LatentAttentionBlock) else block.head_dim
+
+
 def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
     """Count the numbers of one triangle of each group's moment, or of its diagonal."""
     width = moment_width(moment, geometry)
@@ -93,13 +104,13 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
     own; any other curve takes as long as solving the task.
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
-    contexts = [block.writer.reads for block in geometry.attentions]
+    contexts = [block.writer.reads for block in _attentions(geometry)]
     if _is_latent(task, geometry):
         work = _latent_work(geometry, LATENT_CHOICES, 0)
     elif samples:
         work = _mlp_curve(task, geometry.mlp_of(task.roles[0]), samples[0])
     elif any(moment.point in contexts and moment.heads == 1 for moment in task.moments):
-        work = _value_curve(task, geometry, min(BASES, max(1, geometry.attention.head_dim // multiple)))
+        work = _value_curve(task, geometry, min(BASES, max(1, _value_width(geometry) // multiple)))
     elif pulls := [moment for moment in task.moments if moment.point.startswith("pull:")]:
         cube = sum(float(geometry.features(moment.point)) ** 3 for moment in pulls)
         eigen = VALUES_FLOPS * cube
@@ -118,9 +129,12 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     points = {moment.point for moment in task.moments if moment.heads == 1}
-    outputs = [{block.writer.reads, block.writer.feeds} for block in geometry.attentions]
+    outputs = [{block.writer.reads, block.writer.feeds} for block in _attentions(geometry)]
     if _is_latent(task, geometry):
         return _elementwise(task, geometry).plus(_latent_work(geometry, 1, samples[0]))
+    if (latent := geometry.latent_attention) is not None and latent.writer.role in task.roles:
+        reader = next(each.reader for each in latent.latents if each.reader.role in task.roles)
+        return _elementwise(task, geometry).plus(_directions(reader.inputs), _directed_output(geometry))
     if pulled := [point for point in points if point.startswith("pull:")]:
         return _elementwise(task, geometry).plus(_directed_stack(task, geometry, geometry.features(pulled[0])))
     if any(output <= points for output in outputs) and not any(moment.heads > 1 for moment in task.moments):
@@ -202,7 +216,7 @@ def _directed_stack(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWo
 
 def _directed_output(geometry: LayerGeometry) -> SolveWork:
     """Return the work on v and o: the fit of both at a rank of the values, then o's own rank behind it."""
-    hidden, features = geometry.attention.writer.shape
+    hidden, features = _attentions(geometry)[0].writer.shape
     reduced = BASIS_SHARE * features
     rank = CUT_SHARE * min(reduced, hidden)
     product = SolveWork("", 2.0 * hidden * reduced * (reduced + hidden) + 2.0 * rank * hidden * reduced, 0)
@@ -213,11 +227,11 @@ def _directed_output(geometry: LayerGeometry) -> SolveWork:
 
 def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork:
     """Return the work of fitting values and o at `reduced` numbers of all heads. kernels/value_output.py."""
-    hidden, features = geometry.attention.writer.shape
+    hidden, features = _attentions(geometry)[0].writer.shape
     solved = (turns + 1) * (reduced**3 / 3 + hidden * reduced**2) + (turns + 1) * hidden * reduced**2
     steps = turns * GRADIENT_STEPS
     # Head by head: few columns at a time.
-    solved += steps * 2.0 * geometry.attention.head_dim * reduced * (reduced + features)
+    solved += steps * 2.0 * _value_width(geometry) * reduced * (reduced + features)
     products = turns * 2.0 * hidden * reduced**2
     stepped = 32.0 * reduced * features + 8.0 * (reduced**2 + features**2)  # both products of a step and copies between
     refitted = 24.0 * reduced * (features + reduced + 2 * hidden)
@@ -261,7 +275,7 @@ def _spaced(widths: Sequence[float]) -> list[float]:
 
 def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
     """Return the work of fitting values and o at each rank of the basis, with eigenvalues for the ranks of o."""
-    hidden, features = geometry.attention.writer.shape
+    hidden, features = _attentions(geometry)[0].writer.shape
     flops = hidden**3 / 3 + 4.0 * hidden**3 + 4.0 * hidden * features * (hidden + features)
     eigen = VALUES_FLOPS * hidden**3
     work = SolveWork(task.name, flops + eigen, 0, eigen_flops=eigen, factor_flops=hidden**3 / 3)

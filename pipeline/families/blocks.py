@@ -209,6 +209,10 @@ class LatentAttentionBlock(Block):
     """Multi-head latent attention: keys and values are read from one latent of a token, queries perhaps from another.
 
     Matrices between the readers of the block's input and its writer read the latents.
+
+    Attributes:
+        heads: of queries, keys and values. The rows of the reader of keys and values are, head by head, `key_width` of
+            keys and `value_width` of values.
     """
 
     reader_group: ClassVar[str] = "latents"
@@ -217,6 +221,9 @@ class LatentAttentionBlock(Block):
     out_norm: ClassVar[str] = "attention_out_norm"
 
     latents: tuple[Latent, ...]
+    heads: int
+    key_width: int
+    value_width: int
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

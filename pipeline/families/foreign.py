@@ -126,7 +126,7 @@ def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased:
         if writer in matrices
     )
     readers = tuple(matrix for matrix in matrices.values() if matrix.role in LATENT_READERS)
-    block = LatentAttentionBlock("attention", readers, matrices["o_proj"], latents)
+    block = LatentAttentionBlock("attention", readers, matrices["o_proj"], latents, heads, nope, value)
     return ForeignBlock(
         block, copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), heads, query, foreign_cache_numbers(fields)
     )

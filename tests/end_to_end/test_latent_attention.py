@@ -22,11 +22,11 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "all": ("deepseek_v3", {"methods": [LOSS_AWARE], "budget.keep": 0.7}),
     "attention": (
         "deepseek_v2",
-        {"methods": [{**LOSS_AWARE, "mlp": False, "factors": "plain", "weighting": "input"}], "budget.keep": 0.9},
+        {"methods": [{**LOSS_AWARE, "mlp": False, "factors": "plain", "weighting": "input"}], "budget.keep": 0.84},
     ),
     "rounded": ("deepseek_v3", {"methods": [LOSS_AWARE], "quantize": {"bits": 8, "group": None}}),
 }
-LATENTS = {"key_value_latent": "kv_lora_rank", "query_latent": "q_lora_rank"}
+LATENTS = {"latent_values": "kv_lora_rank", "key_value_latent": "kv_lora_rank", "query_latent": "q_lora_rank"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def ranks(run: Job) -> list[dict[str, int]]:
     """Of each layer the ranks of its latents, by the source's names."""
     layers = run.compression()["layers"]
-    return [{field: each["groups"][group]["ranks"]["rank"] for group, field in LATENTS.items()} for each in layers]
+    return [
+        {field: each["groups"][group]["ranks"]["latent"] for group, field in LATENTS.items() if group in each["groups"]}
+        for each in layers
+    ]
 
 
 def check_cache(model: Any, expected_bytes: int) -> None:
@@ -115,8 +118,9 @@ def test_shapes_of_the_source_s_own_class(
     check_cache(model, run.compression()["counts"]["cache_bytes_per_token"]["compressed"])
 
 
-def test_all_numbers_give_the_source_s_logits(job: MakeJob, sources: dict[str, Path]) -> None:
-    source = sources["deepseek_v3"]
+def test_all_numbers_give_the_source_s_logits(job: MakeJob, tmp_path: Path) -> None:
+    """Values are few enough to need all of their numbers."""
+    source = factories.make_model(tmp_path / "source", "deepseek_v3", v_head_dim=5)
     run = job(source, methods=[{**LOSS_AWARE, "mlp": False}], **{"calibration.propagate": "dense", "budget.keep": 1.0})
     assert run.run().code == 0
     assert ranks(run) == [{"kv_lora_rank": 12, "q_lora_rank": 20}] * 3

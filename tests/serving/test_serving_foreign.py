@@ -129,7 +129,7 @@ def test_the_cache_holds_latents() -> None:
     assert cached == 5 * sum(config.cache_numbers(layer) for layer in range(2))
 
 
-NARROW = {"kv_lora_rank": 4, "q_lora_rank": 6}
+NARROW = {"kv_lora_rank": 4, "q_lora_rank": 6, "v_head_dim": 3}
 
 
 def narrowed(seed: int) -> tuple[Any, Any]:
@@ -144,6 +144,9 @@ def narrowed(seed: int) -> tuple[Any, Any]:
         for role in roles
         if role in fields["block"]["modules"]
     }
+    for role in LATENTS["kv_lora_rank"]:
+        forms[role]["value_rank"] = NARROW["v_head_dim"]
+    forms["o_proj"] = {"form": "narrow", "value_rank": NARROW["v_head_dim"]}
     wide = {name: 2 * width for name, width in NARROW.items() if fields["foreign"][name] is not None}
     fields |= {"foreign": {**fields["foreign"], **wide}, "forms": [forms] * 2}
     model: Any = LaminaForCausalLM(LaminaConfig(**fields)).eval()
@@ -210,7 +213,10 @@ def test_a_factored_output_projection_is_its_product(form: str, seed: int) -> No
         ({"kv_b_proj": {"form": "narrow", "rank": 4}}, "needs the same on kv_a_proj_with_mqa, which has none"),
         ({"kv_b_proj": {"form": "narrow", "rank": 17}}, "rank 17, allowed is 1 to kv_lora_rank 16"),
         ({"kv_b_proj": {"form": "low_rank", "rank": 4}}, "low_rank is for q, k, v, o"),
-        ({"o_proj": {"form": "narrow", "rank": 4}}, "narrow is for kv_a_proj_with_mqa"),
+        ({"o_proj": {"form": "narrow", "rank": 4}}, "has value_rank and no rank for o_proj"),
+        ({"o_proj": {"form": "narrow", "value_rank": 1}}, "value_rank None of kv_b_proj, but 1 of o_proj"),
+        ({"o_proj": {"form": "low_rank", "rank": 3, "value_rank": 99}}, "value_rank 99, allowed is 1 to"),
+        ({"up": {"form": "narrow", "rank": 4}}, "narrow is for kv_a_proj_with_mqa"),
         ({"kv_b_proj": {"form": "narrow", "rank": 5}}, "rank 5, of which deepseek_v2 needs a multiple of 2"),
         ({"o_proj": {"form": "low_rank", "rank": 100}}, "rank 100, allowed is 1 to min"),
     ],

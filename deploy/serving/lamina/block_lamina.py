@@ -91,6 +91,11 @@ class LayerShape:
     core_format: str = "dense"
     foreign: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def value_dim(self) -> int:
+        """Return the numbers of a value head of the source."""
+        return int(self.foreign.get("v_head_dim", self.head_dim))
+
 
 def check_block(block: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the fault, unless `block` describes a layer that can be built."""

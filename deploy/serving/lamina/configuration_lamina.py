@@ -30,7 +30,7 @@ from .block_lamina import (
     in_base,
     modules_of_type,
 )
-from .foreign_lamina import check_foreign, foreign_cache_numbers, foreign_layer, is_hybrid, narrowed
+from .foreign_lamina import check_foreign, check_value_ranks, foreign_cache_numbers, foreign_layer, is_hybrid, narrowed
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 from .mixture_lamina import (
@@ -370,6 +370,10 @@ def _check_forms(config: LayersConfig) -> None:
                 if forms.get(other) != needed:
                     text = "the same" if needed == spec else needed
                     raise ValueError(f"{where}: {spec} needs {text} on {other}, which has {forms.get(other, 'none')}")
+        try:
+            check_value_ranks(forms)
+        except ValueError as error:
+            raise ValueError(f"layer {layer_idx}: {error}") from error
         _check_widths(config, layer_idx, "", "value heads of", "head_width", VALUE_ROLES)
         for block in config.mlp_blocks(layer_idx):
             _check_widths(config, layer_idx, block, "channels:", "inner_width", MLP_ROLES)

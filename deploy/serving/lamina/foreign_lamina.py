@@ -67,7 +67,7 @@ LATENTS = {
     "kv_lora_rank": ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
     "q_lora_rank": ("q_a_proj", "q_a_layernorm", "q_b_proj"),
 }
-LATENT_OUTPUT = "o_proj"
+LATENT_OUTPUT, VALUE_WIDTH = "o_proj", "v_head_dim"
 DELTA_FIELDS = (
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "attention_bias",
@@ -132,23 +132,27 @@ def check_foreign(block: Mapping[str, Any], foreign: Mapping[str, Any]) -> None:
 
 
 def narrowed(foreign: Mapping[str, Any], forms: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of `foreign` for a layer with these forms, some of whose latents may be narrower."""
+    """Return the fields of `foreign` for a layer with these forms: latents and value heads may be narrower."""
     widths = {
         field: spec["rank"]
         for field, (writer, *_) in LATENTS.items()
         if (spec := forms.get(writer, {})).get("form") == "narrow"
     }
-    return {**foreign, **widths}
+    values = forms.get(LATENTS["kv_lora_rank"][-1], {}).get("value_rank")
+    return {**foreign, **widths, **({} if values is None else {VALUE_WIDTH: values})}
+
+
+def check_value_ranks(forms: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the matrix that writes value heads and the one that reads them agree on their width."""
+    writer = LATENTS["kv_lora_rank"][-1]
+    written, read = (forms.get(role, {}).get("value_rank") for role in (writer, LATENT_OUTPUT))
+    if written != read:
+        raise ValueError(f"value_rank {written} of {writer}, but {read} of {LATENT_OUTPUT}")
 
 
 def rank_step(foreign: Mapping[str, Any]) -> int:
     """Return the number of which a latent's width is a multiple: DeepSeek-V2 views pairs behind it as complex."""
     return 2 if foreign["model_type"] == "deepseek_v2" else 1
-
-
-def output_widths(foreign: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int]:
-    """Return the inputs and outputs of the output projection of latent attention."""
-    return heads * foreign["v_head_dim"], hidden
 
 
 def _fits(paths: Any, kind: ForeignAttention) -> bool:

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 from .block_lamina import LINEAR_ROLES, MLP_ROLES, LayerShape
-from .foreign_lamina import LATENT_OUTPUT, output_widths
+from .foreign_lamina import LATENT_OUTPUT
 
 FormSpec = dict[str, Any]  # an entry of config.forms: {"form": "low_rank", "rank": 8}
 VALUE_ROLES = ("v", "o")
 # Fields of factored forms that describe a projection before it is factored: the numbers of a value head where v and o
 # are in a basis of their own, and the channels that the MLP keeps.
-WIDTH_FIELDS = {"value_rank": VALUE_ROLES, "width": MLP_ROLES}
+WIDTH_FIELDS = {"value_rank": (*VALUE_ROLES, LATENT_OUTPUT), "width": MLP_ROLES}
 
 
 class Source(NamedTuple):
@@ -44,7 +44,7 @@ class Form:
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
         """Describe the first wrong value of a spec's fields; None if all are right."""
-        for name, largest in (("value_rank", shape.head_dim), ("width", shape.intermediate_size)):
+        for name, largest in (("value_rank", shape.value_dim), ("width", shape.intermediate_size)):
             if name in spec and role not in WIDTH_FIELDS[name]:
                 return f"has {name} for {', '.join(WIDTH_FIELDS[name])} only"
             if name in spec and not is_count(spec[name], largest):
@@ -88,7 +88,7 @@ class Form:
     def widths(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[int, int]:
         """Return the inputs and outputs of the projection, before it is factored."""
         if role == LATENT_OUTPUT:
-            return output_widths(shape.foreign, shape.num_attention_heads, shape.hidden_size)
+            return shape.num_attention_heads * int(spec.get("value_rank", shape.value_dim)), shape.hidden_size
         hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
         width, inner = self.head_width(shape, spec), self.inner_width(shape, spec)
         return {

@@ -310,29 +310,39 @@ class Experts(Form):
 class Narrow(Form):
     """A latent of latent attention with r numbers: its writer, its norm and its reader, each as in the source.
 
-    Further outputs of the writer, the rotated part of keys, stay.
+    Further outputs of the writer, the rotated part of keys, stay. With `value_rank` each head has so many values; the
+    output projection has it too, in this form (without a rank) or in a factored one.
     """
 
-    roles = (*LATENTS["kv_lora_rank"], *LATENTS["q_lora_rank"])
-    fields = ("rank",)
+    roles = (*LATENTS["kv_lora_rank"], *LATENTS["q_lora_rank"], LATENT_OUTPUT)
+    fields = ("rank", "value_rank")
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
         field = _latent_of(role)
-        return field, shape.foreign[field]
+        return None if field is None else (field, shape.foreign[field])
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
-        problem = super().problem(shape, role, spec)
+        if role == LATENT_OUTPUT and ("rank" in spec or "value_rank" not in spec):
+            return f"has value_rank and no rank for {LATENT_OUTPUT}"
+        if "value_rank" in spec and role in LATENTS["q_lora_rank"]:
+            return "has value_rank for keys and values only"
+        values = {"value_rank": spec["value_rank"]} if "value_rank" in spec else {}
+        problem = super().problem(shape, LATENT_OUTPUT, values)
+        if problem is not None or role == LATENT_OUTPUT:
+            return problem
+        problem = super().problem(shape, role, {"rank": spec.get("rank")})
         if problem is None and spec["rank"] % (step := rank_step(shape.foreign)):
             return f"rank {spec['rank']}, of which {shape.foreign['model_type']} needs a multiple of {step}"
         return problem
 
     def partners(self, shape: LayerShape, role: str, spec: FormSpec) -> dict[str, FormSpec]:
-        return dict.fromkeys(LATENTS[_latent_of(role)], spec)
+        field = _latent_of(role)
+        return {} if field is None else dict.fromkeys(LATENTS[field], spec)
 
 
-def _latent_of(role: str) -> str:
-    """Return the field that holds the width of the latent that a role belongs to."""
-    return next(field for field, roles in LATENTS.items() if role in roles)
+def _latent_of(role: str) -> str | None:
+    """Return the field that holds the width of the latent that a role belongs to; None for the output projection."""
+    return next((field for field, roles in LATENTS.items() if role in roles), None)
 
 
 FORMS: dict[str, Form] = {

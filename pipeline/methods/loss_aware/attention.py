@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import Curve, FormSpec
-from pipeline.families.blocks import AttentionBlock, roles_of
+from pipeline.families.blocks import AttentionBlock, Matrix, roles_of
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.heads import diagonal_blocks, project_heads, repeat_groups
 from pipeline.kernels.moments import head_moment
@@ -65,7 +65,7 @@ def corrections(block: AttentionBlock) -> tuple[Moment, ...]:
 
 def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
     """Compare every rank of o on each of a few ranks of the value basis."""
-    fits, options = _Fits(entry, geometry.attention, weights, statistics), []
+    fits, options = _fits(entry, geometry.attention, weights, statistics), []
     for rank in steps(geometry.attention.head_dim, entry.multiple(geometry.hidden), count=BASES):
         dropped, losses = fits.losses(rank)
         stack = _stack(entry, geometry, rank)
@@ -127,7 +127,7 @@ def _based(
     if rank >= block.head_dim:
         moment_FF = statistics.mean(input_moment(writer))[0]
         return Reduced(None, weights[writer.weight_key].double(), moment_FF), Solution(tensors, {})
-    reduced = _Fits(entry, block, weights, statistics).reduced(rank)
+    reduced = _fits(entry, block, weights, statistics).reduced(rank)
     assert reduced.encode is not None
     tensors |= encoded_values(weights, value, reduced.encode) | {writer.weight_key: reduced.output}
     form = FormSpec(form="head_pca", rank=rank)
@@ -149,7 +149,7 @@ def _cut(
         basis = FormSpec(form="head_pca", rank=ranks[VALUE])
         forms = {writer.role: basis} if ranks[VALUE] < block.head_dim else {}
         return Solution({writer.weight_key: output_DR}, forms)
-    metric_DD = _solving_metric(entry, statistics.mean(output_gradient(writer))[0])
+    metric_DD = solving_metric(entry, statistics.mean(output_gradient(writer))[0])
     directions = output_directions(output_DR, moment_RR, metric_DD)
     first_rR, second_Dr = directions.encode[:rank] @ output_DR, directions.decode[:, :rank]
     return Solution(*stack.store({writer.role: output_DR}, first_rR, second_Dr))
@@ -161,30 +161,42 @@ def _other_numbers(geometry: LayerGeometry, rank: int) -> int:
     return block.kv_heads * rank * (geometry.hidden + block.value.bias) + block.writer.biases
 
 
-def _solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
+def solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
     """Return the metric of output errors by which factors are chosen: the gradient's moment, or the identity."""
     if entry.weighting == "loss":
         return metric_DD
     return torch.eye(metric_DD.shape[0], dtype=metric_DD.dtype, device=metric_DD.device)
 
 
-class _Fits:
+def _fits(entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics) -> ValueFits:
+    output_DF = weights[block.writer.weight_key]
+    return ValueFits(entry, block.writer, Heads(block.heads, block.kv_heads, block.head_dim), output_DF, statistics)
+
+
+class Heads(NamedTuple):
+    """H query heads over G of keys and values, with d numbers of values each."""
+
+    heads: int
+    kv_heads: int
+    width: int
+
+
+class ValueFits:
     """Fits values and o at any rank of the basis, and predicts their loss."""
 
     def __init__(
-        self, entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics
+        self, entry: LossAware, writer: Matrix, sizes: Heads, output_DF: Tensor, statistics: Statistics
     ) -> None:
-        context, metric = moments(block)
-        self.output_DF, self.heads = weights[block.writer.weight_key].double(), block.heads
-        self.width = block.head_dim
-        self.context_FF, self.metric_DD = statistics.mean(context)[0], statistics.mean(metric)[0]
+        self.output_DF, self.heads, self.width = output_DF.double(), sizes.heads, sizes.width
+        self.context_FF = statistics.mean(input_moment(writer))[0]
+        self.metric_DD = statistics.mean(output_gradient(writer))[0]
         self.by_loss = entry.weighting == "loss"
-        self.solving = factored(_solving_metric(entry, self.metric_DD))
+        self.solving = factored(solving_metric(entry, self.metric_DD))
         self.problem = value_output_problem(self.output_DF, self.solving, self.context_FF)
         # Of each KV head by itself, leading rows first: where the fit of all heads together starts.
-        gram_Gdd = head_moment(self.problem.weighted, block.heads, block.kv_heads, torch.float64)
-        context_Gdd = diagonal_blocks(self.context_FF, block.heads, block.kv_heads)
-        self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, block.head_dim)[0]
+        gram_Gdd = head_moment(self.problem.weighted, sizes.heads, sizes.kv_heads, torch.float64)
+        context_Gdd = diagonal_blocks(self.context_FF, sizes.heads, sizes.kv_heads)
+        self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, sizes.width)[0]
 
     def reduced(self, rank: int) -> Reduced:
         """Return v and o reduced to a rank."""

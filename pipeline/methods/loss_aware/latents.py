@@ -1,11 +1,14 @@
-"""Latent attention: narrower latents and a low rank of the output projection. docs/methods.md#latent-attention.
+"""Latent attention: narrower latents, fewer values a head, and a rank of the output projection.
 
-Legend: D hidden, L numbers of a latent, r numbers that stay, R outputs of its writer, K outputs of its reader.
+docs/methods.md#latent-attention.
+
+Legend: D hidden, L numbers of a latent, r numbers that stay, H heads, n keys and v values a head, F = H·v, K outputs of
+the latent's reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -18,13 +21,12 @@ from pipeline.families.family import LayerGeometry
 from pipeline.kernels.latents import narrowed_latent
 from pipeline.kernels.sensitivity import (
     Directions,
-    factored,
     input_directions,
     least_losses,
     losses_by_rank,
     output_directions,
-    pushforward,
 )
+from pipeline.methods.loss_aware.attention import BASES, Heads, ValueFits, solving_metric
 from pipeline.methods.loss_aware.stacks import Stack
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pull
@@ -32,55 +34,63 @@ from pipeline.methods.tensors import biases_of
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
-OUTPUT, RANK = "latent_output", "rank"
+VALUES = "latent_values"  # the group of the cached latent, the values read from it, and the output projection
+LATENT, VALUE, OUTPUT = "latent", "value", "output"  # ranks
+WIDTHS = 64  # of a latent that are compared at most
 NORM_EPS = 1e-6  # of the norms of latents, whatever the config's epsilon
+Weights = Mapping[str, Tensor]
 
 
 def groups(layer: LayerGeometry, output: bool) -> tuple[Group, ...]:
-    """Return the groups of a layer's latent attention, with its output projection or without; none of another kind."""
+    """Return the groups of a layer's latent attention; none of another kind.
+
+    `output`: the latent of keys and values goes with the output projection, whose rank and values can be cut.
+    """
     block = layer.latent_attention
     if block is None:
         return ()
-    latents = tuple(Group(layer.index, each.name, each.roles, _moments(each)) for each in block.latents)
     written = input_moment(block.writer), output_gradient(block.writer)
-    return (*latents, *((Group(layer.index, OUTPUT, (block.writer.role,), written),) if output else ()))
+    return tuple(
+        Group(layer.index, VALUES, (*latent.roles, block.writer.role), (*_moments(latent), *written))
+        if latent.cached and output
+        else Group(layer.index, latent.name, latent.roles, _moments(latent))
+        for latent in block.latents
+    )
 
 
 def is_latent(group: Group, layer: LayerGeometry) -> bool:
     """Tell whether a group is one of latent attention."""
     block = layer.latent_attention
-    return block is not None and group.name in (OUTPUT, *(latent.name for latent in block.latents))
+    return block is not None and group.name in (VALUES, *(latent.name for latent in block.latents))
 
 
-def curve(
-    entry: LossAware, group: Group, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics
-) -> Curve:
-    """Return a point for each width of a latent, or rank of the output projection."""
+def curve(entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
+    """Return a point for each width of a latent; with the output projection, for widths, values and ranks together."""
+    points = _latent_points(entry, _latent(geometry, group), geometry, weights, statistics)
+    if group.name != VALUES:
+        return to_columns(points)
     block = _block(geometry)
-    if group.name == OUTPUT:
-        return to_columns(frontier(_output_points(entry, block, geometry, weights, statistics)))
-    return to_columns(latent_points(entry, _latent(block, group), geometry, weights, statistics))
+    choices = [*_value_points(entry, block, geometry, weights, statistics)]
+    return to_columns(frontier([_joined(block, point, choice) for point in points for choice in choices]))
 
 
-def latent_points(
-    entry: LossAware, latent: Latent, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics
-) -> list[Point]:
-    """Return a point for each width of a latent."""
-    metric_LL, moment_LL = _metric(latent, statistics), statistics.mean(input_moment(latent.reader))[0]
-    if entry.weighting == "loss":
-        losses = least_losses(moment_LL, metric_LL)
-    else:
-        losses = losses_by_rank(_directions(entry, latent, weights, statistics), moment_LL, metric_LL)
-    passed = latent.writer.outputs - latent.width
-    return [
-        Point(
-            {RANK: rank},
-            latent_numbers(latent, rank),
-            0.0 if rank == latent.width else float(losses[rank]),
-            rank + passed if latent.cached else 0,
-        )
-        for rank in steps(latent.width, _multiple(entry, latent, geometry))
-    ]
+def _joined(block: LatentAttentionBlock, point: Point, choice: Point) -> Point:
+    """Return a width of the latent with a choice of values and output: its reader has fewer rows of values."""
+    fewer = point.ranks[LATENT] * block.heads * (block.value_width - choice.ranks[VALUE])
+    numbers = point.numbers + choice.numbers - fewer
+    return Point({**point.ranks, **choice.ranks}, numbers, point.loss + choice.loss, point.cache)
+
+
+def least_numbers(entry: LossAware, group: Group, geometry: LayerGeometry) -> int:
+    """Count the numbers stored at the smallest size of a group."""
+    latent, block = _latent(geometry, group), _block(geometry)
+    width = steps(latent.width, _multiple(entry, latent, geometry), WIDTHS)[0]
+    if group.name != VALUES:
+        return latent_numbers(latent, width)
+    multiple = entry.multiple(geometry.hidden)
+    values = min(multiple, block.value_width)
+    stored = _stack(entry, block, geometry, values).least(multiple) + block.writer.biases
+    return latent_numbers(latent, width) - width * block.heads * (block.value_width - values) + stored
 
 
 def latent_numbers(latent: Latent, width: float) -> int:
@@ -89,51 +99,125 @@ def latent_numbers(latent: Latent, width: float) -> int:
     return round(written * (latent.writer.inputs + latent.writer.bias) + width + latent.reader.outputs * width)
 
 
-def least_numbers(entry: LossAware, group: Group, geometry: LayerGeometry) -> int:
-    """Count the numbers stored at the smallest size of a group."""
-    block = _block(geometry)
-    if group.name == OUTPUT:
-        return _stack(entry, block, geometry).least(entry.multiple(geometry.hidden)) + block.writer.biases
-    latent = _latent(block, group)
-    return latent_numbers(latent, steps(latent.width, _multiple(entry, latent, geometry))[0])
-
-
 def variables(group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
     """Return the width of a latent, by which layers of one width are tied."""
-    latent = _latent(_block(geometry), group)
-    return (RankVariable(group.layer, group.name, RANK, latent.width, 1, partial(latent_numbers, latent)),)
+    latent = _latent(geometry, group)
+    return (RankVariable(group.layer, group.name, LATENT, latent.width, 1, partial(latent_numbers, latent)),)
 
 
 def solve(
-    entry: LossAware,
-    group: Group,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-    ranks: Ranks,
+    entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
 ) -> Solution:
-    """Narrow a latent, or cut the output projection to its rank."""
-    block, rank = _block(geometry), ranks[RANK]
-    if group.name == OUTPUT:
-        return _cut(entry, block, geometry, weights, statistics, rank)
-    latent = _latent(block, group)
-    if rank >= latent.width:
-        return Solution(dict(weights), {}, {"dense": True})
-    directions = _directions(entry, latent, weights, statistics)
+    """Narrow a latent and, with the output projection, reduce values to a basis and the projection to its rank."""
+    latent = _latent(geometry, group)
+    if group.name != VALUES:
+        return _narrowed(entry, latent, weights, statistics, ranks[LATENT], None)
+    block = _block(geometry)
+    values = ranks[VALUE]
+    stack = _stack(entry, block, geometry, values)
+    reduced = _fits(entry, block, weights, statistics).reduced(values)
+    encode_Hrv = reduced.encode
+    if encode_Hrv is not None:
+        reader = latent.reader.weight_key
+        weights = {**weights, reader: _encoded(block, weights[reader].double(), encode_Hrv)}
+    solution = _narrowed(entry, latent, weights, statistics, ranks[LATENT], None if encode_Hrv is None else values)
+    writer, forms = block.writer, dict(solution.forms)
+    tensors = {**solution.tensors, writer.weight_key: reduced.output}
+    if ranks[OUTPUT] < stack.full:
+        metric_DD = solving_metric(entry, statistics.mean(output_gradient(writer))[0])
+        directions = output_directions(reduced.output, reduced.moment, metric_DD)
+        first_rF, second_Dr = directions.encode[: ranks[OUTPUT]] @ reduced.output, directions.decode[:, : ranks[OUTPUT]]
+        factors, factored = stack.store({writer.role: tensors.pop(writer.weight_key)}, first_rF, second_Dr)
+        tensors, forms = tensors | factors, forms | factored
+    elif encode_Hrv is not None:
+        forms[writer.role] = FormSpec(form="narrow", value_rank=values)
+    else:
+        tensors[writer.weight_key] = weights[writer.weight_key]
+    report = {} if forms else {"dense": True}
+    return Solution(tensors | biases_of(weights, (writer,)), forms, {**solution.report, **report})
+
+
+def _latent_points(
+    entry: LossAware, latent: Latent, geometry: LayerGeometry, weights: Weights, statistics: Statistics
+) -> list[Point]:
+    metric_LL, moment_LL = _metric(latent, statistics), statistics.mean(input_moment(latent.reader))[0]
+    if entry.weighting == "loss":
+        losses = least_losses(moment_LL, metric_LL)
+    else:
+        losses = losses_by_rank(_directions(entry, latent, weights, statistics), moment_LL, metric_LL)
+    passed = latent.writer.outputs - latent.width
+    return [
+        Point(
+            {LATENT: rank},
+            latent_numbers(latent, rank),
+            0.0 if rank == latent.width else float(losses[rank]),
+            rank + passed if latent.cached else 0,
+        )
+        for rank in steps(latent.width, _multiple(entry, latent, geometry), WIDTHS)
+    ]
+
+
+def _value_points(
+    entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry, weights: Weights, statistics: Statistics
+) -> Iterator[Point]:
+    """Yield values a head and ranks of the output projection, with the numbers of the latter."""
+    fits, multiple = _fits(entry, block, weights, statistics), entry.multiple(geometry.hidden)
+    for values in steps(block.value_width, multiple, count=BASES):
+        dropped, losses = fits.losses(values)
+        stack = _stack(entry, block, geometry, values)
+        points = [
+            Point({VALUE: values, OUTPUT: point.ranks[stack.name]}, point.numbers, dropped + point.loss)
+            for point in stack.points(losses, multiple)
+        ]
+        for point in frontier(points):
+            yield Point(point.ranks, point.numbers + block.writer.biases, point.loss)
+
+
+def _narrowed(
+    entry: LossAware, latent: Latent, weights: Weights, statistics: Statistics, rank: int, values: int | None
+) -> Solution:
+    """Narrow a latent. `values`: of each head, if its reader has fewer of them already."""
     writer, norm, reader = (f"{role}.weight" for role in latent.roles)
-    spread_LL = statistics.mean(_spread(latent))[0, : latent.width, : latent.width]
+    kept = {key: weights[key] for key in (writer, latent.writer.bias_key, norm, reader) if key in weights}
+    if rank >= latent.width:
+        forms = (
+            {} if values is None else dict.fromkeys(latent.roles, FormSpec(form="narrow", rank=rank, value_rank=values))
+        )
+        return Solution(kept, forms, {} if forms else {"dense": True})
+    directions = _directions(entry, latent, weights, statistics)
     parts = narrowed_latent(
         weights[writer],
         weights.get(latent.writer.bias_key),
         weights[norm],
         weights[reader],
         Directions(directions.values, directions.encode[:rank], directions.decode[:, :rank]),
-        spread_LL,
+        statistics.mean(_spread(latent))[0, : latent.width, : latent.width],
         NORM_EPS,
     )
     tensors = {writer: parts.writer, norm: parts.norm, reader: parts.reader}
     tensors |= {latent.writer.bias_key: parts.bias} if parts.bias is not None else {}
-    return Solution(tensors, dict.fromkeys(latent.roles, FormSpec(form="narrow", rank=rank)), {"beside": parts.beside})
+    form = FormSpec(form="narrow", rank=rank, value_rank=values)
+    return Solution(tensors, dict.fromkeys(latent.roles, form), {"beside": parts.beside})
+
+
+def _encoded(block: LatentAttentionBlock, reader_KL: Tensor, encode_Hrv: Tensor) -> Tensor:
+    """Return the reader of keys and values with r values a head, E V_h, in place of v."""
+    by_head_HXL = reader_KL.unflatten(0, (block.heads, -1))
+    keys_HnL, values_HvL = by_head_HXL.split([block.key_width, block.value_width], dim=1)
+    return torch.cat((keys_HnL, encode_Hrv @ values_HvL), dim=1).flatten(0, 1)
+
+
+def _fits(entry: LossAware, block: LatentAttentionBlock, weights: Weights, statistics: Statistics) -> ValueFits:
+    sizes = Heads(block.heads, block.heads, block.value_width)
+    return ValueFits(entry, block.writer, sizes, weights[block.writer.weight_key], statistics)
+
+
+def _stack(entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry, values: int) -> Stack:
+    """Return the stack of the output projection, whose tensors lie below its own module."""
+    writer = block.writer
+    widths = {} if values >= block.value_width else {"value_rank": values}
+    inputs, pivoted = block.heads * values, entry.factors == "pivoted"
+    return Stack(writer.role, (writer.role,), writer.outputs, inputs, geometry.bits, pivoted, widths)
 
 
 def _moments(latent: Latent) -> tuple[Moment, ...]:
@@ -149,66 +233,13 @@ def _metric(latent: Latent, statistics: Statistics) -> Tensor:
     return statistics.mean(pull((latent.reader,)))[0]
 
 
-def _directions(entry: LossAware, latent: Latent, weights: Mapping[str, Tensor], statistics: Statistics) -> Directions:
+def _directions(entry: LossAware, latent: Latent, weights: Weights, statistics: Statistics) -> Directions:
     """Return directions of the normed latent, in the metric of the loss or of its reader's outputs."""
     moment_LL = statistics.mean(input_moment(latent.reader))[0]
     if entry.weighting == "loss":
         return input_directions(moment_LL, _metric(latent, statistics))
     reader_KL = weights[latent.reader.weight_key].double()
     return input_directions(moment_LL, reader_KL.T @ reader_KL)
-
-
-def _output_points(
-    entry: LossAware,
-    block: LatentAttentionBlock,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-) -> list[Point]:
-    weight_DF, context_FF = weights[block.writer.weight_key], statistics.mean(input_moment(block.writer))[0]
-    metric_DD, spread_DD = statistics.mean(output_gradient(block.writer))[0], pushforward(weight_DF, context_FF)
-    if entry.weighting == "loss":
-        losses = least_losses(factored(metric_DD), spread_DD)
-    else:
-        losses = losses_by_rank(_output_directions(entry, block, weights, statistics), spread_DD, metric_DD)
-    stack = _stack(entry, block, geometry)
-    return [
-        Point({RANK: point.ranks[stack.name]}, point.numbers + block.writer.biases, point.loss)
-        for point in stack.points(losses, entry.multiple(geometry.hidden))
-    ]
-
-
-def _output_directions(
-    entry: LossAware, block: LatentAttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics
-) -> Directions:
-    weight_DF, metric_DD = weights[block.writer.weight_key], statistics.mean(output_gradient(block.writer))[0]
-    if entry.weighting == "input":
-        metric_DD = torch.eye(len(metric_DD), dtype=metric_DD.dtype, device=metric_DD.device)
-    return output_directions(weight_DF, statistics.mean(input_moment(block.writer))[0], metric_DD)
-
-
-def _cut(
-    entry: LossAware,
-    block: LatentAttentionBlock,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-    rank: int,
-) -> Solution:
-    stack, writer = _stack(entry, block, geometry), block.writer
-    if rank >= stack.full:
-        return Solution(dict(weights), {}, {"dense": True})
-    weight_DF = weights[writer.weight_key].double()
-    directions = _output_directions(entry, block, weights, statistics)
-    first_rF, second_Dr = directions.encode[:rank] @ weight_DF, directions.decode[:, :rank]
-    tensors, forms = stack.store({writer.role: weight_DF}, first_rF, second_Dr)
-    return Solution(tensors | biases_of(weights, (writer,)), forms)
-
-
-def _stack(entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry) -> Stack:
-    """Return the stack of the output projection, whose tensors lie below its own module."""
-    writer = block.writer
-    return Stack(writer.role, (writer.role,), writer.outputs, writer.inputs, geometry.bits, entry.factors == "pivoted")
 
 
 def _multiple(entry: LossAware, latent: Latent, geometry: LayerGeometry) -> int:
@@ -223,5 +254,6 @@ def _block(geometry: LayerGeometry) -> LatentAttentionBlock:
     return block
 
 
-def _latent(block: LatentAttentionBlock, group: Group) -> Latent:
-    return next(latent for latent in block.latents if latent.name == group.name)
+def _latent(geometry: LayerGeometry, group: Group) -> Latent:
+    latents = _block(geometry).latents
+    return next(latent for latent in latents if {*latent.roles} <= {*group.roles})
