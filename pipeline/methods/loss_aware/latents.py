@@ -18,7 +18,7 @@ from manifests.methods import LossAware
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import Latent, LatentAttentionBlock
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.latents import narrowed_latent
+from pipeline.kernels.narrow_latent import narrowed_latent
 from pipeline.kernels.sensitivity import (
     Directions,
     input_directions,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
-from pipeline.kernels.latents import NarrowedLatent, narrowed_latent
+from pipeline.kernels.narrow_latent import NarrowedLatent, narrowed_latent
 from pipeline.kernels.sensitivity import Directions, input_directions
 
 EPS = 1e-6
