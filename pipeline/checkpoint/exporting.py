@@ -30,10 +30,10 @@ from pipeline.checkpoint.nf4 import is_nf4, nf4_config, nf4_tensors
 from pipeline.checkpoint.targets import (
     Target,
     counted,
-    expert_widths,
     is_mixture,
     mlp_widths,
     refuse_faults,
+    stock_widths,
     written_config,
 )
 from pipeline.families.blocks import roles_of
@@ -93,7 +93,7 @@ def _write(
     geometry, dtype_of = geometry_of(config), partial(source_dtype, tensors=checkpoint.tensors, config=config)
     exported_config = written_config(config, target)
     one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" and not is_mixture(config) else None
-    stock_experts = min(expert_widths(LayersConfig(**config))) if target == "stock" and is_mixture(config) else None
+    stock = stock_widths(config) if target == "stock" and is_mixture(config) else {}
     reader = cpu_reader(checkpoint, config, torch.float64)
     towers = [name for name in checkpoint.tensors if config.get("wrapper") and is_tower(name)]
     total, numbers = geometry.num_layers + 1 + bool(towers), 0
@@ -110,7 +110,8 @@ def _write(
         module = reader.block(layer.index, None).module
         weights = dense_weights(module, layer, coarsest(layer, dtype_of))
         for block in layer.mlps:
-            width = stock_experts if block.roles[0] in layer.routed_roles else one_width
+            routed = block.roles[0] in layer.routed_roles
+            width = stock.get("width" if routed else "shared_width") if layer.routing else one_width
             weights = pad_mlp(weights, block, width or block.width)
         if (attention := layer.latent_attention) is not None:
             for latent in attention.latents:

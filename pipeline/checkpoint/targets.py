@@ -93,13 +93,13 @@ def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
         }
         config = {**config, "foreign": {**config["foreign"], **widest}}
     if target == "stock" and is_mixture(config):
-        width = min(expert_widths(LayersConfig(**config)))
-        layers = [None if sizes is None else {**sizes, "width": width} for sizes in config["mixture"]["layers"]]
+        widths = stock_widths(config)
+        layers = [None if sizes is None else {**sizes, **widths} for sizes in config["mixture"]["layers"]]
         config = {**config, "mixture": {**config["mixture"], "layers": layers}}
         family = SOURCES[config["source_model_type"]]
         of_dense = own_name(family, "intermediate_size")
         if family.mixture is not None and family.mixture.sizes["width"] == of_dense:  # one for experts and dense MLPs
-            config = {**config, "intermediate_size": width}
+            config = {**config, "intermediate_size": widths["width"]}
     elif target == "stock":
         config = {**config, "intermediate_size": mlp_widths(LayersConfig(**config))[0]}
     return source_config(config, config["dtype"])
@@ -133,6 +133,20 @@ def expert_widths(described: LayersConfig) -> set[int]:
     )
     forms = ((layer, block, *described.form_of(layer, f"{block}.up")) for layer, block in blocks)
     return {form.inner_width(described.layer_shape(layer, block), spec) for layer, block, form, spec in forms}
+
+
+def stock_widths(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return `width` of the routed experts, and `shared_width` of the shared one where the config says it, in a stock
+    export of a mixture.
+
+    A shared expert is padded by channels of zeros to whole multiples of a routed one where the family counts it so.
+    """
+    widths = {"width": min(expert_widths(LayersConfig(**config)))}
+    shared = max((sizes or {}).get("shared_width", 0) for sizes in config["mixture"]["layers"])
+    family = SOURCES[config["source_model_type"]].mixture
+    if shared and family is not None:
+        widths["shared_width"] = family.padded_shared(shared, widths["width"])
+    return widths
 
 
 def mlp_widths(described: LayersConfig) -> list[int]:

@@ -80,6 +80,12 @@ class MixtureFamily:
         names += layers[self.dense_layers]
         return tuple(dict.fromkeys(names))
 
+    def padded_shared(self, shared_width: int, width: int) -> int:
+        """Return the least width of a shared expert that a config can say beside routed experts of a width."""
+        if self.sizes["width"] not in self.shared:
+            return shared_width
+        return -(-shared_width // width) * width
+
     def standard(self, source: PreTrainedConfig) -> dict[str, Any]:
         """Return the standard `mixture` of a source's config. Raises InputError for one that cannot be built."""
         sizes = {name: getattr(source, own) for name, own in self.sizes.items()}

@@ -58,10 +58,12 @@ def _config_of(
     biases = family.block["biases"]
     fields |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
     fields |= {field: role in standard["block"]["modules"] for role, field in family.optional.items()}
+    named: dict[str, Any] = dict(family.requires)  # fields by names that engines read and the config class may not list
     if family.mixture is not None:
-        fields |= family.mixture.source_fields(standard["mixture"])
+        own = family.mixture.source_fields(standard["mixture"])
+        named, fields = named | own, fields | own
     modeling_auto: Any = transformers.models.auto.modeling_auto
-    config = {**transformers.AutoConfig.for_model(kind, **fields).to_dict(), "dtype": dtype}
+    config = {**named, **transformers.AutoConfig.for_model(kind, **fields).to_dict(), "dtype": dtype}
     config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     if standard.get("wrapper"):
         config = wrapped_config(standard["wrapper"], config)

@@ -1,7 +1,8 @@
 """Greedy tokens of checkpoints by vLLM in this process, as JSON: python -m tests.vllm.generate IMPL TP KIND FOLDER…
 
 KIND is a dtype; `float32-compiled` is a run with torch.compile, `bfloat16-avx2` one of vLLM's build for CPUs with AVX2
-alone.
+alone. With `-native`, rotations are torch's instead of vLLM's operator, which on CPUs rotates only the first head of
+latent attention's queries (vLLM 0.32). With `-ep`, experts are divided over devices.
 
 A line for each folder: its tokens, or what went wrong, and the bytes that a token takes in the cache.
 """
@@ -36,7 +37,8 @@ def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
             llm = LLM(
                 folder, model_impl=impl, tensor_parallel_size=parts, skip_tokenizer_init=True,
                 enforce_eager=way != "compiled", dtype=dtype, max_model_len=64, max_num_seqs=4,
-                trust_remote_code=impl == "transformers",
+                trust_remote_code=impl == "transformers", enable_expert_parallel=way == "ep",
+                compilation_config={"custom_ops": ["-rotary_embedding"]} if way == "native" else {},
             )  # fmt: skip
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], greedy, use_tqdm=False)
             said["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]

@@ -37,9 +37,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(impl: str, parts: int, folders: list[Path], kind: str = "float32") -> dict[str, Any]:
-    """What generate.py says of each folder, by the folder's name; vLLM chooses which cores its workers use."""
-    options = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function goes to the workers
+def run(impl: str, parts: int, folders: list[Path], kind: str = "float32", **settings: str) -> dict[str, Any]:
+    """What generate.py says of each folder, by the folder's name; vLLM chooses which cores its workers use.
+
+    `settings`: of vLLM's environment.
+    """
+    options = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **settings}  # a function goes to the workers
     command = [sys.executable, "-m", SCRIPT, impl, str(parts), kind, *map(str, folders)]
     ended = subprocess.run(command, env=os.environ | options, capture_output=True, text=True, timeout=1800, check=False)
     lines = [line.removeprefix("RESULT ") for line in ended.stdout.splitlines() if line.startswith("RESULT ")]

@@ -173,7 +173,10 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights (T, k), at least float32, and the numbers (T, k) of each token's experts."""
-        scores_TE = self.scores(x_TD)
+        return self.select(self.scores(x_TD), bias_E)
+
+    def select(self, scores_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the weights (T, k) and the numbers (T, k) of the experts of tokens with these scores."""
         chosen_Tk = self.choose(scores_TE.detach(), bias_E)
         weight_Tk = scores_TE.gather(1, chosen_Tk)
         if self.renormalise:

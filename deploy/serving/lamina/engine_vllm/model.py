@@ -25,6 +25,7 @@ from lamina.checking_lamina import check_checkpoint, shown
 from lamina.configuration_lamina import LaminaConfig
 from lamina.decoder_layer_lamina import attach, find
 from lamina.engine_vllm.attention import CachedHeads, VllmAttention
+from lamina.engine_vllm.mixtures import FusedExperts, check_mixtures
 from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut, unpacked_places
 from lamina.engine_vllm.rounded import Scheme, scheme_of
 from lamina.factored_lamina import PivotedLinears, stored_state
@@ -40,6 +41,14 @@ class VllmDecoderLayer(LaminaDecoderLayer):
     """A layer of this device's heads and channels."""
 
     attention_class = VllmAttention
+    fused: FusedExperts | None = None
+
+    def _mixture(self, x_BTD: Tensor) -> Tensor:
+        """Apply the fused experts and the shared one; experts that differ, one after another."""
+        if self.fused is None:
+            return super()._mixture(x_BTD)
+        x_TD = x_BTD.flatten(0, -2)
+        return self.with_shared(x_TD, self.fused(x_TD)).view_as(x_BTD)
 
     def forward(self, positions_T: Tensor, hidden_TD: Tensor) -> Tensor:  # type: ignore[override]
         """Map hidden states (T, D) to the same shape."""
@@ -47,9 +56,9 @@ class VllmDecoderLayer(LaminaDecoderLayer):
         attended_TD: Tensor = find(self, self._attention)(positions_T, normed_TD)
         if self.parallel:
             normed_TD = self._apply_role("mlp_norm", hidden_TD) if "mlp_norm" in self._names else normed_TD
-            return attended_TD + self._mlp(normed_TD.unsqueeze(0)).squeeze(0) + hidden_TD
+            return attended_TD + self._feed_forward(normed_TD.unsqueeze(0)).squeeze(0) + hidden_TD
         hidden_TD = hidden_TD + attended_TD
-        return hidden_TD + self._mlp(self._apply_role("mlp_norm", hidden_TD).unsqueeze(0)).squeeze(0)
+        return hidden_TD + self._feed_forward(self._apply_role("mlp_norm", hidden_TD).unsqueeze(0)).squeeze(0)
 
 
 @support_torch_compile
@@ -86,7 +95,7 @@ class LaminaBase(nn.Module):
         with torch.device("meta"):
             layer = VllmDecoderLayer(self.config, index)
         parallel = Parallel(self.config, index, quant, prefix)
-        parallel.convert(layer)
+        layer.fused = parallel.convert(layer)
         self.places |= {f"{prefix}.{name}": place for name, place in parallel.places.items()}
         self.unpacked |= {f"{prefix}.{path}": reason for path, reason in parallel.unpacked.items()}
         attention = cast(VllmAttention, find(layer, layer._attention))
@@ -125,6 +134,7 @@ class LaminaForVllm(nn.Module):
         if lacking := vllm_lacks(config, own_class=True):
             raise ValueError(f"Lamina's class for vLLM does not compute {lacking}; load the checkpoint in transformers")
         check_cut(config, Cut.mine().parts)
+        check_mixtures(config, vllm_config)
         folder = Path(vllm_config.model_config.model)
         if folder.is_dir():
             check_checkpoint(folder)
@@ -221,15 +231,18 @@ class LaminaForVllm(nn.Module):
         for path, rounded in self._rounded_ends.items():
             shape = expected.pop(f"{path}.weight")
             expected |= {f"{path}.{part}": size for part, size in rounded.shapes(*cast(Any, shape)).items()}
-        for path, module in self.named_modules():
-            quantised = isinstance(module, LinearBase) and not isinstance(module.quant_method, UnquantizedLinearMethod)
-            if not quantised and path not in self.base.unpacked:
-                continue
+        quantised = {
+            path: module
+            for path, module in self.named_modules()
+            if isinstance(module, LinearBase) and not isinstance(module.quant_method, UnquantizedLinearMethod)
+        }
+        for path in {**quantised, **self.base.unpacked}:
             shape = expected.pop(f"{path}.weight")
             if (scheme := scheme_of(self.config, path)) is not None:
                 expected |= {f"{path}.{part}": size for part, size in scheme.shapes(*cast(Any, shape)).items()}
             else:
-                expected |= {f"{path}.{name}": None for name, _ in module.named_parameters() if name != "bias"}
+                names = (name for name, _ in quantised[path].named_parameters() if name != "bias")
+                expected |= {f"{path}.{name}": None for name in names}
         return expected
 
 

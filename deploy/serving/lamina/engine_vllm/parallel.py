@@ -24,12 +24,14 @@ from vllm.distributed import (
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
-from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES, LayerShape
+from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES
 from lamina.configuration_lamina import LaminaConfig
 from lamina.decoder_layer_lamina import attach
+from lamina.engine_vllm.mixtures import FusedExperts, fused_width
 from lamina.engine_vllm.rounded import Scheme, Unpacking, check_kernel, check_operator, scheme_of
 from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
 from lamina.layers_lamina import LaminaDecoderLayer
+from lamina.mixture_lamina import SHARED, split_role
 from lamina.norms_lamina import LaminaRMSNorm
 from lamina.tucker_lamina import SparseCore, TuckerLinears
 
@@ -76,12 +78,14 @@ def check_cut(config: LaminaConfig, parts: int) -> None:
                     f"layer {layer}: {number} {name} cannot be split over {parts} devices; use another "
                     "tensor_parallel_size"
                 )
-        form, spec = config.form_of(layer, "up")
-        if (width := form.inner_width(shape, spec)) % parts:
-            raise ValueError(
-                f"layer {layer}: {width} channels of the MLP cannot be split over {parts} devices; compress with "
-                f"budget: {{multiple: {parts}}} or a multiple of it, or use another tensor_parallel_size"
-            )
+        for block in config.mlp_blocks(layer):
+            form, spec = config.form_of(layer, f"{block}.up" if block else "up")
+            if (width := form.inner_width(config.layer_shape(layer, block), spec)) % parts:
+                raise ValueError(
+                    f"layer {layer}: {width} channels of {block or 'the MLP'} cannot be split over {parts} devices; "
+                    f"compress with budget: {{multiple: {parts}}} or a multiple of it, or use another "
+                    "tensor_parallel_size"
+                )
 
 
 class CutRole(RoleOutput):
@@ -119,31 +123,54 @@ class Parallel:
 
     def __init__(self, config: LaminaConfig, layer: int, quant_config: Any, prefix: str) -> None:
         self.config, self.layer, self.quant_config, self.prefix = config, layer, quant_config, prefix
-        self.shape: LayerShape = config.layer_shape(layer)
         self.cut = Cut.mine()
         self.places: dict[str, Place] = {}
         self.unpacked: dict[str, str] = {}  # path of a rounded linear -> why vLLM has no kernel for it
 
-    def convert(self, layer: LaminaDecoderLayer) -> None:
-        """Replace the linears of a layer on the meta device, and allocate the other tensors."""
-        paths = self.config.block["modules"]
-        for role in (role for role in LINEAR_ROLES if role in paths):
+    def convert(self, layer: LaminaDecoderLayer) -> FusedExperts | None:
+        """Replace the linears of a layer on the meta device, and allocate the other tensors.
+
+        Returns the fused experts, if the layer has experts that can be fused.
+        """
+        paths, fused = self.config.layer_modules(self.layer), self._fused(layer)
+        for role in paths:
+            block, local = split_role(role)
+            if local not in LINEAR_ROLES or (fused is not None and block not in ("", SHARED)):
+                continue
             form, spec = self.config.form_of(self.layer, role)
-            if source := form.source(self.shape, role, spec):
+            if source := form.source(self.config.layer_shape(self.layer, block), local, spec):
                 module = layer.get_submodule(source.path)
                 if isinstance(module, PivotedLinears):
-                    self._pivoted(layer, source.path, module, role)
+                    self._pivoted(layer, source.path, module, local)
                 elif isinstance(module, TuckerLinears) and source.path not in self._tuckers(layer):
-                    self._tucker(layer, source.path, module, role)
+                    self._tucker(layer, source.path, module, local)
             self._role(layer, paths[role], role)
         for path in (paths[role] for role in ("input_norm", "mlp_norm") if role in paths):
             norm = layer.get_submodule(path)
             if type(norm) is LaminaRMSNorm and not norm.offset:
                 attach(layer, path, RMSNorm(norm.weight.shape[0], norm.variance_epsilon))
         _materialise(layer)
+        return fused
+
+    def _fused(self, layer: LaminaDecoderLayer) -> FusedExperts | None:
+        """Replace the experts of a layer by a fused mixture, if they are alike."""
+        if self.config.layer_mixture(self.layer) is None:
+            return None
+        if (width := fused_width(self.config, self.layer)) is None:
+            return None
+        fused = FusedExperts(self.config, self.layer, width, self.prefix)
+        fused.attach(layer)
+        for path, load in fused.places():
+            if (scheme := scheme_of(self.config, f"{self.prefix}.{path}")) is None:
+                self.places[f"{path}.weight"] = load
+            else:
+                unpacking = Unpacking(scheme, load)
+                self.places |= {f"{path}.{part}": partial(unpacking.take, part) for part in scheme.parts}
+                self.unpacked[path] = "experts are fused as whole matrices"
+        return fused
 
     def _role(self, layer: nn.Module, path: str, role: str) -> None:
-        module, writes = layer.get_submodule(path), role in ROWWISE_ROLES
+        module, writes = layer.get_submodule(path), split_role(role)[1] in ROWWISE_ROLES
         if type(module) is nn.Linear:
             attach(layer, path, self._linear(ROW if writes else COLUMN, module, path))
         elif isinstance(module, LowRankLinear):
