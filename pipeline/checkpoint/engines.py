@@ -8,13 +8,14 @@ from typing import Any
 from lamina import LayersConfig
 from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
-from lamina.vllm_lamina import foreign_rotation, vllm_lacks
+from lamina.vllm_lamina import foreign_rotation, unlike_experts, vllm_lacks
 from pipeline.checkpoint.nf4 import is_nf4
-from pipeline.checkpoint.targets import export_faults, mlp_widths
+from pipeline.checkpoint.targets import expert_widths, export_faults, is_mixture, mlp_widths
 from pipeline.rounding.schemes import FIELD, TABLES
 
 NO_CACHE = "nothing of the cache"
 NOT_SERVED = "not served"
+ENGINE_WIDTH = 128  # channels of an expert, by the blocks of fused kernels
 
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
@@ -22,16 +23,16 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     if config["model_type"] != "lamina":
         return _ordinary_table(config, cache_share)
     described, rounded, tables = LayersConfig(**config), bool(config.get(FIELD)), bool(config.get(TABLES))
+    eager = " --enforce-eager" if unlike_experts(described) else ""
+    loops = " --enforce-eager" if is_mixture(config) else ""
     rows = [
         ("engine", "how", "savings"),
         ("---", "---", "---"),
         ("transformers, 5.14 or newer", *_transformers(rounded, tables, cache_share)),
-        ("vLLM with Lamina's serving package", "`vllm serve PATH`", _own_class(described, rounded, tables)),
-        ("vLLM (Transformers backend)", "`vllm serve PATH --trust-remote-code`", _backend(described, rounded)),
+        ("vLLM with Lamina's serving package", f"`vllm serve PATH{eager}`", _own_class(described, rounded, tables)),
+        ("vLLM (Transformers backend)", f"`vllm serve PATH --trust-remote-code{loops}`", _backend(described, rounded)),
     ]
-    export, widths = "python -m pipeline.export PATH", mlp_widths(described)
-    sizes = zip(widths, (described.layer_shape(i).intermediate_size for i in range(len(widths))), strict=True)
-    cut = "narrower MLPs" if any(width < dense for width, dense in sizes) else "nothing"
+    export, cut = "python -m pipeline.export PATH", _kept_by_exports(config, described)
     option, uniform = (" --multiply-out", " and have uniform levels") if tables else ("", "")
     if not export_faults(config, "gguf", tables):
         codes = f"; codes of 8 and 4 bits of matrices that are not factored{uniform}" if rounded else ""
@@ -57,6 +58,19 @@ def _ordinary_table(config: Mapping[str, Any], cache_share: float) -> str:
     serve = "`vllm serve PATH`; on a CPU `VLLM_MLA_DISABLE=1`, which caches whole heads"
     rows = [("engine", "how", "savings"), ("---", "---", "---"), ("transformers, 5.14 or newer", "as above", cache)]
     return _table([*rows, ("vLLM", serve, tied)])
+
+
+def _kept_by_exports(config: Mapping[str, Any], described: LayersConfig) -> str:
+    """Return what an export of the source's class saves."""
+    if is_mixture(config):
+        width = min(expert_widths(described))
+        return (
+            f"fewer and narrower experts, of {width} channels; tensor parallelism over n devices wants multiples of "
+            f"{ENGINE_WIDTH} n"
+        )
+    widths = mlp_widths(described)
+    sizes = zip(widths, (described.layer_shape(i).intermediate_size for i in range(len(widths))), strict=True)
+    return "narrower MLPs" if any(width < dense for width, dense in sizes) else "nothing"
 
 
 def planned_engines(config: Mapping[str, Any]) -> list[str]:
@@ -101,6 +115,8 @@ def _own_class(described: LayersConfig, rounded: bool, tables: bool) -> str:
     if tables:
         looked_up = "levels in tables are multiplied out when vLLM loads the model"
         weights = f"{weights}; {looked_up}" if rounded else f"on the disk; {looked_up}"
+    if unlike_experts(described):
+        weights += "; experts one after another"
     width, head_dim = described.served_value_width(), described.head_dim
     if width > head_dim:
         return f"{weights}; the cache is larger than the dense model's: heads of {width} numbers, not {head_dim}"

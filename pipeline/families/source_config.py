@@ -7,9 +7,10 @@ from typing import Any
 
 import transformers
 
+from lamina.mixture_lamina import SHARED
 from manifests.errors import InputError
 from pipeline.families.config_fields import PRETRAINED_LENGTH, listed_fields, standard_fields, window_switches
-from pipeline.families.family import Family
+from pipeline.families.family import Family, LayerGeometry
 from pipeline.families.registry import FAMILIES, standard_config
 from pipeline.families.wrapper import towers, wrapped_config
 
@@ -58,10 +59,11 @@ def _config_of(
     biases = family.block["biases"]
     fields |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
     fields |= {field: role in standard["block"]["modules"] for role, field in family.optional.items()}
-    named: dict[str, Any] = dict(family.requires)  # fields by names that engines read and the config class may not list
+    # Fields that engines read, and that the config class may not list.
+    named: dict[str, Any] = {name: value for name, value in family.requires.items() if value is not None}
     if family.mixture is not None:
-        own = family.mixture.source_fields(standard["mixture"])
-        named, fields = named | own, fields | own
+        sizes = family.mixture.source_fields(standard["mixture"])
+        named, fields = named | sizes, fields | sizes
     modeling_auto: Any = transformers.models.auto.modeling_auto
     config = {**named, **transformers.AutoConfig.for_model(kind, **fields).to_dict(), "dtype": dtype}
     config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
@@ -83,3 +85,12 @@ def _window_switches(standard: Mapping[str, Any]) -> dict[str, Any]:
         return {"use_sliding_window": False}
     first = types.index(SLIDING) if SLIDING in types else len(types)
     return {"use_sliding_window": True, "max_window_layers": first}
+
+
+def shared_padding(layer: LayerGeometry, width: int) -> float:
+    """Count the zeros that a dense model's config needs in a layer's shared expert beside routed experts of a width."""
+    family = FAMILIES[layer.model_type].mixture
+    shared = next((block for block in layer.mlps if block.name == SHARED), None)
+    if family is None or shared is None:
+        return 0
+    return shared.numbers(family.padded_shared(shared.width, width)) - shared.numbers(shared.width)

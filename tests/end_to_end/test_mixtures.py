@@ -280,6 +280,7 @@ FEWER: dict[str, list[dict[str, Any]]] = {
     [
         *(("reap", "mixtral"), ("frequency", "qwen3_moe"), ("layer", "qwen2_moe"), ("stock", "mixtral")),
         ("stock", "gpt_oss"),
+        ("stock", "deepseek_v3"),  # experts of 16 of 24 channels, and a shared one of 24, padded to two of 16
         *(
             pytest.param(name, family, marks=pytest.mark.nightly)
             for name in FEWER

@@ -13,7 +13,8 @@ from vllm.model_executor.layers.fused_moe import layer as fused_layer
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
 from lamina import LaminaConfig
-from lamina.engine_vllm.mixtures import FusedExperts, fused_width
+from lamina.engine_vllm.mixtures import FusedExperts
+from lamina.vllm_lamina import fused_width
 from tests.vllm.mixtures import CASES, exported, write
 from tests.vllm.test_engines import expected, run
 

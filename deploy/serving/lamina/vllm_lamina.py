@@ -2,8 +2,19 @@
 
 from typing import Any
 
-from .block_lamina import BACKEND_LACKS, BLOCK_DEFAULTS, OUTPUT_NORM_ROLES, SINKS, VLLM_LACKS
+from .block_lamina import (
+    BACKEND_LACKS,
+    BLOCK_DEFAULTS,
+    MLP_ROLES,
+    OUTPUT_NORM_ROLES,
+    SINKS,
+    VLLM_LACKS,
+    clamp_of,
+)
 from .configuration_lamina import LayersConfig
+from .mixture_lamina import SHARED
+
+WHOLE_FORMS = ("dense", "pruned")  # of the experts that a fused kernel takes
 
 
 def vllm_lacks(config: LayersConfig, own_class: bool) -> str | None:
@@ -16,6 +27,26 @@ def vllm_lacks(config: LayersConfig, own_class: bool) -> str | None:
         lacking += ["a rotation for each layer type"] if config.has_own_ropes() else []
     lacking += ["weights in stored formats of the source"] if config.stored_formats else []
     return ", ".join(lacking) or None
+
+
+def fused_width(config: LayersConfig, layer: int) -> int | None:
+    """Return the width of a layer's routed experts if a fused kernel takes them: whole matrices of one width."""
+    if config.mixture is None or config.mixture["biases"] or clamp_of(config.block):
+        return None
+    widths = set()
+    for block in (block for block in config.mlp_blocks(layer) if block not in ("", SHARED)):
+        forms = {role: config.form_of(layer, f"{block}.{role}") for role in MLP_ROLES}
+        if any(spec["form"] not in WHOLE_FORMS for _, spec in forms.values()):
+            return None
+        form, spec = forms["up"]
+        widths.add(form.inner_width(config.layer_shape(layer, block), spec))
+    return widths.pop() if len(widths) == 1 else None
+
+
+def unlike_experts(config: LayersConfig) -> list[int]:
+    """Return the layers whose experts no fused kernel takes."""
+    mixtures = (layer for layer in range(config.num_hidden_layers) if config.layer_mixture(layer) is not None)
+    return [layer for layer in mixtures if fused_width(config, layer) is None]
 
 
 def foreign_rotation(config: LayersConfig) -> str | None:

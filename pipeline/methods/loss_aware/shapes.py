@@ -15,6 +15,7 @@ from torch import Tensor
 from manifests.methods import LossAware
 from manifests.records import Curve
 from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.source_config import shared_padding
 from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed
 from pipeline.methods.experts.mixture import Mixture, removal_losses, width_losses
 from pipeline.methods.experts.scores import kept_experts
@@ -27,6 +28,8 @@ from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import frontier, steps, to_columns
 
 WIDTHS = 64  # compared at most
+WIDE_EXPERT, FUSED_MULTIPLE = 512, 128  # from so many channels on, widths are multiples that fused kernels take
+ROW_MULTIPLE = 8  # channels of 16 bits that are 16 bytes, of which transformers' grouped product needs whole rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,16 @@ class ShapedExperts(ExpertsMethod[LossAware]):
 
     def widths(self, layer: LayerGeometry) -> list[int]:
         """Return the widths that are compared, the full one last."""
-        return steps(routed(layer)[0].width, self.entry.multiple(layer.hidden), WIDTHS)
+        return steps(routed(layer)[0].width, self.multiple(layer), WIDTHS)
+
+    def multiple(self, layer: LayerGeometry) -> int:
+        """Return the number that widths are multiples of: the manifest's, else one that fused kernels take."""
+        usual = self.entry.multiple(layer.hidden)
+        if self.entry.rank_multiple:
+            return usual
+        if routed(layer)[0].width >= WIDE_EXPERT:
+            return FUSED_MULTIPLE
+        return max(usual, ROW_MULTIPLE) if self.uniform else usual
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """Count the numbers of the smallest shape."""
@@ -74,10 +86,16 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         losses_En = width_losses(mixture, inputs_TD, metric, widths)
         points = shape_points(removal_E, losses_En, widths, self.counts(geometry), 1, mixture.rule.groups)
         counted = [
-            replace(point, numbers=round(self.numbers(geometry, point.ranks[EXPERTS], point.ranks[WIDTH])))
+            replace(point, numbers=round(self.stored_numbers(geometry, point.ranks[EXPERTS], point.ranks[WIDTH])))
             for point in points
         ]
         return to_columns(counted if self.uniform else frontier(counted))
+
+    def stored_numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
+        """Count the numbers of a shape; with `stock` also those that pad the shared expert in an export."""
+        if not self.uniform:
+            return self.numbers(layer, count, width)
+        return self.numbers(layer, count, width) + shared_padding(layer, round(width))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """Return the variables by which layers of one shape are tied; shapes are points of curves."""

@@ -14,36 +14,23 @@ from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.platforms import current_platform
 
 from lamina.configuration_lamina import LaminaConfig
-from lamina.mixture_lamina import ROUTER, SHARED, Router
+from lamina.mixture_lamina import ROUTER, Router
+from lamina.vllm_lamina import unlike_experts
 
-WHOLE_FORMS = ("dense", "pruned")  # of the experts that a fused kernel takes
 SHARDS = {"gate": "w1", "up": "w3", "down": "w2"}  # vLLM's names
 PARAMETERS = {"gate": "w13_weight", "up": "w13_weight", "down": "w2_weight"}
 Load = Callable[[Tensor], None]
 
 
-def fused_width(config: LaminaConfig, layer: int) -> int | None:
-    """Return the width of a layer's routed experts if all are whole matrices of one width; None otherwise."""
-    widths = set()
-    for block in (block for block in config.mlp_blocks(layer) if block not in ("", SHARED)):
-        forms = {role: config.form_of(layer, f"{block}.{role}") for role in SHARDS}
-        if any(spec["form"] not in WHOLE_FORMS for _, spec in forms.values()):
-            return None
-        form, spec = forms["up"]
-        widths.add(form.inner_width(config.layer_shape(layer, block), spec))
-    return widths.pop() if len(widths) == 1 else None
-
-
 def check_mixtures(config: LaminaConfig, vllm_config: VllmConfig) -> None:
     """Raise ValueError, naming the reason, for mixtures that vLLM would compute wrongly, or not at all."""
-    layers = [layer for layer in range(config.num_hidden_layers) if config.layer_mixture(layer) is not None]
-    unlike = [layer for layer in layers if fused_width(config, layer) is None]
+    unlike = unlike_experts(config)
     if unlike and not vllm_config.model_config.enforce_eager:
         raise ValueError(
             f"layer {unlike[0]}: its experts differ in width or form and are computed one after another, which cannot "
             "be compiled; start vLLM with --enforce-eager, or compress with shapes: layer"
         )
-    if not layers or not vllm_config.parallel_config.enable_expert_parallel:
+    if config.mixture is None or not vllm_config.parallel_config.enable_expert_parallel:
         return
     if current_platform.is_cpu():
         raise ValueError(

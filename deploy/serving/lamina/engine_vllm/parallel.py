@@ -27,13 +27,14 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES
 from lamina.configuration_lamina import LaminaConfig
 from lamina.decoder_layer_lamina import attach
-from lamina.engine_vllm.mixtures import FusedExperts, fused_width
+from lamina.engine_vllm.mixtures import FusedExperts
 from lamina.engine_vllm.rounded import Scheme, Unpacking, check_kernel, check_operator, scheme_of
 from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.mixture_lamina import SHARED, split_role
 from lamina.norms_lamina import LaminaRMSNorm
 from lamina.tucker_lamina import SparseCore, TuckerLinears
+from lamina.vllm_lamina import fused_width
 
 Place = Callable[[Tensor], None]  # copies a stored tensor, or this device's part of it, into a parameter
 COLUMN, ROW, WHOLE = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
