@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from manifests.entries import KINDS
+from tests.docs.family_table import PAGE, written
 from tests.test_imports import LAYERS
 from tools.manifest_reference import main
 
@@ -106,3 +107,8 @@ def test_each_term_stands_once_in_order() -> None:
 
 def test_the_manifest_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_table_of_families_is_what_the_code_says() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page), "run: python -m tests.docs.family_table"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.families.registry import FAMILIES as REGISTERED
 from tests.end_to_end.jobs import Job, command, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
 
 pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
-LATER = FAMILIES[6:]  # families without a trained model
 TRAINED = ("wiki-llama-gqa-8m", "wiki-llama-mha-6m", "babyllama-361", "opt-tiny-ts", "gptj-tiny-ts")
 STEPS = 32
 ENTRIES: dict[str, list[dict[str, Any]]] = {
@@ -44,7 +44,17 @@ FULL: dict[str, dict[str, Any]] = {
     "svd-llm": {"method": "svd_llm", "keep": 1.0},
     "magnitude": {"method": "magnitude", "keep": 1.0},
     "flat": {"method": "flat_llm", "query_key": "head_pca", "keep": 1.0},
+    "asvd": {"method": "asvd", "keep": 1.0},
+    "joint-mlp": {"method": "joint_rank_k", "keep": 1.0},
+    "loss-aware": {"method": "loss_aware", "keep": 1.0},
 }
+# Every method that applies to a family; of the pairs, most each night.
+FULL_PAIRS = [
+    pytest.param(method, family, marks=[pytest.mark.nightly] if (i + j) % 6 else [])
+    for i, method in enumerate(FULL)
+    for j, family in enumerate(FAMILIES)
+    if method != "joint-mlp" or "gate" in REGISTERED[family].block["modules"]
+]
 
 
 def checked(job: Job) -> Any:
@@ -89,13 +99,11 @@ def test_full_rank_is_the_source(method: str, name: str, shared_dir: Path, tmp_p
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize(
-    ("method", "family"),
-    [(method, family) for i, method in enumerate(FULL) for j, family in enumerate(LATER) if (i + j) % 3 == 0],
-)
+@pytest.mark.parametrize(("method", "family"), FULL_PAIRS)
 def test_full_rank_of_a_random_model_is_the_source(method: str, family: str, tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
-    model = checked(job(source, methods=[FULL[method]], budget=None))
+    propagate = "dense" if method == "loss-aware" else "compressed"
+    model = checked(job(source, methods=[FULL[method]], budget=None, **{"calibration.propagate": propagate}))
     ids_BT = some_tokens(320)
     assert relative_error(logits_of(model, ids_BT), logits_of(load(source), ids_BT)) < 1e-5
 

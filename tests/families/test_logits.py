@@ -35,8 +35,22 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     gated = {
-        **common, "intermediate_size": draw.choice((40, 77)), "num_key_value_heads": kv_heads,
+        **common, "intermediate_size": draw.choice((40, 77)), "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "hidden_size": heads * draw.choice((8, 12, 20)),  # which head_dim does not follow from
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }  # fmt: skip
+    trained = {"factor": 4.0, "original_max_position_embeddings": 8}
+    stretched = {
+        "rope_parameters": {
+            "rope_theta": theta,
+            **draw.choice((
+                {"rope_type": "default"},
+                {"rope_type": "linear", "factor": 4.0},
+                {"rope_type": "llama3", **trained, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                {"rope_type": "yarn", **trained},
+                {"rope_type": "dynamic", "factor": 2.0},
+            )),
+        }
     }  # fmt: skip
     biased = {"attention_bias": draw.random() < 0.5}
     types = [draw.choice(TYPES) for _ in range(layers)]
@@ -53,11 +67,12 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         "short_factor": [1.0 + 0.1 * i for i in range(head_dim // 4)],
         "long_factor": [4.0 + 0.1 * i for i in range(head_dim // 4)],
     }  # fmt: skip
+    square = {"hidden_size": common["hidden_size"]}  # by which transformers checks the factors
     own: Mapping[str, dict[str, Any]] = {
-        "llama": {**gated, **biased, "mlp_bias": draw.random() < 0.5},
-        "mistral": {**gated, "sliding_window": draw.choice((None, 5))},
-        "qwen2": {**gated, **windows, "use_sliding_window": True},
-        "qwen3": {**gated, **windows, **biased, "head_dim": draw.choice((8, 20)), "use_sliding_window": True},
+        "llama": {**gated, **stretched, **biased, "mlp_bias": draw.random() < 0.5},
+        "mistral": {**gated, **stretched, "sliding_window": draw.choice((None, 5))},
+        "qwen2": {**gated, **stretched, **windows, "use_sliding_window": True},
+        "qwen3": {**gated, **stretched, **windows, **biased, "use_sliding_window": True},
         "opt": {**common, "ffn_dim": 40, "word_embed_proj_dim": heads * head_dim, "dropout": 0.0},
         "gptj": {
             **{name: common[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
@@ -66,23 +81,24 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         },
         "gemma2": {**gemma, "attn_logit_softcapping": draw.choice((None, 3.0))},
         "gemma3_text": {**gemma, **ropes},
-        "olmo2": {**gated, **biased},
+        "olmo2": {**gated, **stretched, **biased},
         "olmo3": {**gated, **biased, **windows, **ropes},
         "granite": {
-            **gated, **biased, "mlp_bias": draw.random() < 0.5, "embedding_multiplier": draw.choice((1.0, 12.0)),
+            **gated, **stretched, **biased, "mlp_bias": draw.random() < 0.5,
+            "embedding_multiplier": draw.choice((1.0, 12.0)),
             "attention_multiplier": draw.choice((0.0625, 0.3)), "residual_multiplier": draw.choice((0.22, 1)),
             "logits_scaling": draw.choice((1.0, 16)),
         },
-        "smollm3": {**gated, **biased, "no_rope_layers": [draw.choice((0, 1)) for _ in range(layers)]},
-        "starcoder2": {**gated, "use_bias": draw.random() < 0.5, "sliding_window": draw.choice((None, 5))},
+        "smollm3": {**gated, **stretched, **biased, "no_rope_layers": [draw.choice((0, 1)) for _ in range(layers)]},
+        "starcoder2": {**gated, **stretched, "use_bias": draw.random() < 0.5, "sliding_window": draw.choice((None, 5))},
         "phi3": {
             **gated, "sliding_window": draw.choice((None, 5)), "pad_token_id": 0,
             "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5},
-            **draw.choice(({}, {"rope_parameters": longrope, "original_max_position_embeddings": 40})),
+            **draw.choice(({}, {"rope_parameters": longrope, "original_max_position_embeddings": 40, **square})),
         },
         "glm": {**gated, **biased, "head_dim": head_dim, **partly},
         "glm4": {**gated, **biased, "head_dim": head_dim, **partly},
-        "cohere": {**gated, **biased, "logit_scale": draw.choice((0.0625, 1.0))},
+        "cohere": {**gated, **stretched, **biased, "logit_scale": draw.choice((0.0625, 1.0))},
         "cohere2": {**gated, **biased, **windows, "logit_scale": draw.choice((0.0625, 1.0))},
         "gpt_neox": {
             **common, **biased, **partly, "intermediate_size": draw.choice((40, 77)),

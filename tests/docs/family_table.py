@@ -1,0 +1,104 @@
+"""The table of docs/families.md, from the code: `python -m tests.docs.family_table` writes it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lamina import LayersConfig
+from lamina.vllm_lamina import vllm_lacks
+from manifests.errors import InputError
+from manifests.schema import Manifest
+from pipeline.checkpoint.targets import gguf_faults
+from pipeline.families.registry import FAMILIES, checkpoint_config, geometry_of, standard_config
+from pipeline.inputs.job_inputs import fit_methods
+from tests import factories
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
+ENTRIES: dict[str, dict[str, Any]] = {
+    "loss_aware": {}, "flat_llm": {}, "lorc": {"cache_keep": 0.5}, "lestd": {"target": "both", "keep": 0.6},
+    "joint_rank_k": {"keep": 0.6}, "svd": {"keep": 0.6}, "asvd": {"keep": 0.6}, "svd_llm": {"keep": 0.6},
+    "magnitude": {"keep": 0.6}, "heapr": {}, "reap": {}, "frequency": {},
+}  # fmt: skip
+SMALLER: dict[str, dict[str, dict[str, Any]]] = {  # what remains of a method that does not apply as a whole
+    "joint_rank_k": {"of queries and keys": {"keep": 0.6, "mlp": False}},
+    "lestd": {"of the MLP": {"target": "mlp", "keep": 0.6}, "of attention": {"target": "attention", "keep": 0.6}},
+}
+CALIBRATION = {"text": {"files": ["text.txt"]}, "samples": 16, "sequence_length": 8, "propagate": "dense"}
+OF_EXPERTS = ("reap", "frequency")
+USUAL: dict[str, dict[str, Any]] = {  # fields as in the models on the hub, where those of the tests' are odd
+    "gemma3_text": {"final_logit_softcapping": None},
+    "mistral": {"sliding_window": None},
+}
+NAMES = {
+    "cohere": "Command-R", "cohere2": "Command-A", "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3",
+    "deepseek_v32": "DeepSeek-V3.2", "falcon": "Falcon", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3",
+    "glm": "GLM-4 (2024)", "glm4": "GLM-4 (2025)", "glm4_moe": "GLM-4.5", "glm_moe_dsa": "GLM-5",
+    "gpt_neox": "GPT-NeoX", "gpt_oss": "gpt-oss", "gptj": "GPT-J", "granite": "Granite", "granitemoe": "Granite-MoE",
+    "llama": "Llama", "minimax_m2": "MiniMax-M2", "mistral": "Mistral", "mixtral": "Mixtral", "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3", "opt": "OPT", "phi3": "Phi-3, Phi-4", "qwen2": "Qwen2", "qwen2_moe": "Qwen2-MoE",
+    "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "qwen3_next": "Qwen3-Next", "qwen3_5_moe_text": "Qwen3.5 (experts)",
+    "qwen3_5_text": "Qwen3.5", "smollm3": "SmolLM3", "starcoder2": "StarCoder2",
+}  # fmt: skip
+
+
+def table() -> str:
+    """Return the rows of all families, dense ones first."""
+    lines = ["| family | `model_type` | methods | vLLM | llama.cpp |", "|---|---|---|---|---|"]
+    dense = [name for name in FAMILIES if name in factories.FAMILIES]
+    lines += [_row(name) for name in (*dense, *(name for name in FAMILIES if name not in dense))]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str) -> str:
+    standard = standard_config(factories.make_config(name, **USUAL.get(name, {})).to_dict())
+    described = LayersConfig(**checkpoint_config(standard, standard["forms"], "float32"))
+    cells = [NAMES.get(name, name), f"`{name}`", _methods(standard), _vllm(described)]
+    return f"| {' | '.join([*cells, 'no' if gguf_faults(described) else 'yes'])} |"
+
+
+def _methods(standard: dict[str, Any]) -> str:
+    """Name the methods that do not apply, or the part of one that does."""
+    missing = []
+    for method, entry in ENTRIES.items():
+        if _applies(standard, {"method": method, **entry}) or (method in OF_EXPERTS and "mixture" not in standard):
+            continue
+        parts = (
+            part for part, less in SMALLER.get(method, {}).items() if _applies(standard, {"method": method, **less})
+        )
+        part = next(parts, None)
+        missing.append(f"`{method}` {part} alone" if part else f"no `{method}`")
+    return ", ".join(missing) or "all"
+
+
+def _applies(standard: dict[str, Any], entry: dict[str, Any]) -> bool:
+    budget = None if {"keep", "cache_keep"} & {*entry} else {"keep": 1.0}
+    document = {
+        "version": 1, "model": {"source": "model"}, "output": "out", "run_dir": "run", "methods": [entry],
+        "calibration": CALIBRATION, "budget": budget,
+    }  # fmt: skip
+    try:
+        return bool(fit_methods(Manifest.model_validate(document), geometry_of(standard))[1])
+    except InputError:
+        return False
+
+
+def _vllm(described: LayersConfig) -> str:
+    """Name the class that serves a checkpoint of the family in vLLM, or what both lack."""
+    if described.foreign:
+        return "no"
+    for own, name in ((True, "Lamina's class"), (False, "Transformers backend")):
+        if not vllm_lacks(described, own_class=own):
+            return name
+    return f"no: {vllm_lacks(described, own_class=False)}"
+
+
+def written(page: str) -> str:
+    """Return the page with its table as the code has it."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
