@@ -17,9 +17,10 @@ from tests import factories
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
 ENTRIES: dict[str, dict[str, Any]] = {
-    "loss_aware": {}, "flat_llm": {}, "lorc": {"cache_keep": 0.5}, "lestd": {"target": "both", "keep": 0.6},
-    "joint_rank_k": {"keep": 0.6}, "svd": {"keep": 0.6}, "asvd": {"keep": 0.6}, "svd_llm": {"keep": 0.6},
-    "magnitude": {"keep": 0.6}, "heapr": {}, "reap": {}, "frequency": {},
+    "loss_aware": {}, "flat_llm": {}, "lorc": {"cache_keep": 0.5}, "mla": {"cache_keep": 0.5},
+    "lestd": {"target": "both", "keep": 0.6}, "joint_rank_k": {"keep": 0.6}, "svd": {"keep": 0.6},
+    "asvd": {"keep": 0.6}, "svd_llm": {"keep": 0.6}, "magnitude": {"keep": 0.6}, "heapr": {}, "reap": {},
+    "frequency": {},
 }  # fmt: skip
 SMALLER: dict[str, dict[str, dict[str, Any]]] = {  # what remains of a method that does not apply as a whole
     "joint_rank_k": {"of queries and keys": {"keep": 0.6, "mlp": False}},
