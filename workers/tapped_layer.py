@@ -22,6 +22,8 @@ from manifests.errors import NumericsError
 from pipeline.families.blocks import ROUTING
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
+from pipeline.kernels.refit import evenly_spread
+from pipeline.methods.method import Moment
 from workers.expert_slices import StreamedExperts
 from workers.memory import return_freed_pages
 from workers.wide_linear import widen_again_, widen_linears_
@@ -211,6 +213,23 @@ class TappedLayer:
         where = dict(self.geometry.modules)[bad[0]] if bad else "the residual sum"
         what = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"
         return f"{what} ({hidden_BSD.dtype}); {overflow_advice(hidden_BSD.dtype)}"
+
+
+def sample_tap(moment: Moment, samples: dict[Moment, Tensor], token: int, tokens: int) -> Tap:
+    """Return a tap that adds to `samples` the values of those tokens that are in a sample of all `tokens`.
+
+    `token`: the number of the first one that the tap will see.
+    """
+
+    def keep(values_BSF: Tensor) -> None:
+        nonlocal token
+        rows_TF = values_BSF.flatten(0, -2)
+        chosen = evenly_spread(token, len(rows_TF), tokens, moment.tokens)
+        kept_TF = rows_TF[chosen.to(rows_TF.device)]
+        samples[moment] = torch.cat((samples[moment], kept_TF[None]), dim=1) if moment in samples else kept_TF[None]
+        token += len(rows_TF)
+
+    return keep
 
 
 def overflow_advice(dtype: torch.dtype) -> str:

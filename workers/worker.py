@@ -20,7 +20,6 @@ from torch import Tensor
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, CountedRecord, GradientRecord, StagedLayer
 from pipeline.kernels.moments import cosine_sums
-from pipeline.kernels.refit import evenly_spread
 from pipeline.methods.method import Measuring, Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
@@ -71,7 +70,7 @@ from workers.shared_moments import SharedMoments
 from workers.sliced_pass import SlicedPass, SlicedShard
 from workers.solving import GroupProblem, layer_tensors, solve_done, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
-from workers.tapped_layer import Tap, TappedLayer
+from workers.tapped_layer import Tap, TappedLayer, sample_tap
 from workers.tensor_transfer import TensorTransfer, get_all, get_available
 from workers.text_amount import measure_text
 from workers.totals import Totals
@@ -285,8 +284,9 @@ class Worker:
 
     def _taps(self, unit: Forward, samples: dict[Moment, Tensor]) -> list[tuple[str, Tap]]:
         """Return taps for the unit's moments. A shard that the sums contain is not added again."""
+        first = self.setup.sample_range(unit.shard)[0] * self._sequence
         taps = [
-            (moment.point, self._sample_tap(unit, moment, samples))
+            (moment.point, sample_tap(moment, samples, first, self._calibration_tokens))
             for moment in unit.moments
             if moment.kind == "sample"
         ]
@@ -310,20 +310,6 @@ class Worker:
         return ChooseGridsDone(
             {moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids(forward).items()}
         )
-
-    def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:
-        """Return a tap that keeps the shard's values of the tokens in a sample."""
-        token = self.setup.sample_range(unit.shard)[0] * self._sequence
-
-        def keep(values_BSF: Tensor) -> None:
-            nonlocal token
-            rows_TF = values_BSF.flatten(0, -2)
-            chosen = evenly_spread(token, len(rows_TF), self._calibration_tokens, moment.tokens)
-            kept_TF = rows_TF[chosen.to(rows_TF.device)]
-            samples[moment] = torch.cat((samples[moment], kept_TF[None]), dim=1) if moment in samples else kept_TF[None]
-            token += len(rows_TF)
-
-        return keep
 
     # -- statistics, solving, writing --------------------------------------------------------------------------------
 

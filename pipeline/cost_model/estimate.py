@@ -100,9 +100,9 @@ def make_plan(
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = max((_solve_bytes(task, geometry.layers[task.layer]) for task in tasks), default=0)
     solving = max(solving, max((refine_bytes(manifest, geometry.layers[layer]) for layer in claimed), default=0))
-    if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
-        solving += sum(_layer_bytes(manifest, geometry, itemsize)) + statistics
     summed = max((_part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
+    if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
+        solving += sum(_layer_bytes(manifest, geometry, itemsize)) + summed
     sliced = any(layer.num_experts > experts for layer in geometry.layers)
     between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
     host, device = _worker_peak(manifest, geometry, itemsize, (summed, solving), between // max(1, workers))

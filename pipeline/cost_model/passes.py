@@ -20,8 +20,7 @@ def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pa
     shards = passes.shards if calibration else geometry.num_layers
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
     compressed = passes.propagate == "compressed"
-    sliced = any(layer.num_experts > manifest.workers.experts for layer in geometry.layers)
-    waits = bool(passes.scores or predict_tasks(methods, geometry)) or sliced
+    waits = bool(passes.scores or predict_tasks(methods, geometry))
     return Pass(
         geometry.num_layers,
         shards,

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 from manifests.entries import ActivationsEntry, StatisticsEntry
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord, StagedLayer
+from pipeline.driver.forward_pass import joined
 from pipeline.driver.job_spec import Part, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key, statistics_key
 from pipeline.driver.reduction import PassResult, Reductions
-from pipeline.driver.scheduler import Task, TaskStream, batch
+from pipeline.driver.scheduler import Task, TaskStream
 from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.registry import layer_moments
 from pipeline.units.sums import Summed
-from pipeline.units.units import Solve, SolveDone, Unwritten, Write
+from pipeline.units.units import ShardDone, Solve, SolveDone, Unwritten, Write
 
 
 class _Outputs(NamedTuple):
@@ -116,8 +117,22 @@ class CompressedWalk:
     ) -> _Outputs:
         """Starts to compute a layer's outputs with its compressed weights."""
         store = self.job.is_boundary(layer + 1)
-        units = self.session.forwards.units("compressed", layer, staged, (), base, store=store)
-        return _Outputs(self.session.scheduler.spawn(batch(units)), frozenset(solve.key for solve in solves))
+        passing = self.session.scheduler.spawn(self._passed(layer, base, staged, store))
+        return _Outputs(passing, frozenset(solve.key for solve in solves))
+
+    def _passed(
+        self, layer: int, base: int, staged: StagedLayer | Unwritten | None, store: bool
+    ) -> TaskStream[list[ShardDone]]:
+        """Takes all shards through a layer with its compressed weights, part by part."""
+        forms = staged.write.forms if isinstance(staged, Unwritten) else staged.forms if staged else {}
+        experts = forms["router"].rank if "router" in forms else None
+        done: list[list[ShardDone]] = []
+        for part in self.job.parts(layer, (), experts):
+            units = self.session.forwards.units(
+                "compressed", layer, staged, (), base, part=part.number, store=store and part.last
+            )
+            done.append((yield units))
+        return joined(done)
 
     def _propagate(self, layer: int, base: int, outputs: _Outputs) -> TaskStream[int]:
         """Waits for a layer's outputs, and commits them at a boundary. Returns the last layer whose inputs are

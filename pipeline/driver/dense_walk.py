@@ -11,11 +11,12 @@ moments are. Moments that are kept are entered before their layer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from manifests.records import ArrayRecord, StagedRecord
-from pipeline.driver.forward_pass import dense_entry
-from pipeline.driver.job_spec import RanksOf
+from pipeline.driver.forward_pass import dense_entry, joined
+from pipeline.driver.job_spec import Part, RanksOf
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import Solved, SolveQueue
 from pipeline.driver.ledger_keys import dense_key
@@ -25,6 +26,7 @@ from pipeline.driver.session import Session, solve_units
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment
 from pipeline.units.sums import Summed
+from pipeline.units.units import Forward
 
 
 def layers_behind(workers: int) -> int:
@@ -63,16 +65,39 @@ class DenseWalk:
             moments = self.stored.missing(layer) if layer in waiting else ()
             store = layer < last and (layer + 1) % self._every() == 0
             weights = yield from reading.weights(layer)
-            units = self.forwards.units(
-                "dense", layer, None, moments, self.base,
-                cosine=True, emit=layer < last, store=store, weights=weights,
+            units = partial(
+                self.forwards.units, "dense", layer, None,
+                base=self.base, cosine=True, emit=layer < last, weights=weights,
             )  # fmt: skip
-            choosing = self.reductions.choose(moments, units)
-            yield from self._advance(layer, ranks)
-            grids = yield choosing
-            result = yield from self.reductions.run(moments, units, self.job.keep_statistics, grids)
+            parts = self.job.parts(layer, moments)
+            if len(parts) > 1:
+                yield from self._advance(layer, ranks)
+                result = yield from self._pass_parts(parts, units, store)
+            else:
+                whole = units(moments, store=store)
+                choosing = self.reductions.choose(moments, whole)
+                yield from self._advance(layer, ranks)
+                grids = yield choosing
+                result = yield from self.reductions.run(moments, whole, self.job.keep_statistics, grids)
             self._enter_pass(layer, result, moments, store)
         yield from self._end(ranks)
+
+    def _pass_parts(
+        self, parts: Sequence[Part], units: Callable[..., list[Forward]], store: bool
+    ) -> TaskStream[PassResult]:
+        """Passes a layer slice by slice. Its moments are stored even if they are not kept: each slice's while the next
+        is passed."""
+        while self.collecting:  # a worker holds the sums of two passes at most
+            yield from self._collect_one()
+        results: list[PassResult] = []
+        records: dict[str, ArrayRecord] = {}
+        for part in parts:
+            passing = units(part.moments, part=part.number, store=store and part.last)
+            results.append((yield from self.reductions.run(part.moments, passing)))
+            for result in results[-2:-1]:
+                records |= yield from self.reductions.stored(result)
+        records |= yield from self.reductions.stored(results[-1])
+        return PassResult(joined([result.done for result in results]), records)
 
     def _every(self) -> int:
         """Returns the number of layers between two commits of hidden states. Where moments are not kept, a resumed pass

@@ -108,10 +108,13 @@ class Job(Passes):
     experts: tuple[int, ...] = ()
     held_experts: int = 1
 
-    def parts(self, layer: int, moments: Sequence[Moment]) -> list[Part]:
-        """Returns the parts of a pass through a dense layer: a slice of experts each, or the whole layer, with their
-        moments."""
-        ranges = expert_ranges(self.experts[layer] if self.experts else 0, self.held_experts)
+    def parts(self, layer: int, moments: Sequence[Moment], experts: int | None = None) -> list[Part]:
+        """Returns the parts of a pass through a layer: a slice of experts each, or the whole layer, with their moments.
+
+        `experts`: how many are left in a compressed layer; None: all.
+        """
+        dense = self.experts[layer] if self.experts else 0
+        ranges = expert_ranges(dense if experts is None else experts, self.held_experts)
         if len(ranges) < 2:
             return [Part(None, tuple(moments))]
         of_part: list[list[Moment]] = [[] for _ in ranges]
@@ -136,8 +139,7 @@ class Job(Passes):
 
     def solves_in_pass(self) -> bool:
         """Returns True if layers are solved during the dense pass."""
-        waits = bool(self.scores or self.predicts) or self.in_parts()
-        return solves_in_pass(self.propagate, self.tasks, waits=waits)
+        return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts))
 
     def dense_shards(self) -> Sequence[int]:
         """Returns the shards of the dense pass: all, or fewer if it measures importance alone."""

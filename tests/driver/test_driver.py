@@ -338,7 +338,6 @@ class OrderChecks(WorldCleaner):
         super().retain_activations(records)
 
     def retain_statistics(self, records: tuple[Any, ...]) -> None:
-        self._check_entered(records)
         doomed = set(self.world.stores["statistic"]) - {record.path for record in records}
         for layer in range(8):
             for kind in ("statistics", "dense"):
