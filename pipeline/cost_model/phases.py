@@ -12,6 +12,7 @@ from pipeline.cost_model.solve_work import SolveWork
 from pipeline.cost_model.work import LayerWork
 from pipeline.driver.in_flight import AHEAD
 from pipeline.driver.layer_reading import LAYERS_AHEAD
+from pipeline.driver.layer_solving import layers_in_hand
 from pipeline.units.scores import scorers, shards_each
 
 START_SECONDS = 5.0  # start of a local Ray and its workers, measured on a CPU
@@ -382,7 +383,8 @@ def object_store_bytes(work: LayerWork, rates: Rates, walk: Pass) -> int:
     gradients = (2 + walk.workers // AHEAD) * sums * work.gradient_bytes
     read = (1 + LAYERS_AHEAD) * work.weight_bytes if nodes > 1 else 0
     pairs = sums * max(work.pair_bytes, default=0)
-    solved = 1 if walk.compressed or work.pair_bytes else math.ceil(2 * (walk.workers + 1) / nodes)
+    in_hand = walk.workers if walk.in_pass else layers_in_hand(walk.workers, len(work.solves))
+    solved = 1 if walk.compressed or work.pair_bytes else math.ceil(2 * (in_hand + 1) / nodes)
     if walk.in_pass:
         waiting = math.ceil(min(2 * walk.workers, walk.layers) / nodes)
         return passing + read + waiting * work.moment_bytes + solved * work.written_bytes

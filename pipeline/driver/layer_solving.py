@@ -15,6 +15,15 @@ from pipeline.driver.session import Session, write_unit
 from pipeline.units.units import Solve, SolveDone, SolveSizes, Write
 
 SOLVED = "solved"  # the stage of a layer whose factors are being written
+GROUPS_EACH = 8  # groups in hand for each worker are enough
+
+
+def layers_in_hand(workers: int, groups: int) -> int:
+    """Returns how many layers of so many groups are written at a time; one more is solved.
+
+    Of mixtures these are fewer, because their factors would fill the memory.
+    """
+    return max(1, min(workers, GROUPS_EACH * workers // max(1, groups)))
 
 
 class LayerSolves(NamedTuple):
@@ -37,19 +46,21 @@ def solve_layers(
     solves_of: Callable[[int], LayerSolves],
     entered: Callable[[Sequence[int]], None],
 ) -> TaskStream[None]:
-    """Solves, writes and enters layers in their order. One layer more than there are workers is solved at a time.
+    """Solves, writes and enters layers in their order, several at a time (`layers_in_hand`).
 
     `entered`: is called with the layers that are not entered yet, whenever one is entered.
     """
     pending, solving, writing = deque(layers), deque[_LayerTask](), deque[_LayerTask]()
+    groups = 1
     while pending or solving or writing:
-        while pending and len(solving) <= session.pool.size:
+        while pending and len(solving) <= layers_in_hand(session.pool.size, groups):
             solves = solves_of(pending[0])
+            groups = len(solves.units)
             solving.append(_LayerTask(pending.popleft(), solves, session.scheduler.spawn(_solve(session, solves))))
         if solving:
             yield solving[0].task.stage(SOLVED)
             writing.append(solving.popleft())
-        while writing and (not solving or len(writing) > session.pool.size):
+        while writing and (not solving or len(writing) > layers_in_hand(session.pool.size, groups)):
             first = writing.popleft()
             first.solves.enter(*(yield first.task))
             entered([*pending, *(each.layer for each in solving), *(each.layer for each in writing)])
