@@ -62,7 +62,7 @@ def check_cache(model: Any, expected_bytes: int) -> None:
     assert cached == ids.numel() * expected_bytes
 
 
-@pytest.mark.parametrize("name", list(JOBS))
+@pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*JOBS][1:])])
 def test_a_job(name: str, job: MakeJob, sources: dict[str, Path], tmp_path: Path) -> None:
     family, changes = JOBS[name]
     source = sources[family]
@@ -88,7 +88,10 @@ def test_a_job(name: str, job: MakeJob, sources: dict[str, Path], tmp_path: Path
     assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits) < 1e-4
 
 
-@pytest.mark.parametrize(("family", "mlp", "keep"), [("deepseek_v2", False, 0.95), ("deepseek_v3", True, 0.5)])
+@pytest.mark.parametrize(
+    ("family", "mlp", "keep"),
+    [pytest.param("deepseek_v2", False, 0.95, marks=pytest.mark.nightly), ("deepseek_v3", True, 0.5)],
+)
 def test_shapes_of_the_source_s_own_class(
     family: str, mlp: bool, keep: float, job: MakeJob, sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -128,6 +131,7 @@ def test_all_numbers_give_the_source_s_logits(job: MakeJob, tmp_path: Path) -> N
     assert relative_error(logits_of(load(run.output), ids), logits_of(load(source), ids)) < 1e-5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", [{"correct": "output"}, {"refine": {"steps": 10}}], ids=["corrected", "refined"])
 def test_beside_corrections_and_training(change: dict[str, Any], job: MakeJob, tmp_path: Path) -> None:
     """Of a model with dense MLPs: corrections do not know mixtures."""
