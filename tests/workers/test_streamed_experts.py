@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.families.fused import fused_tensors
 from pipeline.units.sharding import expert_ranges
 from pipeline.units.units import Forward
 from tests import factories
@@ -23,13 +24,14 @@ from workers.tapped_layer import TappedLayer
 from workers.worker import Worker
 
 LAYER, WHOLE = 1, 100
-FAMILIES = ("mixtral", "qwen2_moe", *factories.FOREIGN)
+FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss", "granitemoe", *factories.FOREIGN, "qwen3_5_moe_text")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
     source = factories.make_model(tmp_path_factory.mktemp("mixture"), request.param)
-    return bench.make_setup(source, tmp_path_factory.mktemp("run"), experts=WHOLE)
+    setup = bench.make_setup(source, tmp_path_factory.mktemp("run"), experts=WHOLE)
+    return replace(setup, source=setup.source.with_parts(fused_tensors(setup.geometry)))
 
 
 def block_of(setup: WorkerConfig, experts: int, dtype: torch.dtype = torch.float32) -> TappedLayer:
