@@ -79,9 +79,9 @@ class SourceCheckpoint:
         """Map each part of a weight that can stay in its format to the weight."""
         return {part.name: record for record in self.tensors.values() if keeps(record) for part in record.stored}
 
-    def stored_bytes(self) -> dict[str, int]:
-        """Return the bytes of each weight in a stored format."""
-        return {name: record.num_bytes for name, record in self.tensors.items() if record.parts}
+    def stored_bytes(self) -> dict[str, tuple[int, bool]]:
+        """Return the bytes of each weight in a stored format, and whether a Lamina checkpoint may keep that."""
+        return {name: (record.num_bytes, keeps(record)) for name, record in self.tensors.items() if record.parts}
 
     @property
     def place(self) -> str:

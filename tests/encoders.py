@@ -20,6 +20,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 Encoded = tuple[dict[str, Tensor], Tensor]  # the parts of a weight, and the weight that they stand for
 LINEARS = ("_proj.weight", "_proj_with_mqa.weight")
+FUSED = ("experts.gate_up_proj", "experts.down_proj")
 E4M3_MAX = 448.0
 
 
@@ -33,9 +34,10 @@ def encode_model(source: Path, directory: Path, kind: str, dtype: torch.dtype = 
     for file in sorted(source.glob("*.safetensors")):
         codes, plain = {}, {}
         for name, tensor in load_file(file).items():
-            if name.endswith(LINEARS):
+            if name.endswith(FUSED if kind == "mxfp4" else LINEARS):
                 parts, plain[name] = encode(tensor.to(dtype))
-                codes |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
+                path = f"{name}_" if kind == "mxfp4" else name.removesuffix("weight")
+                codes |= {path + part: value.contiguous() for part, value in parts.items()}
             else:
                 codes[name] = plain[name] = tensor.to(dtype)
         save_file(codes, encoded / file.name, {"format": "pt"})
@@ -174,6 +176,21 @@ def awq(weight_OI: Tensor, group: int = 16) -> Encoded:
     )
 
 
+# -- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def mxfp4(weight_EIO: Tensor) -> Encoded:
+    """Encodes fused experts as gpt-oss stores them; transformers decodes."""
+    from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
+
+    groups = weight_EIO.float().mT.unflatten(-1, (-1, 32))
+    exponents = torch.log2(groups.abs().amax(-1) / 6.0).ceil()
+    scaled = groups / exponents.exp2()[..., None]
+    codes = (scaled[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
+    parts = {"blocks": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": (exponents + 127).to(torch.uint8)}
+    return parts, convert_moe_packed_tensors(parts["blocks"], parts["scales"], dtype=weight_EIO.dtype)
+
+
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 INT4 = scheme("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=16)
 INT4_ZEROS = scheme("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=16)
@@ -196,4 +213,5 @@ ENCODERS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
     ),
     "gptq8": (lambda w: gptq(w, bits=8), {"quant_method": "gptq", "bits": 8, "group_size": 16}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}),
+    "mxfp4": (mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
 }

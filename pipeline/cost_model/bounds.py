@@ -70,7 +70,13 @@ def _most_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], n
     """Return the most bytes of so many numbers, as if the numbers of the widest dtypes were kept."""
     claimed = sorted(_claimed(manifest.quantize, geometry, tasks), key=lambda each: -each.bits)
     dense = sum(each.numbers for each in claimed)
-    dense_bytes = sum(geometry.layers[layer].stored_bytes(roles) for layer, roles in _claims(tasks))
+    roles_of: dict[int, tuple[str, ...]] = {}
+    for index, roles in _claims(tasks):
+        roles_of[index] = (*roles_of.get(index, ()), *roles)
+    claimed_bytes = sum(geometry.layers[layer].num_bytes(roles) for layer, roles in roles_of.items())
+    decoded_bytes = geometry.model_bytes() + sum(
+        layer.grown_bytes(roles_of.get(layer.index, ())) for layer in geometry.layers
+    )
     remaining, bits = numbers - (geometry.model_numbers() - dense), 0.0
     for each in claimed:
         stored = min(remaining, each.numbers)
@@ -79,7 +85,7 @@ def _most_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], n
     bits += remaining * max(
         (each.bits for each in claimed), default=0.0
     )  # if factors have more numbers than the source
-    return geometry.model_bytes() - dense_bytes + math.ceil(bits / 8)
+    return decoded_bytes - claimed_bytes + math.ceil(bits / 8)
 
 
 def _claimed(quantize: Quantize | None, geometry: Geometry, tasks: Sequence[Task]) -> Iterator[_Claimed]:

@@ -99,7 +99,7 @@ class LayerGeometry:
         modules: role -> module path inside the layer, in the family's order.
         bits: the size of most stored numbers; indices are counted in these.
         own_bits: `role.weight` or `role.bias` -> bits of a number, for tensors that are stored in another dtype.
-        own_bytes: `role.weight` -> bytes in the source, for weights that it stores in a format.
+        own_bytes: `role.weight`, its bytes in the source, and whether it may stay so, for weights in a stored format.
         outer: role -> module path and shape of the matrices outside of the layers that go with this one: `embed` with
             the first, `head` with the last. They are part of the layer only where they are asked for.
         frequencies: the angle per position of each pair of a head's dimensions; only where `latent_faults` is empty.
@@ -115,7 +115,7 @@ class LayerGeometry:
     bits: int
     outer: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     own_bits: tuple[tuple[str, int], ...] = ()
-    own_bytes: tuple[tuple[str, int], ...] = ()
+    own_bytes: tuple[tuple[str, int, bool], ...] = ()
     foreign: ForeignBlock | None = None
     copied: tuple[Copied, ...] = ()
     routing: tuple[tuple[str, Any], ...] = ()
@@ -373,11 +373,21 @@ class LayerGeometry:
 
     def saved_bytes(self, roles: Collection[str] | None = None) -> int:
         """Count the bytes that the formats of the source save."""
-        if not self.own_bytes:
-            return 0
-        tensors = self.tensors(roles)
-        sizes = {key: math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in tensors.items()}
-        return sum(sizes[key] - own for key, own in self.own_bytes if key in sizes)
+        inside = self.tensors(roles) if self.own_bytes else {}
+        return sum(saved for key, (saved, _) in self._saved.items() if key in inside)
+
+    def grown_bytes(self, claimed: Collection[str]) -> int:
+        """Count the bytes by which the layer grows if these roles are decoded, and what cannot stay in its format."""
+        unkept = sum(saved for saved, keeps in self._saved.values() if not keeps)
+        inside = self.tensors(claimed) if self.own_bytes else {}
+        return unkept + sum(saved for key, (saved, keeps) in self._saved.items() if keeps and key in inside)
+
+    @cached_property
+    def _saved(self) -> dict[str, tuple[int, bool]]:
+        """Map each weight in a stored format to the bytes that this saves, and whether it may stay so."""
+        shapes = self.tensors() if self.own_bytes else {}
+        decoded = {key: math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in shapes.items()}
+        return {key: (decoded[key] - own, keeps) for key, own, keeps in self.own_bytes}
 
 
 def foreign_attention_fault(layers: Iterable[LayerGeometry]) -> str:

@@ -169,12 +169,12 @@ def geometry_of(
     standard: Mapping[str, Any],
     bits: int = 16,
     stored_bits: Mapping[str, int] = MappingProxyType({}),
-    stored_bytes: Mapping[str, int] = MappingProxyType({}),
+    stored_bytes: Mapping[str, tuple[int, bool]] = MappingProxyType({}),
 ) -> Geometry:
     """Return the geometry of a model from its standard config (of a dense model or of a Lamina checkpoint).
 
     `bits`: the size of most numbers; `stored_bits`: tensor -> the size of its numbers, for tensors that exist;
-    `stored_bytes`: weight -> its bytes, for weights that the source stores in a format.
+    `stored_bytes`: weight -> its bytes, for weights that the source stores in a format, and whether it may stay so.
     """
     block = standard["block"]
     hidden, vocab = standard["hidden_size"], standard["vocab_size"]
@@ -205,7 +205,7 @@ def geometry_of(
         ),
         outer=tuple(outer),
         outer_bits=tuple((name, own) for name, _ in outer if (own := stored_bits.get(name, bits)) != bits),
-        outer_bytes=tuple((name, stored_bytes[name]) for name, _ in outer if name in stored_bytes),
+        outer_bytes=tuple((name, stored_bytes[name][0]) for name, _ in outer if name in stored_bytes),
         latent_faults=latent_faults(standard),
     )
 
@@ -273,10 +273,10 @@ def _own_bits(layer: LayerGeometry, stored_bits: Mapping[str, int]) -> tuple[tup
     return tuple((key, own) for key, own in bits.items() if own != layer.bits)
 
 
-def _own_bytes(layer: LayerGeometry, stored_bytes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+def _own_bytes(layer: LayerGeometry, stored_bytes: Mapping[str, tuple[int, bool]]) -> tuple[tuple[str, int, bool], ...]:
     """Return `LayerGeometry.own_bytes`."""
     named = layer.tensors() if stored_bytes else {}
-    return tuple((key, stored_bytes[name]) for key, (name, _) in named.items() if name in stored_bytes)
+    return tuple((key, *stored_bytes[name]) for key, (name, _) in named.items() if name in stored_bytes)
 
 
 def _outer_matrices(standard: Mapping[str, Any], layer: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:

@@ -110,13 +110,14 @@ def _reserved(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float
 
 
 def _decoded_bytes(geometry: Geometry, scope: str, claimed: Claimed) -> int:
-    """Return the bytes by which claimed weights are larger than in the formats of the source; others stay in these."""
+    """Return the bytes by which decoded weights are larger than in the source: claimed ones, and those of formats that
+    no checkpoint keeps."""
     if claimed is None:
         return geometry.saved_bytes(scope)
     roles: dict[int, set[str]] = {}
     for layer, role in claimed:
         roles.setdefault(layer, set()).add(role)
-    return sum(geometry.layers[layer].saved_bytes(own) for layer, own in roles.items())
+    return sum(layer.grown_bytes(roles.get(layer.index, ())) for layer in geometry.layers)
 
 
 def _counted(
