@@ -10,9 +10,9 @@ import torch
 from manifests.errors import CorruptError, InputError
 from manifests.records import StagedRecord
 from stores.checkpoint import tensor_digest, write_shard
+from stores.checkpoint_files import read_tensors
 from stores.headers import parse_header
 from stores.run_directory import STAGED
-from stores.source import read_tensors
 from stores.storage import Place, open_storage
 from stores.threads import parallel_map
 

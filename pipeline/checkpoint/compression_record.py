@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from manifests.entries import GroupReport
 from manifests.errors import CorruptError, InputError
 from manifests.records import ComparedFigures, FormSpec, ShardRecord, TensorDescription
-from stores.source import MAX_JSON_BYTES, parse_json
+from stores.checkpoint_files import MAX_JSON_BYTES, parse_json
 from stores.storage import Place, Storage, open_storage
 
 RECORD_VERSION = 1

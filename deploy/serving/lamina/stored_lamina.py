@@ -18,9 +18,10 @@ O outputs (rows), I inputs (columns), R rows and C columns of the grid, E expert
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ WORD_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of four-bit codes of each of eight rows
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS = 127
+BLOCK_NUMBERS = 2**17  # decoded at a time on a CPU
+ROUNDED_FIRST, TRANSPOSED = ("float", "int", "packed"), ("gptq", "awq")
 FIELD = "stored_formats"  # of config.json
 
 
@@ -94,68 +97,161 @@ class StoredFormat:
         """Return the weight (O, I) of its parts, rounded once, to `dtype`; fused experts of mxfp4 as (E, I, O).
 
         With codes, zeros and scales of at most 8, 8 and 11 significant bits the product is exact in float32. Parts by
-        compressed-tensors are first rounded to the dtype of their scales, as that package does.
+        compressed-tensors are first rounded to the dtype of their scales, as that package does. Rows of the stored
+        codes are decoded some at a time, so that they stay in a CPU's cache.
         """
+        codes: Codes = getattr(self, f"_{self.kind}")(parts)
+        dtype, first = getattr(torch, self.dtype), codes.scales.dtype if self.kind in ROUNDED_FIRST else torch.float32
+        weight = torch.empty(codes.shape, dtype=dtype, device=codes.stored.device)
+        rows, columns = codes.shape
+        step = max(1, BLOCK_NUMBERS // columns) if weight.device.type == "cpu" else rows
+        step = max(codes.rows_stored, step // codes.rows_stored * codes.rows_stored)
+        scales, zeros = codes.scales.float(), None if codes.zeros is None else codes.zeros.float()
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            numbers = codes.read(codes.stored[begin // codes.rows_stored : math.ceil(end / codes.rows_stored)])
+            if zeros is not None:
+                codes.spread(Tensor.sub_, numbers, zeros[codes.groups[begin:end]])
+            codes.spread(Tensor.mul_, numbers, scales[codes.groups[begin:end]])
+            weight[begin:end] = numbers.to(first)
         if self.kind == "mxfp4":
-            weight_EOI = decode_mxfp4(parts["blocks"], parts["scales"], getattr(torch, self.dtype))
-            return weight_EOI.transpose(-1, -2).contiguous()
-        codes, scales_RC, zeros_RC = getattr(self, f"_{self.kind}")(parts)
-        weight_OI = codes.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        columns_I = parts["g_idx"].long() if self.ordered else None
-        if zeros_RC is not None:
-            self._spread(Tensor.sub_, weight_OI, zeros_RC, columns_I)
-        self._spread(Tensor.mul_, weight_OI, scales_RC, columns_I)
-        if self.kind in ("float", "int", "packed"):
-            weight_OI = weight_OI.to(scales_RC.dtype)
-        return cast(Tensor, weight_OI.to(getattr(torch, self.dtype)))
+            experts = weight.view(*parts["scales"].shape[:-1], columns)
+            return torch.stack([expert.T.contiguous() for expert in experts])  # several times as fast as all at once
+        return weight.T.contiguous() if self.kind in TRANSPOSED else weight
 
-    def _spread(self, apply_: Any, weight_OI: Tensor, grid_RC: Tensor, columns_I: Tensor | None) -> None:
-        """Change the numbers of a weight by those of the grid. `columns_I`: the column of the grid for each column."""
-        rows, columns = self.block
-        grid_RI = grid_RC.float()
-        if columns_I is not None:
-            grid_RI = grid_RI[:, columns_I]
-        elif columns > 1 and grid_RI.shape[1] > 1:
-            grid_RI = grid_RI.repeat_interleave(columns, 1)[:, : weight_OI.shape[1]]
-        if rows > 1:
-            for block, row in zip(weight_OI.split(rows), grid_RI, strict=True):
-                apply_(block, row)
-        else:
-            apply_(weight_OI, grid_RI)
+    def _bytes(self, parts: Mapping[str, Tensor], scales: Tensor) -> "Codes":
+        """Return codes of eight bits: integers, or fp8 numbers, which a table of all 256 decodes much faster."""
+        stored, zeros = parts["weight"], parts.get("weight_zero_point")
+        grid, read = _as_grid(scales), cast(Callable[[Tensor], Tensor], Tensor.float)
+        if stored.is_floating_point():
+            table = torch.arange(256, dtype=torch.uint8, device=stored.device).view(stored.dtype).float()
+            stored, read = stored.view(torch.uint8), partial(_looked_up, table)
+        return self._rows(stored, tuple(stored.shape), read, grid, None if zeros is None else _as_grid(zeros))
 
-    def _fp8(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, None]:
-        return parts["weight"], self._as_grid(parts["weight_scale_inv"]), None
+    def _fp8(self, parts: Mapping[str, Tensor]) -> "Codes":
+        return self._bytes(parts, parts["weight_scale_inv"])
 
-    def _float(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        zeros = parts.get("weight_zero_point")
-        return parts["weight"], self._as_grid(parts["weight_scale"]), zeros if zeros is None else self._as_grid(zeros)
+    def _float(self, parts: Mapping[str, Tensor]) -> "Codes":
+        return self._bytes(parts, parts["weight_scale"])
 
     _int = _float
 
-    def _as_grid(self, scales: Tensor) -> Tensor:
-        return scales if scales.ndim == 2 else scales.reshape(-1, 1)
-
-    def _packed(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows, columns = parts["weight_packed"].shape[0], int(parts["weight_shape"][1])
+    def _packed(self, parts: Mapping[str, Tensor]) -> "Codes":
+        stored, low = parts["weight_packed"], -(2 ** (self.bits - 1))
+        rows, columns = stored.shape[0], int(parts["weight_shape"][1])
         zeros_RC = None
         if self.zeros:
-            zeros_RC = unpacked(parts["weight_zero_point"].T, self.bits, rows).T - 2 ** (self.bits - 1)
-        codes_OI = unpacked(parts["weight_packed"], self.bits, columns) - 2 ** (self.bits - 1)
-        return codes_OI, parts["weight_scale"], zeros_RC
+            zeros_RC = unpacked(parts["weight_zero_point"].T, self.bits, rows).T + low
+        if self.bits == 4:
+            read = partial(_halves, _pairs([number + low for number in range(16)], stored.device), columns)
+        else:
+            read = partial(_words, self.bits, columns, low)
+        return self._rows(stored, (rows, columns), read, parts["weight_scale"], zeros_RC)
 
-    def _gptq(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        scales_RC = parts["scales"].T
-        columns = parts["qweight"].shape[0] * WORD_BITS // self.bits
-        codes_OI = unpacked(parts["qweight"].T, self.bits, columns)
-        zeros_RC = unpacked(parts["qzeros"], self.bits, scales_RC.shape[0]).T + self.offset
-        return codes_OI, scales_RC, zeros_RC & (2**self.bits - 1)
+    def _rows(
+        self, stored: Tensor, shape: tuple[int, ...], read: Any, scales_RC: Tensor, zeros_RC: Tensor | None
+    ) -> "Codes":
+        """Return codes that are stored by rows of the weight."""
+        rows, columns = self.block
+        groups = torch.arange(shape[0], device=stored.device)
+        groups = groups // rows if rows else torch.zeros_like(groups)
+        return Codes(stored, (shape[0], shape[1]), read, scales_RC, zeros_RC, groups, columns)
 
-    def _awq(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        rows = parts["scales"].shape[1]
-        codes_IO, zeros_CR = (unpacked(parts[name], self.bits, rows) for name in ("qweight", "qzeros"))
-        order = torch.tensor(AWQ_ORDER, device=codes_IO.device)
-        codes_IO, zeros_CR = (each.unflatten(1, (-1, 8))[..., order].flatten(1) for each in (codes_IO, zeros_CR))
-        return codes_IO.T, parts["scales"].T, zeros_CR.T
+    def _gptq(self, parts: Mapping[str, Tensor]) -> "Codes":
+        stored, scales_CO = parts["qweight"], parts["scales"]
+        inputs, outputs = stored.shape[0] * WORD_BITS // self.bits, stored.shape[1]
+        zeros_CO = unpacked(parts["qzeros"], self.bits, outputs) + self.offset & 2**self.bits - 1
+        read, words = partial(_columns, self.bits), WORD_BITS // self.bits
+        groups = parts["g_idx"].long() if self.ordered else self._groups(inputs, stored)
+        return Codes(stored, (inputs, outputs), read, scales_CO, zeros_CO, groups, 1, words)
+
+    def _awq(self, parts: Mapping[str, Tensor]) -> "Codes":
+        stored, scales_CO = parts["qweight"], parts["scales"]
+        zeros_CO, shape = _awq_words(parts["qzeros"]), (stored.shape[0], scales_CO.shape[1])
+        return Codes(stored, shape, _awq_words, scales_CO, zeros_CO, self._groups(shape[0], stored), 1)
+
+    def _groups(self, inputs: int, stored: Tensor) -> Tensor:
+        columns = torch.arange(inputs, device=stored.device)
+        return columns // self.block[1] if self.block[1] else torch.zeros_like(columns)
+
+    def _mxfp4(self, parts: Mapping[str, Tensor]) -> "Codes":
+        blocks, scales = parts["blocks"].flatten(-2).flatten(0, -2), parts["scales"].flatten(0, -2)
+        read = partial(_halves, _pairs([*E2M1, *(-value for value in E2M1)], blocks.device), 2 * blocks.shape[1])
+        powers = torch.ldexp(torch.ones(256), torch.arange(256) - E8M0_BIAS).to(blocks.device)
+        return self._rows(blocks, (blocks.shape[0], 2 * blocks.shape[1]), read, powers[scales.int()], None)
+
+
+class Codes(NamedTuple):
+    """Codes in the layout in which they are stored.
+
+    Attributes:
+        stored: the tensor of codes.
+        shape: of the numbers: the weight's, or the transposed weight's.
+        read: returns the numbers, float32, of some rows of `stored`.
+        scales, zeros: a row for each group of rows of numbers.
+        groups: for each row of numbers, its row of `scales`.
+        columns: how many columns share a column of `scales`; 0: all.
+        rows_stored: the rows of numbers in a row of `stored`.
+    """
+
+    stored: Tensor
+    shape: tuple[int, int]
+    read: Callable[[Tensor], Tensor]
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor
+    columns: int
+    rows_stored: int = 1
+
+    def spread(self, apply_: Callable[[Tensor, Tensor], Any], numbers: Tensor, grid: Tensor) -> None:
+        """Change numbers by those of the grid for their rows."""
+        if grid.shape[1] == 1 or self.columns == 1:
+            apply_(numbers, grid)
+        elif numbers.shape[1] % self.columns:
+            apply_(numbers, grid.repeat_interleave(self.columns, 1)[:, : numbers.shape[1]])
+        else:
+            apply_(numbers.unflatten(1, (-1, self.columns)), grid[..., None])
+
+
+def _as_grid(scales: Tensor) -> Tensor:
+    return scales if scales.ndim == 2 else scales.reshape(-1, 1)
+
+
+def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
+    return torch.index_select(table, 0, codes.flatten().int()).view(codes.shape)
+
+
+def _pairs(values: list[float], device: torch.device) -> Tensor:
+    """Return for each byte the values of its lower and its upper half, two float32 in the place of a float64."""
+    table = torch.tensor(values, dtype=torch.float32, device=device)
+    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1)
+    return pairs.view(torch.float64).flatten()
+
+
+def _halves(pairs: Tensor, columns: int, codes: Tensor) -> Tensor:
+    halves = codes.contiguous().view(torch.uint8)
+    numbers = torch.index_select(pairs, 0, halves.flatten().int()).view(torch.float32)
+    return numbers.view(codes.shape[0], -1)[:, :columns]
+
+
+def _words(bits: int, columns: int, low: int, codes: Tensor) -> Tensor:
+    return unpacked(codes, bits, columns).float().add_(low)
+
+
+def _columns(bits: int, codes: Tensor) -> Tensor:
+    """Return the numbers (W · 32 / bits, O) of words (W, O) that each hold some of a column."""
+    shifts = range(0, WORD_BITS, bits)
+    numbers = torch.empty(codes.shape[0], len(shifts), codes.shape[1], device=codes.device)
+    for place, shift in enumerate(shifts):
+        numbers[:, place] = codes >> shift & 2**bits - 1
+    return numbers.flatten(0, 1)
+
+
+def _awq_words(codes: Tensor) -> Tensor:
+    numbers = torch.empty(*codes.shape, len(AWQ_ORDER), device=codes.device)
+    for place, half in enumerate(AWQ_ORDER):
+        numbers[..., place] = codes >> 4 * half & 15
+    return numbers.flatten(1)
 
 
 def unpacked(words_OW: Tensor, bits: int, columns: int) -> Tensor:
@@ -174,17 +270,6 @@ def unpacked(words_OW: Tensor, bits: int, columns: int) -> Tensor:
     both_OI = wide_OW[:, word_I] | wide_OW[:, word_I + 1] << WORD_BITS
     numbers_OI: Tensor = (both_OI >> shift_I & mask).int()
     return numbers_OI
-
-
-def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight (..., G · 32) of blocks (..., G, 16) and scales (..., G) uint8: code · 2^(scale - 127).
-
-    The low half of a byte is the first of its two numbers.
-    """
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32, device=blocks.device)
-    pairs = torch.stack([table[(half.int()).long()] for half in (blocks & 15, blocks >> 4)], dim=-1)
-    numbers: Tensor = torch.ldexp(pairs.flatten(-2), (scales.int() - E8M0_BIAS)[..., None])
-    return numbers.flatten(-2).to(dtype)
 
 
 class StoredLinear(nn.Module):
