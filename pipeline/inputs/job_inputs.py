@@ -148,6 +148,7 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     methods, tasks = fit_methods(manifest, geometry)
     inputs = Inputs(manifest, source, config, geometry, methods, tasks, dtype)
     config_fields(methods)
+    _check_formats(source, config, methods)
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
     check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
@@ -254,6 +255,18 @@ def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task],
         raise InputError(f"{field}: tries sizes from kept statistics; leave out statistics.keep: false")
     if field != "budget.max_loss" and (manifest.budget is None or manifest.budget.keep is None):
         raise InputError(f"{field}: measures sizes beside budget.keep; give budget.keep, or leave it out")
+
+
+def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods: Sequence[Method]) -> None:
+    """Raises InputError where weights in stored formats have no place in OUTPUT."""
+    if not source.stored_bytes():
+        return
+    owner = next((method.name for method in methods if method.own_class), None)
+    what = f"OUTPUT of {owner} is an ordinary checkpoint" if owner else "OUTPUT keeps the class of a multimodal model"
+    if owner or config.get("wrapper"):
+        raise InputError(
+            f"model: weights in stored formats: {what}, which has no place for them; give the model in 16 bits"
+        )
 
 
 def _check_sequence(manifest: Manifest, config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from manifests.calibration import Text
+from lamina.stored_lamina import FIELD as STORED_FORMATS
 from manifests.errors import InputError
 from manifests.loading import decode_document, parse_block, parse_manifest
 from manifests.quantize import Quantize
@@ -104,6 +105,8 @@ def _planned_config(inputs: Inputs) -> Mapping[str, Any]:
     """Return the config of the output, as if nothing were factored; rounding is named, without its groups."""
     forms: list[Mapping[str, Any]] = [{} for _ in inputs.geometry.layers]
     config = checkpoint_config(inputs.config, forms, inputs.dtype_name)
+    if inputs.source.stored_bytes() and not inputs.manifest.quantize:
+        config[STORED_FORMATS] = [{}]  # what stays dense stays in its format
     return config | ({FIELD: {"config_groups": {}}} if inputs.manifest.quantize else {})
 
 
