@@ -8,6 +8,7 @@ from typing import Any
 from lamina import LayersConfig
 from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
+from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.vllm_lamina import foreign_rotation, unlike_experts, vllm_lacks
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.checkpoint.targets import expert_widths, export_faults, is_mixture, mlp_widths
@@ -73,8 +74,12 @@ def _kept_by_exports(config: Mapping[str, Any], described: LayersConfig) -> str:
     return "narrower MLPs" if any(width < dense for width, dense in sizes) else "nothing"
 
 
-def planned_engines(config: Mapping[str, Any]) -> list[str]:
-    """Return the engines that load a checkpoint with this config, as far as its forms and rounding are known."""
+def planned_engines(config: Mapping[str, Any], stays_stored: bool = False) -> list[str]:
+    """Return the engines that load a checkpoint with this config, as far as its forms and rounding are known.
+
+    `stays_stored`: weights may stay in a stored format of the source.
+    """
+    config = {**config, STORED_FORMATS: [{}]} if stays_stored else config
     described, rounded, tables = LayersConfig(**config), bool(config.get(FIELD)), bool(config.get(TABLES))
     engines = [f"transformers{f' with {READER}' if rounded else ''}"]
     if not _own_class(described, rounded, tables).startswith(NOT_SERVED):

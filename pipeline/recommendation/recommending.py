@@ -8,7 +8,6 @@ from pathlib import PurePath
 from typing import Any
 
 from manifests.calibration import Text
-from lamina.stored_lamina import FIELD as STORED_FORMATS
 from manifests.errors import InputError
 from manifests.loading import decode_document, parse_block, parse_manifest
 from manifests.quantize import Quantize
@@ -69,7 +68,9 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     manifest = manifest_of(settings)
     rates = RateSource(None, None, request.address is not None, request.address, request.connect_timeout_s)
     report = plan_report(manifest, None, rates)
-    engines = planned_engines(_planned_config(read_inputs(manifest, weights=False)))
+    inputs = read_inputs(manifest, weights=False)
+    stays_stored = bool(inputs.source.stored_bytes()) and not manifest.quantize
+    engines = planned_engines(_planned_config(inputs), stays_stored)
     return commented_manifest(command, places, goal, settings), Verdict(report, goal, engines)
 
 
@@ -105,8 +106,6 @@ def _planned_config(inputs: Inputs) -> Mapping[str, Any]:
     """Return the config of the output, as if nothing were factored; rounding is named, without its groups."""
     forms: list[Mapping[str, Any]] = [{} for _ in inputs.geometry.layers]
     config = checkpoint_config(inputs.config, forms, inputs.dtype_name)
-    if inputs.source.stored_bytes() and not inputs.manifest.quantize:
-        config[STORED_FORMATS] = [{}]  # what stays dense stays in its format
     return config | ({FIELD: {"config_groups": {}}} if inputs.manifest.quantize else {})
 
 
