@@ -38,8 +38,8 @@ from workers.solving import GroupProblem, Solved, named_solution
 from workers.tapped_layer import TappedLayer, overflow_advice
 
 HELD_OUT_SHARE = 0.1  # of the samples
-RATE, RATE_WIDTH = 1e-3, 128  # the middle learning rate that is tried, at this hidden size
-RATE_STEP = 3.0  # between the rates that are tried
+RATE = 3e-3  # the middle learning rate that is tried: a step's change of a matrix, relative to it
+RATE_STEP = 2.0  # between the rates that are tried
 
 
 class RefinePass:
@@ -70,7 +70,7 @@ class RefinePass:
         assert settings is not None
         seed = self.setup.manifest.seed if self.setup.manifest else 0
         training = replace(
-            training_of(settings, *self.setup.tokens_shape, self.setup.geometry.hidden, seed),
+            training_of(settings, *self.setup.tokens_shape, seed),
             floor=rounding_floor(self.setup.dtype),
         )
         layer = TrainedLayer(self._block(unit), self._trained_dtypes(unit), self.setup.dtype)
@@ -265,7 +265,7 @@ def rounding_floor(stored: torch.dtype) -> float:
     return max(stored_eps**2 / 48, (16 * computed_eps) ** 2)
 
 
-def training_of(settings: Settings, samples: int, sequence: int, hidden: int, seed: int) -> Training:
+def training_of(settings: Settings, samples: int, sequence: int, seed: int) -> Training:
     """Return the training of a layer: every tenth sample is held out. docs/methods.md#refinement."""
     count = max(1, round(HELD_OUT_SHARE * samples))
     held_out = [(2 * place + 1) * samples // (2 * count) for place in range(count)]
@@ -273,13 +273,12 @@ def training_of(settings: Settings, samples: int, sequence: int, hidden: int, se
     if settings.tokens != "all":
         most = max(1, min(len(train), settings.tokens // sequence))
         train = [train[place * len(train) // most] for place in range(most)]
-    rate = RATE * math.sqrt(RATE_WIDTH / hidden)
     return Training(
         train=train,
         held_out=held_out,
         steps=settings.steps,
         batch=step_samples(sequence),
-        rates=(rate / RATE_STEP, rate, rate * RATE_STEP)
+        rates=(RATE / RATE_STEP, RATE, RATE * RATE_STEP)
         if settings.learning_rate == "auto"
         else (settings.learning_rate,),
         seed=seed,

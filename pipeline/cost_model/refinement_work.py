@@ -8,13 +8,14 @@ from manifests.methods import Refine
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
 from pipeline.families.family import LayerGeometry
+from pipeline.kernels.descent import orthogonal_flops
 from pipeline.kernels.refinement import RATES_TRIED, probe_steps, step_samples
 
 BACK = 3  # cost of a backward pass in forward passes, its forward pass included
-TRAINED_BYTES = 30  # for each number: itself, its gradient, two of Adam's, three copies, and one in half precision
+TRAINED_BYTES = 30  # for each number: itself, its gradient, its momentum, four copies, and one in half precision
 VALUE_BYTES = 4  # of a value that the backward pass needs
 SCORES = 3  # copies of the attention's scores that it needs
-LAUNCHES = 20  # of `Rates.step_s` in a step of training
+LAUNCHES = 40  # of `Rates.step_s` in a step of training
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,36 @@ def settings_of(manifest: Manifest) -> Refine | None:
     return next((entry.refine for entry in manifest.methods if entry.refine is not None), None)
 
 
-def refine_work(manifest: Manifest, forward: float, packed: float, hidden_bytes: int) -> RefineWork:
-    """Return the work of a layer. `forward`, `packed`: operations per token of the dense and the compressed layer."""
+def refine_work(
+    manifest: Manifest, forward: float, packed: float, hidden_bytes: int, descent: float = 0.0
+) -> RefineWork:
+    """Return the work of a layer.
+
+    `forward`, `packed`: operations per token of the dense and the compressed layer. `descent`: `descent_flops`.
+    """
     settings, calibration = settings_of(manifest), manifest.calibration
     if settings is None or calibration is None:
         return UNREFINED
     sequence = calibration.sequence_length
     tried = RATES_TRIED * probe_steps(settings.steps) if settings.learning_rate == "auto" else 0
     steps, tokens = settings.steps + tried, calibration.samples * sequence
+    passes = BACK * step_samples(sequence) * sequence * packed
     return RefineWork(
         steps=steps,
-        flops=float(BACK * steps * step_samples(sequence) * sequence * packed),
+        flops=float(steps * (passes + descent)),
         read_bytes=2.0 * hidden_bytes,
         passes=float(tokens * (2 * forward + packed)),
     )
+
+
+def descent_flops(layer: LayerGeometry, keep: float) -> float:
+    """Return the operations of a step beside its passes, where each matrix is two factors of `keep` of its numbers."""
+    total = 0.0
+    for role in layer.matrices:
+        rows, columns = layer.role_shapes(role)["weight"]
+        rank = max(1, round(keep * rows * columns / (rows + columns)))
+        total += orthogonal_flops(rows, rank) + orthogonal_flops(rank, columns)
+    return total
 
 
 def refine_bytes(manifest: Manifest, layer: LayerGeometry) -> int:

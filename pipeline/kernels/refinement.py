@@ -1,4 +1,4 @@
-"""Trains parameters by Adam. Held-out samples choose the rate, stop it, and may refuse it. docs/methods.md#refinement.
+"""Trains parameters. Held-out samples choose the rate, stop it, and may refuse it. docs/methods.md#refinement.
 
 The result depends on the arguments alone: the order of the samples follows from a seed, and a step is computed at once.
 """
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BETAS = (0.9, 0.95)
+from pipeline.kernels.descent import Descent
+
 WARM_UP = 10  # steps of rising rates
 CHECKS = 10  # looks at the held-out samples, evenly spread over the steps
 PATIENCE = 5  # looks without a smaller error, after which training stops
 PROBE_SHARE = 0.1  # of the steps, for each rate that is tried
-GAIN_SHARE = 0.5  # of the largest gain of a trial; short trials favour low rates, which gain less in the end
+GAIN_SHARE = 0.75  # of the largest gain of a trial; short trials favour low rates, which gain less in the end
 RATES_TRIED = 3
-STEP_TOKENS = 2048  # of a step, about
+STEP_TOKENS = 1024  # of a step, about
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,16 @@ def train_(
         raise ValueError("the error on the held-out samples is not finite")
     if before <= training.floor:
         return Trained(0, 0, 0.0, (), before, before)
-    rates: tuple[tuple[float, float], ...] = ()
-    if len(training.rates) > 1:
-        rates = tuple((rate, run.tried(rate, probe_steps(training.steps))) for rate in training.rates)
-    rate = chosen_rate(rates, before) if rates else training.rates[0]
+    if len(training.rates) == 1:
+        return _trained(run, training.rates[0], (), before)
+    rates = tuple((rate, run.tried(rate, probe_steps(training.steps))) for rate in training.rates)
+    rate = chosen_rate(rates, before)
+    best, least = min(rates, key=lambda tried: tried[1])
+    trained = _trained(run, rate, rates, before)
+    return _trained(run, best, rates, before) if rate > best and trained.after >= least else trained
+
+
+def _trained(run: _Run, rate: float, rates: tuple[tuple[float, float], ...], before: float) -> Trained:
     steps, steps_done, after = run.train(rate, before)
     return Trained(steps, steps_done, rate, rates, before, after)
 
@@ -144,17 +151,15 @@ class _Run:
 
     def _steps(self, rate: float, steps: int) -> Iterator[int]:
         """Take all steps of a schedule, and yield the number of each."""
-        optimizer = torch.optim.Adam(self.parameters, lr=rate, betas=BETAS)
-        batches, scale = self._batches(), None
+        descent, batches, scale = Descent(self.parameters), self._batches(), None
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * schedule(step, steps)
-            optimizer.zero_grad(set_to_none=True)
+            for values in self.parameters:
+                values.grad = None
             with torch.enable_grad():
                 error = self.error(next(batches))
                 scale = scale or max(float(error.detach()), torch.finfo(torch.float32).tiny)
                 (error / scale).backward()
-            optimizer.step()
+            descent.step(rate * schedule(step, steps))
             yield step + 1
 
     def _batches(self) -> Iterator[Sequence[int]]:
@@ -178,7 +183,7 @@ class _Run:
 
 
 def chosen_rate(rates: Sequence[tuple[float, float]], before: float) -> float:
-    """Return the largest rate whose trial has at least half of the best one's gain; without a gain, the best one.
+    """Return the largest rate whose trial has three quarters of the best one's gain; without a gain, the best one.
 
     `rates`: each rate, ascending, and the error after its trial. `before`: the error at first.
     """

@@ -30,7 +30,7 @@ from tests.workers.bench import (
 )
 from workers.refining import Targets, group_tensors, training_of
 
-TRAINED = {"refine": {"steps": 12, "learning_rate": 0.001}}
+TRAINED = {"refine": {"steps": 12, "learning_rate": 0.003}}
 FLAT = {"method": "flat_llm", "allocation": "uniform", **TRAINED}
 METHODS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "flat_llm": ("llama-gqa", FLAT, {"value": 5, "mlp": 33}),
@@ -109,8 +109,9 @@ def test_the_error_falls_as_the_figures_say(bench: Bench) -> None:
     figures, factors = done.refined, bench.factors(done)
     held_out = [2]
     assert (figures.held_out, figures.samples) == (len(held_out), SAMPLES - 1)
-    assert figures.kept
-    assert figures.after < figures.before
+    methods = bench.worker.setup.manifest.methods
+    assert figures.kept == (methods[0].method != "flat_llm"), "36 tokens lower the held-out error, but for flat_llm"
+    assert (figures.after < figures.before) == figures.kept
     assert bench.error(factors, held_out) == pytest.approx(figures.after, rel=1e-3)
     assert [group.forms for group in done.groups] == [group.forms for group in bench.groups]
     again = make_worker(bench.worker.setup).execute(bench.unit)
@@ -171,8 +172,8 @@ def test_damage_is_told_by_its_path(what: str, tmp_path: Path) -> None:
 def test_samples_are_held_out_evenly(samples: int, tokens: Any, held_out: list[int], train: Any) -> None:
     from manifests.methods import Refine as Settings
 
-    training = training_of(Settings(tokens=tokens), samples, 256, 128, 0)
+    training = training_of(Settings(tokens=tokens), samples, 256, 0)
     assert training.held_out == held_out
     assert set(training.train).isdisjoint(held_out)
     assert (training.train if isinstance(train, list) else len(training.train)) == train
-    assert (training.batch, training.rates[1]) == (8, 1e-3)
+    assert (training.batch, training.rates[1]) == (4, 3e-3)
