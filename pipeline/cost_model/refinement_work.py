@@ -8,7 +8,7 @@ from manifests.methods import Refine
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.descent import orthogonal_flops
+from pipeline.kernels.descent import descent_flops
 from pipeline.kernels.refinement import RATES_TRIED, probe_steps, step_samples
 
 BACK = 3  # cost of a backward pass in forward passes, its forward pass included
@@ -57,7 +57,7 @@ def refine_work(
 ) -> RefineWork:
     """Return the work of a layer.
 
-    `forward`, `packed`: operations per token of the dense and the compressed layer. `descent`: `descent_flops`.
+    `forward`, `packed`: operations per token of the dense and the compressed layer. `descent`: `layer_descent_flops`.
     """
     settings, calibration = settings_of(manifest), manifest.calibration
     if settings is None or calibration is None:
@@ -74,13 +74,13 @@ def refine_work(
     )
 
 
-def descent_flops(layer: LayerGeometry, keep: float) -> float:
+def layer_descent_flops(layer: LayerGeometry, keep: float) -> float:
     """Return the operations of a step beside its passes, where each matrix is two factors of `keep` of its numbers."""
     total = 0.0
     for role in layer.matrices:
         rows, columns = layer.role_shapes(role)["weight"]
         rank = max(1, round(keep * rows * columns / (rows + columns)))
-        total += orthogonal_flops(rows, rank) + orthogonal_flops(rank, columns)
+        total += descent_flops(rows, rank) + descent_flops(rank, columns)
     return total
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
-from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, descent_flops, refine_work
+from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, layer_descent_flops, refine_work
 from pipeline.cost_model.rounding_work import RoundWork, rounding_work
 from pipeline.cost_model.solve_work import (
     REMOVED_SHARE,
@@ -151,7 +151,9 @@ def layer_work(
         pair_bytes=tuple(_pair_bytes(moment, layer) for moment in busiest.pairs),
         pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
         correction_flops=float(tokens * _correction_flops(busiest.pairs, layer, forward)),
-        refinement=refine_work(manifest, forward, packed, tokens * layer.hidden * itemsize, descent_flops(layer, keep)),
+        refinement=refine_work(
+            manifest, forward, packed, tokens * layer.hidden * itemsize, layer_descent_flops(layer, keep)
+        ),
         rounding=rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(_held_out_tokens(manifest) * forward, _held_out_tokens(manifest) * packed),

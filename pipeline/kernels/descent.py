@@ -15,6 +15,7 @@ MOMENTUM = 0.9
 SQUARES = 0.95  # decay of a vector's mean squares
 QUINTIC = (3.4445, -4.7750, 2.0315)  # of the published iteration: singular values end between 0.7 and 1.2
 ITERATIONS = 5
+REUSED = 3  # steps that share an equalizer, which costs a large layer more than its passes
 SQUARE_PRODUCTS = 4 * ITERATIONS - 3  # products of (M, M) matrices
 
 
@@ -25,6 +26,7 @@ class Descent:
         self.parameters = parameters
         self.momenta = [torch.zeros_like(values) for values in parameters]
         self.squares = [None if values.ndim > 1 else torch.zeros_like(values) for values in parameters]
+        self.equalizers: dict[int, Tensor] = {}
         self.counts = [0] * len(parameters)
         sizes = [_root_mean_square(values) for values in parameters]
         least = min((size for size in sizes if size > 0), default=0.0)
@@ -43,7 +45,10 @@ class Descent:
             self.counts[place] += 1
             squares, count = self.squares[place], self.counts[place]
             if squares is None:
-                direction = orthogonal(torch.lerp(values.grad, momentum, MOMENTUM))
+                ahead = torch.lerp(values.grad, momentum, MOMENTUM)
+                if (count - 1) % REUSED == 0:
+                    self.equalizers[place] = equalizer(ahead)
+                direction = equalized(ahead, self.equalizers[place])
             else:
                 squares.lerp_(values.grad.square(), 1.0 - SQUARES)
                 roots = (squares / (1.0 - SQUARES**count)).sqrt_()
@@ -53,14 +58,14 @@ class Descent:
                 values.add_(direction, alpha=-rate * self.sizes[place] / size)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix (…, rows, columns) with its singular values between 0.7 and 1.2, those of nearly nothing apart.
+def equalizer(matrix: Tensor) -> Tensor:
+    """Return E (…, M, M), symmetric, which gives a matrix (…, rows, columns) singular values between 0.7 and 1.2.
 
-    Polynomials of its Gram matrix, so that an iteration multiplies (M, M) matrices alone.
+    That is a polynomial of its Gram matrix. Those of nearly nothing stay smaller.
     """
-    wide_MN = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
-    norm = torch.linalg.matrix_norm(wide_MN, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-    wide_MN = wide_MN / norm
+    wide_MN = matrix if _is_wide(matrix) else matrix.mT
+    norm_11 = torch.linalg.matrix_norm(wide_MN, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+    wide_MN = wide_MN / norm_11
     gram_MM = wide_MN @ wide_MN.mT
     whole_MM: Tensor | None = None
     linear, cubic, quintic = QUINTIC
@@ -71,14 +76,24 @@ def orthogonal(matrix: Tensor) -> Tensor:
         if iteration + 1 < ITERATIONS:
             gram_MM = step_MM @ gram_MM @ step_MM
     assert whole_MM is not None
-    result_MN: Tensor = whole_MM @ wide_MN
-    return result_MN if matrix.shape[-2] <= matrix.shape[-1] else result_MN.mT
+    result_MM: Tensor = whole_MM / norm_11
+    return result_MM
 
 
-def orthogonal_flops(rows: int, columns: int) -> float:
-    """Return the operations of `orthogonal` for a matrix."""
+def equalized(matrix: Tensor, equalizer_MM: Tensor) -> Tensor:
+    """Return the product of a matrix and its `equalizer`, on its shorter side."""
+    return equalizer_MM @ matrix if _is_wide(matrix) else matrix @ equalizer_MM
+
+
+def descent_flops(rows: int, columns: int) -> float:
+    """Return the operations of a step for a matrix."""
     short, long = sorted((rows, columns))
-    return 4.0 * short**2 * long + 2.0 * SQUARE_PRODUCTS * short**3
+    square = 2.0 * short**2 * long
+    return square + (square + 2.0 * SQUARE_PRODUCTS * short**3) / REUSED
+
+
+def _is_wide(matrix: Tensor) -> bool:
+    return matrix.shape[-2] <= matrix.shape[-1]
 
 
 def _root_mean_square(values: Tensor) -> float:

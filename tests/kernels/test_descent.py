@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.kernels.descent import Descent, orthogonal
+from pipeline.kernels.descent import Descent, equalized, equalizer
 
 GENERATOR = torch.Generator().manual_seed(3)
 
@@ -15,7 +15,7 @@ GENERATOR = torch.Generator().manual_seed(3)
 def test_singular_values_become_alike_and_directions_stay(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     matrix = torch.randn(shape, generator=GENERATOR, dtype=torch.float64).to(dtype)
     before = matrix.clone()
-    result = orthogonal(matrix)
+    result = equalized(matrix, equalizer(matrix))
     assert torch.equal(matrix, before)
     left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     inner = left.mT @ result.double() @ right.mT
