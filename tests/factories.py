@@ -44,6 +44,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -114,6 +116,7 @@ MIXTURES: dict[str, tuple[Any, Any]] = {
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
+    "hunyuan_v1_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
 }
 FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method compresses
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
@@ -213,6 +216,10 @@ EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six expe
         "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 16,
         "layer_types": TYPES, "swiglu_alpha": 1.3, "swiglu_limit": 1.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "hunyuan_v1_moe": {
+        "num_experts": 6, "moe_topk": 2, "intermediate_size": 24,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 5.0, "factor": 1.0},
     },
     "granitemoe": {
         "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 12,

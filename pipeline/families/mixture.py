@@ -95,7 +95,10 @@ class MixtureFamily:
         routing |= {name: 1 for name in ("groups", "top_groups") if routing.get(name, 1) is None}
         if self.group_methods and not self._is_grouped(source):
             routing |= {"groups": 1, "top_groups": 1}
-        layers = [dict(sizes) if self._is_mixture(source, layer) else None for layer in range(source.num_hidden_layers)]
+        layers = [
+            {name: _of_layer(size, layer) for name, size in sizes.items()} if self._is_mixture(source, layer) else None
+            for layer in range(source.num_hidden_layers)
+        ]
         mixture = {**DEFAULTS, **self.paths, **self.routing, **routing, "layers": layers}
         try:
             check_mixture(mixture, source.num_hidden_layers)
@@ -152,3 +155,8 @@ class MixtureFamily:
             if dense == [layer for layer in range(len(layers)) if (layer + 1) % step]:
                 return {SPARSE_STEP: [], "decoder_sparse_step": step}
         return {SPARSE_STEP: dense, "decoder_sparse_step": 1}
+
+
+def _of_layer(size: Any, layer: int) -> Any:
+    """Return the size of a layer: some configs list one for each."""
+    return size[layer] if isinstance(size, list) and layer < len(size) else size

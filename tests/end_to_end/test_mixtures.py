@@ -36,6 +36,7 @@ ENTRIES: dict[str, list[dict[str, Any]]] = {
     "magnitude": [{"method": "magnitude"}],
     "heapr-by-loss": [{"method": "heapr", "refit": True}],
 }
+LATENT_KEYS = {"lorc": [{"method": "lorc"}]}
 FULL = ("loss_aware", "flat_llm", "svd", "svd_llm", "magnitude")
 
 
@@ -50,13 +51,14 @@ FULL = ("loss_aware", "flat_llm", "svd", "svd_llm", "magnitude")
             for i, name in enumerate(ENTRIES)
             for j, family in enumerate(LATER)
         ),
+        ("lorc", "hunyuan_v1_moe"),  # whose keys are normed once they are read and rotated
     ],
 )
 def test_a_method_on_a_mixture(name: str, family: str, tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
     changes: dict[str, Any] = {"quantize": {"bits": 8, "group": None}} if name == "flat" else {}
     changes |= DENSE if "loss" in name else {}
-    made = job(source, methods=ENTRIES[name], **changes)
+    made = job(source, methods=(ENTRIES | LATENT_KEYS)[name], **changes)
     made.run().json  # noqa: B018 - asserts the exit code
     assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
     decodes_as_it_prefills(load(made.output), source)

@@ -165,6 +165,10 @@ ODD: dict[str, dict[str, Any]] = {
         **GATED, **PATTERN, "num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": False,
         "swiglu_alpha": 1.5, "swiglu_limit": 6.0, "head_dim": 20,
     },
+    "hunyuan_v1_moe": {
+        **{name: value for name, value in GATED.items() if name != "pad_token_id"}, "num_experts": 4,
+        "moe_topk": {"moe_topk": 2, "num_experts": 4}, "attention_bias": True, "head_dim": 20, "pad_token_id": 7,
+    },
     "granitemoe": {
         **GATED, "num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": True, "embedding_multiplier": 3.0,
         "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 49.0,
@@ -228,6 +232,7 @@ UNREAD: dict[str, Any] = {
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "output_router_logits": True, "sliding_window": 3,
     "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5, "max_window_layers": 1,
     "layer_types": SLIDING, "head_dim": 32, "num_mtp_layers": 2,
+    "eod_token_id": 9, "sep_token_id": 9,
     "residual_dropout": 0.5, "embedding_dropout": 0.5, "attn_logit_softcapping": 5.0, "no_rope_layer_interval": 3,
     "hidden_dropout": 0.5, "classifier_dropout": 0.5, "is_decoder": True,
 }  # fmt: skip

@@ -34,6 +34,10 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
     if family in ("mixtral", "minimax_m2", "gpt_oss", "granitemoe"):
         return {**sizes, "num_local_experts": experts, "intermediate_size": draw.choice([5, 24, 33])}
+    if family == "hunyuan_v1_moe":
+        top_k = sizes.pop("num_experts_per_tok")
+        sizes |= {"num_experts": experts, "moe_topk": draw.choice([top_k, [top_k, 1, top_k]])}
+        return sizes | {"intermediate_size": draw.choice([5, 24, 33]), "attention_bias": draw.random() < 0.5}
     if family in factories.HYBRIDS:
         return hybrid_sizes(family, draw)
     if family in ("glm4_moe", *factories.FOREIGN, *factories.INDEXED):

@@ -134,7 +134,7 @@ NARROW = {"form": "head_pca", "rank": 5}
 BAD_FORMS = [
     ({"o": {**PIVOTED, "rank": 49}}, r"layer 1, o: pivoted rank 49, allowed is 1 to min\(in, out of all\) 48"),
     ({"o": {**PIVOTED, "group": "query_key"}}, "layer 1, o: .*group 'query_key', allowed is .'output'"),
-    ({"v": {**PIVOTED, "group": "output"}}, "layer 1, v: pivoted is for q, k, o, gate, up, down"),
+    ({"v": {**PIVOTED, "group": "output"}}, "layer 1, v: pivoted is for q, k, o, o_proj, gate, up, down"),
     ({"q": {**PIVOTED, "group": "query_key"}}, "layer 1, q: .* needs the same on k, which has none"),
     ({"o": {**PIVOTED, "width": 3}}, "layer 1, o: pivoted has width for gate, up, down only"),
     ({"o": {**PIVOTED, "value_rank": 13}}, "layer 1, o: pivoted value_rank 13, allowed is 1 to 12"),

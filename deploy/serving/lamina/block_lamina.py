@@ -40,7 +40,7 @@ BLOCK_DEFAULTS: dict[str, Any] = {
     # types the path of theirs, whose roles are called LAYER_TYPE.NAME.
     "foreign": None,
     "norm_bias": True,  # LayerNorms have a bias
-    "head_norms": "each",  # q_norm and k_norm norm each head, or "all" heads together
+    "head_norms": "each",  # q_norm and k_norm norm each head, or "all" heads together, or each head once "rotated"
     "rotary_layers": None,  # a list with 1 for each layer that rotates queries and keys, or their type; null: all do
     "query_scalar": None,  # scores are divided by the root of this number; null: of head_dim
     "attention_scale": None,  # scores are multiplied by this number instead
@@ -66,7 +66,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "norm": ("rms", "layer"),
     "rotary": ("half", "interleaved", None),
     "norm_bias": (True, False),
-    "head_norms": ("each", "all"),
+    "head_norms": ("each", "all", "rotated"),
 }
 
 # The sizes in which a layer may differ from the model.

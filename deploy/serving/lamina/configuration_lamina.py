@@ -91,7 +91,7 @@ class LayersConfig(PreTrainedConfig):
 
     model_type = "lamina"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    ignore_keys_at_rope_validation = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}  # noqa: RUF012 - the base class declares the type
+    ignore_keys_at_rope_validation = {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "alpha"}  # noqa: RUF012 - the base class declares the type
 
     source_model_type: str | None = None
     vocab_size: int = 32000
@@ -305,12 +305,6 @@ def _check_types(config: LayersConfig) -> None:
 def _check_fields(config: LayersConfig) -> None:
     if config.core_format not in ("dense", "csr"):
         raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
-    _check_layer_sizes(config)
-    _check_rotation(config)
-    for layer in range(config.num_hidden_layers):
-        shape = config.layer_shape(layer)
-        if shape.num_attention_heads % shape.num_key_value_heads:
-            raise ValueError(f"{shape.num_attention_heads} query heads over {shape.num_key_value_heads} KV heads")
     layer_types = config.layer_types
     known = (*LAYER_TYPES, *(config.block["foreign"] if is_hybrid(config.foreign) else ()))
     if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*known}:
@@ -318,6 +312,12 @@ def _check_fields(config: LayersConfig) -> None:
         raise ValueError(f"layer_types must be {needed}, not {layer_types}")
     if "sliding_attention" in layer_types and config.sliding_window is None:
         raise ValueError("layer_types has sliding_attention, but sliding_window is null")
+    _check_layer_sizes(config)
+    _check_rotation(config)
+    for layer in range(config.num_hidden_layers):
+        shape = config.layer_shape(layer)
+        if shape.num_attention_heads % shape.num_key_value_heads:
+            raise ValueError(f"{shape.num_attention_heads} query heads over {shape.num_key_value_heads} KV heads")
 
 
 def _check_rotation(config: LayersConfig) -> None:

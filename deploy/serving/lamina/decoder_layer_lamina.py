@@ -155,7 +155,7 @@ class SelfAttention(_Roles, nn.Module):
         self.softcap = config.block["attention_softcap"]
         sinks = nn.Parameter(torch.zeros(shape.num_attention_heads)) if SINKS in config.block["modules"] else None
         self.register_parameter(SINKS, sinks)
-        self._norm_all = config.block["head_norms"] == "all"
+        self._head_norms = config.block["head_norms"]
         self.is_causal = True
         self.interleaved = config.block["rotary"] == "interleaved"
         sliding = config.layer_types[layer_idx] == "sliding_attention"
@@ -183,11 +183,14 @@ class SelfAttention(_Roles, nn.Module):
         memo: Memo = {}
         query = self._heads("q", hidden_states, self._source_output("q", hidden_states, memo))
         key, value = (self._stored(role, hidden_states, memo) for role in ("k", "v"))
-        if angles is not None:
-            query = rotate(query, *angles, self.interleaved)
-            if "k" not in self._latent:
-                key = rotate(key, *angles, self.interleaved)
-        return query, key, value
+        query = self._rotated("q", query, angles)
+        return query, key if "k" in self._latent else self._rotated("k", key, angles), value
+
+    def _rotated(self, role: str, heads: Tensor, angles: Angles | None) -> Tensor:
+        """Rotate queries or keys (B, n, T, d), and norm them if norms follow the rotation."""
+        heads = heads if angles is None else rotate(heads, *angles, self.interleaved)
+        late = self._head_norms == "rotated" and f"{role}_norm" in self._names
+        return self._apply_role(f"{role}_norm", heads) if late else heads
 
     def _output(self, heads_BTHw: Tensor, hidden_states: Tensor) -> Tensor:
         """Apply the output projection to the heads' outputs."""
@@ -197,8 +200,7 @@ class SelfAttention(_Roles, nn.Module):
     def _read(self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
         """Return keys (B, G, S, d) and values (B, G, S, w) of all slots, computed from latents if these are cached."""
         if "k" in self._latent:
-            key = self._heads("k", x_BTD, key.squeeze(1))
-            key = key if angles is None else rotate(key, *angles, self.interleaved)
+            key = self._rotated("k", self._heads("k", x_BTD, key.squeeze(1)), angles)
         if "v" in self._latent:
             value = self._heads("v", x_BTD, value.squeeze(1)).expand(-1, key.shape[1], -1, -1)
         return key, value
@@ -207,10 +209,10 @@ class SelfAttention(_Roles, nn.Module):
         """Return the normed output of q, k or v (B, heads, T, width); of all cached slots if `source` has latents."""
         width = self.value_dim if role == "v" else self.head_dim
         out, norm = self._apply_role(role, x_BTD, source), f"{role}_norm"
-        if norm in self._names and self._norm_all:
+        if norm in self._names and self._head_norms == "all":
             out = self._apply_role(norm, out)
         out_BTGw: Tensor = out.unflatten(-1, (-1, width))
-        if norm in self._names and not self._norm_all:
+        if norm in self._names and self._head_norms == "each":
             out_BTGw = self._apply_role(norm, out_BTGw)
         return out_BTGw.transpose(1, 2)
 

@@ -20,7 +20,7 @@ from .attention_lamina import eager_attention_forward
 from .decoder_layer_lamina import DecoderLayer, SelfAttention, padded
 from .latent_attention_lamina import attend_in_blocks, check_groups, check_room
 from .processor_lamina import HALF, product_dtype
-from .rotary_lamina import Angles, rotate, rotate_once
+from .rotary_lamina import Angles, rotate_once
 
 
 class LaminaAttention(SelfAttention):
@@ -116,9 +116,11 @@ class LaminaAttention(SelfAttention):
         key, value = key[:, :, slots].to(dtype), value[:, :, slots].to(dtype)
         if "k" in self._latent:
             key = self._heads("k", x_BTD, key.squeeze(1))
-            if angles is not None:
-                cos, sin = (x[:, slots].to(dtype) for x in angles)
-                key = rotate(key, cos, sin, True) if self.interleaved else rotate_once(key, cos, sin)
+            plain = not self.interleaved and self._head_norms != "rotated"
+            if angles is not None and plain:
+                key = rotate_once(key, *_slots(angles, slots, dtype))
+            else:
+                key = self._rotated("k", key, None if angles is None else _slots(angles, slots, dtype))
         return key, value
 
     def _head_outputs(self, x_BTD: Tensor, mixed_BTHw: Tensor) -> Tensor:
@@ -170,6 +172,11 @@ class LaminaAttention(SelfAttention):
         kernel = self.config._attn_implementation or ""
         fused = "flash" in kernel or ("sdpa" in kernel and num_queries > 1)
         return self.head_dim - self.value_dim if fused else 0
+
+
+def _slots(angles: Angles, slots: slice, dtype: torch.dtype) -> Angles:
+    cos, sin = (x[:, slots].to(dtype) for x in angles)
+    return cos, sin
 
 
 class LaminaDecoderLayer(GradientCheckpointingLayer, DecoderLayer):

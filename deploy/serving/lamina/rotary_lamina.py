@@ -33,6 +33,8 @@ class LaminaRotaryEmbedding(nn.Module):
         self.config, self.rope_type = config, config.rope_parameters["rope_type"]
         self.interleaved = config.block["rotary"] == "interleaved"
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        if self.rope_type == "dynamic" and config.rope_parameters.get("alpha"):
+            self.rope_type = "default"  # of Hunyuan: its frequencies follow from alpha alone
         default = self.compute_default_rope_parameters
         init = default if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
         inv_freq, self.attention_scaling = init(config, device)
@@ -43,11 +45,16 @@ class LaminaRotaryEmbedding(nn.Module):
     def compute_default_rope_parameters(
         config: LayersConfig, device: torch.device | None = None, **kwargs: Any
     ) -> tuple[Tensor, float]:
-        """Return theta^(-2i/c) for i < c/2. transformers calls a method of this name when it fills in buffers."""
+        """Return theta^(-2i/c) for i < c/2. transformers calls a method of this name when it fills in buffers.
+
+        Hunyuan's alpha multiplies theta by alpha^(c / (c - 2)).
+        """
         rope = config.rope_parameters or {}
         width = round(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, width, 2, dtype=torch.float, device=device) / width
-        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+        alpha = rope.get("alpha") if rope.get("rope_type") == "dynamic" else None
+        theta = rope["rope_theta"] * (alpha ** (width / (width - 2)) if alpha else 1.0)
+        return 1.0 / (theta**exponents), 1.0
 
     @torch.no_grad()
     @dynamic_rope_update  # type: ignore[untyped-decorator]
