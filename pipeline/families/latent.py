@@ -31,9 +31,18 @@ DIFFERENCES = {
 
 def latent_faults(standard: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what DeepSeek's class with latent attention and dense MLPs cannot say of a model; empty if it can."""
-    modules = standard["block"]["modules"]
-    renamed = [role for role, path in BLOCK["modules"].items() if modules.get(role) != path]
-    return tuple(dict.fromkeys(_faults(standard))) or ((f"other names of {', '.join(renamed)}",) if renamed else ())
+    return tuple(dict.fromkeys(_faults(standard))) or tuple(_name_faults(standard["block"]))
+
+
+def _name_faults(block: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is named otherwise than in Llama, whose names are the class's, or goes beyond it."""
+    modules, known = block["modules"], BLOCK["modules"]
+    if further := [role for role in modules if role not in known]:
+        yield f"further modules: {', '.join(further)}"
+    renamed = [role for role, path in known.items() if modules.get(role) != path]
+    renamed += [key for key in ("embed", "layers", "final_norm", "head") if block[key] != BLOCK[key]]
+    if renamed:
+        yield f"other names of {', '.join(renamed)}"
 
 
 def _faults(standard: Mapping[str, Any]) -> Iterator[str]:

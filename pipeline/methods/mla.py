@@ -89,6 +89,8 @@ class MLAMethod(MethodBase[MLA]):
                 f"OUTPUT is of the DeepSeek type, which has no place for what this {geometry.model_type} model has: "
                 f"{'; '.join(geometry.latent_faults)}; use lorc for its cache"
             )
+        if geometry.outer_bytes or any(layer.own_bytes for layer in geometry.layers):
+            raise ValueError("OUTPUT would mix weights as the source stores them, in a format, with others")
         self._check(geometry.layers[0])
         return tuple(self._group(layer) for layer in geometry.layers)
 
