@@ -17,6 +17,8 @@ MANIFESTS = sorted(
     path for path in (Path(__file__).parents[1] / "manifests").glob("*.yaml") if path.stem != "quickstart"
 )
 
+LARGE = ("deepseek-v3", "kimi-k2", "glm-4.5")  # tens of thousands of tensors
+
 
 SWEEPS = sorted((Path(__file__).parents[1] / "manifests" / "sweeps").glob("*.yaml"))
 
@@ -40,14 +42,17 @@ def test_every_paper_has_its_manifests() -> None:
     assert {load_manifest(path).model.source for path in MANIFESTS} == CONFIGS.keys()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_geometry_counts_the_published_parameters(name: str) -> None:
     geometry = geometry_of(standard_config(CONFIGS[name]))
     assert geometry.model_numbers() / 1e9 == pytest.approx(PARAMETERS[name], abs=6e-4)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in LARGE else []) for path in MANIFESTS],
+)
 def test_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = load_manifest(path)
     model = write_hollow_checkpoint(tmp_path / "model", manifest.model.source)
@@ -57,8 +62,9 @@ def test_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["layers"] == geometry.num_layers
     assert report["dense_numbers"] == geometry.model_numbers()
     assert report["expected_numbers"] <= report["dense_numbers"] * 1.1
-    assert report["worker_peak_bytes"] < 80e9
+    assert report["worker_peak_bytes"] < 141e9  # an H200
     if manifest.budget is not None:
-        decoder = geometry.decoder_numbers()
-        kept = report["expected_numbers"] - (geometry.model_numbers() - decoder)
-        assert kept / decoder == pytest.approx(manifest.budget.keep, abs=1e-3)
+        experts = sum(layer.numbers(sorted(layer.routed_roles)) for layer in geometry.layers)
+        counted = experts if manifest.budget.scope == "experts" else geometry.decoder_numbers()
+        kept = report["expected_numbers"] - (geometry.model_numbers() - counted)
+        assert kept / counted == pytest.approx(manifest.budget.keep, abs=2e-3)
