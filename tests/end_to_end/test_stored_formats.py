@@ -58,6 +58,7 @@ def check_pair(encoded: Path, decoded: Path, job: MakeJob, **changes: Any) -> Jo
     return ran
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [kind for kind in ENCODERS if kind != "mxfp4"])
 def test_untouched_weights_stay_as_they_are(kind: str, job: MakeJob, models: Any) -> None:
     encoded, decoded = models(kind)
@@ -101,6 +102,7 @@ def test_fused_experts_are_decoded_one_by_one(job: MakeJob, models: Any) -> None
     assert verified.code == 0, verified.out + verified.err
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 ragged", "fp8 tensor", "float", "int4", "gptq", "awq"])
 def test_fused_weights(kind: str, job: MakeJob, models: Any) -> None:
     """Phi-3: q, k and v in one weight, gate and up in another."""
