@@ -23,6 +23,7 @@ MakeJob = Callable[..., Job]
 ATTENTION: dict[str, Any] = {"methods": [{"method": "flat_llm", "layers": [0, 1], "mlp": False}], "budget.keep": 0.9}
 
 GPT_OSS_EXPERTS = ("gate_up_proj", "down_proj")
+NO_VOCABULARY: dict[str, tuple[str, ...]] = {"dense": (), "gguf": ("--no-vocabulary",)}
 EXPERTS: dict[str, Any] = {"methods": [{"method": "svd", "layers": [1]}], "calibration": None}
 
 
@@ -71,6 +72,24 @@ def test_untouched_weights_stay_as_they_are(kind: str, job: MakeJob, models: Any
     ids = some_tokens(config["vocab_size"])
     mine, plain = load(ran.output), load(ran.output.parents[1] / "job-1" / "output")
     assert torch.equal(logits_of(mine, ids), logits_of(plain, ids))
+
+
+@pytest.mark.parametrize("target", ["dense", "gguf"])
+def test_exports_are_decoded(target: str, job: MakeJob, models: Any, tmp_path: Path) -> None:
+    exported = []
+    for number, source in enumerate(models("fp8 blocks")):
+        ran = job(source, methods=[{"method": "svd", "layers": [1]}], calibration=None)
+        assert ran.run().code == 0
+        place = tmp_path / f"export-{number}{'.gguf' if target == 'gguf' else ''}"
+        ended = command("export", str(ran.output), "--to", target, str(place), *NO_VOCABULARY[target])
+        assert ended.code == 0, ended.err
+        exported.append(place.read_bytes() if target == "gguf" else read_tensors(place))
+    if target == "gguf":
+        assert exported[0] == exported[1]
+        return
+    mine, plain = exported
+    assert mine.keys() == plain.keys()
+    assert all(torch.equal(mine[name], plain[name]) for name in plain)
 
 
 def test_experts_of_a_mixture_in_blocks(job: MakeJob, models: Any) -> None:

@@ -122,6 +122,6 @@ def test_what_the_host_waits_for_in_a_forward_pass(
     assert {event: (count - one[event]) / 4 for event, count in many.items() if count > one[event]} == {
         "copy to the host in checks:require_finite": 3,
         "_local_scalar_dense in moments:cosine_sums": 1,
-        "_local_scalar_dense in tapped_layer:run": 1,
+        "_local_scalar_dense in tapped_layer:checked": 1,
         "synchronize a stream in worker:_computing": 1,
     }
