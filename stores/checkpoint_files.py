@@ -27,6 +27,7 @@ def raise_faults(what: str, faults: Sequence[str]) -> None:
 
 
 def read_object(storage: Storage, name: str, faults: list[str]) -> dict[str, Any]:
+    """Return the object of a JSON file; add what is wrong with it to `faults`, and return an empty object then."""
     path = storage.at(name)
     if not storage.has(name):
         faults.append(f"{path}: missing; the directory of a transformers model has it")
@@ -144,6 +145,7 @@ def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[Tensor
 
 
 def short_read(record: TensorRecord, num_bytes: int) -> StorageError:
+    """Return the error of a tensor of which the file holds only `num_bytes` bytes."""
     return StorageError(
         f"{record.file}: tensor {record.name!r} ends after {num_bytes} of {record.end - record.begin} bytes: the file "
         "was truncated after the job opened it; restore it, then run the same command again"
