@@ -35,7 +35,7 @@ check: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(PYTEST) 2 -m "not ray and not slow and not variant" --ignore=tests/end_to_end
+	$(PYTEST) 2 -m "not ray and not slow and not variant and not nightly" --ignore=tests/end_to_end
 
 # The type checker needs one core for a minute: it runs beside the tests, and says what it has found after them.
 test: setup
