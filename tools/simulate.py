@@ -17,7 +17,7 @@ from pipeline.cost_model.passes import gradient_tokens, pass_of
 from pipeline.cost_model.phases import phase_seconds
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import LayerWork, layer_work
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks
 from tools.simulator.job_units import job_units

@@ -10,7 +10,7 @@ import torch
 
 from manifests.records import ArrayRecord
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.units.sharding import gradient_count, shard_range
 from stores.source import SourceCheckpoint
 from stores.storage import Place

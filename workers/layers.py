@@ -17,8 +17,8 @@ from lamina import LayersConfig
 from lamina.factored_lamina import stored_state
 from manifests.errors import NumericsError
 from manifests.records import Scheme, StagedLayer
-from pipeline.families.family import LayerGeometry
 from pipeline.families.latent_config import described_config, latent_form
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked

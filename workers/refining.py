@@ -23,7 +23,7 @@ from lamina.factored_lamina import stored_factors, stored_state
 from manifests.errors import NumericsError
 from manifests.methods import Refine as Settings
 from manifests.records import ArrayRecord, RefinedFigures, StagedLayer
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.refinement import Trained, Training, step_samples, train_
 from pipeline.methods.method import Solution, Statistics
 from pipeline.rounding.schemes import unpacked

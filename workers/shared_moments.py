@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifests.records import ArrayRecord
 from pipeline.families.blocks import STREAM_POINTS
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.method import Moment
 from pipeline.units.sums import Summed

@@ -12,7 +12,7 @@ from torch import Tensor
 from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.blocks import owner_of
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.experts.scores import few_tokens
 from pipeline.methods.method import (
     Correcting,

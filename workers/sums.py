@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.checks import require_finite
 from pipeline.kernels.exact_pairs import PairSum, choose_pair_grid
 from pipeline.kernels.exact_sums import DiagonalSum, Grid, MomentSum, choose_grid, product_tokens, sample_squares

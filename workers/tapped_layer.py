@@ -20,7 +20,7 @@ from lamina.mixture_lamina import split_role
 from lamina.rotary_lamina import Angles, make_rotary, rotation_of
 from manifests.errors import NumericsError
 from pipeline.families.blocks import ROUTING
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
 from pipeline.kernels.refit import evenly_spread
 from pipeline.methods.method import Moment

@@ -9,7 +9,7 @@ from typing import Any
 from lamina import LayersConfig
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import layer_key
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.families.latent_config import described_config
 from pipeline.inputs.job_inputs import Inputs
 from stores.formats import keeps

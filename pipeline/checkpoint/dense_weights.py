@@ -14,7 +14,7 @@ from torch.nn import functional
 from lamina.decoder_layer_lamina import DecoderLayer, SelfAttention
 from manifests.errors import InputError
 from pipeline.families.blocks import AttentionBlock, Copied, Latent, LatentAttentionBlock, MLPBlock
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 
 ROUNDINGS = 64  # units of rounding of the stored numbers, up to which a difference counts as none
 

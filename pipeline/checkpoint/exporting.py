@@ -37,8 +37,9 @@ from pipeline.checkpoint.targets import (
     written_config,
 )
 from pipeline.families.blocks import roles_of
-from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.fused import fused_tensors
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.families.wrapper import TOWERS, is_tower
 from pipeline.inputs.checkpoints import read_checkpoint

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from manifests.quantize import OUTER_BITS, OUTER_ROLES, QUANTIZED_ROLES, Quantize
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, saved_numbers
 from pipeline.methods.rounded_size import rounding_overhead

@@ -18,7 +18,8 @@ from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.refinement_work import refine_bytes, settings_of
 from pipeline.cost_model.solve_work import moment_width, solve_work
 from pipeline.cost_model.work import forward_flops
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.experts.scores import FEW_TOKENS
 from pipeline.methods.method import Moment, Task

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from manifests.schema import Manifest
 from pipeline.cost_model.phases import Pass
 from pipeline.driver.job_spec import passes_of, solves_in_pass
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, predict_tasks
 from pipeline.units.sharding import held_out_windows

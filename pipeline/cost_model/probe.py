@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lamina.processor_lamina import product_dtype
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import GIGA, Rates
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.kernels.half_precision import linear
 
 PROBE_SECONDS = 0.15

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from manifests.methods import Refine
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.descent import descent_flops
 from pipeline.kernels.refinement import RATES_TRIED, probe_steps, step_samples
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.polishing import SWEEPS
 from pipeline.methods.method import Task
 

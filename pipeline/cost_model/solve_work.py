@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.families.blocks import AttentionBlock, LatentAttentionBlock, MLPBlock
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Moment, Task
 
 REMOVED_SHARE = 0.25  # of an MLP's channels, where ranks are not known yet

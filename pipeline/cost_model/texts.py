@@ -10,7 +10,8 @@ from manifests.schema import Manifest
 from pipeline.cost_model.phases import WORKERS_SECONDS, Pass
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.work import LayerWork, forward_flops, scoring_flops
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.units.scores import scorers
 from pipeline.units.sharding import text_windows
 

@@ -21,7 +21,8 @@ from pipeline.cost_model.solve_work import (
     solve_work,
     triangle_numbers,
 )
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.exact_sums import BAND
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.method import Moment, Task

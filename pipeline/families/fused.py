@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import chain
 
 from manifests.parts import Fused, by_groups, stacked
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.mixture import FusedExperts
 from pipeline.families.registry import FAMILIES
 

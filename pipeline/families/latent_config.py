@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.families.config_fields import COPIED_FIELDS
-from pipeline.families.family import LayerGeometry
 from pipeline.families.latent import ACTIVATION, LATENT_FORM
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import checkpoint_config, standard_config
 from pipeline.families.source_config import source_config
 

@@ -64,8 +64,10 @@ from pipeline.families.config_fields import (
     refuse_other_values,
 )
 from pipeline.families.config_values import MAX_LAYERS, POSITIVE_FIELDS, check_fields
-from pipeline.families.family import Family, Geometry, LayerGeometry, Norm
+from pipeline.families.family import Family
+from pipeline.families.geometry import Geometry
 from pipeline.families.latent import latent_faults, rope_frequencies
+from pipeline.families.layer_geometry import LayerGeometry, Norm
 from pipeline.families.mixture import ROUTING_FIELDS
 from pipeline.families.rotation import rope_parameters
 from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault

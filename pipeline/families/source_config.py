@@ -10,7 +10,8 @@ import transformers
 from lamina.mixture_lamina import SHARED
 from manifests.errors import InputError
 from pipeline.families.config_fields import PRETRAINED_LENGTH, listed_fields, standard_fields, window_switches
-from pipeline.families.family import Family, LayerGeometry
+from pipeline.families.family import Family
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import FAMILIES, standard_config
 from pipeline.families.wrapper import towers, wrapped_config
 

@@ -16,7 +16,8 @@ from manifests.schema import Manifest
 from pipeline.cost_model.bounds import size_bound
 from pipeline.cost_model.estimate import expert_remarks, rank_remarks
 from pipeline.driver.job_spec import Passes, passes_of
-from pipeline.families.family import Geometry, foreign_attention_fault
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks

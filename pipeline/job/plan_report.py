@@ -33,7 +33,7 @@ from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.texts import amount_seconds, texts_seconds
 from pipeline.cost_model.work import LayerWork, layer_work, scoring_flops
 from pipeline.driver.ledger_keys import SAMPLES
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs, fit_methods, read_inputs

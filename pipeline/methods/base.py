@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from manifests.methods import MethodEntry, Refine
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Group
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance

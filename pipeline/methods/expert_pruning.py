@@ -10,7 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from manifests.methods import REAP, Frequency
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.experts.method import ExpertsMethod, routed
 from pipeline.methods.experts.mixture import Mixture, expert_sums
 from pipeline.methods.experts.scores import ExpertSums, frequency_scores, kept_experts, reap_scores

@@ -16,7 +16,8 @@ from torch import Tensor
 from manifests.methods import FlatLLM
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, MLPBlock, roles_of
-from pipeline.families.family import Geometry, LayerGeometry, foreign_attention_fault
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry, foreign_attention_fault
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import diagonal_blocks, encode_heads, project_heads, repeat_groups
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, refit_with_error, ridge_leverage, select_leverage

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from manifests.methods import HEAPr
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import MLPBlock
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.channel_ranking import RankedChannels, rank_channels
 from pipeline.kernels.nystrom import nystrom_refit
 from pipeline.methods.base import MethodBase

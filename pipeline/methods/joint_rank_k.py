@@ -15,7 +15,8 @@ from torch import Tensor
 from manifests.methods import JointRankK
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import Matrix, roles_of
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, rank_limit
 from pipeline.kernels.scales import equalize, scale_report
 from pipeline.kernels.sensitivity import losses_by_rank

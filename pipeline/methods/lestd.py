@@ -18,7 +18,8 @@ from torch import Tensor
 from manifests.methods import LeSTD
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, Block, MLPBlock
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.lowrank import InputRoots
 from pipeline.kernels.scales import equalize, scale_report
 from pipeline.kernels.tucker import Tucker, rebuild, refine_sparse, shared_tucker, stack_attention, stack_mlp

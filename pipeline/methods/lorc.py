@@ -16,7 +16,8 @@ from torch import Tensor
 from manifests.methods import LoRC
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, Matrix, roles_of
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.heads import project_heads, repeat_groups
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.sensitivity import losses_by_rank

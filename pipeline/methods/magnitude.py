@@ -13,7 +13,8 @@ from torch import Tensor
 
 from manifests.methods import Magnitude
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable

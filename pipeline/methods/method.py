@@ -17,7 +17,8 @@ from torch import Tensor
 from manifests.methods import Refine
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import owner_of
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.sensitivity import Factored
 from pipeline.ranks.budget import RankVariable
 

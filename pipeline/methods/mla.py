@@ -17,8 +17,9 @@ from torch import Tensor
 from manifests.methods import MLA
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, roles_of
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
 from pipeline.families.latent import LATENT_FORM, plain_pairs
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.latent import SplitKeys, distance_shares, fit_latents, head_rows, query_rows, split_keys
 from pipeline.kernels.sensitivity import least_losses, output_directions
 from pipeline.methods.base import MethodBase

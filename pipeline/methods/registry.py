@@ -11,7 +11,8 @@ from manifests.errors import InputError
 from manifests.methods import MLA, FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
 from manifests.quantize import OUTER_BITS, OUTER_ROLES
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry, foreign_attention_fault
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.methods.baselines import BASELINES
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 from manifests.methods import LossAware
 from manifests.quantize import OUTER_BITS, Quantize
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.packing import WORD_BITS, words_of
 
 SHAPE_BYTES = 16  # of each rounded matrix, two int64

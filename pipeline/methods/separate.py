@@ -15,7 +15,8 @@ from torch import Tensor
 
 from manifests.records import FormSpec
 from pipeline.families.blocks import roles_of
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, rank_limit
 from pipeline.methods.base import E, MethodBase
 from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import roles_of
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import MethodDefaults
 from pipeline.methods.method import Group, Key, Method, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable

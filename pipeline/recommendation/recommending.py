@@ -15,7 +15,7 @@ from manifests.schema import Manifest
 from pipeline.checkpoint.engines import planned_engines
 from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.cost_model.estimate import Plan
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.families.registry import checkpoint_config, geometry_of
 from pipeline.inputs.job_inputs import Inputs, read_inputs
 from pipeline.inputs.sources import open_dense

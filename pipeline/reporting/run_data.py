@@ -19,7 +19,7 @@ from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.cost_model.estimate import MOMENT_BYTES, Plan, make_plan
 from pipeline.driver.ledger_keys import COMPLETE, RANKS
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks

@@ -15,7 +15,7 @@ from torch import Tensor
 from manifests.quantize import Quantize
 from manifests.records import Curve
 from pipeline.families.blocks import Matrix, MLPBlock
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.gptq import round_with_feedback
 from pipeline.kernels.interpolation import interpolate
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights

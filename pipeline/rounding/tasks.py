@@ -10,7 +10,8 @@ from manifests.errors import InputError
 from manifests.methods import REAP, Frequency, LeSTD, MethodEntry
 from manifests.quantize import Quantize
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Task
 from pipeline.rounding.choices import gradient_moments
 from pipeline.rounding.solutions import LEAST_GROUP, input_moments

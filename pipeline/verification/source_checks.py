@@ -19,8 +19,8 @@ from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.records import FormSpec
 from pipeline.checkpoint.compression_record import file_fault
 from pipeline.checkpoint.listing import OUR_FILES
-from pipeline.families.family import LayerGeometry
 from pipeline.families.latent_config import described_config, latent_form
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.calibration import sample_tokens
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES

@@ -17,7 +17,7 @@ from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
 from pipeline.cost_model.solve_work import solve_work
 from pipeline.cost_model.work import layer_work
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.job import plan_report as planning
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
 from tests import factories
 

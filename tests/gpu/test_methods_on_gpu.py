@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manifests.quantize import Quantize
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Method, Statistics, Task
 from pipeline.methods.registry import build_methods

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.kernels.heads import diagonal_blocks
 from pipeline.kernels.pivoted import Pivoted, expand
 from pipeline.methods.method import Group, Moment, Solution, Statistics

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Group, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods
 from tests.families.geometries import llama, manifest, other

@@ -13,7 +13,7 @@ from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.records import Curve
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.kernels.sensitivity import pullback
 from pipeline.methods.method import Group, Method, Moment, Predicting, Scores, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import FormSpec
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.method import Group, Moment, Solution, Statistics
 from pipeline.methods.registry import build_methods

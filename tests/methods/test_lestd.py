@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Moment, Scores, Statistics
 from tests.methods.tucker_weights import (
     GEOMETRIES,

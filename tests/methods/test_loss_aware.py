@@ -14,7 +14,7 @@ from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.methods import LossAware
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.kernels.sensitivity import pullback
 from pipeline.methods.loss_aware import mlp as mlp_part
 from pipeline.methods.loss_aware import mlp_solver

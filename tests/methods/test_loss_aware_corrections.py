@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.families.blocks import Matrix
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.loss_aware.mlp_solver import Solver
 from pipeline.methods.loss_aware.pairs import READERS_RIDGE, WRITERS_RIDGE, carry, complete

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from pipeline.families.blocks import Matrix, MLPBlock
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods import moments as moments_module
 from pipeline.methods.loss_aware import mlp
 from pipeline.methods.loss_aware.mlp_sample import routing_sample, sample_of

@@ -12,7 +12,7 @@ from lamina import LayersConfig
 from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
 from manifests.methods import LossAware
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.loss_aware import latents
 from pipeline.methods.method import Group, Solution, Statistics

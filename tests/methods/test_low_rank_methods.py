@@ -16,7 +16,7 @@ from manifests.loading import parse_manifest
 from manifests.methods import LoRC
 from manifests.records import FormSpec
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Method, Moment, Remarking, Scores, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks

@@ -10,7 +10,7 @@ from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.methods import WIDE
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.lestd_sizes import Part, Rule, choices
 from pipeline.methods.method import Predicting, Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks

@@ -16,7 +16,7 @@ from manifests.loading import parse_manifest
 from manifests.records import Curve
 from manifests.schema import Manifest
 from manifests.sweep import parse_sweep
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.inputs.job_inputs import fit_methods
 from pipeline.job.plan_report import RateSource, plan_report
 from pipeline.methods.by_loss import curve_of

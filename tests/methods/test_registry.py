@@ -10,7 +10,7 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.methods.registry import (
     allocate_ranks,

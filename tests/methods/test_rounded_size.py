@@ -11,7 +11,7 @@ import pytest
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.rounded_size import numbers_of_bytes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.loading import parse_manifest
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.method import Group, Solution
 from tests.families.geometries import llama, other

@@ -13,7 +13,7 @@ from torch import Tensor
 from manifests.methods import FlatLLM, LossAware
 from manifests.quantize import Quantize
 from manifests.records import FormSpec
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.packing import scaled, unpack
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod

@@ -9,7 +9,7 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.cost_model.work import layer_work
-from pipeline.families.family import Geometry
+from pipeline.families.geometry import Geometry
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.units.sharding import held_out_windows
 from tests.families.geometries import llama, manifest

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from manifests.records import ArrayRecord
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Moment, Statistics
 from pipeline.methods.moments import factored_mean
 from tests.families.geometries import llama

@@ -27,7 +27,8 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.cost_model.work import COMPARED_TOKENS
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.units.sharding import held_out_windows, shard_range
 from tools.simulate import ITEMSIZE
 

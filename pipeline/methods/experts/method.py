@@ -15,7 +15,8 @@ from torch import Tensor
 from manifests.methods import MethodEntry
 from manifests.records import FormSpec
 from pipeline.families.blocks import MLPBlock
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.experts.mixture import Mixture
 from pipeline.methods.experts.scores import expert_counts

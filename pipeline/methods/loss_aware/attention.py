@@ -16,7 +16,7 @@ from torch import Tensor
 from manifests.methods import LossAware
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import AttentionBlock, Matrix, roles_of
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.heads import diagonal_blocks, project_heads, repeat_groups
 from pipeline.kernels.moments import head_moment
 from pipeline.kernels.sensitivity import (

@@ -17,7 +17,7 @@ from torch import Tensor
 from manifests.methods import LossAware
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import Latent, LatentAttentionBlock
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.narrow_latent import narrowed_latent
 from pipeline.kernels.sensitivity import (
     Directions,

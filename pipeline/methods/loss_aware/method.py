@@ -12,7 +12,8 @@ from typing import ClassVar, Protocol
 from manifests.methods import LossAware
 from manifests.records import Curve
 from pipeline.families.blocks import AttentionBlock, MLPBlock, roles_of
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.loss_aware import attention, latents, mlp, query_key
 from pipeline.methods.loss_aware.mlp_sizes import Sizes

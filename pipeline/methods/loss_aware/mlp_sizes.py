@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from pipeline.families.blocks import Matrix, MLPBlock, roles_of
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.loss_aware.stacks import Stack
 
 WIDTH = "width"  # rank variable; the others have the names of the block's two groups

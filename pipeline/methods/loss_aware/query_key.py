@@ -13,7 +13,7 @@ from torch import Tensor
 from manifests.methods import LossAware
 from manifests.records import Curve
 from pipeline.families.blocks import AttentionBlock, roles_of
-from pipeline.families.family import LayerGeometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
 from pipeline.methods.loss_aware.pairs import carry
 from pipeline.methods.loss_aware.stacks import Stack

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import Curve
-from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.source_config import shared_padding
 from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed
 from pipeline.methods.experts.mixture import Mixture, removal_losses, width_losses

@@ -1,0 +1,88 @@
+"""The geometry of one model: its layers and the tensors outside of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.families.layer_geometry import LayerGeometry
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes of one model: those of the whole model, and `layers`.
+
+    Attributes:
+        layers: in order; sizes may differ from layer to layer.
+        outer: (name, shape) of every tensor outside of the layers.
+        outer_bits: name -> bits of a number, for outer tensors in another dtype than the layers.
+        outer_bytes: name -> bytes in the source, for outer weights that it stores in a format.
+        latent_faults: what DeepSeek's class with latent attention and dense MLPs cannot say of the model.
+    """
+
+    model_type: str
+    hidden: int
+    vocab: int
+    tied: bool
+    layers_path: str
+    layers: tuple[LayerGeometry, ...]
+    outer: tuple[tuple[str, tuple[int, ...]], ...]
+    outer_bits: tuple[tuple[str, int], ...] = ()
+    outer_bytes: tuple[tuple[str, int], ...] = ()
+    latent_faults: tuple[str, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of most stored numbers, in which indices are counted; the same in all layers."""
+        return self.layers[0].bits
+
+    @property
+    def num_layers(self) -> int:
+        """Count the layers."""
+        return len(self.layers)
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Map every tensor that the checkpoint must hold to its shape."""
+        expected = dict(self.outer)
+        for layer in self.layers:
+            expected.update(layer.tensors().values())
+        return expected
+
+    def decoder_numbers(self) -> int:
+        """Count the numbers of the dense layers."""
+        return sum(layer.numbers() for layer in self.layers)
+
+    def scope_numbers(self, scope: str) -> int:
+        """Count the dense numbers in a budget's scope: `model`, `decoder` or `experts`."""
+        if scope == "experts":
+            return sum(layer.numbers(layer.routed_roles) for layer in self.layers)
+        return self.model_numbers() if scope == "model" else self.decoder_numbers()
+
+    def scope_bytes(self, scope: str) -> int:
+        """Count the dense bytes in a budget's scope, as the source stores them."""
+        if scope == "experts":
+            return sum(layer.stored_bytes(layer.routed_roles) for layer in self.layers)
+        return self.model_bytes() if scope == "model" else self.decoder_bytes()
+
+    def model_numbers(self) -> int:
+        """Count the numbers of the whole dense model, tied embeddings once."""
+        return self.decoder_numbers() + sum(math.prod(shape) for _, shape in self.outer)
+
+    def saved_bytes(self, scope: str) -> int:
+        """Count the bytes that the formats of the source save in a budget's scope."""
+        if scope == "experts":
+            return sum(layer.saved_bytes(layer.routed_roles) for layer in self.layers)
+        saved = sum(layer.saved_bytes() for layer in self.layers)
+        bits, shapes = dict(self.outer_bits), dict(self.outer)
+        outer = (math.prod(shapes[name]) * bits.get(name, self.bits) // 8 - own for name, own in self.outer_bytes)
+        return saved + sum(outer) if scope == "model" else saved
+
+    def decoder_bytes(self) -> int:
+        """Count the bytes of the dense layers in the source."""
+        return sum(layer.stored_bytes() for layer in self.layers)
+
+    def model_bytes(self) -> int:
+        """Count the bytes of the whole dense model in the source, tied embeddings once."""
+        bits, stored = dict(self.outer_bits), dict(self.outer_bytes)
+        sizes = {name: math.prod(shape) * bits.get(name, self.bits) // 8 for name, shape in self.outer}
+        return self.decoder_bytes() + sum((sizes | stored).values())
