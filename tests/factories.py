@@ -46,6 +46,8 @@ from transformers import (
     GraniteMoeForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -122,6 +124,9 @@ FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method co
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
+CHUNKED: dict[str, tuple[Any, Any]] = {  # attention within chunks, which is copied, and weighed inputs of experts
+    "llama4_text": (Llama4TextConfig, Llama4ForCausalLM),
+}
 HYBRIDS: dict[str, tuple[Any, Any]] = {  # two kinds of attention, which no method compresses; mixtures in most
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
@@ -131,7 +136,7 @@ INDEXED: dict[str, tuple[Any, Any]] = {  # latent attention with an indexer, whi
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
 }
-CLASSES = FAMILIES | MIXTURES | FOREIGN | HYBRIDS | INDEXED
+CLASSES = FAMILIES | MIXTURES | FOREIGN | HYBRIDS | INDEXED | CHUNKED
 GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size / heads, three layers
     "vocab_size": 320,
     "hidden_size": 48,
@@ -177,6 +182,11 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {  # beside GEOMETRY; every kind of laye
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "cohere2": {"logit_scale": 1.0, "sliding_window": 16, "layer_types": TYPES},
+    "llama4_text": {
+        "layer_types": ("chunked_attention", "full_attention"), "no_rope_layers": (1, 0), "attention_chunk_size": 16,
+        "floor_scale": 6, "attn_scale": 0.4, "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
 }  # fmt: skip
 OWN_NAMES: dict[str, dict[str, Any]] = {  # of families whose configs call the same sizes otherwise
@@ -224,6 +234,10 @@ EXPERTS: dict[str, dict[str, Any]] = {  # of mixtures, beside GEOMETRY: six expe
     "granitemoe": {
         "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 12,
         "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 0.5,
+    },
+    "llama4_text": {
+        "num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 80,
+        "moe_layers": [1, 2],
     },
     "qwen3_next": {**SHARED_EXPERT, "mlp_only_layers": [1]},
     "qwen3_5_moe_text": SHARED_EXPERT,

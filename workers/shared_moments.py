@@ -32,7 +32,7 @@ class SharedMoments:
         if self._layer != layer.index:
             self.release()
         self._layer = layer.index
-        inputs = (block.input for block in layer.mlps)
+        inputs = (block.passing for block in layer.mlps)
         self._points = frozenset((*inputs, *STREAM_POINTS)) if len(layer.mlps) > 1 else frozenset()
         return self
 

@@ -198,8 +198,9 @@ def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
 
 def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
     """Return the bytes of the moments that a worker sums at a time: of a slice of experts, and outside of experts."""
-    held = {block.writer.reads for block in layer.mlps if {*block.roles} <= {*layer.held_roles(experts)}}
-    passing = {block.writer.reads for block in layer.mlps} - held
+    inside = {block: (block.writer.reads, block.input if block.weighed else "") for block in layer.mlps}
+    held = {point for block in inside if {*block.roles} <= {*layer.held_roles(experts)} for point in inside[block]}
+    passing = {point for points in inside.values() for point in points} - held
     return sum(
         moment_bytes(moment, layer) for moment in layer_moments(tasks, layer.index) if moment.point not in passing
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lamina.block_lamina import SINKS
-from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
+from lamina.mixture_lamina import INPUTS, ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
 
 STREAM_POINTS = ("mid", "out")
 ROUTING = ".routing"  # end of the points of routers' weights
@@ -242,6 +242,8 @@ class MLPBlock(Block):
         activation: by the name that transformers gives it; it acts on the outputs of the first reader.
         routing: if the block is an expert, the point of the router's weight of each token for it: one number, 0 for
             tokens that other experts serve. The weight multiplies the channels, so that `writer.reads` has p h.
+        weighed: of an expert whose inputs the weight multiplies instead, the point of these inputs before; the readers'
+            own point has p x. Empty for others.
         share: the share of the tokens that the block serves if routing is even; 1 unless it is an expert.
         clamp: alpha and limit of clamped channels (`lamina.activation_lamina.Channels`).
     """
@@ -256,6 +258,12 @@ class MLPBlock(Block):
     routing: str = ""
     share: float = 1.0
     clamp: tuple[float, float] | None = None
+    weighed: str = ""
+
+    @property
+    def passing(self) -> str:
+        """Return the point of the values of all tokens, of which the block reads some, perhaps weighed."""
+        return self.weighed or self.input
 
     def numbers(self, width: float) -> float:
         """Count the numbers, biases included, that the block stores with so many channels."""
@@ -292,7 +300,8 @@ def mixture_blocks(
     """Return the experts of a layer, the shared one last, and its router; nothing for a layer with a dense MLP.
 
     `mixture`: of the standard config. All experts read `mlp.in`; an expert's writer reads its channels times the
-    router's weight of the token, on the tokens that the router sends to it.
+    router's weight of the token, on the tokens that the router sends to it. Where the weight multiplies the inputs
+    instead, the readers read those of the expert.
     """
     sizes = mixture_of(mixture, layer)
     if sizes is None:
@@ -301,11 +310,14 @@ def mixture_blocks(
     for name in expert_blocks(sizes):
         width, inside = sizes.width_of(name), f"{name}.down.in"
         bias = mixture["biases"] and name != SHARED
-        readers = (Matrix(f"{name}.{role}", width, hidden, bias, "mlp.in", inside) for role in ("gate", "up"))
+        weighed = name != SHARED and mixture["weighs"] == INPUTS
+        reads = f"{name}.in" if weighed else "mlp.in"
+        readers = (Matrix(f"{name}.{role}", width, hidden, bias, reads, inside) for role in ("gate", "up"))
         writer = Matrix(f"{name}.down", hidden, width, bias, inside, "out")
         routing = f"{name}{ROUTING}" if name != SHARED or mixture["shared_gate"] else ""
         share = 1.0 if name == SHARED else sizes.top_k / sizes.experts
-        experts.append(MLPBlock(name, tuple(readers), writer, width, activation, routing, share, clamp))
+        before = "mlp.in" if weighed else ""
+        experts.append(MLPBlock(name, tuple(readers), writer, width, activation, routing, share, clamp, before))
     shapes: list[tuple[str, tuple[int, ...]]] = [("weight", (sizes.experts, hidden))]
     shapes += [("bias", (sizes.experts,))] if mixture["logit_bias"] else []
     copied = [Copied(ROUTER, tuple(shapes), "mlp.in")]

@@ -179,7 +179,8 @@ class LayerGeometry:
         """Map the points that only the tokens of an expert pass to the expert's share."""
         routed = [block for block in self.mlps if block.share < 1.0]
         outputs = {f"{matrix.role}.out": block.share for block in routed for matrix in block.matrices}
-        return outputs | {block.writer.reads: block.share for block in routed}
+        weighed = {block.input: block.share for block in routed if block.weighed}
+        return outputs | weighed | {block.writer.reads: block.share for block in routed}
 
     @cached_property
     def passed_numbers(self) -> float:

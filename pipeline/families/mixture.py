@@ -16,8 +16,17 @@ from lamina.mixture_lamina import DEFAULTS, check_mixture
 from manifests.errors import InputError
 
 EVERY_LAYER, SPARSE_STEP, FIRST_DENSE = "", "mlp_only_layers", "first_k_dense_replace"
+MIXED = "moe_layers"  # a list of the layers with a mixture; every so many is its default
 LISTED = "mlp_layer_types"  # a list that has `dense` for them; FIRST_DENSE is its default
-ROUTING_FIELDS = ("score", "renormalise", "scale", "groups", "top_groups", "group_score")  # of a layer's router
+ROUTING_FIELDS = (
+    "score",
+    "renormalise",
+    "scale",
+    "weighs",
+    "groups",
+    "top_groups",
+    "group_score",
+)  # of a layer's router
 GATE_UP = ("gate", "up")  # the roles that most fused tensors hold
 ROUTING = {  # of a family without them
     "output_router_logits": "what a call returns",
@@ -75,6 +84,7 @@ class MixtureFamily:
             SPARSE_STEP: (SPARSE_STEP, "decoder_sparse_step"),
             FIRST_DENSE: (FIRST_DENSE,),
             LISTED: (LISTED, FIRST_DENSE),
+            MIXED: (MIXED, "interleave_moe_layer_step"),
         }
         names = (*self.sizes.values(), *self.shared, *self.fields.values(), *self.group_methods[:1])
         names += layers[self.dense_layers]
@@ -116,6 +126,8 @@ class MixtureFamily:
     def _is_mixture(self, source: PreTrainedConfig, layer: int) -> bool:
         if self.dense_layers == LISTED:
             return bool(source.mlp_layer_types[layer] != "dense")
+        if self.dense_layers == MIXED:
+            return layer in source.moe_layers
         if self.dense_layers == FIRST_DENSE:
             return bool(layer >= source.first_k_dense_replace)
         if self.dense_layers == SPARSE_STEP:
@@ -151,6 +163,11 @@ class MixtureFamily:
             return {LISTED: ["sparse" if sizes else "dense" for sizes in layers], FIRST_DENSE: first}
         if self.dense_layers == EVERY_LAYER:
             return {}
+        if self.dense_layers == MIXED:
+            mixed = [layer for layer, sizes in enumerate(layers) if sizes is not None]
+            step = mixed[0] + 1 if mixed else len(layers) + 1
+            regular = mixed == [*range(step - 1, len(layers), step)]
+            return {MIXED: mixed, "interleave_moe_layer_step": step if regular else 1}
         for step in range(1, len(layers) + 1):
             if dense == [layer for layer in range(len(layers)) if (layer + 1) % step]:
                 return {SPARSE_STEP: [], "decoder_sparse_step": step}

@@ -88,6 +88,12 @@ def _window_switches(standard: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_sliding_window": True, "max_window_layers": first}
 
 
+def shares_width(layer: LayerGeometry) -> bool:
+    """Tell whether a dense model's config has one width for a layer's shared expert and the routed ones."""
+    family = FAMILIES[layer.model_type].mixture
+    return family is not None and family.shared == (family.sizes["width"],)
+
+
 def shared_padding(layer: LayerGeometry, width: int) -> float:
     """Count the zeros that a dense model's config needs in a layer's shared expert beside routed experts of a width."""
     family = FAMILIES[layer.model_type].mixture

@@ -25,6 +25,7 @@ class RoutingRule:
         scale: factor of all weights.
         groups: equal groups of neighbouring experts; a token chooses among the experts of its best `top_groups`.
         group_members: a group's score is the sum of so many of its best experts' scores.
+        weighs_inputs: a weight multiplies the inputs of an expert, not its outputs.
     """
 
     scores: Literal["softmax", "sigmoid"]
@@ -34,10 +35,13 @@ class RoutingRule:
     groups: int = 1
     top_groups: int = 1
     group_members: int = 2
+    weighs_inputs: bool = False
 
     def __post_init__(self) -> None:
         if min(self.top_k, self.groups, self.top_groups, self.group_members) < 1 or self.top_groups > self.groups:
             raise ValueError(f"a router cannot choose by {self}")
+        if self.weighs_inputs and self.normalise:
+            raise ValueError("weights that multiply inputs are not normalised: another choice would change outputs")
 
 
 class Routing(NamedTuple):

@@ -23,12 +23,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "joint_rank_k": {"methods": [{"method": "joint_rank_k", "query_key": "none", "mlp": True}]},
     "magnitude": {"methods": [{"method": "magnitude"}]},
 }
-FAMILIES = (*factories.HYBRIDS, *factories.INDEXED)
+FAMILIES = (*factories.HYBRIDS, *factories.INDEXED, *factories.CHUNKED)
 FIRST = {
     ("loss_aware", "qwen3_next"),
     ("flat_llm", "qwen3_5_text"),
     ("svd_llm", "qwen3_5_moe_text"),
     ("loss_aware", "deepseek_v32"),
+    ("loss_aware", "llama4_text"),
     ("magnitude", "glm_moe_dsa"),
 }
 

@@ -24,6 +24,7 @@ inline = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 FAMILIES = tuple(factories.MIXTURES)[:5]
 LATER = tuple(factories.MIXTURES)[5:]
+CHUNKED = tuple(factories.CHUNKED)  # whose attention is copied
 DENSE = {"calibration.propagate": "dense"}
 EXPERTS_ALONE = {"method": "loss_aware", "attention": False, "query_key": False}
 ENTRIES: dict[str, list[dict[str, Any]]] = {
@@ -58,6 +59,7 @@ def test_a_method_on_a_mixture(name: str, family: str, tmp_path: Path, job: Make
     source = make_source(tmp_path / "source", family, layers=2)
     changes: dict[str, Any] = {"quantize": {"bits": 8, "group": None}} if name == "flat" else {}
     changes |= DENSE if "loss" in name else {}
+    changes |= {"budget.keep": 0.9} if name in LATENT_KEYS else {}
     made = job(source, methods=(ENTRIES | LATENT_KEYS)[name], **changes)
     made.run().json  # noqa: B018 - asserts the exit code
     assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
@@ -289,7 +291,7 @@ FEWER: dict[str, list[dict[str, Any]]] = {
         *(
             pytest.param(name, family, marks=pytest.mark.nightly)
             for name in FEWER
-            for family in LATER
+            for family in (*LATER, *CHUNKED)
             if (name, family) != ("stock", "gpt_oss")
         ),
     ],

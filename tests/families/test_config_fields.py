@@ -35,6 +35,7 @@ SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
     "deepseek_v3": LATENT, "glm4_moe": SHARED, "minimax_m2": MINIMAX, "gpt_neox": NEOX, "falcon": FALCON,
     "smollm3": {**SMALL, "no_rope_layers": [1, 0]}, "qwen3_next": MIXTURE,
+    "llama4_text": {**MIXTRAL, "no_rope_layers": [1, 0], "intermediate_size_mlp": 40},
     "deepseek_v32": INDEX, "glm_moe_dsa": INDEX,
 }  # fmt: skip
 UNLISTED = {  # head_dim
@@ -160,6 +161,13 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {
         **{name: value for name, value in HYBRID.items() if name != "intermediate_size"}, "num_experts": 9,
         "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 20,
+    },
+    "llama4_text": {
+        **GATED, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 20,
+        "attention_bias": True, "use_qk_norm": False, "attn_temperature_tuning": False, "floor_scale": 5,
+        "attn_scale": 0.3, "attention_chunk_size": 9, "layer_types": ["full_attention", "chunked_attention"],
+        "no_rope_layers": [0, 1], "moe_layers": [1], "interleave_moe_layer_step": 2,
+        "num_hidden_layers": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
     },
     "gpt_oss": {
         **GATED, **PATTERN, "num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": False,

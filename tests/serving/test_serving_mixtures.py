@@ -17,6 +17,7 @@ from pipeline.families.registry import checkpoint_config, geometry_of, standard_
 from pipeline.inputs.sources import open_dense
 from tests import factories
 
+CHUNKS: dict[str, list[Any]] = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [0, 1]}
 LIMIT = 2e-6  # of the largest logit
 ROUTER: dict[str, Any] = {
     "score": "softmax", "float_logits": False, "groups": 1, "top_groups": 1, "group_score": "max",
@@ -38,6 +39,14 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         top_k = sizes.pop("num_experts_per_tok")
         sizes |= {"num_experts": experts, "moe_topk": draw.choice([top_k, [top_k, 1, top_k]])}
         return sizes | {"intermediate_size": draw.choice([5, 24, 33]), "attention_bias": draw.random() < 0.5}
+    if family in factories.CHUNKED:
+        layers = {name: [draw.choice(values) for _ in range(3)] for name, values in CHUNKS.items()}
+        sizes |= {"num_local_experts": experts, "intermediate_size": draw.choice([5, 24, 33])}
+        sizes |= draw.choice(
+            [{"moe_layers": [0, 2]}, {"moe_layers": None, "interleave_moe_layer_step": draw.choice([1, 2])}]
+        )
+        sizes |= {name: draw.random() < 0.5 for name in ("use_qk_norm", "attn_temperature_tuning", "attention_bias")}
+        return sizes | layers | {"attention_chunk_size": draw.choice([5, 100]), "intermediate_size_mlp": 33}
     if family in factories.HYBRIDS:
         return hybrid_sizes(family, draw)
     if family in ("glm4_moe", *factories.FOREIGN, *factories.INDEXED):

@@ -30,7 +30,15 @@ from .block_lamina import (
     in_base,
     modules_of_type,
 )
-from .foreign_lamina import check_foreign, check_value_ranks, foreign_cache_numbers, foreign_layer, is_hybrid, narrowed
+from .foreign_lamina import (
+    CHUNK,
+    check_foreign,
+    check_value_ranks,
+    foreign_cache_numbers,
+    foreign_layer,
+    is_hybrid,
+    narrowed,
+)
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 from .mixture_lamina import (
@@ -179,6 +187,11 @@ class LayersConfig(PreTrainedConfig):
         """Return the names of a layer's MLPs: the experts, or one without a name."""
         mixture = self.layer_mixture(layer)
         return [""] if mixture is None else [*expert_blocks(mixture)]
+
+    @property
+    def attention_chunk_size(self) -> int | None:
+        """Return the tokens of a chunk, which masks and caches of transformers ask for; None without chunks."""
+        return self.foreign.get(CHUNK)
 
     def attention_scale(self, layer: int) -> float:
         """Return the number that a layer's attention scores are multiplied by."""

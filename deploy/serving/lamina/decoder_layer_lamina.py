@@ -29,7 +29,7 @@ from .block_lamina import (
 )
 from .configuration_lamina import LayersConfig
 from .foreign_lamina import foreign_layer, make_foreign_attention
-from .mixture_lamina import ROUTER, ROUTER_BIAS, SHARED_GATE, Mixing, Router, split_role
+from .mixture_lamina import INPUTS, ROUTER, ROUTER_BIAS, SHARED_GATE, Mixing, Router, split_role
 from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
 from .rotary_lamina import Angles, rotate
 
@@ -268,6 +268,7 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         own_foreign = foreign_path(config.block, self.layer_type)
         kind = foreign_layer(config.foreign, self.layer_type) if own_foreign else None
         self.recurrent, self.masked = (False, False) if kind is None else (kind.recurrent, kind.masked)
+        self.chunk = config.attention_chunk_size if kind is not None and kind.chunked else None
         attention = own_foreign or attention_path(modules)
         self._attention = tuple(attention.split("."))
         attach(self, attention, self._make_attention(config, layer_idx))
@@ -277,6 +278,7 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         for path, module in built.items():
             attach(self, path, module)
         self.act_fn = Channels(config.hidden_act, clamp_of(config.block))
+        self.weighs_inputs = config.mixture is not None and config.mixture["weighs"] == INPUTS
         self._score_bias = _attach_score_bias(self, config, layer_idx) if ROUTER_BIAS in modules else None
 
     def _make_attention(self, config: LayersConfig, layer_idx: int) -> nn.Module:
@@ -328,10 +330,9 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         if self.recurrent:
             attention = module(normed, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
             return self.written("attention_out_norm", attention), normed
-        if self.masked and kwargs.get("attention_mask") is None:  # of whole sequences
-            num_tokens = normed.shape[1]
-            causal_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=normed.device).tril()
-            kwargs["attention_mask"] = causal_TT[None, None]
+        chunked = self.chunk is not None and normed.shape[1] > self.chunk
+        if (self.masked or chunked) and kwargs.get("attention_mask") is None:  # of whole sequences
+            kwargs["attention_mask"] = whole_mask(normed.shape[1], self.chunk, normed.device)
         if slot_embeddings is not None:
             kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
         attention, *_ = module(hidden_states=normed, **kwargs)
@@ -377,6 +378,15 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
             return None
         bias_E: Tensor = getattr(find(self, self._score_bias[:-1]), self._score_bias[-1])
         return bias_E
+
+
+def whole_mask(num_tokens: int, chunk: int | None, device: torch.device) -> Tensor:
+    """Return the mask (1, 1, T, T) of a whole sequence: a token attends to those before it, of its chunk if any."""
+    place_T = torch.arange(num_tokens, device=device)
+    mask_TT = place_T[:, None] >= place_T
+    if chunk is not None:
+        mask_TT &= place_T[:, None] // chunk == place_T // chunk
+    return mask_TT[None, None]
 
 
 def _make_role(config: LayersConfig, layer_idx: int, role: str) -> nn.Module:

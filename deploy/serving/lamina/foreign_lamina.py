@@ -22,12 +22,14 @@ class ForeignLayer:
         name: of its class, behind the prefix.
         recurrent: it holds a state in place of keys and values, which no rotation and no mask of pairs reaches.
         masked: it always needs a mask of pairs.
+        chunked: tokens attend to those of their chunk, of `attention_chunk_size` tokens.
         cached: the fields whose sum is the count of numbers that it caches per token, if these are not keys and values.
     """
 
     name: str
     recurrent: bool = False
     masked: bool = False
+    chunked: bool = False
     cached: tuple[str, ...] = ()
 
     def cache_numbers(self, sizes: Mapping[str, Any]) -> int:
@@ -45,7 +47,8 @@ class ForeignAttention:
         prefix: of the names of its classes.
         fields: the fields of the source's config that it reads besides those that every Lamina checkpoint has.
         cached: the fields whose sum is the count of numbers that it caches per token.
-        layers: for a hybrid, whose rotation is Lamina's own, the attention of each layer type.
+        layers: for a hybrid, the attention of each layer type.
+        rotary: the rotation of a hybrid is that of the family, too; otherwise it is Lamina's own.
         package: of its module in transformers, where that is not the model type.
     """
 
@@ -53,6 +56,7 @@ class ForeignAttention:
     fields: tuple[str, ...]
     cached: tuple[str, ...] = ()
     layers: Mapping[str, ForeignLayer] = field(default_factory=dict)
+    rotary: bool = False
     package: str = ""
 
 
@@ -80,11 +84,20 @@ INDEX_FIELDS = (*LATENT_FIELDS, "index_topk", "index_head_dim", "index_n_heads")
 INDEX_LAYERS = {  # latent attention to the tokens that an indexer chooses
     "indexed_attention": ForeignLayer("Attention", masked=True, cached=(*LATENT_CACHE, "index_head_dim")),
 }
+CHUNK = "attention_chunk_size"
+CHUNKED_FIELDS = (
+    "attention_bias", "use_qk_norm", "no_rope_layers", CHUNK, "attn_temperature_tuning", "floor_scale", "attn_scale",
+)  # fmt: skip
+CHUNKED_LAYERS = {
+    "chunked_attention": ForeignLayer("Attention", chunked=True),
+    "full_attention": ForeignLayer("Attention"),
+}
 FOREIGN = {
     "deepseek_v2": ForeignAttention("DeepseekV2", LATENT_FIELDS, LATENT_CACHE),
     "deepseek_v3": ForeignAttention("DeepseekV3", (*LATENT_FIELDS, "rope_interleave"), LATENT_CACHE),
     "deepseek_v32": ForeignAttention("DeepseekV32", INDEX_FIELDS, layers=INDEX_LAYERS),
     "glm_moe_dsa": ForeignAttention("GlmMoeDsa", (*INDEX_FIELDS, "indexer_types"), layers=INDEX_LAYERS),
+    "llama4_text": ForeignAttention("Llama4Text", CHUNKED_FIELDS, layers=CHUNKED_LAYERS, rotary=True, package="llama4"),
     "qwen3_next": ForeignAttention("Qwen3Next", DELTA_FIELDS, layers=DELTA_LAYERS),
     "qwen3_5_text": ForeignAttention("Qwen3_5", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5"),
     "qwen3_5_moe_text": ForeignAttention("Qwen3_5Moe", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5_moe"),
@@ -163,8 +176,13 @@ def _fits(paths: Any, kind: ForeignAttention) -> bool:
 
 
 def is_hybrid(foreign: Mapping[str, Any]) -> bool:
-    """Return True if layers have attention of several kinds, and a rotation that is Lamina's own."""
+    """Return True if layers have attention of several kinds."""
     return bool(foreign) and bool(FOREIGN[foreign["model_type"]].layers)
+
+
+def has_foreign_rotary(foreign: Mapping[str, Any]) -> bool:
+    """Return True if the family's module computes rotations, not Lamina's own."""
+    return bool(foreign) and (not is_hybrid(foreign) or FOREIGN[foreign["model_type"]].rotary)
 
 
 def foreign_layer(foreign: Mapping[str, Any], layer_type: str) -> ForeignLayer:
@@ -199,7 +217,7 @@ def make_foreign_attention(config: Any, layer: int) -> nn.Module:
     """Build the attention module of a layer."""
     import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(WHOLE, attend_whole)
     kind = foreign_layer(config.foreign, config.layer_types[layer])
-    read = ForeignConfig(config, config.forms[layer], "sdpa" if kind.masked else WHOLE)
+    read = ForeignConfig(config, config.forms[layer], "sdpa" if kind.masked or kind.chunked else WHOLE)
     attention: nn.Module = _class(config, kind.name)(read, layer)
     return attention
 

@@ -10,10 +10,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from .configuration_lamina import INDEXED, RECURRENT, LaminaConfig
-from .foreign_lamina import is_hybrid
+from .foreign_lamina import has_foreign_rotary
 from .layers_lamina import LaminaDecoderLayer
 from .rotary_lamina import Angles, LaminaRotaryEmbedding, rotation_of
 
@@ -33,6 +37,7 @@ def create_indexed_mask(**arguments: Any) -> Any:
 MASKS: dict[str, Any] = {  # by layer type
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
+    "chunked_attention": create_chunked_causal_mask,
     RECURRENT: create_recurrent_mask,
     INDEXED: create_indexed_mask,
 }
@@ -144,6 +149,6 @@ def prepare_layer_inputs(
     rotations = {layer_type: rotation_of(rotary, layer_type) for layer_type in dict.fromkeys(config.layer_types)}
     by_rotation = {rotation: rotation(hidden_BTD, grids) for rotation in dict.fromkeys(rotations.values())}
     angles = {layer_type: by_rotation[rotation] for layer_type, rotation in rotations.items()}
-    if past_key_values is None or (config.foreign and not is_hybrid(config.foreign)):
+    if past_key_values is None or has_foreign_rotary(config.foreign):
         return LayerInputs(position_ids, angles, masks)
     return LayerInputs(position_ids, angles, masks, _slot_embeddings(config, rotary, hidden_BTD, past_key_values))

@@ -20,6 +20,7 @@ from .block_lamina import MLP_ROLES
 ROUTER, ROUTER_BIAS, SHARED_GATE, SHARED = "router", "router_bias", "shared_gate", "shared"
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2")
+CHANNELS, INPUTS = WEIGHED = ("channels", "inputs")
 # Fields of `mixture` and their defaults; those without one are required.
 DEFAULTS: dict[str, Any] = {
     "shared": None,  # the path of the shared expert
@@ -31,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "score_bias": None,  # the path of numbers (E) that are added to the scores where experts are chosen
     "renormalise": True,  # the weights of the chosen experts add up to 1, before `scale`
     "scale": 1.0,
+    "weighs": "channels",  # a token's weight multiplies the channels of an expert, or its "inputs"
     "groups": 1,
     "top_groups": 1,  # experts are chosen from so many groups
     "group_score": "max",  # a group counts by its best expert, or by the sum of its best two
@@ -119,9 +121,11 @@ def check_mixture(mixture: Mapping[str, Any], layers: int) -> None:
         raise ValueError(f"mixture has unknown {', '.join(unknown)}; a newer lamina may know it")
     if {*mixture["modules"]} != {*MLP_ROLES}:
         raise ValueError(f"mixture.modules has {sorted(mixture['modules'])}, needed are {', '.join(MLP_ROLES)}")
-    for name, allowed in (("score", SCORES), ("group_score", GROUP_SCORES)):
+    for name, allowed in (("score", SCORES), ("group_score", GROUP_SCORES), ("weighs", WEIGHED)):
         if mixture.get(name, DEFAULTS[name]) not in allowed:
             raise ValueError(f"mixture.{name} is {mixture[name]!r}, allowed are {', '.join(allowed)}")
+    if mixture.get("weighs") == INPUTS and (mixture.get("renormalise", True) or mixture.get("biases")):
+        raise ValueError("mixture.weighs is 'inputs', which goes with neither renormalise nor biases")
     if not isinstance(mixture["layers"], list) or len(mixture["layers"]) != layers:
         raise ValueError(f"mixture.layers is no list of {layers} entries")
     for layer, sizes in enumerate(mixture["layers"]):
@@ -224,6 +228,7 @@ Routing = tuple[Tensor, Tensor]  # weights (T, k) and numbers (T, k) of each tok
 class Mixing:
     """The mixture of a decoder layer, whole, or in steps while its experts stream past."""
 
+    weighs_inputs = False
     every_expert = False  # every token also passes all experts, which changes no output: hooks see values of each
     parallel: bool
     _names: dict[str, tuple[str, ...]]
@@ -241,7 +246,7 @@ class Mixing:
     def _mixture(self, x_BTD: Tensor) -> Tensor:
         """Apply to each token its experts, in ascending order, and the shared one.
 
-        A token's weight scales the channels of an expert, so that the moment of these is that of the weighted channels.
+        A token's weight scales the channels of an expert, or its inputs, so that moments are those of weighted values.
         """
         x_TD = x_BTD.flatten(0, -2)
         return self.with_shared(x_TD, self.with_experts(x_TD, self._routed(x_TD), None)).view_as(x_BTD)
@@ -285,7 +290,10 @@ class Mixing:
 
     def expert(self, expert: int, x_tD: Tensor, weight_t1: Tensor) -> Tensor:
         """Return what an expert adds to some tokens (t, D), by the router's weights of these."""
-        return self._mlp(x_tD, f"experts.{expert}", weight_t1)
+        name = f"experts.{expert}"
+        if self.weighs_inputs:
+            return self._mlp(x_tD * weight_t1.to(x_tD.dtype), name, None)
+        return self._mlp(x_tD, name, weight_t1)
 
     def shared(self, x_TD: Tensor) -> Tensor:
         """Return the output (T, D) of the shared expert."""

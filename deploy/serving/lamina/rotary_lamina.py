@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .configuration_lamina import LayersConfig
-from .foreign_lamina import is_hybrid, make_foreign_rotary
+from .foreign_lamina import has_foreign_rotary, make_foreign_rotary
 
 Angles = tuple[Tensor, Tensor]  # cos and sin
 
@@ -91,7 +91,7 @@ class LaminaRotations(nn.ModuleDict):
 
 def make_rotary(config: LayersConfig, device: torch.device | None = None) -> nn.Module | None:
     """Build the module of the rotation of all layers, or one for each layer type; None without rotation."""
-    if config.foreign and not is_hybrid(config.foreign):
+    if has_foreign_rotary(config.foreign):
         return make_foreign_rotary(config).to(device)
     if config.block["rotary"] is None:
         return None

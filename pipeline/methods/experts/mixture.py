@@ -80,10 +80,21 @@ class Mixture:
         return outputs_tD if weights.biases is None else outputs_tD + weights.biases[-1].to(dtype)
 
     def served(self, expert: int, inputs_TD: Tensor, weights_TE: Tensor) -> Served:
-        """Return the tokens that an expert serves, and p h on them."""
+        """Return the tokens that an expert serves, and p h on them, h(p x) where weights multiply inputs."""
         tokens_t = weights_TE[:, expert].nonzero()[:, 0]
-        hidden_tN = self.hidden(expert, inputs_TD[tokens_t])
-        return Served(tokens_t, hidden_tN * weights_TE[tokens_t, expert, None].to(hidden_tN.dtype))
+        weights_t1 = weights_TE[tokens_t, expert, None].to(inputs_TD.dtype)
+        if self.rule.weighs_inputs:
+            return Served(tokens_t, self.hidden(expert, inputs_TD[tokens_t] * weights_t1))
+        return Served(tokens_t, self.hidden(expert, inputs_TD[tokens_t]) * weights_t1)
+
+    def weighed(self, inputs_tD: Tensor, weights_t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs of one expert on tokens with these weights, and the factors of its outputs: both signed.
+
+        The factor is the weight itself, or its sign where the weight multiplies the inputs.
+        """
+        if not self.rule.weighs_inputs:
+            return inputs_tD, weights_t
+        return inputs_tD * weights_t.abs()[:, None].to(inputs_tD.dtype), weights_t.sign()
 
     def output(self, inputs_TD: Tensor) -> Tensor:
         """Return the output (T, D) of the routed experts, in float32 or better."""
@@ -125,9 +136,10 @@ def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
     rows = []
     for number in range(len(mixture.experts)):
         tokens_t = weights_TE[:, number].nonzero()[:, 0]
-        norms_t = mixture.outputs(number, inputs_TD[tokens_t]).double().norm(dim=1)
         weights_t = weights_TE[tokens_t, number]
-        rows.append((len(tokens_t), float(weights_t.sum()), float(norms_t.sum()), float((weights_t * norms_t).sum())))
+        inputs_tD, factors_t = mixture.weighed(inputs_TD[tokens_t], weights_t)
+        norms_t = mixture.outputs(number, inputs_tD).double().norm(dim=1)
+        rows.append((len(tokens_t), float(weights_t.sum()), float(norms_t.sum()), float((factors_t * norms_t).sum())))
     return ExpertSums(*torch.tensor(rows, dtype=torch.float64).T)
 
 
@@ -141,9 +153,11 @@ def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Ten
         for number in range(len(mixture.experts)):
             changes_Tk = without.changes[:, :, number]
             tokens_t = changes_Tk.any(dim=1).nonzero()[:, 0]
-            felt_tq = mixture.outputs(number, part_TD[tokens_t]).double() @ felt_DD
-            some_tkq = changes_Tkq[tokens_t]
-            add_change_(some_tkq, changes_Tk[tokens_t], felt_tq)
+            some_tkq, some_tk = changes_Tkq[tokens_t], changes_Tk[tokens_t]
+            weights_t = some_tk.gather(1, some_tk.abs().argmax(dim=1, keepdim=True))[:, 0]
+            inputs_tD, _ = mixture.weighed(part_TD[tokens_t], weights_t)
+            factors_tk = some_tk.sign() if mixture.rule.weighs_inputs else some_tk
+            add_change_(some_tkq, factors_tk, mixture.outputs(number, inputs_tD).double() @ felt_DD)
             changes_Tkq[tokens_t] = some_tkq
         sums_E += removal_sums(without.experts, changes_Tkq, len(mixture.experts))
     return sums_E / len(inputs_TD)

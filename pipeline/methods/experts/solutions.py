@@ -42,6 +42,7 @@ def rule_of(routing: Mapping[str, Any]) -> RoutingRule:
         groups=routing["groups"],
         top_groups=routing["top_groups"],
         group_members=2 if routing["group_score"] == "top2" else 1,
+        weighs_inputs=routing["weighs"] == "inputs",
     )
 
 
@@ -62,7 +63,7 @@ def _expert(block: MLPBlock, weights: Mapping[str, Tensor]) -> ExpertWeights:
 
 def sample_of(experts: Sequence[MLPBlock], tokens: int) -> Moment:
     """Return the sample of the mixture's inputs."""
-    return Moment(experts[0].input, kind="sample", tokens=tokens)
+    return Moment(experts[0].passing, kind="sample", tokens=tokens)
 
 
 def metric_of(experts: Sequence[MLPBlock]) -> Moment:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipeline.families.blocks import MLPBlock
@@ -30,7 +31,7 @@ class Sample(NamedTuple):
 
     Attributes:
         inputs: (T, D).
-        weights: (T,), the factor of each token's output, if the MLP is an expert.
+        weights: (T,), the factor of each token's channels, if the MLP is an expert; 1 where it is in the inputs.
         share: the part of all sampled tokens that pass the MLP.
     """
 
@@ -56,12 +57,15 @@ def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
     if len(weights_T) != len(inputs_TD):
         raise ValueError(f"{block.name}: {len(weights_T)} routing weights for {len(inputs_TD)} sampled tokens")
     routed_t = weights_T.nonzero()[:, 0]
-    return Sample(inputs_TD[routed_t], weights_T[routed_t], len(routed_t) / max(1, len(weights_T)))
+    inputs_tD, weights_t, share = inputs_TD[routed_t], weights_T[routed_t], len(routed_t) / max(1, len(weights_T))
+    if block.weighed:
+        return Sample(inputs_tD * weights_t[:, None].to(inputs_tD.dtype), torch.ones_like(weights_t), share)
+    return Sample(inputs_tD, weights_t, share)
 
 
 def sample_of(block: MLPBlock) -> Moment:
-    """Return the sample of the MLP's inputs, whole tokens."""
-    return Moment(block.input, kind="sample", tokens=sampled(block.width))
+    """Return the sample of the MLP's inputs, whole tokens, before any weight."""
+    return Moment(block.passing, kind="sample", tokens=sampled(block.width))
 
 
 def routing_sample(block: MLPBlock) -> Moment:

@@ -16,7 +16,7 @@ from manifests.methods import LossAware
 from manifests.records import Curve
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.families.source_config import shared_padding
+from pipeline.families.source_config import shared_padding, shares_width
 from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed
 from pipeline.methods.experts.mixture import Mixture, removal_losses, width_losses
 from pipeline.methods.experts.scores import kept_experts
@@ -59,7 +59,9 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return (*experts, *(group for layer in layers for group in latents.groups(layer, output=False)))
 
     def widths(self, layer: LayerGeometry) -> list[int]:
-        """Return the widths that are compared, the full one last."""
+        """Return the widths that are compared, the full one last; it alone if one shape's config has no other."""
+        if self.uniform and shares_width(layer):
+            return [routed(layer)[0].width]
         return steps(routed(layer)[0].width, self.multiple(layer), WIDTHS)
 
     def multiple(self, layer: LayerGeometry) -> int:
