@@ -63,6 +63,20 @@ def test_slices_give_the_output_of_the_whole_layer(setup: WorkerConfig, experts:
     assert len(held) <= experts
 
 
+def test_weighed_inputs_are_those_of_the_tokens_that_pass_times_their_weights(tmp_path: Path) -> None:
+    source = factories.make_model(tmp_path / "source", "llama4_text")
+    setup = bench.make_setup(source, tmp_path / "run", experts=WHOLE)
+    setup = replace(setup, source=setup.source.with_parts(fused_tensors(setup.geometry)))
+    block, seen = block_of(setup, WHOLE), dict[str, Tensor]()
+    expert = next(each for each in setup.geometry.layers[LAYER].mlps if each.weighed)
+    points = (expert.weighed, expert.routing, expert.input)
+    block.run(hidden_of(setup), [(point, lambda values, point=point: seen.update({point: values})) for point in points])
+    inputs_TD, weights_T1, read_tD = (seen[point] for point in points)
+    passing_t = weights_T1[:, 0].nonzero()[:, 0]
+    assert 0 < len(passing_t) < len(inputs_TD)
+    assert torch.equal(read_tD, (inputs_TD * weights_T1)[passing_t])
+
+
 @pytest.mark.parametrize("every_expert", [False, True])
 @pytest.mark.parametrize("experts", [1, 3])
 def test_slices_give_the_gradients_of_the_whole_layer(setup: WorkerConfig, experts: int, every_expert: bool) -> None:

@@ -19,7 +19,11 @@ from pipeline.methods.experts.mixture import (
 )
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 300, 8, 6, 5
-RULES = {"softmax": RoutingRule("softmax", 2), "sigmoid": RoutingRule("sigmoid", 3, scale=1.5)}
+RULES = {
+    "softmax": RoutingRule("softmax", 2),
+    "sigmoid": RoutingRule("sigmoid", 3, scale=1.5),
+    "inputs": RoutingRule("sigmoid", 2, normalise=False, weighs_inputs=True),
+}
 
 
 def make_mixture(rule: str, unseen: bool = False) -> tuple[Mixture, Tensor, Factored]:
@@ -29,7 +33,7 @@ def make_mixture(rule: str, unseen: bool = False) -> tuple[Mixture, Tensor, Fact
         return torch.randn(*shape, generator=source, dtype=torch.float64)
 
     def expert() -> ExpertWeights:
-        biases = None if rule == "softmax" else (draw(WIDTH), draw(WIDTH), draw(HIDDEN))
+        biases = None if rule != "sigmoid" else (draw(WIDTH), draw(WIDTH), draw(HIDDEN))
         return ExpertWeights(draw(WIDTH, HIDDEN), draw(WIDTH, HIDDEN), draw(HIDDEN, WIDTH) / WIDTH, biases)
 
     experts = tuple(expert() for _ in range(EXPERTS))
@@ -50,14 +54,15 @@ def plain_output(mixture: Mixture, input_D: Tensor, absent: int | None = None) -
     assert mixture.bias is not None
     choice = {e: float(scores_E[e] + mixture.bias[e]) for e in range(EXPERTS) if e != absent}
     chosen = sorted(choice, key=lambda e: -choice[e])[: mixture.rule.top_k]
-    total = sum(float(scores_E[e]) for e in chosen)
+    total = sum(float(scores_E[e]) for e in chosen) if mixture.rule.normalise else 1.0
     weights = {e: mixture.rule.scale * float(scores_E[e]) / total for e in chosen}
     output_D = torch.zeros(HIDDEN, dtype=torch.float64)
     for number, weight in weights.items():
         gate, up, down, biases = mixture.experts[number]
         gate_N, up_N, down_D = biases or (0.0, 0.0, 0.0)
-        hidden_N = torch.nn.functional.silu(gate @ input_D + gate_N) * (up @ input_D + up_N)
-        output_D += weight * (down @ hidden_N + down_D)
+        inner, outer = (weight, 1.0) if mixture.rule.weighs_inputs else (1.0, weight)
+        hidden_N = torch.nn.functional.silu(gate @ (inner * input_D) + gate_N) * (up @ (inner * input_D) + up_N)
+        output_D += outer * (down @ hidden_N + down_D)
     return output_D, weights
 
 
@@ -74,7 +79,8 @@ def test_outputs_sums_and_removals_are_those_of_a_loop(rule: str) -> None:
             delta_D = plain_output(mixture, input_D, absent=number)[0] - expected_D
             losses_E[number] += 0.5 * delta_D @ metric_DD @ delta_D / TOKENS
             tokens[number] += 1
-            weighted[number] += weight * float(mixture.outputs(number, input_D[None]).norm())
+            inner, outer = (weight, 1.0) if mixture.rule.weighs_inputs else (1.0, weight)
+            weighted[number] += outer * float(mixture.outputs(number, inner * input_D[None]).norm())
     torch.testing.assert_close(removal_losses(mixture, inputs_TD, metric), losses_E)
     assert sums.tokens.tolist() == tokens
     torch.testing.assert_close(sums.weighted_outputs, torch.tensor(weighted, dtype=torch.float64))

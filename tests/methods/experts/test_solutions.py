@@ -29,6 +29,7 @@ DEEPSEEK = {
     "top_groups": 1,
     "group_score": "top2",
     "top_k": 2,
+    "weighs": "channels",
 }
 
 
@@ -60,6 +61,10 @@ def make_layer() -> tuple[dict[str, Tensor], Statistics]:
     [
         (DEEPSEEK, RoutingRule("sigmoid", 2, True, 2.5, 2, 1, 2)),
         ({**DEEPSEEK, "score": "softmax", "group_score": "max"}, RoutingRule("softmax", 2, True, 2.5, 2, 1, 1)),
+        (
+            {**DEEPSEEK, "renormalise": False, "weighs": "inputs"},
+            RoutingRule("sigmoid", 2, False, 2.5, 2, 1, 2, weighs_inputs=True),
+        ),
     ],
 )
 def test_the_rule_is_that_of_the_config(mixture: dict[str, object], rule: RoutingRule) -> None:
