@@ -30,7 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("model", nargs="?", help="the dense model: a directory, a hub id, or s3://BUCKET/FOLDER")
     options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet files")
     goal = options.add_mutually_exclusive_group()
-    goal.add_argument("--keep", type=float, metavar="SHARE", help="of the decoder's numbers; default: 0.8")
+    goal.add_argument(
+        "--keep",
+        type=float,
+        metavar="SHARE",
+        help="of the decoder's numbers; default: 0.8, or --bytes 0.8 of a stored format",
+    )
     goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
     goal.add_argument("--max-loss", type=float, metavar="NATS", help="a token may lose; the smallest size is searched")
     options.add_argument("-o", "--output", default="job.yaml", metavar="FILE", help="default: %(default)s")

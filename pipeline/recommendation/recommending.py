@@ -22,7 +22,7 @@ from pipeline.inputs.sources import open_dense
 from pipeline.job.plan_report import RateSource, plan_report
 from pipeline.recommendation.commented_manifest import Places, commented_manifest
 from pipeline.recommendation.nodes import Node, cluster_nodes, this_machine
-from pipeline.recommendation.settings import Goal, Settings, choose_settings
+from pipeline.recommendation.settings import USUAL_SHARE, Goal, Settings, choose_settings
 from pipeline.recommendation.text_use import choose_text_use
 from pipeline.recommendation.verdict import Verdict
 from pipeline.rounding.schemes import FIELD
@@ -34,11 +34,16 @@ DRIVER_BYTES = 2 * 2**30  # left for the driver where it shares a machine with t
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of the command. `folder`: of the manifest, where output and run directory lie, too."""
+    """The arguments of the command.
+
+    Attributes:
+        goal: None for the usual one, which follows from the source.
+        folder: of the manifest, where output and run directory lie, too.
+    """
 
     model: str
     texts: Sequence[str]
-    goal: Goal
+    goal: Goal | None
     folder: str
     address: str | None = None
     connect_timeout_s: float = 30.0
@@ -54,7 +59,8 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     geometry = geometry_of(config)
     text = parse_block(Text, {"files": tuple(request.texts)}, "--text")
     use = choose_text_use(text, tokenizer, config["max_position_embeddings"], _channels(geometry))
-    places, goal = _places(request), _with_unrounded(request.goal, geometry)
+    asked = request.goal or usual_goal(bool(source.stored_bytes()))
+    places, goal = _places(request, asked), _with_unrounded(asked, geometry)
 
     def manifest_of(settings: Settings) -> Manifest:
         """Return the manifest with these settings."""
@@ -91,9 +97,9 @@ def _channels(geometry: Geometry) -> int:
     return max((block.width for layer in geometry.layers for block in layer.mlps), default=geometry.hidden)
 
 
-def _places(request: Request) -> Places:
+def _places(request: Request, goal: Goal) -> Places:
     name = PurePath(request.model.rstrip("/")).name or "model"
-    output = str(PurePath(request.folder, f"{name}-{request.goal.label}"))
+    output = str(PurePath(request.folder, f"{name}-{goal.label}"))
     return Places(request.model, request.texts, output, f"{output}.run")
 
 
@@ -109,13 +115,20 @@ def _planned_config(inputs: Inputs) -> Mapping[str, Any]:
     return config | ({FIELD: {"config_groups": {}}} if inputs.manifest.quantize else {})
 
 
-def check_goal(keep: float | None, num_bytes: float | None, max_loss: float | None) -> Goal:
-    """Return the goal that the options give: keep 0.8 if they give none. Raises InputError for an impossible value."""
+def usual_goal(stored: bool) -> Goal:
+    """Return the goal of a user who gives none. Weights in a stored format would grow with fewer numbers in 16 bits."""
+    return Goal("bytes" if stored else "keep", USUAL_SHARE)
+
+
+def check_goal(keep: float | None, num_bytes: float | None, max_loss: float | None) -> Goal | None:
+    """Return the goal that the options give; None if they give none. Raises InputError for an impossible value."""
     if max_loss is not None:
         if not 0 < max_loss < float("inf"):
             raise InputError(f"--max-loss {max_loss:g}: nats per token above 0 are expected, such as 0.02")
         return Goal("max_loss", max_loss)
-    share = num_bytes if num_bytes is not None else keep if keep is not None else 0.8
+    share = num_bytes if num_bytes is not None else keep
+    if share is None:
+        return None
     field = "bytes" if num_bytes is not None else "keep"
     if not 0 < share <= 1:
         raise InputError(f"--{field} {share:g}: a share above 0 and at most 1 is expected, such as 0.8")

@@ -12,6 +12,7 @@ from pipeline.recommendation.text_use import TextUse, shortened
 
 CORRECTED_BELOW = 0.8  # docs/results.md#corrections
 MICRO_BATCH_TOKENS = 2048
+USUAL_SHARE = 0.8  # of the numbers, or of the bytes of a source in a stored format
 LEAST_SHARDS, SHARDS_PER_WORKER = 16, 2
 ACTIVATION_GB, LEAST_ACTIVATION_GB = 8.0, 1.0
 SHORT = 512  # samples are not made shorter than this to save memory

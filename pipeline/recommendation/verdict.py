@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.console.amounts import amount_of_bytes
 from pipeline.job.plan_report import time_line
-from pipeline.recommendation.settings import Goal
+from pipeline.recommendation.settings import USUAL_SHARE, Goal
 
 
 @dataclass(frozen=True)
@@ -41,4 +41,7 @@ class Verdict:
         before, after = self.plan["source_bytes"], self.plan["output_bytes"]
         if self.goal.field == "max_loss":
             return f"size   {amount_of_bytes(before)} before; after, the smallest within the loss"
-        return f"size   {amount_of_bytes(before)} before, at most {amount_of_bytes(after)} after ({after / before:.2f})"
+        line = f"size   {amount_of_bytes(before)} before, at most {amount_of_bytes(after)} after ({after / before:.2f})"
+        if after < before:
+            return line
+        return f"{line}; no smaller: `--bytes {USUAL_SHARE}` chooses ranks and bits by the stored bytes"

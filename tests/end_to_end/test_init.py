@@ -11,6 +11,7 @@ import pytest
 
 from manifests.loading import load_manifest
 from tests import factories
+from tests.encoders import encode_model
 from tests.end_to_end.jobs import Ended, command, without_ray
 
 Init = Callable[..., Ended]
@@ -43,6 +44,20 @@ def test_the_manifest_is_planned_and_run_as_it_is(init: Init, llama: Path, text:
         summary = command("run", "job.yaml", "--set", "workers.max=1", "--json").json
     assert {*summary["evaluation"]} == {"dense", "perplexity"}
     assert (tmp_path / manifest.output / "model.safetensors.index.json").exists()
+
+
+def test_a_source_in_a_stored_format_shrinks_by_the_usual_goal(init: Init, text: Path, tmp_path: Path) -> None:
+    """Four of five numbers of an fp8 model take more bytes in 16 bits than all do in 8."""
+    source, _ = encode_model(factories.make_model(tmp_path / "dense"), tmp_path, "fp8 blocks")
+    usual = init(source, "--text", text, "-o", "usual.yaml")
+    assert usual.code == 0, usual.err
+    assert "budget: {bytes: 0.8}" in Path("usual.yaml").read_text()
+    kept = init(source, "--text", text, "--keep", "0.8", "-o", "kept.yaml")
+    sizes = [line for each in (usual, kept) for line in each.out.splitlines() if line.startswith("size ")]
+    shares = [float(line.partition("(")[2].partition(")")[0]) for line in sizes]
+    assert shares[0] < 1 < shares[1]
+    assert ["no smaller: `--bytes 0.8`" in line for line in sizes] == [False, True]
+    assert command("plan", "usual.yaml").code == 0
 
 
 @pytest.mark.parametrize(
