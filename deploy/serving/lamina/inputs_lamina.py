@@ -84,9 +84,13 @@ def default_position_ids(
 
 
 def _slot_embeddings(
-    config: LaminaConfig, rotary: nn.Module, hidden_BTD: Tensor, past_key_values: Cache
+    config: LaminaConfig, rotary: nn.Module, hidden_BTD: Tensor, past_key_values: Cache, attention_mask: Any = None
 ) -> dict[str, tuple[Angles, Angles]]:
-    """Return LayerInputs.slot_embeddings. Slots count from the first one that attention reads, as in the masks."""
+    """Return LayerInputs.slot_embeddings. Slots count from the first one that attention reads, as in the masks.
+
+    Norms of rotated heads make scores depend on positions, not on their differences alone: slots then count from the
+    first token of each sequence behind the padding of `attention_mask` (B, S).
+    """
     num_tokens, device = hidden_BTD.shape[1], hidden_BTD.device
     angles = {}
     for layer_type, layer_idx in config.latent_key_layers().items():
@@ -96,7 +100,12 @@ def _slot_embeddings(
         query_slots_T = torch.arange(num_tokens, device=device) + (num_cached - first_slot)
         slots_S = torch.arange(num_slots, device=device)
         angles_of = cast(LaminaRotaryEmbedding, rotation_of(rotary, layer_type)).angles
-        query, keys = (angles_of(hidden_BTD, slots.unsqueeze(0)) for slots in (query_slots_T, slots_S))
+        shift: Any = 0
+        if config.block["head_norms"] == "rotated":
+            shift = -first_slot
+            if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+                shift = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True).to(device) - first_slot
+        query, keys = (angles_of(hidden_BTD, slots.unsqueeze(0) - shift) for slots in (query_slots_T, slots_S))
         angles[layer_type] = query, keys
     return angles
 
@@ -151,4 +160,6 @@ def prepare_layer_inputs(
     angles = {layer_type: by_rotation[rotation] for layer_type, rotation in rotations.items()}
     if past_key_values is None or has_foreign_rotary(config.foreign):
         return LayerInputs(position_ids, angles, masks)
-    return LayerInputs(position_ids, angles, masks, _slot_embeddings(config, rotary, hidden_BTD, past_key_values))
+    return LayerInputs(
+        position_ids, angles, masks, _slot_embeddings(config, rotary, hidden_BTD, past_key_values, attention_mask)
+    )
