@@ -37,6 +37,7 @@ from pipeline.families.wrapper import WRAPPERS, module_names
 from pipeline.inputs.sources import describe_dense
 from stores.checkpoint import copy_shard
 from stores.source import open_source
+from tests.encoders import encode_model
 from tests.end_to_end.jobs import Job, command, read_tensors, relative_error
 from tests.factories import DELTA, GEOMETRY, SHARED_EXPERT, make_tokenizer, randomise_
 
@@ -267,6 +268,19 @@ def test_missing_tensors_of_towers_are_refused(kind: str, tmp_path: Path) -> Non
     rename(source, lambda names: {name: name for name in names if name != lost})
     with pytest.raises(InputError, match=rf"{lost.rpartition('.')[0]}\S*: missing"):
         describe_dense(open_source(str(source)))
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("kind", ["mistral3", "gemma3"])
+def test_weights_in_stored_formats_are_refused_before_anything_is_written(
+    kind: str, tmp_path: Path, job: MakeJob
+) -> None:
+    encoded, _ = encode_model(make_whole(tmp_path / "source", kind), tmp_path, "fp8 blocks")
+    made = job(encoded, methods=[{"method": "flat_llm"}])
+    for ended in (command("plan", str(made.write().manifest)), made.run()):
+        assert ended.code == 2
+        assert "weights in stored formats: OUTPUT keeps the class of a multimodal model" in ended.err
+        assert not made.output.exists()
 
 
 def test_a_text_model_has_no_towers() -> None:
