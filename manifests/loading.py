@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from manifests.blocks import Block
 from manifests.calibration import TEXT_TAGS
 from manifests.errors import InputError, reason
-from manifests.methods import MethodEntry
+from manifests.method_entry import MethodEntry
 from manifests.schema import Manifest
 from manifests.strict_yaml import read_yaml, write_yaml
 

@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 
-from manifests.methods import MethodEntry
+from manifests.method_entry import MethodEntry
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("manifests", "pipeline", "stores", "workers", "lamina", "deploy")

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from manifests.methods import MethodEntry
+from manifests.method_entry import MethodEntry
 from manifests.schema import Manifest
 from manifests.sweep import Sweep
 

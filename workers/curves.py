@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from manifests.records import ArrayRecord, CountedRecord, Curve
-from pipeline.methods.method import Dividing, Moment, Predicting, Statistics
+from pipeline.methods.capabilities import Dividing, Predicting
+from pipeline.methods.method import Moment, Statistics
 from pipeline.ranks.curves import from_columns, to_columns
 from pipeline.rounding.choices import with_bits
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.factored_lamina import stored_factors, stored_state
 from manifests.errors import NumericsError
-from manifests.methods import Refine as Settings
+from manifests.method_entry import Refine as Settings
 from manifests.records import ArrayRecord, RefinedFigures, StagedLayer
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.refinement import Trained, Training, step_samples, train_

@@ -13,18 +13,9 @@ from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.blocks import owner_of
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.methods.capabilities import Correcting, SharingSizes
 from pipeline.methods.experts.scores import few_tokens
-from pipeline.methods.method import (
-    Correcting,
-    Group,
-    Method,
-    Moment,
-    Ranks,
-    SharingSizes,
-    Solution,
-    Statistics,
-    stored_dtype,
-)
+from pipeline.methods.method import Group, Method, Moment, Ranks, Solution, Statistics, stored_dtype
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution

@@ -20,7 +20,8 @@ from torch import Tensor
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, CountedRecord, GradientRecord, StagedLayer
 from pipeline.kernels.moments import cosine_sums
-from pipeline.methods.method import Measuring, Moment, Statistics, Task
+from pipeline.methods.capabilities import Measuring
+from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.units.scores import Compare, CompareDone, Score, WindowForward

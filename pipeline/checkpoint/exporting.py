@@ -98,26 +98,15 @@ def _write(
     reader = cpu_reader(checkpoint, config, torch.float64)
     towers = [name for name in checkpoint.tensors if config.get("wrapper") and is_tower(name)]
     total, numbers = geometry.num_layers + 1 + bool(towers), 0
-    stored = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
-    nf4 = is_nf4(config) and not multiply_out
-    packed = {path: scheme for path, scheme in stored.items() if nf4 or not scheme.has_table}
-    if fused := fused_tensors(geometry_of(standard_config(exported_config))):  # codes of parts are multiplied out
-        parts_of_fused = names_of(fused.values())
-        packed = {path: scheme for path, scheme in packed.items() if path + WEIGHT not in parts_of_fused}
+    nf4, fused = is_nf4(config) and not multiply_out, fused_tensors(geometry_of(standard_config(exported_config)))
+    packed = _packed(checkpoint, config, nf4, fused) if target == "stock" else {}
     rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
     for layer in geometry.layers:
         reader.read_ahead(layer.index + 1)
         module = reader.block(layer.index, None).module
         weights = dense_weights(module, layer, coarsest(layer, dtype_of))
-        for block in layer.mlps:
-            routed = block.roles[0] in layer.routed_roles
-            width = stock.get("width" if routed else "shared_width") if layer.routing else one_width
-            weights = pad_mlp(weights, block, width or block.width)
-        if (attention := layer.latent_attention) is not None:
-            for latent in attention.latents:
-                weights = pad_latent(weights, latent, exported_config[latent.field])
-            weights = pad_values(weights, attention, exported_config[VALUE_WIDTH])
+        weights = _padded(weights, layer, exported_config, stock if layer.routing else {}, one_width)
         names = {key: name for key, (name, _) in layer.tensors().items()}
         tensors = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
         for path in map(layer.path, whole_roles(config, layer)):
@@ -155,6 +144,44 @@ def _write(
     write_index(storage, weight_map, size, numbers)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": storage.at(INDEX_FILE)}
+
+
+def _packed(
+    checkpoint: SourceCheckpoint, config: Mapping[str, Any], nf4: bool, fused: Mapping[str, Fused]
+) -> dict[str, Scheme]:
+    """Map the paths of modules whose codes are exported as they are to their schemes.
+
+    Codes of weights that the target holds in one tensor, and codes with a table unless `nf4`, are multiplied out.
+    """
+    stored = rounded_modules(config, packed_modules(checkpoint.tensors))
+    parts_of_fused = names_of(fused.values())
+    return {
+        path: scheme
+        for path, scheme in stored.items()
+        if (nf4 or not scheme.has_table) and path + WEIGHT not in parts_of_fused
+    }
+
+
+def _padded(
+    weights: dict[str, Tensor],
+    layer: LayerGeometry,
+    exported_config: Mapping[str, Any],
+    stock: Mapping[str, int],
+    one_width: int | None,
+) -> dict[str, Tensor]:
+    """Pad MLPs, and the latents and values of latent attention, with zeros to the sizes of the exported config.
+
+    `stock`: the widths of experts, for a layer with a router. `one_width`: that of dense MLPs; None: their own.
+    """
+    for block in layer.mlps:
+        routed = block.roles[0] in layer.routed_roles
+        width = stock.get("width" if routed else "shared_width") if layer.routing else one_width
+        weights = pad_mlp(weights, block, width or block.width)
+    if (attention := layer.latent_attention) is not None:
+        for latent in attention.latents:
+            weights = pad_latent(weights, latent, exported_config[latent.field])
+        weights = pad_values(weights, attention, exported_config[VALUE_WIDTH])
+    return weights
 
 
 def fuse(tensors: Mapping[str, Tensor], fused: Mapping[str, Fused]) -> dict[str, Tensor]:

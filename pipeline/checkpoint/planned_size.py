@@ -18,7 +18,8 @@ from pipeline.checkpoint.counting import claimed_tensors, stored_numbers
 from pipeline.cost_model.bounds import Size
 from pipeline.cost_model.estimate import Plan, make_plan
 from pipeline.inputs.job_inputs import Inputs
-from pipeline.methods.method import Scores, Shaped, Solution, Task, stored_dtype
+from pipeline.methods.capabilities import Shaped
+from pipeline.methods.method import Scores, Solution, Task, stored_dtype
 from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.rounding.schemes import SCALE, WEIGHT, packed_dtype, packed_shapes
 from pipeline.rounding.solutions import fitting_group, rounded_matrices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manifests.methods import Refine
+from manifests.method_entry import Refine
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
 from pipeline.families.layer_geometry import LayerGeometry

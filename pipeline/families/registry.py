@@ -68,8 +68,9 @@ from pipeline.families.config_values import MAX_LAYERS, POSITIVE_FIELDS, check_f
 from pipeline.families.family import Family
 from pipeline.families.geometry import Geometry
 from pipeline.families.latent import latent_faults, rope_frequencies
-from pipeline.families.layer_geometry import LayerGeometry, Norm
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.mixture import ROUTING_FIELDS
+from pipeline.families.norms import has_norm_bias, norms_of
 from pipeline.families.rotation import rope_parameters
 from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault
 
@@ -115,8 +116,6 @@ FAMILIES: dict[str, Family] = {
     )
 }
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the name of the same in transformers
-NORM_ROLES = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")  # of the hidden size
-HEAD_NORM_ROLES = ("q_norm", "k_norm")
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
 BY_LAYER = "per_layer_config"  # field of a source's config.json in transformers: layer -> its differing fields
 
@@ -184,7 +183,7 @@ def geometry_of(
     """
     block = standard["block"]
     hidden, vocab = standard["hidden_size"], standard["vocab_size"]
-    norm_bias = _norm_bias(block)
+    norm_bias = has_norm_bias(block)
     outer: list[tuple[str, tuple[int, ...]]] = [(f"{block['embed']}.weight", (vocab, hidden))]
     if block["positions"]:
         rows = standard["max_position_embeddings"] + block["positions"]["offset"]
@@ -232,7 +231,7 @@ def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str,
         prefix=f"{block['layers']}.{index}.",
         hidden=hidden,
         blocks=(*blocks[:-1], *experts) if experts else blocks,
-        norms=_norms(block, modules, hidden, sizes),
+        norms=norms_of(block, modules, hidden, sizes),
         modules=tuple(layer_modules(modules, mixture, mixture_of(mixture, index)).items()),
         bits=bits,
         outer=_outer_matrices(standard, index),
@@ -249,26 +248,6 @@ def _routing(mixture: Mapping[str, Any] | None, layer: int) -> tuple[tuple[str, 
     if mixture is None or sizes is None:
         return ()
     return (*((name, mixture[name]) for name in ROUTING_FIELDS), ("top_k", sizes.top_k))
-
-
-def _norm_bias(block: Mapping[str, Any]) -> bool:
-    return block["norm"] == "layer" and bool(block.get("norm_bias", True))
-
-
-def _norms(
-    block: Mapping[str, Any], modules: Mapping[str, str], hidden: int, sizes: Mapping[str, int]
-) -> tuple[Norm, ...]:
-    """Return the norms of a layer: of what blocks read and write, and of query and key heads."""
-    together = block.get("head_norms") == "all"
-    head_dim = sizes["head_dim"]
-    heads = zip(HEAD_NORM_ROLES, ("num_attention_heads", "num_key_value_heads"), strict=True)
-    widths = dict.fromkeys(NORM_ROLES, hidden)
-    widths |= {role: sizes[count] * head_dim if together else head_dim for role, count in heads}
-    return tuple(
-        Norm(role, widths[role], _norm_bias(block) and role not in HEAD_NORM_ROLES)
-        for role in modules
-        if role in widths
-    )
 
 
 def _own_bits(layer: LayerGeometry, stored_bits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -22,7 +22,8 @@ from pipeline.families.registry import geometry_of
 from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from pipeline.kernels.checks import all_finite
-from pipeline.methods.method import Method, Remarking, Scores, Task
+from pipeline.methods.capabilities import Remarking
+from pipeline.methods.method import Method, Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, config_fields, predict_tasks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from stores.headers import DTYPES

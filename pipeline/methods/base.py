@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from manifests.methods import MethodEntry, Refine
+from manifests.method_entry import MethodEntry, Refine
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Group

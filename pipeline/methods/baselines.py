@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from manifests.methods import ASVD, REAP, SVD, SVDLLM, Frequency, HEAPr, Magnitude, MethodEntry
+from manifests.method_entry import MethodEntry
+from manifests.methods import ASVD, REAP, SVD, SVDLLM, Frequency, HEAPr, Magnitude
 from pipeline.methods.asvd import ASVDMethod
 from pipeline.methods.expert_pruning import FrequencyMethod, REAPMethod
 from pipeline.methods.heapr import HEAPrMethod

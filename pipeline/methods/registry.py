@@ -8,19 +8,21 @@ from types import MappingProxyType
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.methods import MLA, FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
+from manifests.method_entry import MethodEntry
+from manifests.methods import MLA, FlatLLM, JointRankK, LeSTD, LoRC, LossAware
 from manifests.quantize import OUTER_BITS, OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.methods.baselines import BASELINES
+from pipeline.methods.capabilities import Measuring, Predicting
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.loss_aware.shapes import ShapedExperts
-from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
+from pipeline.methods.method import Group, Key, Method, Moment, Scores, Task, group_key, task_key
 from pipeline.methods.mla import MLAMethod
 from pipeline.methods.rounded_size import (
     most_by_bits,

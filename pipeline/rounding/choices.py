@@ -74,12 +74,8 @@ def with_bits(
     others = [weight for name, weight in weights.items() if name.removesuffix(".weight") not in roles]
     plain = sum(weight.numel() for weight in others)
     wider = math.ceil(sum(weight.numel() * (8 * weight.itemsize - bits) for weight in others) / bits)
-    if not roles:  # all are skipped: the bits of nothing
-        whole = [
-            Point({**point.ranks, BITS: choices[0]}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
-            for point in from_columns(curve)
-        ]
-        return to_columns(frontier(whole), curve.hint)
+    if not roles:
+        return _with_bits_of_nothing(curve, choices[0], wider)
     scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
     feedbacks = Feedbacks()
     predictors = {
@@ -114,6 +110,15 @@ def with_bits(
                 numbers = codes + min(unrounded, point.numbers) + wider + more
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
+    return to_columns(frontier(points), curve.hint)
+
+
+def _with_bits_of_nothing(curve: Curve, bits: int, wider: int) -> Curve:
+    """Return the curve of a group whose roles are all skipped: `bits` in name only, and `wider` numbers more."""
+    points = [
+        Point({**point.ranks, BITS: bits}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
+        for point in from_columns(curve)
+    ]
     return to_columns(frontier(points), curve.hint)
 
 

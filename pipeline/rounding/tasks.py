@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manifests.errors import InputError
-from manifests.methods import REAP, Frequency, LeSTD, MethodEntry
+from manifests.method_entry import MethodEntry
+from manifests.methods import REAP, Frequency, LeSTD
 from manifests.quantize import Quantize
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry

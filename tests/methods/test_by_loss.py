@@ -15,7 +15,8 @@ from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.sensitivity import pullback
-from pipeline.methods.method import Group, Method, Moment, Predicting, Scores, Statistics
+from pipeline.methods.capabilities import Predicting
+from pipeline.methods.method import Group, Method, Moment, Scores, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama, other

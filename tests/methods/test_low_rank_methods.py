@@ -18,7 +18,8 @@ from manifests.records import FormSpec
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Method, Moment, Remarking, Scores, Solution, Statistics
+from pipeline.methods.capabilities import Remarking
+from pipeline.methods.method import Method, Moment, Scores, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 
 D, d, N = 24, 4, 40

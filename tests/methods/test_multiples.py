@@ -8,11 +8,12 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
-from manifests.methods import WIDE
+from manifests.method_entry import WIDE
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
+from pipeline.methods.capabilities import Predicting
 from pipeline.methods.lestd_sizes import Part, Rule, choices
-from pipeline.methods.method import Predicting, Scores
+from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama

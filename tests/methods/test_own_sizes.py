@@ -20,7 +20,8 @@ from pipeline.families.geometry import Geometry
 from pipeline.inputs.job_inputs import fit_methods
 from pipeline.job.plan_report import RateSource, plan_report
 from pipeline.methods.by_loss import curve_of
-from pipeline.methods.method import Measuring, Method, Predicting, Scores, Task
+from pipeline.methods.capabilities import Measuring, Predicting
+from pipeline.methods.method import Method, Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.rounded_size import numbers_of_bytes
 from tests import factories

@@ -10,8 +10,9 @@ import torch
 
 from manifests.methods import ASVD, SVD, SVDLLM, LossAware
 from pipeline.methods.asvd import ASVDMethod
+from pipeline.methods.capabilities import SharingSizes
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Group, Moment, Ranks, SharingSizes, Statistics
+from pipeline.methods.method import Group, Moment, Ranks, Statistics
 from pipeline.methods.svd import SVDMethod
 from pipeline.methods.svd_llm import SVDLLMMethod
 from pipeline.ranks.curves import from_columns

@@ -22,10 +22,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
-from deploy.quickstart.text import story_text
 from tests.factories import make_tokenizer
-from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table, run_manifest
-from tools.benchmarks.memory_over_layers import MIB, Watch, random_weight
+from tools.benchmarks.jobs import end_on_sigterm, print_table
+from tools.benchmarks.memory_over_layers import MIB, random_weight, watched_job
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 320,
@@ -44,7 +43,6 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-SAMPLES, SEQUENCE, SHARDS = 16, 128, 2
 METHODS: Mapping[str, dict[str, Any]] = {
     "loss_aware": {"method": "loss_aware", "query_key": False, "attention": False},
     "flat_llm": {"method": "flat_llm", "attention": False, "allocation": "uniform"},
@@ -102,27 +100,9 @@ def _layer_shapes(layer: int, experts: int) -> dict[str, tuple[int, ...]]:
 def measure(experts: int, method: str, propagate: str, directory: Path) -> dict[str, Any]:
     """Run one job. Return peaks by kind of process, and seconds by phase."""
     expert_bytes = write_model(directory / "model", experts)
-    text = directory / "text.txt"
-    text.write_text(story_text(200_000, seed=1), encoding="utf-8")
-    calibration = {
-        "samples": SAMPLES,
-        "sequence_length": SEQUENCE,
-        "shards": SHARDS,
-        "micro_batch": 4,
-        "propagate": propagate,
-    }
     blocks = {"methods": [METHODS[method]], "budget": {"keep": 0.8, "multiple": 16}}
-    watch = Watch()
-    summary = run_manifest(manifest_of(directory, directory / "model", [text], calibration, **blocks), directory, watch)
-    return {
-        "experts": experts,
-        "method": method,
-        "propagate": propagate,
-        "expert_bytes": expert_bytes,
-        "processes": watch.by_kind(),
-        "seconds": summary["seconds"],
-        "planned_worker_bytes": summary["plan"]["worker_peak_bytes"],
-    }
+    job = watched_job(propagate, directory, **blocks)
+    return {"experts": experts, "method": method, "expert_bytes": expert_bytes, **job}
 
 
 def growth(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:

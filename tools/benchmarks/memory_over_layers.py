@@ -197,6 +197,14 @@ def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.T
 def measure(num_layers: int, propagate: str, directory: Path) -> dict[str, Any]:
     """Run one job. Return peaks by kind of process, and seconds by phase."""
     layer_numbers = write_model(directory / "model", num_layers)
+    return {"layers": num_layers, "layer_bytes": 2 * layer_numbers, **watched_job(propagate, directory)}
+
+
+def watched_job(propagate: str, directory: Path, **blocks: Any) -> dict[str, Any]:
+    """Compress `directory/model`, and return peaks by kind of process, seconds by phase and the plan's peak.
+
+    `blocks`: blocks of the manifest in place of the usual ones.
+    """
     text = directory / "text.txt"
     text.write_text(story_text(200_000, seed=1), encoding="utf-8")
     calibration = {
@@ -206,13 +214,10 @@ def measure(num_layers: int, propagate: str, directory: Path) -> dict[str, Any]:
         "micro_batch": 4,
         "propagate": propagate,
     }
-    manifest = manifest_of(directory, directory / "model", [text], calibration)
     watch = Watch()
-    summary = run_manifest(manifest, directory, watch)
+    summary = run_manifest(manifest_of(directory, directory / "model", [text], calibration, **blocks), directory, watch)
     return {
-        "layers": num_layers,
         "propagate": propagate,
-        "layer_bytes": 2 * layer_numbers,
         "processes": watch.by_kind(),
         "seconds": summary["seconds"],
         "planned_worker_bytes": summary["plan"]["worker_peak_bytes"],

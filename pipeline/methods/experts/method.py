@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
-from manifests.methods import MethodEntry
+from manifests.method_entry import MethodEntry
 from manifests.records import FormSpec
 from pipeline.families.blocks import MLPBlock
 from pipeline.families.geometry import Geometry
