@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
+OF_WHOLE_JOBS = 4  # variants of a test of whole jobs in `make test`, unless its own mark says another number
+
 
 def mark_variants(items: Iterable[pytest.Item]) -> None:
     """Marks as `variant` all tests outside the sample, which `make unit` leaves out. Of whole jobs `make test` leaves
@@ -16,8 +18,9 @@ def mark_variants(items: Iterable[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             functions[item.nodeid.partition("[")[0]].append(item)
     for variants in functions.values():
-        limit = variants[0].get_closest_marker("sample")
-        sample = covering([item.callspec.params for item in variants])[: limit.args[0] if limit else None]
+        mark = variants[0].get_closest_marker("sample")
+        limit = mark.args[0] if mark else OF_WHOLE_JOBS if "end_to_end" in variants[0].path.parts else None
+        sample = covering([item.callspec.params for item in variants])[:limit]
         for position, item in enumerate(variants):
             if position not in sample:
                 item.add_marker("variant")

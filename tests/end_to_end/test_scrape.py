@@ -38,6 +38,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
         yield address, f"http://127.0.0.1:{port}/metrics"
 
 
+@pytest.mark.nightly
 def test_every_metric_is_scraped(cluster: tuple[str, str], job: Callable[..., Job]) -> None:
     address, metrics = cluster
     made = job(**{"workers": {"min": 1, "max": 2}, "calibration.samples": 96, "calibration.micro_batch": 1})

@@ -89,6 +89,7 @@ def test_a_point_is_what_its_job_gives(sweep: Callable[..., Sweep], job: MakeJob
     assert summary["counts"] == rows["loss-0.8-int8"]["counts"]
 
 
+@pytest.mark.nightly
 def test_killed_anywhere_it_goes_on(sweep: Callable[..., Sweep], inline: None) -> None:
     """Between points, in the midst of one, and while a checkpoint is put together: the same results, nothing twice."""
     points = [{"methods": [{"method": "flat_llm"}], "save": [0.6]}, {"methods": [{"method": "joint_rank_k"}]}]
