@@ -132,6 +132,28 @@ def test_all_numbers_give_the_source_s_logits(job: MakeJob, tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_queries_without_a_latent_stay_and_the_rest_shrinks(family: str, job: MakeJob, tmp_path: Path) -> None:
+    source = factories.make_model(tmp_path / "source", family, q_lora_rank=None)
+    run = job(source, methods=[{**LOSS_AWARE, "mlp": False}], **{"calibration.propagate": "dense", "budget.keep": 0.95})
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    before, after = read_tensors(source), read_tensors(run.output)
+    queries = [name for name in before if ".q_proj." in name]
+    assert len(queries) >= 3
+    assert all(torch.equal(before[name], after[name]) for name in queries)
+    forms = json.loads((run.output / "config.json").read_text())["forms"]
+    assert {"kv_b_proj", "o_proj"} <= {role for layer in forms for role in layer}
+    assert command("verify", str(run.output), "--source", str(source), "--bound", "10").code == 0
+    ids, model = some_tokens(320), load(run.output, trust_remote_code=True)
+    cache = model(ids[:, :12], use_cache=True).past_key_values
+    logits = logits_of(model, ids)
+    assert relative_error(logits_of(model, ids[:, 12:], past_key_values=cache), logits[:, 12:]) < 1e-4
+    assert command("export", str(run.output), "--to", "dense", str(tmp_path / "dense")).code == 0
+    assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits) < 1e-4
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", [{"correct": "output"}, {"refine": {"steps": 10}}], ids=["corrected", "refined"])
 def test_beside_corrections_and_training(change: dict[str, Any], job: MakeJob, tmp_path: Path) -> None:
     """Of a model with dense MLPs: corrections do not know mixtures."""
