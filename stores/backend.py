@@ -293,7 +293,7 @@ class Storage(ABC):
 
     @property
     def address(self) -> str:
-        """The one canonical spelling of the place."""
+        """Return the canonical address of the place."""
         return self.at()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,25 @@ class WorkerConfig:
         """(samples, sequence); (0, 0) for data-free jobs."""
         samples, sequence = self.tokens.shape if self.tokens else (0, 0)
         return samples, sequence
+
+    @property
+    def sequence(self) -> int:
+        """Return the tokens of a calibration sample."""
+        return self.tokens_shape[1]
+
+    @property
+    def calibration_tokens(self) -> int:
+        """Return the number of all calibration tokens."""
+        return math.prod(self.tokens_shape)
+
+    @property
+    def gradient_tokens(self) -> int:
+        """Return the number of tokens that go through the backward pass."""
+        return self.gradient_samples * self.sequence
+
+    def shard_shape(self, shard: int) -> tuple[int, int, int]:
+        """Return the shape (M, S, D) of a shard's hidden states."""
+        return self.samples_of(shard), self.sequence, self.geometry.hidden
 
     def sample_range(self, shard: int) -> tuple[int, int]:
         """Return (first, end) of a shard among all calibration samples."""

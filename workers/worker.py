@@ -5,7 +5,6 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch, V vocabulary.
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -161,14 +160,13 @@ class Worker:
 
     def _release_others(self, unit: Unit) -> None:
         """Release the layers of other kinds of units, so that one layer is held at a time."""
-        scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(_passing(unit), Pair):
             self.pairs.release()
         if not isinstance(unit, SolveUnit):
             self.shared.release()
         if isinstance(unit, SolveUnit | Refine):
             return_freed_pages()  # after forward passes, because a solve needs the most memory
-        if scoring:
+        if isinstance(unit, WindowForward | Score):
             self.layers.release()
         else:
             self.scores.release()
@@ -199,7 +197,7 @@ class Worker:
             partials={moment: self.transfer.put({"moment": values}) for moment, values in samples.items()},
             cosine=cosine if cosine[1] else None,
             activation=record if unit.store else None,
-            tokens=self.setup.samples_of(unit.shard) * self._sequence,
+            tokens=self.setup.samples_of(unit.shard) * self.setup.sequence,
             inputs=kept_inputs,
             worker=self.name,
         )
@@ -224,7 +222,7 @@ class Worker:
             yield input_BSD, output_BSD
 
     def _sliced(self, unit: Forward, block: TappedLayer, inputs: HiddenReader) -> SlicedShard:
-        shard_key, shape_MSD = (unit.lineage, block.layer, unit.shard), self._shape(unit.shard)
+        shard_key, shape_MSD = (unit.lineage, block.layer, unit.shard), self.setup.shard_shape(unit.shard)
         version = self.layers.version
         return SlicedShard(block, shard_key, version, inputs, shape_MSD, self.setup.micro_batches(unit.shard))
 
@@ -242,7 +240,7 @@ class Worker:
     def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
         """Store the inputs of the samples that the backward pass will run."""
         count = self.setup.gradient_count(unit.shard)
-        shape_MSD = (count, self._sequence, self.setup.geometry.hidden)
+        shape_MSD = (count, self.setup.sequence, self.setup.geometry.hidden)
         with self.activations.writer("inputs", unit.layer, unit.shard, shape_MSD, self.setup.dtype) as writer:
             for sample in range(count):
                 writer.append(inputs.read(sample, sample + 1))
@@ -258,7 +256,7 @@ class Worker:
         add = self.sums.adder(unit)
         with tensor_cores(self.setup.dtype), self.sums.adding(unit):
             record = run(unit, add)
-        return ShardDone({}, None, record if unit.store else None, samples * self._sequence, worker=self.name)
+        return ShardDone({}, None, record if unit.store else None, samples * self.setup.sequence, worker=self.name)
 
     def _inputs(self, unit: Forward) -> HiddenReader:
         return self.hidden.inputs(unit.lineage, unit, partial(self._embedded, unit), partial(self._replay, unit))
@@ -285,9 +283,9 @@ class Worker:
 
     def _taps(self, unit: Forward, samples: dict[Moment, Tensor]) -> list[tuple[str, Tap]]:
         """Return taps for the unit's moments. A shard that the sums contain is not added again."""
-        first = self.setup.sample_range(unit.shard)[0] * self._sequence
+        first = self.setup.sample_range(unit.shard)[0] * self.setup.sequence
         taps = [
-            (moment.point, sample_tap(moment, samples, first, self._calibration_tokens))
+            (moment.point, sample_tap(moment, samples, first, self.setup.calibration_tokens))
             for moment in unit.moments
             if moment.kind == "sample"
         ]
@@ -295,7 +293,7 @@ class Worker:
 
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
         forward = unit.forward
-        tokens = self._gradient_tokens if isinstance(forward, Backward) else self._calibration_tokens
+        tokens = self.setup.gradient_tokens if isinstance(forward, Backward) else self.setup.calibration_tokens
         squares = Squares(tokens, self.setup.geometry.layers[forward.layer])
         if isinstance(forward, Pair):
             with tensor_cores(self.setup.dtype):
@@ -336,8 +334,8 @@ class Worker:
             moments[moment] = shared.get(moment, record, partial(self.totals.shrunk, moment, record))
             if isinstance(record, CountedRecord | Summed) and not isinstance(record, GradientRecord):
                 passed[moment] = record.tokens
-        passed = {moment: tokens for moment, tokens in passed.items() if tokens != self._calibration_tokens}
-        return Statistics(moments, self._calibration_tokens, hint, passed, shared.factors)
+        passed = {moment: tokens for moment, tokens in passed.items() if tokens != self.setup.calibration_tokens}
+        return Statistics(moments, self.setup.calibration_tokens, hint, passed, shared.factors)
 
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]
@@ -387,29 +385,14 @@ class Worker:
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _sequence(self) -> int:
-        return self.setup.tokens_shape[1]
-
-    @property
-    def _calibration_tokens(self) -> int:
-        return math.prod(self.setup.tokens_shape)
-
-    @property
-    def _gradient_tokens(self) -> int:
-        return self.setup.gradient_samples * self._sequence
-
     def _tokens(self, start: int, stop: int) -> Tensor:
         """Return token ids (B, S) of calibration samples start to stop."""
         assert self.tokens is not None
         return self.tokens.read(start, stop).long().to(self.device)
 
     def _hidden_writer(self, shard_key: tuple[str, int, int], store: bool) -> HiddenWriter:
-        shape_MSD, batch = self._shape(shard_key[2]), self.setup.micro_batch
+        shape_MSD, batch = self.setup.shard_shape(shard_key[2]), self.setup.micro_batch
         return self.hidden.hidden_writer(shard_key, shape_MSD, self.setup.dtype, store, batch)
-
-    def _shape(self, shard: int) -> tuple[int, int, int]:
-        return self.setup.samples_of(shard), self._sequence, self.setup.geometry.hidden
 
 
 def _passing(unit: Unit) -> Unit:

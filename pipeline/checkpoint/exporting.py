@@ -125,8 +125,7 @@ def _write(
         file = shard_name(total, total)
         copy_shard(storage, file, checkpoint, towers)
         weight_map |= dict.fromkeys(towers, file)
-    outer = [name for name, _ in geometry.outer]
-    file = shard_name(geometry.num_layers + 1, total)
+    outer, file = [name for name, _ in geometry.outer], shard_name(geometry.num_layers + 1, total)
     if all(name in checkpoint.tensors for name in outer):
         copy_shard(storage, file, checkpoint, outer)
     else:  # an embedding or a head is rounded; few engines read codes outside of layers

@@ -106,8 +106,8 @@ class CompressedWalk:
         if result and self.job.keep_statistics:
             moments = yield from self.reductions.stored(result)
             earlier = {key: record for key, record in statistics.items() if isinstance(record, ArrayRecord)}
-            taken = {moment.key for moment in layer_moments(self.job.tasks, layer)}
-            moments |= {key: record for key, record in earlier.items() if key in taken}
+            claimed = {moment.key for moment in layer_moments(self.job.tasks, layer)}
+            moments |= {key: record for key, record in earlier.items() if key in claimed}
             self.session.enter(statistics_key(layer), StatisticsEntry(statistics=moments))
         self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
         return outputs
@@ -115,7 +115,7 @@ class CompressedWalk:
     def _outputs(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, solves: Sequence[Solve] = ()
     ) -> _Outputs:
-        """Starts to compute a layer's outputs with its compressed weights."""
+        """Start computing a layer's outputs with its compressed weights."""
         store = self.job.is_boundary(layer + 1)
         passing = self.session.scheduler.spawn(self._passed(layer, base, staged, store))
         return _Outputs(passing, frozenset(solve.key for solve in solves))
@@ -123,7 +123,7 @@ class CompressedWalk:
     def _passed(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, store: bool
     ) -> TaskStream[list[ShardDone]]:
-        """Takes all shards through a layer with its compressed weights, part by part."""
+        """Pass all shards through a layer with its compressed weights, part by part."""
         forms = staged.write.forms if isinstance(staged, Unwritten) else staged.forms if staged else {}
         experts = forms["router"].rank if "router" in forms else None
         done: list[list[ShardDone]] = []
@@ -135,8 +135,7 @@ class CompressedWalk:
         return joined(done)
 
     def _propagate(self, layer: int, base: int, outputs: _Outputs) -> TaskStream[int]:
-        """Waits for a layer's outputs, and commits them at a boundary. Returns the last layer whose inputs are
-        committed."""
+        """Wait for a layer's outputs, and commit them at a boundary. Return the last layer with committed inputs."""
         try:
             results = yield outputs.task
         except LostInputError as error:

@@ -1,4 +1,4 @@
-"""What a model must be so that DeepSeek's class with dense MLPs can say it once its attention is latent."""
+"""Checks whether DeepSeek's class with dense MLPs can describe a model whose attention becomes latent."""
 
 from __future__ import annotations
 

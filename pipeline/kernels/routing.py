@@ -56,7 +56,7 @@ class Routing(NamedTuple):
 
 
 class Removals(NamedTuple):
-    """What changes where the j-th expert of a token, `experts` (T, k), is missing: the `changes` (T, k, E) of weights.
+    """The `changes` (T, k, E) of routing weights if the j-th expert of a token, `experts` (T, k), is missing.
 
     The weight of the missing expert itself falls to 0.
     """

@@ -35,7 +35,7 @@ SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # of the sample, for each number of the
 
 
 class _Problem(NamedTuple):
-    """What both a curve and a solve of a layer need; moments are means per token, float64.
+    """The inputs of a layer's curve and solve; moments are means per token, float64.
 
     Attributes:
         query, key, value: (Q, D), (C, D) and (C, D).
