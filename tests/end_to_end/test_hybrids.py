@@ -23,6 +23,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "joint_rank_k": {"methods": [{"method": "joint_rank_k", "query_key": "none", "mlp": True}]},
     "magnitude": {"methods": [{"method": "magnitude"}]},
 }
+WHOLE: dict[str, dict[str, Any]] = {
+    "flat_llm": {"method": "flat_llm", "attention": False},
+    "loss_aware": {"method": "loss_aware", "attention": False, "query_key": False},
+    "svd": {"method": "svd"},
+    "svd_llm": {"method": "svd_llm"},
+    "magnitude": {"method": "magnitude"},
+}
 FAMILIES = (*factories.HYBRIDS, *factories.INDEXED, *factories.CHUNKED)
 FIRST = {
     ("loss_aware", "qwen3_next"),
@@ -64,11 +71,17 @@ def test_a_job(name: str, family: str, job: MakeJob, tmp_path: Path) -> None:
     assert 1e-3 < relative_error(logits, logits_of(load(source), ids)) < 1.5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_loses_nothing_is_the_source(family: str, job: MakeJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("entry", "family"),
+    [
+        *((WHOLE["flat_llm"], family) for family in FAMILIES),
+        *(pytest.param(WHOLE[name], family, marks=pytest.mark.nightly) for name in [*WHOLE][1:] for family in FAMILIES),
+    ],
+)
+def test_what_loses_nothing_is_the_source(entry: dict[str, Any], family: str, job: MakeJob, tmp_path: Path) -> None:
     """After an export back to the family's class, too."""
     source = factories.make_model(tmp_path / "source", family)
-    run = job(source, methods=[{"method": "flat_llm", "attention": False, "keep": 1.0}], budget=None)
+    run = job(source, methods=[{**entry, "keep": 1.0}], budget=None, **DENSE)
     assert run.run().code == 0
     ids = some_tokens(320)
     expected = logits_of(load(source), ids)
