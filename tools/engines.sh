@@ -56,7 +56,7 @@ llama-cpp)
             --no-deps --no-binary llama-cpp-python --target "$ENGINES/llama-cpp" "${LLAMA_CPP[@]}"
     fi
     PYTHONPATH=$ENGINES/llama-cpp "${VENV:-.venv}/bin/python" -m pytest -q -p no:cacheprovider \
-        tests/end_to_end/test_export_gguf.py "${@:2}"
+        tests/end_to_end/test_export_gguf.py tests/end_to_end/test_export_gguf_mixtures.py "${@:2}"
     ;;
 transformers)
     if [[ $# -gt 1 ]]; then VERSIONS=("${@:2}"); fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -319,10 +320,13 @@ class LayerReader:
         return tensors
 
 
-def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch.dtype) -> LayerReader:
+def cpu_reader(
+    source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch.dtype, whole: bool = False
+) -> LayerReader:
     """Return a reader of a checkpoint, dense or compressed, whose blocks are in `dtype` on this process's CPU.
 
     `config`: of the checkpoint, under standard names (`pipeline.families.registry.standard_config`) or Lamina's own.
+    `whole`: blocks hold all experts of a layer, not a slice.
     """
     setup = WorkerConfig(
         source=source,
@@ -336,6 +340,7 @@ def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch
         threads=torch.get_num_threads(),
         use_gpu=False,
         hidden_bytes=0,
+        experts=sys.maxsize if whole else WorkerConfig.experts,
     )
     return LayerReader(setup, torch.device("cpu"))
 

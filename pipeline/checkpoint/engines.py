@@ -37,6 +37,7 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     option, uniform = (" --multiply-out", " and have uniform levels") if tables else ("", "")
     if not export_faults(config, "gguf", tables):
         codes = f"; codes of 8 and 4 bits of matrices that are not factored{uniform}" if rounded else ""
+        codes = "" if is_mixture(config) else codes  # multiplied out
         rows.append(("llama.cpp", f"`{export} --to gguf{option} FILE`", cut + codes))
     if not export_faults(config, "stock", tables):
         codes = f"; codes of matrices that are not factored{uniform}" if rounded else ""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lamina import MODELLING_FILES, LayersConfig
+from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.foreign_lamina import VALUE_WIDTH
 from manifests.errors import InputError, StorageError
 from manifests.parts import Fused, names_of
@@ -93,9 +94,10 @@ def _write(
 ) -> dict[str, Any]:
     geometry, dtype_of = geometry_of(config), partial(source_dtype, tensors=checkpoint.tensors, config=config)
     exported_config = written_config(config, target)
-    one_width = mlp_widths(LayersConfig(**config))[0] if target == "stock" and not is_mixture(config) else None
-    stock = stock_widths(config) if target == "stock" and is_mixture(config) else {}
-    reader = cpu_reader(checkpoint, config, torch.float64)
+    widths: Mapping[str, int] = {}
+    if target == "stock":
+        widths = stock_widths(config) if is_mixture(config) else {"mlp": mlp_widths(LayersConfig(**config))[0]}
+    reader = cpu_reader(checkpoint, config, torch.float64, whole=True)
     towers = [name for name in checkpoint.tensors if config.get("wrapper") and is_tower(name)]
     total, numbers = geometry.num_layers + 1 + bool(towers), 0
     nf4, fused = is_nf4(config) and not multiply_out, fused_tensors(geometry_of(standard_config(exported_config)))
@@ -105,8 +107,7 @@ def _write(
     for layer in geometry.layers:
         reader.read_ahead(layer.index + 1)
         module = reader.block(layer.index, None).module
-        weights = dense_weights(module, layer, coarsest(layer, dtype_of))
-        weights = _padded(weights, layer, exported_config, stock if layer.routing else {}, one_width)
+        weights = layer_weights(module, layer, coarsest(layer, dtype_of), widths, exported_config)
         names = {key: name for key, (name, _) in layer.tensors().items()}
         tensors = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
         for path in map(layer.path, whole_roles(config, layer)):
@@ -161,25 +162,27 @@ def _packed(
     }
 
 
-def _padded(
-    weights: dict[str, Tensor],
+def layer_weights(
+    module: DecoderLayer,
     layer: LayerGeometry,
-    exported_config: Mapping[str, Any],
-    stock: Mapping[str, int],
-    one_width: int | None,
+    stored: torch.dtype,
+    widths: Mapping[str, int],
+    exported: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Pad MLPs, and the latents and values of latent attention, with zeros to the sizes of the exported config.
+    """Return `dense_weights` of a layer with MLPs, latents and value heads padded to the sizes of an export.
 
-    `stock`: the widths of experts, for a layer with a router. `one_width`: that of dense MLPs; None: their own.
+    `widths`: `mlp` of a dense model's MLPs, `width` and `shared_width` of experts; others get the family's. `exported`:
+    the config of the export.
     """
+    weights = dense_weights(module, layer, stored)
     for block in layer.mlps:
-        routed = block.roles[0] in layer.routed_roles
-        width = stock.get("width" if routed else "shared_width") if layer.routing else one_width
-        weights = pad_mlp(weights, block, width or block.width)
+        kind = "width" if block.roles[0] in layer.routed_roles else "shared_width"
+        size = widths.get(kind if layer.routing else "mlp")
+        weights = pad_mlp(weights, block, size or block.width)
     if (attention := layer.latent_attention) is not None:
         for latent in attention.latents:
-            weights = pad_latent(weights, latent, exported_config[latent.field])
-        weights = pad_values(weights, attention, exported_config[VALUE_WIDTH])
+            weights = pad_latent(weights, latent, exported[latent.field])
+        weights = pad_values(weights, attention, exported[VALUE_WIDTH])
     return weights
 
 

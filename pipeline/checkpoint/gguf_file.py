@@ -1,6 +1,7 @@
 """Export a compressed checkpoint as one GGUF file for llama.cpp. Factors are multiplied; MLPs keep their own widths.
 
-Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0. The architecture is `llama` if all
+Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0. Mixtures of experts, whose codes are
+multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama` if all
 MLPs have one width, else `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), while our
 families rotate halves (i, i + d/2), so the rows of q and k are reordered. The package gguf is an extra:
 `pip install 'CHECKOUT[gguf]'`.
@@ -31,8 +32,9 @@ from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
+from pipeline.checkpoint.gguf_mixtures import LAYER_NAMES, MixtureFile, neighbours_first
 from pipeline.checkpoint.gguf_vocabulary import add_vocabulary, vocabulary_of
-from pipeline.checkpoint.targets import mlp_widths, refuse_faults
+from pipeline.checkpoint.targets import ARCHITECTURES, is_mixture, mlp_widths, refuse_faults
 from pipeline.families.blocks import AttentionBlock
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
@@ -48,10 +50,6 @@ from workers.layers import cpu_reader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LAYER_NAMES = {
-    "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
-    "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-}  # fmt: skip
 DTYPE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # GGUF's names
 
 
@@ -143,14 +141,9 @@ def _write(
     """
     import gguf
 
-    described = LayersConfig(**config)
-    widths = mlp_widths(described)
-    uniform = len(set(widths)) == 1
-    writer = gguf.GGUFWriter(str(path), "llama" if uniform else "deci")
-    _add_sizes(writer, described, widths[0] if uniform else widths)
     numbers, kinds = 0, []
-    rounded, dtypes = _rounded_matrices(checkpoint, config), _file_dtypes(checkpoint, config)
-    for name, shape in _shapes(described, widths):
+    shapes, dtypes, rounded, writer, tensors = _contents(checkpoint, config, path, say)
+    for name, shape in shapes:
         if name in rounded:
             kind: str = rounded[name].kind
             row_bytes = shape[-1] // BLOCK * BYTES[rounded[name].kind]
@@ -166,8 +159,7 @@ def _write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        tensors = _tensors(checkpoint, config, described, say)
-        for (name, _), tensor in zip(_shapes(described, widths), tensors, strict=True):
+        for (name, _), tensor in zip(shapes, tensors, strict=True):
             if name in rounded:
                 tensor = rounded[name].read(checkpoint)
             else:
@@ -176,6 +168,31 @@ def _write(
     finally:
         writer.close()
     return {"parameters": numbers, "architecture": writer.arch}
+
+
+_Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def _contents(
+    checkpoint: SourceCheckpoint, config: Mapping[str, Any], path: Path, say: Callable[[str], None]
+) -> tuple[_Shapes, Mapping[str, torch.dtype], Mapping[str, _RoundedMatrix], Any, Iterator[Tensor]]:
+    """Return the tensors' names, shapes and dtypes; the matrices whose codes are kept; the writer; and the tensors."""
+    import gguf
+
+    if is_mixture(config):
+        file = MixtureFile(checkpoint, config, ARCHITECTURES[config["source_model_type"]])
+        writer = gguf.GGUFWriter(str(path), file.architecture)
+        file.add_sizes(writer)
+        each = [*file.all]
+        shapes = [(tensor.name, tensor.shape) for tensor in each]
+        return shapes, {tensor.name: tensor.dtype for tensor in each}, {}, writer, file.tensors(say)
+    described = LayersConfig(**config)
+    widths = mlp_widths(described)
+    uniform = len(set(widths)) == 1
+    writer = gguf.GGUFWriter(str(path), "llama" if uniform else "deci")
+    _add_sizes(writer, described, widths[0] if uniform else widths)
+    rounded, tensors = _rounded_matrices(checkpoint, config), _tensors(checkpoint, config, described, say)
+    return [*_shapes(described, widths)], _file_dtypes(checkpoint, config), rounded, writer, tensors
 
 
 @dataclass(frozen=True)
@@ -278,12 +295,6 @@ def _tensors(
 def _rotated(block: AttentionBlock) -> dict[str, int]:
     """Map the roles whose outputs are rotated to their numbers of heads."""
     return {block.query.role: block.heads, block.key.role: block.kv_heads}
-
-
-def neighbours_first(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows (n·d, D) of each head from pairs (i, i + d/2) to pairs (2i, 2i + 1)."""
-    pairs_n2hD: Tensor = weight.unflatten(0, (heads, 2, -1))
-    return pairs_n2hD.transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def _frequency_factors(described: LayersConfig) -> Tensor | None:

@@ -1,8 +1,8 @@
 """The limits of each export target: the command refuses what a target cannot express, and the model card leaves it out.
 
 `dense` and `stock` write a config.json of the source's family, which is read back and compared
-(`pipeline.families.source_config`). A GGUF file has the fields that llama.cpp's architectures `llama` and `deci` read:
-FIELDS and BLOCK give a rule for every field of a checkpoint's config.
+(`pipeline.families.source_config`). A GGUF file has the fields that llama.cpp's architectures read, `llama` and
+`deci`, and for mixtures those of ARCHITECTURES: FIELDS and BLOCK give a rule for every field of a checkpoint's config.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lamina.mixture_lamina import ROUTER, SHARED
 from manifests.errors import InputError
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.families.config_fields import own_name
+from pipeline.families.foreign import LATENT_MODULES
 from pipeline.families.registry import FAMILIES as SOURCES
 from pipeline.families.registry import geometry_of
 from pipeline.families.source_config import source_config
@@ -24,11 +25,16 @@ from pipeline.rounding.schemes import TABLES, rounded_modules
 
 Target = Literal["dense", "stock", "gguf"]
 TARGETS: tuple[Target, ...] = ("dense", "stock", "gguf")
-FAMILIES = ("llama", "mistral")  # the sources of llama.cpp's `llama`
+FAMILIES = ("llama", "mistral")  # the dense sources of llama.cpp's `llama`
+ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "deepseek_v3": "deepseek2"}  # of mixtures
 ROPE_TYPES = ("default", "linear", "llama3")  # types that only scale frequencies
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 DTYPES = ("float32", "bfloat16", "float16")
 ROLES = ("input_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")  # roles of both architectures' layers
+OTHER_ROLES = {  # of mixtures -> the roles of attention that differ from ROLES
+    "qwen3_moe": {"q_norm", "k_norm"},
+    "deepseek_v3": {*LATENT_MODULES, "q", "k", "v", "o"},
+}
 
 Rule = Callable[[LayersConfig], str | None]
 
@@ -49,8 +55,10 @@ def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
             f"{kinds} levels (quantize.levels) of {len(tables)} matrices; --multiply-out stores them unrounded"
         )
     if target == "gguf":
-        return gguf_faults(described) + faults
-    if target == "stock" and is_mixture(config):
+        faults = gguf_faults(described) + faults
+        if not is_mixture(config) or faults:
+            return faults
+    if target != "dense" and is_mixture(config):
         if len(widths := expert_widths(described)) > 1:
             faults.append(
                 f"mixtures of experts of {min(widths)} to {max(widths)} channels, and an ordinary "
@@ -59,7 +67,7 @@ def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
     elif target == "stock":
         faults += _width_faults(config, mlp_widths(described))
     try:
-        written_config(config, target)
+        written_config(config, "dense" if target == "dense" else "stock")
     except InputError as error:
         faults.append(str(error))
     return faults
@@ -74,7 +82,9 @@ def refuse_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
     remedy = f"; possible targets: {', '.join(others)}" if others else ""
     reasons = "; ".join(faults)
     if target == "gguf":
-        reasons = f"llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}"
+        own = ARCHITECTURES.get(config["source_model_type"])
+        which = f"architecture {own} has" if own else "architectures llama and deci have"
+        reasons = f"llama.cpp's {which} no place for {'; for '.join(faults)}"
     raise InputError(f"--to {target}: {reasons}{remedy}")
 
 
@@ -156,7 +166,7 @@ def mlp_widths(described: LayersConfig) -> list[int]:
 
 
 def gguf_faults(described: LayersConfig) -> list[str]:
-    """Return everything that llama.cpp's architectures `llama` and `deci` cannot express."""
+    """Return everything that llama.cpp's architectures cannot express, whatever the forms."""
     return [fault for rule in (*FIELDS.values(), *BLOCK.values()) if (fault := rule(described))]
 
 
@@ -201,7 +211,7 @@ def _unless_known(noun: str, value: Any, supported: tuple[Any, ...]) -> str | No
 
 
 def _family(described: LayersConfig) -> str | None:
-    return _unless_known("a {} model", described.source_model_type, FAMILIES)
+    return _unless_known("a {} model", described.source_model_type, (*FAMILIES, *ARCHITECTURES))
 
 
 def _activation(described: LayersConfig) -> str | None:
@@ -217,11 +227,31 @@ def _layer_types(described: LayersConfig) -> str | None:
 
 
 def _rope(described: LayersConfig) -> str | None:
-    return _unless_known("rope_type {}", (described.rope_parameters or {}).get("rope_type"), ROPE_TYPES)
+    rope, architecture = described.rope_parameters or {}, ARCHITECTURES.get(described.source_model_type or "")
+    types: tuple[str, ...] = ROPE_TYPES if architecture is None else ("default",)
+    if architecture == "deepseek2":
+        types = ("default", "yarn")
+    if fault := _unless_known("rope_type {}", rope.get("rope_type"), types):
+        return fault
+    if rope["rope_type"] != "yarn":
+        return None
+    scale = rope.get("mscale_all_dim")
+    if not scale or rope.get("mscale") != scale or rope.get("attention_factor") is not None:
+        return f"YaRN with mscale {rope.get('mscale')} and mscale_all_dim {scale}, which must be equal there"
+    return None if rope.get("truncate", True) else "YaRN with truncate: false"
 
 
 def _mixture(described: LayersConfig) -> str | None:
-    return "mixtures of experts" if is_mixture({"mixture": described.mixture}) else None
+    family, mixture = described.source_model_type, described.mixture
+    if mixture is None or not is_mixture({"mixture": mixture}):
+        return f"a {family} model without experts" if family in ARCHITECTURES else None
+    if family not in ARCHITECTURES:
+        return "mixtures of experts"
+    if family == "deepseek_v3":
+        return None
+    if None in mixture["layers"]:
+        return "dense MLPs between mixtures of experts"
+    return None if mixture["renormalise"] else "weights of experts that do not add up to 1 (norm_topk_prob: false)"
 
 
 def _wrapper(described: LayersConfig) -> str | None:
@@ -229,7 +259,12 @@ def _wrapper(described: LayersConfig) -> str | None:
 
 
 def _foreign(described: LayersConfig) -> str | None:
-    return f"attention of {described.foreign['model_type']}" if described.foreign else None
+    foreign = described.foreign
+    if not foreign:
+        return None
+    if described.source_model_type not in ARCHITECTURES:
+        return f"attention of {foreign['model_type']}"
+    return None if foreign["rope_interleave"] else "latent attention that rotates halves (rope_interleave: false)"
 
 
 def _dtype(described: LayersConfig) -> str | None:
@@ -279,6 +314,7 @@ def _biases(described: LayersConfig) -> str | None:
 
 def _modules(described: LayersConfig) -> str | None:
     other = {*described.block["modules"]} ^ {*ROLES}
+    other -= OTHER_ROLES.get(described.source_model_type or "", set())
     return f"layers that differ from Llama's in {', '.join(sorted(other))}" if other else None
 
 

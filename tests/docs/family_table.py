@@ -31,7 +31,16 @@ OF_EXPERTS = ("reap", "frequency")
 USUAL: dict[str, dict[str, Any]] = {  # fields as in the models on the hub, where those of the tests' are odd
     "gemma3_text": {"final_logit_softcapping": None},
     "mistral": {"sliding_window": None},
-}
+    "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    "deepseek_v3": {
+        "attention_bias": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}  # fmt: skip
 NAMES = {
     "cohere": "Command-R", "cohere2": "Command-A", "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3",
     "deepseek_v32": "DeepSeek-V3.2", "falcon": "Falcon", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3",

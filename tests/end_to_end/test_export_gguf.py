@@ -167,7 +167,10 @@ def test_what_llama_cpp_cannot_be_is_refused(tmp_path: Path, job: MakeJob) -> No
     made.run().json  # noqa: B018 - asserts the exit code
     ended, destination = export(made, "gguf", "model.gguf")
     assert ended.code == 2
-    assert "no place for a qwen2 model; known are llama, mistral; for biases on" in ended.err
+    assert (
+        "no place for a qwen2 model; known are llama, mistral, mixtral, qwen3_moe, deepseek_v3; for biases on"
+        in ended.err
+    )
     assert not destination.exists()
     destination.write_text("mine")
     ended, _ = export(made, "gguf", "model.gguf")

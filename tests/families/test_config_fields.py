@@ -342,7 +342,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptj", {}, "block.rotary 'interleaved'; known is 'half'"),
     ("gptj", {}, "block.parallel True"),
     ("gptj", {}, "block.head_bias True"),
-    ("deepseek_v3", {}, "attention of deepseek_v3"),
+    ("deepseek_v2", {}, "attention of deepseek_v2"),
 ]
 
 
