@@ -198,9 +198,10 @@ def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
 
 def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
     """Return the bytes of the moments that a worker sums at a time: of a slice of experts, and outside of experts."""
-    inside = {block: (block.writer.reads, block.input if block.weighed else "") for block in layer.mlps}
-    held = {point for block in inside if {*block.roles} <= {*layer.held_roles(experts)} for point in inside[block]}
-    passing = {point for points in inside.values() for point in points} - held
+    roles = frozenset(layer.held_roles(experts))
+    inside = [(block, (block.writer.reads, block.input if block.weighed else "")) for block in layer.mlps]
+    held = {point for block, points in inside if roles.issuperset(block.roles) for point in points}
+    passing = {point for _, points in inside for point in points} - held
     return sum(
         moment_bytes(moment, layer) for moment in layer_moments(tasks, layer.index) if moment.point not in passing
     )

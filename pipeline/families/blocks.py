@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from lamina.block_lamina import SINKS
@@ -111,7 +112,7 @@ class Block:
         """Return all matrices, the readers first."""
         return (*self.readers, self.writer)
 
-    @property
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         """Return the roles of all matrices, the readers' first."""
         return roles_of(self.matrices)
