@@ -82,14 +82,10 @@ def make_plan(
     sequence = calibration.sequence_length if calibration else 0
     tokens = calibration.samples * sequence if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
-    claimed = layers_of(tasks)
-    experts = manifest.workers.experts
+    claimed, experts = layers_of(tasks), manifest.workers.experts
     moments = [(geometry.layers[layer], moment) for layer in claimed for moment in layer_moments(tasks, layer)]
-    by_layer = dict.fromkeys(claimed, 0)
-    for layer, moment in moments:
-        by_layer[layer.index] += moment_bytes(moment, layer)
+    by_layer = {layer: _statistics_bytes(geometry, tasks, layer) for layer in claimed}
     statistics = max(by_layer.values(), default=0)
-    dense_bytes, decoder_bytes = geometry.model_bytes(), geometry.decoder_bytes()
     compressed = calibration is not None and calibration.propagate == "compressed"
     walk = pass_of(manifest, geometry, tasks)
     passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
@@ -99,8 +95,7 @@ def make_plan(
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
     all_stored = walk.keep_statistics or not (compressed or walk.in_pass)  # the statistics of all layers at a time
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
-    solving = max((_solve_bytes(task, geometry.layers[task.layer]) for task in tasks), default=0)
-    solving = max(solving, max((refine_bytes(manifest, geometry.layers[layer]) for layer in claimed), default=0))
+    solving = _solving_bytes(manifest, geometry, tasks)
     summed = max((_part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
     if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
         solving += sum(_layer_bytes(manifest, geometry, itemsize)) + summed
@@ -114,11 +109,7 @@ def make_plan(
         layer_bytes=max(each.num_bytes() for each in geometry.layers),
         source_bytes=source_bytes,
         decoded_bytes=source_bytes + geometry.saved_bytes("model"),
-        read_bytes=int(
-            (passes + (walk.importance > 0)) * decoder_bytes
-            + 2 * (dense_bytes - decoder_bytes)
-            + (dense_bytes + size.num_bytes)  # the comparison of both models, recorded for `verify`
-        ),
+        read_bytes=_read_bytes(geometry, passes + (walk.importance > 0), size),
         worker_peak_bytes=host + device,
         worker_host_bytes=host,
         worker_device_bytes=device,
@@ -138,6 +129,24 @@ def make_plan(
         calibration_tokens=tokens,
         workers=workers,
     )
+
+
+def _statistics_bytes(geometry: Geometry, tasks: Sequence[Task], layer: int) -> int:
+    """Return the bytes of a layer's moments."""
+    return sum(moment_bytes(moment, geometry.layers[layer]) for moment in layer_moments(tasks, layer))
+
+
+def _solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
+    """Return the memory of the largest solve or training of a layer."""
+    solves = (_solve_bytes(task, geometry.layers[task.layer]) for task in tasks)
+    trainings = (refine_bytes(manifest, geometry.layers[layer]) for layer in layers_of(tasks))
+    return max((*solves, *trainings), default=0)
+
+
+def _read_bytes(geometry: Geometry, passes: int, size: Size) -> int:
+    """Return the bytes read by passes over the decoder, and by the comparison of both models for `verify`."""
+    dense_bytes, decoder_bytes = geometry.model_bytes(), geometry.decoder_bytes()
+    return int(passes * decoder_bytes + 2 * (dense_bytes - decoder_bytes) + (dense_bytes + size.num_bytes))
 
 
 def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
