@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-OF_WHOLE_JOBS = 4  # variants of a test of whole jobs in `make test`, unless its own mark says another number
+OF_WHOLE_JOBS = 3  # variants of a test of whole jobs in `make test`, unless its own mark says another number
 
 
 def mark_variants(items: Iterable[pytest.Item]) -> None:
