@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from lamina.mixture_lamina import ROUTER
@@ -24,30 +24,41 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the tensors of layers, by their nam
 
 def describe_unknown(source: SourceCheckpoint) -> str:
     """Return what an unknown model is, line by line: which tensors of its layers have the names of a known family's."""
-    config, (layers, count, shapes) = source.config, _layers(source)
+    config, (path, layers) = source.config, _layers(source)
     names = ", ".join(map(str, config.get("architectures") or ["none"]))
     numbers = sum(math.prod(record.shape) for record in source.tensors.values())
     lines = [f"architectures: {names}; {len(source.tensors):,} tensors of {numbers:,} numbers"]
-    if shapes:
+    if layers:
         hidden = next((config[name] for name in HIDDEN if isinstance(config.get(name), int)), None)
-        lines += [f"layers: {count}, at {layers}", *_blocks(shapes, hidden)]
+        lines += [f"layers: {len(layers)}, at {path}", *_kinds(layers, hidden)]
     else:
         lines.append("layers: no tensors are numbered as layers are")
     return "\n  ".join([*lines, f"a family is a file of data: {TUTORIAL} adds one"])
 
 
-def _layers(source: SourceCheckpoint) -> tuple[str, int, Shapes]:
-    """Return the path of the decoder's layers, their number, and the tensors inside: those of the largest such list."""
+def _layers(source: SourceCheckpoint) -> tuple[str, dict[int, Shapes]]:
+    """Return the path of the decoder's layers, those of the largest such list, and the tensors of each."""
     matches = [(match, record) for name, record in source.tensors.items() if (match := LAYER.fullmatch(name))]
     sizes: Counter[str] = Counter()
     for match, record in matches:
         sizes[match["layers"]] += math.prod(record.shape)
-    if not sizes:
-        return "", 0, {}
-    path = sizes.most_common(1)[0][0]
-    inside = [(match, record) for match, record in matches if match["layers"] == path]
-    shapes = {EXPERT.sub(".E", match["inside"]): record.shape for match, record in inside}
-    return path, len({match["index"] for match, _ in inside}), shapes
+    path = sizes.most_common(1)[0][0] if sizes else ""
+    layers: defaultdict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for match, record in matches:
+        if match["layers"] == path:
+            layers[int(match["index"])][EXPERT.sub(".E", match["inside"])] = record.shape
+    return path, dict(layers)
+
+
+def _kinds(layers: Mapping[int, Shapes], hidden: int | None) -> Iterator[str]:
+    """Yield the lines of `_blocks` for each kind of layers. Layers of one kind have tensors of the same names."""
+    kinds: defaultdict[frozenset[str], list[int]] = defaultdict(list)
+    for layer in sorted(layers):
+        kinds[frozenset(layers[layer])].append(layer)
+    for alike in kinds.values():
+        if len(kinds) > 1:
+            yield f"{len(alike)} of {len(layers)} layers, as layer {alike[0]}:"
+        yield from (f"{'  ' * (len(kinds) > 1)}{line}" for line in _blocks(layers[alike[0]], hidden))
 
 
 def _blocks(shapes: Shapes, hidden: int | None) -> Iterator[str]:
