@@ -24,7 +24,7 @@ from manifests.errors import NumericsError
 from manifests.method_entry import Refine as Settings
 from manifests.records import ArrayRecord, RefinedFigures, StagedLayer
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.refinement import Trained, Training, step_samples, train_
+from pipeline.kernels.refinement import Trained, Training, held_out_samples, step_samples, train_, training_steps
 from pipeline.methods.method import Solution, Statistics
 from pipeline.rounding.schemes import unpacked
 from pipeline.units.units import Refine, SolvedGroup
@@ -37,9 +37,7 @@ from workers.layers import LayerReader
 from workers.solving import GroupProblem, Solved, named_solution
 from workers.tapped_layer import TappedLayer, overflow_advice
 
-HELD_OUT_SHARE = 0.1  # of the samples
-RATE = 3e-3  # the middle learning rate that is tried: a step's change of a matrix, relative to it
-RATE_STEP = 2.0  # between the rates that are tried
+RATES = (3e-3, 7.5e-4)  # tried in this order: a step's change of a matrix, relative to it
 
 
 class RefinePass:
@@ -184,15 +182,17 @@ class TrainedLayer:
         self.narrow = block.device.type == "cuda" and stored.itemsize == 2
 
     def train_(self, targets: Targets, training: Training) -> tuple[Trained, float, float]:
-        """Train the tensors. Return the result, and the relative errors on the training samples before and after."""
+        """Train the tensors. Return the result, and the relative errors before and after on training samples, as
+        many as are held out."""
+        judged = training.train[:: max(1, len(training.train) // len(training.held_out))][: len(training.held_out)]
         scale = self._mean_square(targets, training.held_out)
-        first = self._whole_error(targets, training.train) / scale
+        first = self._whole_error(targets, judged) / scale
         parameters = [*self.parameters.values()]
         dtypes = [self.dtypes[id(values)] for values in parameters]
         trained = train_(parameters, lambda samples: self._error(targets, samples) / scale, training, dtypes)
         for values in parameters:
             values.requires_grad_(False)
-        return trained, first, self._whole_error(targets, training.train) / scale
+        return trained, first, self._whole_error(targets, judged) / scale
 
     def state(self) -> dict[str, Tensor]:
         """Return the layer's tensors by their stored names below the layer."""
@@ -266,8 +266,8 @@ def rounding_floor(stored: torch.dtype) -> float:
 
 
 def training_of(settings: Settings, samples: int, sequence: int, seed: int) -> Training:
-    """Return the training of a layer: every tenth sample is held out. docs/methods.md#refinement."""
-    count = max(1, round(HELD_OUT_SHARE * samples))
+    """Return the training of a layer: every tenth sample is held out, or fewer. docs/methods.md#refinement."""
+    count = held_out_samples(samples, sequence)
     held_out = [(2 * place + 1) * samples // (2 * count) for place in range(count)]
     train = [sample for sample in range(samples) if sample not in held_out]
     if settings.tokens != "all":
@@ -276,10 +276,8 @@ def training_of(settings: Settings, samples: int, sequence: int, seed: int) -> T
     return Training(
         train=train,
         held_out=held_out,
-        steps=settings.steps,
+        steps=training_steps(settings.steps, sequence),
         batch=step_samples(sequence),
-        rates=(RATE / RATE_STEP, RATE, RATE * RATE_STEP)
-        if settings.learning_rate == "auto"
-        else (settings.learning_rate,),
+        rates=RATES if settings.learning_rate == "auto" else (settings.learning_rate,),
         seed=seed,
     )

@@ -9,9 +9,10 @@ from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.descent import descent_flops
-from pipeline.kernels.refinement import RATES_TRIED, probe_steps, step_samples
+from pipeline.kernels.refinement import CHECKS, held_out_samples, step_samples, training_steps
 
 BACK = 3  # cost of a backward pass in forward passes, its forward pass included
+MEASURED = CHECKS + 3  # errors of as many samples as are held out: of these also before, of others before and after
 TRAINED_BYTES = 30  # for each number: itself, its gradient, its momentum, four copies, and one in half precision
 VALUE_BYTES = 4  # of a value that the backward pass needs
 SCORES = 3  # copies of the attention's scores that it needs
@@ -23,21 +24,24 @@ class RefineWork:
     """The training of a layer on one worker.
 
     Attributes:
-        steps: of all rates that are tried, and of the training.
-        flops: operations of these steps.
+        steps: of the training.
+        flops: operations of their passes, and of those that measure errors.
+        descent: operations in float32 of the steps beside their passes.
         read_bytes: size of the stored inputs and targets.
         passes: operations of the passes of all shards that store them, and that go on through the trained layer.
     """
 
     steps: int = 0
     flops: float = 0.0
+    descent: float = 0.0
     read_bytes: float = 0.0
     passes: float = 0.0
 
     def training_seconds(self, rates: Rates, cached: bool) -> float:
         """Return the seconds of one worker that trains a layer. `cached`: its targets are in the node's page cache."""
         reading = self.read_bytes / (rates.link if cached else rates.disk)
-        return self.flops / rates.backward + self.steps * LAUNCHES * rates.step_s + reading
+        computing = self.flops / rates.backward + self.descent / rates.single
+        return computing + self.steps * LAUNCHES * rates.step_s + reading
 
     def seconds(self, rates: Rates, rounds: float, cached: bool) -> float:
         """Return the seconds of a layer. `rounds`: the load of the busiest worker in a pass over all shards."""
@@ -63,12 +67,12 @@ def refine_work(
     if settings is None or calibration is None:
         return UNREFINED
     sequence = calibration.sequence_length
-    tried = RATES_TRIED * probe_steps(settings.steps) if settings.learning_rate == "auto" else 0
-    steps, tokens = settings.steps + tried, calibration.samples * sequence
-    passes = BACK * step_samples(sequence) * sequence * packed
+    steps, tokens = training_steps(settings.steps, sequence), calibration.samples * sequence
+    measured = MEASURED * held_out_samples(calibration.samples, sequence)
     return RefineWork(
         steps=steps,
-        flops=float(steps * (passes + descent)),
+        flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * packed),
+        descent=float(steps * descent),
         read_bytes=2.0 * hidden_bytes,
         passes=float(tokens * (2 * forward + packed)),
     )

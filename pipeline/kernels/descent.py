@@ -1,7 +1,7 @@
 """Steps of training whose lengths are shares of what they change. docs/methods.md#refinement.
 
 A matrix moves along its momentum with all singular values made equal (Muon, Jordan et al. 2024), a vector as by Adam.
-Legend: M rows and N columns of the wider form, M <= N.
+Legend: M rows and N columns of the wider form, M <= N; K blocks of B of these rows, the last filled up with zeros.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ MOMENTUM = 0.9
 SQUARES = 0.95  # decay of a vector's mean squares
 QUINTIC = (3.4445, -4.7750, 2.0315)  # of the published iteration: singular values end between 0.7 and 1.2
 ITERATIONS = 5
-REUSED = 3  # steps that share an equalizer, which costs a large layer more than its passes
-SQUARE_PRODUCTS = 4 * ITERATIONS - 3  # products of (M, M) matrices
+REUSED = 3  # steps that share an equalizer
+BLOCK = (
+    1024  # rows whose singular values are made equal; those of a large layer together would cost more than its passes
+)
+SQUARE_PRODUCTS = 4 * ITERATIONS - 3  # products of (B, B) matrices
 
 
 class Descent:
@@ -59,37 +62,56 @@ class Descent:
 
 
 def equalizer(matrix: Tensor) -> Tensor:
-    """Return E (…, M, M), symmetric, which gives a matrix (…, rows, columns) singular values between 0.7 and 1.2.
+    """Return E (…, K, B, B), symmetric, which gives the blocks of a matrix singular values between 0.7 and 1.2.
 
-    That is a polynomial of its Gram matrix. Those of nearly nothing stay smaller.
+    The matrix is (…, rows, columns); its shorter side is cut in blocks of at most `BLOCK`. E is a polynomial of each
+    block's Gram matrix. Singular values of nearly nothing stay smaller.
     """
-    wide_MN = matrix if _is_wide(matrix) else matrix.mT
-    norm_11 = torch.linalg.matrix_norm(wide_MN, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-    wide_MN = wide_MN / norm_11
-    gram_MM = wide_MN @ wide_MN.mT
-    whole_MM: Tensor | None = None
+    block_KBN = _blocks(matrix)
+    norm_K11 = torch.linalg.matrix_norm(block_KBN, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+    block_KBN = block_KBN / norm_K11
+    gram_KBB = block_KBN @ block_KBN.mT
+    whole_KBB: Tensor | None = None
     linear, cubic, quintic = QUINTIC
     for iteration in range(ITERATIONS):
-        step_MM = cubic * gram_MM + quintic * (gram_MM @ gram_MM)
-        step_MM.diagonal(dim1=-2, dim2=-1).add_(linear)
-        whole_MM = step_MM if whole_MM is None else step_MM @ whole_MM
+        step_KBB = cubic * gram_KBB + quintic * (gram_KBB @ gram_KBB)
+        step_KBB.diagonal(dim1=-2, dim2=-1).add_(linear)
+        whole_KBB = step_KBB if whole_KBB is None else step_KBB @ whole_KBB
         if iteration + 1 < ITERATIONS:
-            gram_MM = step_MM @ gram_MM @ step_MM
-    assert whole_MM is not None
-    result_MM: Tensor = whole_MM / norm_11
-    return result_MM
+            gram_KBB = step_KBB @ gram_KBB @ step_KBB
+    assert whole_KBB is not None
+    result_KBB: Tensor = whole_KBB / norm_K11
+    return result_KBB
 
 
-def equalized(matrix: Tensor, equalizer_MM: Tensor) -> Tensor:
+def equalized(matrix: Tensor, equalizer_KBB: Tensor) -> Tensor:
     """Return the product of a matrix and its `equalizer`, on its shorter side."""
-    return equalizer_MM @ matrix if _is_wide(matrix) else matrix @ equalizer_MM
+    wide_MN = (equalizer_KBB @ _blocks(matrix)).flatten(-3, -2)[..., : min(matrix.shape[-2:]), :]
+    return wide_MN if _is_wide(matrix) else wide_MN.mT
 
 
 def descent_flops(rows: int, columns: int) -> float:
     """Return the operations of a step for a matrix."""
     short, long = sorted((rows, columns))
-    square = 2.0 * short**2 * long
-    return square + (square + 2.0 * SQUARE_PRODUCTS * short**3) / REUSED
+    blocks, size = _cut(short)
+    square = 2.0 * blocks * size**2 * long
+    return square + (square + 2.0 * SQUARE_PRODUCTS * blocks * size**3) / REUSED
+
+
+def _cut(short: int) -> tuple[int, int]:
+    """Return the number of blocks of a side, and their size."""
+    blocks = max(1, -(-short // BLOCK))
+    return blocks, -(-short // blocks)
+
+
+def _blocks(matrix: Tensor) -> Tensor:
+    """Return the blocks (…, K, B, N) of a matrix in its wider form."""
+    wide_MN = matrix if _is_wide(matrix) else matrix.mT
+    blocks, size = _cut(wide_MN.shape[-2])
+    missing = blocks * size - wide_MN.shape[-2]
+    if missing:
+        wide_MN = torch.nn.functional.pad(wide_MN, (0, 0, 0, missing))
+    return wide_MN.unflatten(-2, (blocks, size))
 
 
 def _is_wide(matrix: Tensor) -> bool:

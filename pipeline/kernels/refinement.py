@@ -1,4 +1,4 @@
-"""Trains parameters. Held-out samples choose the rate, stop it, and may refuse it. docs/methods.md#refinement.
+"""Trains parameters. Held-out samples stop it, may refuse it, and have it repeated. docs/methods.md#refinement.
 
 The result depends on the arguments alone: the order of the samples follows from a seed, and a step is computed at once.
 """
@@ -17,10 +17,9 @@ from pipeline.kernels.descent import Descent
 WARM_UP = 10  # steps of rising rates
 CHECKS = 10  # looks at the held-out samples, evenly spread over the steps
 PATIENCE = 5  # looks without a smaller error, after which training stops
-PROBE_SHARE = 0.1  # of the steps, for each rate that is tried
-GAIN_SHARE = 0.75  # of the largest gain of a trial; short trials favour low rates, which gain less in the end
-RATES_TRIED = 3
 STEP_TOKENS = 1024  # of a step, about
+HELD_OUT_SHARE = 0.1  # of the samples
+HELD_OUT_TOKENS = 2**15  # at most, where these are several samples
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Training:
         train, held_out: numbers of the samples to train on, and of those that judge.
         steps: the most steps.
         batch: samples of a step.
-        rates: learning rates to try, ascending; `chosen_rate` trains.
+        rates: learning rates: the next one trains where one before it has not lowered the error.
         seed: of the order of the samples.
         floor: an error that is rounding alone; below it nothing is trained.
     """
@@ -52,7 +51,7 @@ class Trained:
     Attributes:
         steps: steps of the parameters that were kept; 0: the initial ones.
         steps_done: steps until training stopped.
-        rate: the learning rate; rates: each rate that was tried, and its held-out error after the trial, or infinity.
+        rate: the last learning rate; rates: each that has trained, and its least held-out error, or infinity.
         before, after: held-out error of the initial and of the kept parameters.
     """
 
@@ -85,18 +84,13 @@ def train_(
         raise ValueError("the error on the held-out samples is not finite")
     if before <= training.floor:
         return Trained(0, 0, 0.0, (), before, before)
-    if len(training.rates) == 1:
-        return _trained(run, training.rates[0], (), before)
-    rates = tuple((rate, run.tried(rate, probe_steps(training.steps))) for rate in training.rates)
-    rate = chosen_rate(rates, before)
-    best, least = min(rates, key=lambda tried: tried[1])
-    trained = _trained(run, rate, rates, before)
-    return _trained(run, best, rates, before) if rate > best and trained.after >= least else trained
-
-
-def _trained(run: _Run, rate: float, rates: tuple[tuple[float, float], ...], before: float) -> Trained:
-    steps, steps_done, after = run.train(rate, before)
-    return Trained(steps, steps_done, rate, rates, before, after)
+    rates: list[tuple[float, float]] = []
+    for rate in training.rates:
+        steps, steps_done, least = run.train(rate, before)
+        rates.append((rate, least))
+        if steps:
+            break
+    return Trained(steps, steps_done, rate, tuple(rates), before, min(before, least))
 
 
 class _Run:
@@ -123,31 +117,27 @@ class _Run:
         self._set(trained)
         return total / len(held_out) if math.isfinite(total) else math.inf
 
-    def tried(self, rate: float, steps: int) -> float:
-        """Return the held-out error after a short training from the initial values."""
-        for _ in self._steps(rate, steps):
-            pass
-        error = self.held_out_error()
-        self._set(self.initial)
-        return error
-
     def train(self, rate: float, before: float) -> tuple[int, int, float]:
-        """Train from the initial values. Return the steps of the best values, the steps done, and the best error."""
+        """Train from the initial values. Return the steps of the best values, the steps done, and the least error.
+
+        Of the initial values, whose error is `before`, the steps are 0; the least error is that of the others.
+        """
+        self._set(self.initial)
         steps = self.training.steps
         looks = {round(steps * look / CHECKS) for look in range(1, CHECKS + 1)}
-        best, best_step, best_error, worse, done = self.initial, 0, before, 0, 0
+        best, best_step, least, worse, done = self.initial, 0, math.inf, 0, 0
         for done in self._steps(rate, steps):
             if done not in looks:
                 continue
             error = self.held_out_error()
-            if error < best_error:
-                best, best_step, best_error, worse = [each.detach().clone() for each in self.parameters], done, error, 0
-            else:
-                worse += 1
+            worse = 0 if error < min(before, least) else worse + 1
+            if not worse:
+                best, best_step = [each.detach().clone() for each in self.parameters], done
+            least = min(least, error)
             if worse == PATIENCE:
                 break
         self._set(self._stored(best) if best_step else self.initial)
-        return best_step, done, best_error
+        return best_step, done, least
 
     def _steps(self, rate: float, steps: int) -> Iterator[int]:
         """Take all steps of a schedule, and yield the number of each."""
@@ -182,25 +172,19 @@ class _Run:
             parameter.copy_(value)
 
 
-def chosen_rate(rates: Sequence[tuple[float, float]], before: float) -> float:
-    """Return the largest rate whose trial has three quarters of the best one's gain; without a gain, the best one.
-
-    `rates`: each rate, ascending, and the error after its trial. `before`: the error at first.
-    """
-    best, least = min(rates, key=lambda tried: tried[1])
-    if least >= before:
-        return best
-    return max(rate for rate, error in rates if before - error >= GAIN_SHARE * (before - least))
-
-
 def step_samples(sequence: int) -> int:
     """Return the number of samples of a step, for samples of this length."""
     return max(1, STEP_TOKENS // sequence)
 
 
-def probe_steps(steps: int) -> int:
-    """Return the steps of the short training by which a rate is tried."""
-    return max(1, round(PROBE_SHARE * steps))
+def training_steps(steps: int, sequence: int) -> int:
+    """Return the most steps for samples of this length: fewer where a sample is longer than a step, by the root."""
+    return max(1, round(steps * math.sqrt(min(1.0, STEP_TOKENS / sequence))))
+
+
+def held_out_samples(samples: int, sequence: int) -> int:
+    """Return how many of the samples are held out."""
+    return max(1, min(round(HELD_OUT_SHARE * samples), HELD_OUT_TOKENS // sequence))
 
 
 def schedule(step: int, steps: int) -> float:

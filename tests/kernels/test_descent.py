@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.kernels.descent import Descent, equalized, equalizer
+from pipeline.kernels import descent
+from pipeline.kernels.descent import Descent, descent_flops, equalized, equalizer
 
 GENERATOR = torch.Generator().manual_seed(3)
 
@@ -22,6 +23,19 @@ def test_singular_values_become_alike_and_directions_stay(shape: tuple[int, ...]
     singular = inner.diagonal(dim1=-2, dim2=-1)
     assert ((singular > 0.65) & (singular < 1.25)).all()
     assert (inner - torch.diag_embed(singular)).abs().max() < 1e-4
+
+
+def test_long_sides_are_equalized_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(10, 30, generator=GENERATOR, dtype=torch.float64)
+    whole = equalized(matrix, equalizer(matrix))
+    monkeypatch.setattr(descent, "BLOCK", 4)
+    result = equalized(matrix, equalizer(matrix))
+    assert torch.equal(equalized(matrix.mT, equalizer(matrix.mT)), result.mT)
+    assert not torch.allclose(result, whole)
+    for start in (0, 4, 8):
+        rows = matrix[start : start + 4]
+        assert torch.allclose(result[start : start + 4], equalized(rows, equalizer(rows)))
+    assert descent_flops(10, 30) == descent_flops(30, 10) < 3 * descent_flops(4, 30) + 1
 
 
 def test_a_step_is_a_share_of_each_tensor() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.refinement import CHECKS, Trained, Training, chosen_rate, schedule, train_
+from pipeline.kernels.refinement import CHECKS, Trained, Training, held_out_samples, schedule, train_, training_steps
 
-TRAINING = Training(train=range(20), held_out=range(20, 24), steps=60, batch=4, rates=(0.01, 0.03, 0.1), seed=3)
+TRAINING = Training(train=range(20), held_out=range(20, 24), steps=60, batch=4, rates=(0.1, 0.03), seed=3)
 
 
 class Problem:
@@ -48,25 +48,23 @@ def test_it_finds_what_made_the_outputs_and_repeats_bit_for_bit() -> None:
         assert float(first.error(list(TRAINING.held_out))) == pytest.approx(result.after)
 
 
-def test_one_of_the_rates_trains() -> None:
-    result = Problem().train()
-    assert [rate for rate, _ in result.rates] == list(TRAINING.rates)
-    assert result.rate == chosen_rate(result.rates, result.before)
-    assert Problem().train(replace(TRAINING, rates=(0.02,))).rates == ()
+def test_a_lower_rate_follows_one_that_ruins() -> None:
+    first, second = Problem(), Problem()
+    lower = first.train(replace(TRAINING, rates=(1e6, 0.03)))
+    alone = second.train(replace(TRAINING, rates=(0.03,)))
+    assert [rate for rate, _ in lower.rates] == [1e6, 0.03]
+    assert lower.rates[0][1] >= lower.before > lower.after == lower.rates[1][1]
+    assert replace(lower, rates=()) == replace(alone, rates=())
+    assert torch.equal(first.weight, second.weight)
+    assert len(Problem().train().rates) == 1
 
 
 @pytest.mark.parametrize(
-    ("errors", "rate"),
-    [
-        ((0.6, 0.7, 2.0), 0.2),  # three quarters of the gain
-        ((0.6, 0.81, 0.9), 0.1),  # less than half of it
-        ((0.9, 0.7, 0.6), 0.3),
-        ((1.5, 1.2, math.inf), 0.2),  # none gains
-        ((math.inf, math.inf, math.inf), 0.1),
-    ],
+    ("sequence", "steps", "held_out"), [(24, 200, 26), (1024, 200, 26), (4096, 100, 8), (2**17, 18, 1)]
 )
-def test_the_largest_rate_with_half_of_the_gain_is_chosen(errors: tuple[float, ...], rate: float) -> None:
-    assert chosen_rate(list(zip((0.1, 0.2, 0.3), errors, strict=True)), 1.0) == rate
+def test_long_samples_have_fewer_steps_and_fewer_are_held_out(sequence: int, steps: int, held_out: int) -> None:
+    assert training_steps(200, sequence) == steps
+    assert held_out_samples(256, sequence) == held_out
 
 
 @pytest.mark.parametrize(("rate", "noise"), [(1e6, 0.0), (math.inf, 0.0), (0.3, 3.0)])

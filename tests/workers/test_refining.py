@@ -176,4 +176,4 @@ def test_samples_are_held_out_evenly(samples: int, tokens: Any, held_out: list[i
     assert training.held_out == held_out
     assert set(training.train).isdisjoint(held_out)
     assert (training.train if isinstance(train, list) else len(training.train)) == train
-    assert (training.batch, training.rates[1]) == (4, 3e-3)
+    assert (training.batch, training.rates[0]) == (4, 3e-3)
