@@ -111,7 +111,7 @@ def _blocks(matrix: Tensor) -> Tensor:
     missing = blocks * size - wide_MN.shape[-2]
     if missing:
         wide_MN = torch.nn.functional.pad(wide_MN, (0, 0, 0, missing))
-    return wide_MN.unflatten(-2, (blocks, size))
+    return wide_MN.reshape(*wide_MN.shape[:-2], blocks, size, wide_MN.shape[-1])
 
 
 def _is_wide(matrix: Tensor) -> bool:
