@@ -207,7 +207,7 @@ class RefinedFigures(Record):
     """The training of a layer towards the dense model's outputs. docs/methods.md#refinement.
 
     Errors are mean squares of the difference to the dense layer's outputs, relative to their mean square: `before` and
-    `after` on the held-out samples, `train_before` and `train_after` on those that it was trained on.
+    `after` on the held-out samples, `train_before` and `train_after` on as many of those that it was trained on.
 
     Attributes:
         kept: the trained numbers are stored; otherwise those of the solve, and `after` is `before`.
