@@ -315,7 +315,19 @@ class Frequency(MethodEntry):
     _is_not_refined = field_validator("refine")(_not_refined)
 
 
-OfExperts = REAP | Frequency
+class MergeExperts(MethodEntry):
+    """A baseline: experts whose mean outputs lie nearest are merged into one. docs/methods.md#mixtures.
+
+    `refit`: fit what the merged experts write to the output of all.
+    """
+
+    method: Literal["merge_experts"]
+    refit: bool = False
+
+    _is_not_refined = field_validator("refine")(_not_refined)
+
+
+OfExperts = REAP | Frequency | MergeExperts
 
 
 class HEAPr(MethodEntry):

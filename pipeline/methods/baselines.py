@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from manifests.method_entry import MethodEntry
-from manifests.methods import ASVD, REAP, SVD, SVDLLM, Frequency, HEAPr, Magnitude
+from manifests.methods import ASVD, REAP, SVD, SVDLLM, Frequency, HEAPr, Magnitude, MergeExperts
 from pipeline.methods.asvd import ASVDMethod
-from pipeline.methods.expert_pruning import FrequencyMethod, REAPMethod
+from pipeline.methods.expert_pruning import FrequencyMethod, MergeExpertsMethod, REAPMethod
 from pipeline.methods.heapr import HEAPrMethod
 from pipeline.methods.magnitude import MagnitudeMethod
 from pipeline.methods.method import Method
@@ -23,4 +23,5 @@ BASELINES: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
     HEAPr: HEAPrMethod,
     REAP: REAPMethod,
     Frequency: FrequencyMethod,
+    MergeExperts: MergeExpertsMethod,
 }

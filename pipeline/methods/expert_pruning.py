@@ -1,27 +1,29 @@
-"""Baselines that remove whole experts: `reap` and `frequency`. docs/methods.md#mixtures."""
+"""Baselines that leave fewer experts: `reap`, `frequency` and `merge_experts`. docs/methods.md#mixtures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from manifests.methods import REAP, Frequency
+from manifests.methods import REAP, Frequency, MergeExperts
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.methods.experts.method import ExpertsMethod, routed
+from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
+from pipeline.methods.experts.method import ExpertsMethod, mixture_of, renumbered, routed, sampled
 from pipeline.methods.experts.mixture import Mixture, expert_sums
 from pipeline.methods.experts.scores import ExpertSums, frequency_scores, kept_experts, reap_scores
 from pipeline.methods.experts.shapes import EXPERTS
-from pipeline.methods.method import Group, Key, Scores, Statistics
+from pipeline.methods.experts.solutions import solve
+from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 
 
 @dataclass(frozen=True)
-class REAPMethod(ExpertsMethod[REAP | Frequency]):
+class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
     """`method: reap`: experts by the mean of p‖f(m)‖ over their tokens, equally many in every layer."""
 
     name: ClassVar[str] = "reap"
@@ -70,3 +72,30 @@ class FrequencyMethod(REAPMethod):
     def score(self, sums: ExpertSums) -> Tensor:
         """Return the number of tokens of each expert."""
         return frequency_scores(sums)
+
+
+@dataclass(frozen=True)
+class MergeExpertsMethod(REAPMethod):
+    """`method: merge_experts`: experts of nearest mean outputs become one, equally many stay in every layer."""
+
+    name: ClassVar[str] = "merge_experts"
+
+    def compress(
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
+    ) -> Solution:
+        """Store each cluster in the place of its member with most tokens, under new numbers from 0."""
+        experts, mixture = routed(geometry), mixture_of(geometry, weights)
+        if ranks[EXPERTS] == len(experts):
+            return Solution(dict(weights), {}, {"dense": True})
+        inputs_TD = self.inputs(geometry, statistics)
+        count = max(ranks[EXPERTS], self.counts(geometry)[0])
+        clusters = cluster(mean_outputs(mixture, inputs_TD), count, mixture.rule.groups)
+        tokens_E = (mixture.route(inputs_TD).dense(len(experts)) != 0).sum(dim=0)
+        merged, kept = merge(mixture, clusters, tokens_E), busiest(clusters, tokens_E)
+        if self.refits:
+            merged = refit(mixture, merged, inputs_TD)
+        stored = dict(enumerate(mixture.experts)) | dict(zip(kept, merged.experts, strict=True))
+        placed = replace(mixture, experts=tuple(stored.values()))
+        solution = solve(experts, placed, statistics, sampled(geometry), kept, experts[0].width, refit=False)
+        report = {**solution.report, "clusters": clusters}
+        return renumbered(replace(solution, report=report), geometry, kept, weights)

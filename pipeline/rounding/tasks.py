@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from manifests.errors import InputError
 from manifests.method_entry import MethodEntry
-from manifests.methods import REAP, Frequency, LeSTD
+from manifests.methods import LeSTD, OfExperts
 from manifests.quantize import Quantize
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
@@ -45,7 +45,7 @@ def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
 
 def _refuse_methods(manifest: Manifest) -> None:
     for position, entry in enumerate(manifest.methods):
-        if isinstance(entry, REAP | Frequency) or getattr(entry, "shapes", "free") != "free":
+        if isinstance(entry, OfExperts) or getattr(entry, "shapes", "free") != "free":
             raise InputError(
                 f"quantize: methods.{position} ({entry.method}) removes experts, whose places codes do not follow yet; "
                 "leave out quantize, or use shapes: free"

@@ -20,14 +20,14 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "loss_aware": {}, "flat_llm": {}, "lorc": {"cache_keep": 0.5}, "mla": {"cache_keep": 0.5},
     "lestd": {"target": "both", "keep": 0.6}, "joint_rank_k": {"keep": 0.6}, "svd": {"keep": 0.6},
     "asvd": {"keep": 0.6}, "svd_llm": {"keep": 0.6}, "magnitude": {"keep": 0.6}, "heapr": {}, "reap": {},
-    "frequency": {},
+    "frequency": {}, "merge_experts": {},
 }  # fmt: skip
 SMALLER: dict[str, dict[str, dict[str, Any]]] = {  # what remains of a method that does not apply as a whole
     "joint_rank_k": {"of queries and keys": {"keep": 0.6, "mlp": False}},
     "lestd": {"of the MLP": {"target": "mlp", "keep": 0.6}, "of attention": {"target": "attention", "keep": 0.6}},
 }
 CALIBRATION = {"text": {"files": ["text.txt"]}, "samples": 16, "sequence_length": 8, "propagate": "dense"}
-OF_EXPERTS = ("reap", "frequency")
+OF_EXPERTS = ("reap", "frequency", "merge_experts")
 USUAL: dict[str, dict[str, Any]] = {  # fields as in the models on the hub, where those of the tests' are odd
     "gemma3_text": {"final_logit_softcapping": None},
     "mistral": {"sliding_window": None},

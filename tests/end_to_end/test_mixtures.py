@@ -275,6 +275,7 @@ def test_what_cannot_lose_experts_is_refused(
 FEWER: dict[str, list[dict[str, Any]]] = {
     "reap": [{"method": "reap"}],
     "frequency": [{"method": "frequency", "refit": True}],
+    "merge": [{"method": "merge_experts", "refit": True}],
     "layer": [{"method": "loss_aware", "shapes": "layer"}],
     "stock": [{"method": "loss_aware", "shapes": "stock"}],
 }
@@ -286,6 +287,7 @@ FEWER: dict[str, list[dict[str, Any]]] = {
     ("name", "family"),
     [
         *(("reap", "mixtral"), ("frequency", "qwen3_moe"), ("layer", "qwen2_moe"), ("stock", "mixtral")),
+        ("merge", "mixtral"),
         ("stock", "gpt_oss"),
         ("stock", "deepseek_v3"),  # experts of 16 of 24 channels, and a shared one of 24, padded to two of 16
         *(

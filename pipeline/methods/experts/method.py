@@ -92,7 +92,7 @@ class ExpertsMethod(MethodBase[E_]):
             return Solution(dict(weights), {}, {"dense": True})
         kept = self.kept(mixture, self.inputs(geometry, statistics), geometry, statistics, ranks[EXPERTS])
         solution = solve(experts, mixture, statistics, sampled(geometry), kept, width, self.refits)
-        return _renumbered(solution, geometry, kept, weights)
+        return renumbered(solution, geometry, kept, weights)
 
     def inputs(self, layer: LayerGeometry, statistics: Statistics) -> Tensor:
         """Return the sampled inputs of the mixture (T, D)."""
@@ -115,7 +115,7 @@ def mixture_of(layer: LayerGeometry, weights: Mapping[str, Tensor]) -> Mixture:
     return mixture_from(routed(layer), weights, rule_of(dict(layer.routing)))
 
 
-def _renumbered(solution: Solution, layer: LayerGeometry, kept: Sequence[int], weights: Weights) -> Solution:
+def renumbered(solution: Solution, layer: LayerGeometry, kept: Sequence[int], weights: Weights) -> Solution:
     """Name experts by their places among those that stay, and the router's tensors as its layer does."""
     experts = routed(layer)
     names: dict[str, str] = {}

@@ -7,7 +7,7 @@ import torch
 
 from lamina.activation_lamina import Channels
 from pipeline.kernels.routing import RoutingRule
-from pipeline.methods.experts.merging import cluster, mean_outputs, merge
+from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
 from pipeline.methods.experts.mixture import ExpertWeights, Mixture
 
 
@@ -17,6 +17,8 @@ def test_the_nearest_are_joined_by_the_mean_distance_of_their_members() -> None:
     assert cluster(outputs_ED, 3) == [[0, 2], [1, 3], [4]]
     assert cluster(outputs_ED, 2) == [[0, 2, 4], [1, 3]]
     assert cluster(torch.zeros(3, 1), 2) == [[0, 1], [2]]
+    assert cluster(torch.tensor([[0.0], [9.0], [0.1], [0.1]]), 2, groups=2) == [[0, 1], [2, 3]]
+    assert busiest([[0, 2], [1, 3]], torch.tensor([1, 5, 4, 5])) == [2, 1]
     with pytest.raises(ValueError, match="cannot form"):
         cluster(outputs_ED, 0)
     with pytest.raises(ValueError, match="NaN"):
@@ -40,3 +42,19 @@ def test_merged_weights_are_means_by_tokens_and_the_busiest_keeps_its_row() -> N
     means_ED = mean_outputs(same, inputs_TD)
     torch.testing.assert_close(means_ED[0], same.outputs(0, inputs_TD).double().mean(dim=0))
     assert torch.equal(means_ED[0], means_ED[1])
+
+
+def test_a_refit_brings_merged_experts_nearer_to_the_output_of_all() -> None:
+    source = torch.Generator().manual_seed(1)
+    experts = tuple(
+        ExpertWeights(*(torch.randn(*shape, generator=source) for shape in ((3, 4), (3, 4), (4, 3)))) for _ in range(4)
+    )
+    mixture = Mixture(experts, torch.randn(4, 4, generator=source), None, RoutingRule("softmax", 2), Channels("silu"))
+    inputs_TD = torch.randn(200, 4, generator=source)
+    merged = merge(mixture, [[0, 1], [2], [3]], torch.ones(4))
+    errors = [
+        float((mixture.output(inputs_TD) - each.output(inputs_TD)).square().sum())
+        for each in (merged, refit(mixture, merged, inputs_TD))
+    ]
+    assert errors[1] < 0.9 * errors[0]
+    assert torch.equal(refit(mixture, merged, inputs_TD).experts[0].gate, merged.experts[0].gate)
