@@ -65,7 +65,7 @@ def write_model(directory: Path, experts: int) -> int:
     weight_map: dict[str, str] = {}
     layers = CONFIG["num_hidden_layers"]
     for number in range(layers + 1):
-        shapes = outer if number == layers else _layer_shapes(number, experts)
+        shapes = outer if number == layers else layer_shapes(number, {**CONFIG, "num_experts": experts})
         file = f"model-{number + 1:05d}-of-{layers + 1:05d}.safetensors"
         generator = torch.Generator().manual_seed(number)
         save_file({name: random_weight(shape, generator) for name, shape in shapes.items()}, directory / file)
@@ -74,9 +74,10 @@ def write_model(directory: Path, experts: int) -> int:
     return int(2 * 3 * hidden * wide)
 
 
-def _layer_shapes(layer: int, experts: int) -> dict[str, tuple[int, ...]]:
-    hidden, wide, head = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["head_dim"]
-    queries, keys = (CONFIG[f"num_{name}_heads"] * head for name in ("attention", "key_value"))
+def layer_shapes(layer: int, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a layer of this config."""
+    hidden, wide, head = sizes["hidden_size"], sizes["moe_intermediate_size"], sizes["head_dim"]
+    queries, keys = (sizes[f"num_{name}_heads"] * head for name in ("attention", "key_value"))
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
@@ -86,9 +87,9 @@ def _layer_shapes(layer: int, experts: int) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate.weight": (experts, hidden),
+        "mlp.gate.weight": (sizes["num_experts"], hidden),
     }
-    for expert in range(experts):
+    for expert in range(sizes["num_experts"]):
         shapes |= {
             f"mlp.experts.{expert}.gate_proj.weight": (wide, hidden),
             f"mlp.experts.{expert}.up_proj.weight": (wide, hidden),
