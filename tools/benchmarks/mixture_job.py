@@ -1,10 +1,11 @@
 """Run a job on a mixture of Qwen3-30B-A3B's layer geometry, kill it twice, and compare it with its plan.
 
-    python -m tools.benchmarks.mixture_job [--layers 6] [--samples 8] [--method loss_aware] [--kills 2] [--json]
+    python -m tools.benchmarks.mixture_job [--layers 6] [--samples 8] [--method flat_llm] [--kill-after 60 90] [--json]
 
 A random model in bfloat16: hidden 2048, 32 heads and 4 of keys and values of 128, 128 experts of width 768 of which a
 token passes 8. Six layers take 7.6 GB of disk, and RUN_DIR and OUTPUT about as much again. The command is killed
-(SIGKILL, with its workers) when a share of its units is done, and run again. Memory is that of all lives together.
+(SIGKILL, with its workers) so many seconds after each start, and run again. Memory is the peak of all lives. Reads are
+those of all lives, of any file or socket: the source, moments and hidden states in RUN_DIR, and Ray's own messages.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def run_life(manifest: Path, watch: KillingWatch, log: Path) -> str | None:
     if job.returncode == -signal.SIGKILL and watch.due_seconds is not None:
         return None
     if job.returncode:
-        raise JobFailed(f"{' '.join(command)} ended with {job.returncode}:\n{log.read_text()[-2000:]}")
+        raise JobFailed(f"{' '.join(command)} ended with {job.returncode}:\n{log.read_text()[-20000:]}")
     return printed
 
 
@@ -184,7 +185,7 @@ def print_figures(run: Mapping[str, Any]) -> None:
             ["worker's RSS, GiB", "", f"{worker['rss_bytes'] / GIB:.2f}"],
             ["driver's heap, GiB", "", f"{driver['heap_bytes'] / GIB:.2f}"],
             [
-                "read by workers, over the source",
+                "read, over the source (planned: of the source alone, without kills)",
                 f"{plan['read_bytes'] / run['source_bytes']:.2f}",
                 f"{run['worker_read_bytes'] / run['source_bytes']:.2f}",
             ],
