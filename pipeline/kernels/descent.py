@@ -16,9 +16,8 @@ SQUARES = 0.95  # decay of a vector's mean squares
 QUINTIC = (3.4445, -4.7750, 2.0315)  # of the published iteration: singular values end between 0.7 and 1.2
 ITERATIONS = 5
 REUSED = 3  # steps that share an equalizer
-BLOCK = (
-    1024  # rows whose singular values are made equal; those of a large layer together would cost more than its passes
-)
+# Rows whose singular values are made equal together; those of a large layer at once would cost more than its passes.
+BLOCK = 1024
 SQUARE_PRODUCTS = 4 * ITERATIONS - 3  # products of (B, B) matrices
 
 

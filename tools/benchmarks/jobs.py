@@ -52,32 +52,36 @@ def manifest_of(
 
 
 def run_manifest(
-    manifest: Mapping[str, Any], directory: Path, watch: Callable[[int], None] | None = None
+    manifest: Mapping[str, Any],
+    directory: Path,
+    watch: Callable[[int], None] | None = None,
+    fresh: bool = True,
 ) -> dict[str, Any]:
     """Run `python -m pipeline.run` on a manifest, which is written to `directory`. Return its summary.
 
     Args:
         watch: called with the pid of the command as soon as it runs; must return when the command has ended.
+        fresh: begin anew; otherwise a job that stopped goes on.
 
     Raises JobFailed.
     """
     path = directory / "manifest.json"  # JSON is YAML
     path.write_text(json.dumps(manifest))
-    command = [sys.executable, "-m", "pipeline.run", str(path), "--json", "--fresh"]
-    log = directory / "log.txt"
-    with log.open("w") as errors:
-        job = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
+    command = [sys.executable, "-m", "pipeline.run", str(path), "--json", *(["--fresh"] if fresh else [])]
+    log, printed = directory / "log.txt", directory / "printed.json"
+    with log.open("w") as errors, printed.open("w") as output:  # a pipe that nobody reads meanwhile could fill up
+        job = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=errors)
         try:
             if watch is not None:
                 watch(job.pid)
-            printed, _ = job.communicate()
+            job.wait()
         finally:
             if job.poll() is None:
                 job.terminate()
                 job.wait()
     if job.returncode:
         raise JobFailed(f"{' '.join(command)} ended with {job.returncode}:\n{log.read_text()[-2000:]}")
-    summary: dict[str, Any] = json.loads(printed)
+    summary: dict[str, Any] = json.loads(printed.read_text())
     return summary
 
 

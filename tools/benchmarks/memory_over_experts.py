@@ -18,13 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
-from tests.factories import make_tokenizer
 from tools.benchmarks.jobs import end_on_sigterm, print_table
-from tools.benchmarks.memory_over_layers import MIB, random_weight, watched_job
+from tools.benchmarks.memory_over_layers import MIB, watched_job
+from tools.benchmarks.random_models import Shapes, write_random_model
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 320,
@@ -51,34 +49,17 @@ METHODS: Mapping[str, dict[str, Any]] = {
 
 def write_model(directory: Path, experts: int) -> int:
     """Write a random mixture, a shard for every layer. Return the bytes of an expert."""
-    directory.mkdir(parents=True)
     config = Qwen3MoeConfig(**CONFIG, num_experts=experts, dtype="bfloat16")
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    config.save_pretrained(directory)
-    make_tokenizer(CONFIG["vocab_size"]).save_pretrained(directory)
-    hidden, vocabulary, wide = CONFIG["hidden_size"], CONFIG["vocab_size"], CONFIG["moe_intermediate_size"]
-    outer = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-    weight_map: dict[str, str] = {}
-    layers = CONFIG["num_hidden_layers"]
-    for number in range(layers + 1):
-        shapes = outer if number == layers else layer_shapes(number, {**CONFIG, "num_experts": experts})
-        file = f"model-{number + 1:05d}-of-{layers + 1:05d}.safetensors"
-        generator = torch.Generator().manual_seed(number)
-        save_file({name: random_weight(shape, generator) for name, shape in shapes.items()}, directory / file)
-        weight_map |= dict.fromkeys(shapes, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return int(2 * 3 * hidden * wide)
+    sizes = {**CONFIG, "num_experts": experts}
+    write_random_model(directory, config, "Qwen3MoeForCausalLM", lambda layer: layer_shapes(layer, sizes))
+    return int(2 * 3 * CONFIG["hidden_size"] * CONFIG["moe_intermediate_size"])
 
 
-def layer_shapes(layer: int, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def layer_shapes(layer: int, sizes: Mapping[str, Any]) -> Shapes:
     """Return the names and shapes of a layer of this config."""
     hidden, wide, head = sizes["hidden_size"], sizes["moe_intermediate_size"], sizes["head_dim"]
     queries, keys = (sizes[f"num_{name}_heads"] * head for name in ("attention", "key_value"))
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         "self_attn.q_norm.weight": (head,),

@@ -25,13 +25,11 @@ from types import MappingProxyType
 from typing import Any
 
 import psutil
-import torch
-from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from deploy.quickstart.text import story_text
-from tests.factories import make_tokenizer
 from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table, run_manifest
+from tools.benchmarks.random_models import Shapes, numbers_of, write_random_model
 
 # More attention than MLP: a wide MLP would spend the time of this benchmark in decompositions (N³), not on layers.
 CONFIG: dict[str, Any] = {
@@ -92,7 +90,7 @@ class Watch:
 
     def _sample(self, command: psutil.Process) -> None:
         together_bytes = 0
-        for process in _family(command):
+        for process in family_of(command):
             try:
                 peaks = self.processes.setdefault(process.pid, Peaks(""))
                 if peaks.kind in ("", "idle worker", "other"):  # an idle one may become a worker
@@ -117,7 +115,8 @@ class Watch:
         return {**kinds, "all together": {"heap_bytes": self.together_bytes}}
 
 
-def _family(command: psutil.Process) -> Iterator[psutil.Process]:
+def family_of(command: psutil.Process) -> Iterator[psutil.Process]:
+    """Yield a process and its descendants."""
     yield command
     try:
         yield from command.children(recursive=True)
@@ -141,35 +140,13 @@ def write_model(directory: Path, num_layers: int, sizes: Mapping[str, int] = Map
 
     `sizes`: fields of its config that differ from CONFIG.
     """
-    directory.mkdir(parents=True)
     fields = {**CONFIG, **sizes}
     config = LlamaConfig(**fields, num_hidden_layers=num_layers, dtype="bfloat16")
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(directory)
-    make_tokenizer(fields["vocab_size"]).save_pretrained(directory)
-    hidden, vocabulary = fields["hidden_size"], fields["vocab_size"]
-    outer = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-    weight_map: dict[str, str] = {}
-    layer_numbers = 0
-    for number in range(num_layers + 1):
-        shapes = outer if number == num_layers else _layer_shapes(number, fields)
-        file = f"model-{number + 1:05d}-of-{num_layers + 1:05d}.safetensors"
-        generator = torch.Generator().manual_seed(number)
-        tensors = {name: random_weight(shape, generator) for name, shape in shapes.items()}
-        save_file(tensors, directory / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        if number < num_layers:
-            layer_numbers = sum(tensor.numel() for tensor in tensors.values())
-    index = {"metadata": {}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return layer_numbers
+    write_random_model(directory, config, "LlamaForCausalLM", lambda layer: _layer_shapes(layer, fields))
+    return sum(numbers_of(_layer_shapes(0, fields)))
 
 
-def _layer_shapes(layer: int, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(layer: int, fields: Mapping[str, Any]) -> Shapes:
     hidden, wide = fields["hidden_size"], fields["intermediate_size"]
     queries, keys = (fields[f"num_{name}_heads"] * fields["head_dim"] for name in ("attention", "key_value"))
     shapes = {
@@ -184,14 +161,6 @@ def _layer_shapes(layer: int, fields: Mapping[str, Any]) -> dict[str, tuple[int,
         "mlp.down_proj.weight": (hidden, wide),
     }
     return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
-
-
-def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Return ones for a norm, noise for a matrix, in bfloat16."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    noise = torch.randn(shape, generator=generator)
-    return noise.mul_(shape[1] ** -0.5).to(torch.bfloat16)
 
 
 def measure(num_layers: int, propagate: str, directory: Path) -> dict[str, Any]:

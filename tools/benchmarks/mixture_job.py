@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
 from deploy.quickstart.text import story_text
-from tests.factories import make_tokenizer
-from tools.benchmarks.jobs import ROOT, JobFailed, end_on_sigterm, environment, manifest_of, print_table
+from tools.benchmarks.jobs import JobFailed, end_on_sigterm, manifest_of, print_table, run_manifest
 from tools.benchmarks.memory_over_experts import layer_shapes
-from tools.benchmarks.memory_over_layers import SAMPLING_SECONDS, Watch, random_weight
+from tools.benchmarks.memory_over_layers import SAMPLING_SECONDS, Watch, family_of
+from tools.benchmarks.random_models import write_random_model
 
 GIB = 2**30
 CONFIG: dict[str, Any] = {
@@ -54,6 +50,7 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": 1,
 }
 SEQUENCE, SHARDS = 128, 2
+TENSORS_PER_FILE = 128
 METHODS: Mapping[str, dict[str, Any]] = {
     "loss_aware": {"method": "loss_aware"},
     "flat_llm": {"method": "flat_llm", "attention": False, "allocation": "uniform"},
@@ -63,21 +60,29 @@ METHODS: Mapping[str, dict[str, Any]] = {
 
 @dataclass
 class KillingWatch(Watch):
-    """Watches the processes of a job and what they read, and kills them all when `due` returns True."""
+    """Watches the processes of a job and what they read, and kills them all after `due_seconds`."""
 
     due_seconds: float | None = None
+    killed: bool = False
     read_bytes: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, pid: int) -> None:
-        """Watch until the command has ended or is killed."""
+        """Watch until the command has ended, or kill it when it is due."""
         command, started = psutil.Process(pid), time.monotonic()
+        self.killed = False
         while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
             self._sample(command)
-            self._sample_reads()
             if self.due_seconds is not None and time.monotonic() - started > self.due_seconds:
-                os.killpg(pid, signal.SIGKILL)
+                self.killed = True
+                for process in [*family_of(command)]:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
                 return
             time.sleep(SAMPLING_SECONDS)
+
+    def _sample(self, command: psutil.Process) -> None:
+        super()._sample(command)
+        self._sample_reads()
 
     def _sample_reads(self) -> None:
         for pid, peaks in self.processes.items():
@@ -89,60 +94,12 @@ class KillingWatch(Watch):
                 self.read_bytes[pid] = int(fields["rchar"])
 
 
-def write_model(directory: Path, layers: int) -> int:
-    """Write the model, half a gigabyte in memory at a time. Return its bytes."""
-    directory.mkdir(parents=True)
-    config = Qwen3MoeConfig(**CONFIG, num_hidden_layers=layers, dtype="bfloat16")
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    config.save_pretrained(directory)
-    make_tokenizer(CONFIG["vocab_size"]).save_pretrained(directory)
-    hidden, vocabulary = CONFIG["hidden_size"], CONFIG["vocab_size"]
-    outer = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, shapes in enumerate([outer, *(layer_shapes(layer, CONFIG) for layer in range(layers))]):
-        names = sorted(shapes)
-        for start in range(0, len(names), 128):
-            part = {name: shapes[name] for name in names[start : start + 128]}
-            file = f"model-{number:05d}-{start:05d}.safetensors"
-            generator = torch.Generator().manual_seed(number * 1000 + start)
-            tensors = {name: random_weight(shape, generator) for name, shape in part.items()}
-            save_file(tensors, directory / file, {"format": "pt"})
-            weight_map |= dict.fromkeys(part, file)
-            total += sum(tensor.nbytes for tensor in tensors.values())
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return total
-
-
-def run_life(manifest: Path, watch: KillingWatch, log: Path) -> str | None:
-    """Run the command to its end or until it is killed. Return what it printed, or None if it was killed."""
-    command = [sys.executable, "-m", "pipeline.run", str(manifest), "--json"]
-    with log.open("a") as errors:
-        job = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            watch(job.pid)
-            printed, _ = job.communicate()
-        finally:
-            if job.poll() is None:
-                job.terminate()
-                job.wait()
-    if job.returncode == -signal.SIGKILL and watch.due_seconds is not None:
-        return None
-    if job.returncode:
-        raise JobFailed(f"{' '.join(command)} ended with {job.returncode}:\n{log.read_text()[-20000:]}")
-    return printed
-
-
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Run the job with its kills. Return memory by kind of process, bytes read, and the summary's figures."""
-    source_bytes = write_model(directory / "model", arguments.layers)
+    config = Qwen3MoeConfig(**CONFIG, num_hidden_layers=arguments.layers, dtype="bfloat16")
+    source_bytes = write_random_model(
+        directory / "model", config, "Qwen3MoeForCausalLM", lambda layer: layer_shapes(layer, CONFIG), TENSORS_PER_FILE
+    )
     text = directory / "text.txt"
     text.write_text(story_text(200_000, seed=1), encoding="utf-8")
     calibration = {"samples": arguments.samples, "sequence_length": SEQUENCE, "shards": SHARDS, "micro_batch": 2}
@@ -150,25 +107,26 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     job = manifest_of(
         directory, directory / "model", [text], {**calibration, "propagate": "dense"}, **blocks, resume={"every": 1}
     )
-    manifest = directory / "manifest.json"  # JSON is YAML
-    manifest.write_text(json.dumps(job))
-    watch, lives, started = KillingWatch(), [], time.monotonic()
+    watch, lives, summary = KillingWatch(), [], None
     for due in [*arguments.kill_after, None]:
         watch.due_seconds, begun = due, time.monotonic()
-        printed = run_life(manifest, watch, directory / "log.txt")
+        try:
+            summary = run_manifest(job, directory, watch, fresh=False)
+        except JobFailed:
+            if not watch.killed:
+                raise
         lives.append(time.monotonic() - begun)
         print(f"life {len(lives)}: {lives[-1]:.0f} s", file=sys.stderr, flush=True)
-        if printed is not None:
+        if summary is not None:
             break
-    assert printed is not None
-    summary = json.loads(printed)
+    assert summary is not None, "the last life is not killed"
     return {
         "source_bytes": source_bytes,
         "processes": watch.by_kind(),
         "worker_read_bytes": sum(watch.read_bytes.values()),
         "kills": len(lives) - 1,
         "lives_s": lives,
-        "total_s": time.monotonic() - started,
+        "total_s": sum(lives),
         "last_life_seconds": summary["seconds"],
         "plan": summary["plan"],
     }
