@@ -23,6 +23,7 @@ MARGIN_BITS = 20  # log2 of the factor by which sums of squares may exceed the s
 SILENT_BITS = 16  # a channel that is zero in the sample is assumed 2^-16 of the mean square
 FLOOR_BITS = 40  # no channel is assumed below 2^-40 of the mean square
 STEP = 10  # raises the exponent of a channel that exceeds the bound: half of MARGIN_BITS
+NOISE_BITS = 8  # a sum of squares below 2^8 steps of the grid counts as zero: rounding may exceed its correlations
 GRID_BITS = 52  # between bound and grid: one bit less than float64 has, as rounding may add one
 MANTISSA = {torch.float32: 24, torch.float64: 53}
 _LARGEST_EXPONENT = {torch.float64: 500}  # of a channel's scale; 126 for other types, whose inverse float32 represents
@@ -230,12 +231,15 @@ def exceeding(diagonal_Gd: Tensor, grid: Grid) -> Tensor:
 
 
 def whole_moment(bands: Sequence[Tensor], grid: Grid, into_Gdd: Tensor | None = None) -> Tensor:
-    """Return the unscaled moment (G, d, d) float64, both triangles, in `into_Gdd` or new memory."""
+    """Return the unscaled moment (G, d, d) float64, both triangles, in `into_Gdd` or new memory.
+
+    The row and column of a channel whose sum of squares is lost in the grid's rounding are zero.
+    """
     groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
     moment_Gdd = into_Gdd
     if moment_Gdd is None:
         moment_Gdd = torch.empty(groups, width, width, dtype=torch.float64, device=bands[0].device)
-    scales_Gd = powers_of_two(grid.exponents).to(moment_Gdd.device)
+    scales_Gd = _audible_scales(bands, grid)
     for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
         stop = first + band_Gbd.shape[1]
         # In two steps, as 2^(e + f) alone may overflow float64.
@@ -259,7 +263,7 @@ def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> T
     """Rows start to stop of `whole_moment` from column `start` on, (G, stop - start, d - start), in new memory."""
     groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
     rows_Gnc = torch.zeros(groups, stop - start, width - start, dtype=torch.float64, device=bands[0].device)
-    scales_Gd = powers_of_two(grid.exponents).to(rows_Gnc.device)
+    scales_Gd = _audible_scales(bands, grid)
     for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
         top, bottom = max(start, first), min(stop, first + band_Gbd.shape[1])
         if top < bottom:
@@ -268,6 +272,17 @@ def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> T
     square_Gnn = rows_Gnc[:, :, : stop - start]
     square_Gnn.copy_(square_Gnn.triu() + square_Gnn.triu(1).transpose(1, 2))
     return rows_Gnc
+
+
+def _audible_scales(bands: Sequence[Tensor], grid: Grid) -> Tensor:
+    """2^exponent of every channel (G, d), zero for those whose sum of squares is below 2^NOISE_BITS steps of the grid.
+
+    A few rows may leave a channel at a step or two, where rounding makes correlations above 1 (an expert that one token
+    passed): the moment would not be positive semidefinite.
+    """
+    scales_Gd = powers_of_two(grid.exponents).to(bands[0].device)
+    squares_Gd = torch.cat([band_Gbd.diagonal(dim1=1, dim2=2) for band_Gbd in bands], dim=1)
+    return scales_Gd.masked_fill_(squares_Gd.abs() < 2.0 ** (grid.bits - GRID_BITS + NOISE_BITS), 0.0)
 
 
 def _factors(grid: Grid, values_TF: Tensor) -> Tensor:

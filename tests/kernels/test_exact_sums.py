@@ -293,3 +293,24 @@ def test_rows_of_a_moment_are_those_of_the_whole(width: int, step: int) -> None:
     for start in range(0, width, step):
         stop = min(start + step, width)
         assert torch.equal(moment_rows(bands, grid, start, stop), whole_Gdd[:, start:stop, start:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_moment_of_one_row_on_a_grid_for_many_is_semidefinite(seed: int, band: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sample_TF = torch.randn(64, 96, generator=generator)
+    grid = choose_grid(sample_squares(sample_TF), 64, 2**17, torch.float32)
+    row_TF = torch.randn(1, 96, generator=generator) * torch.logspace(-6, 0, 96)
+    bands = summed([row_TF], grid)
+    steps_Gd = diagonal(bands) / 2.0 ** (grid.bits - exact_sums.GRID_BITS)
+    assert ((steps_Gd > 0) & (steps_Gd < 8)).any()  # a few steps of the grid, beside others that are well above it
+    assert (steps_Gd > 2**12).any()
+
+    moment_NN = whole_moment(bands, grid)[0]
+    lost_N = steps_Gd[0] < 2**exact_sums.NOISE_BITS
+    assert not moment_NN[lost_N].any()
+    assert not moment_NN[:, lost_N].any()
+    live_NN = moment_NN[~lost_N][:, ~lost_N]
+    torch.testing.assert_close(live_NN, naive_moment(row_TF, 1, 1)[0][~lost_N][:, ~lost_N], rtol=2**-7, atol=1e-6)
+    scale_N = live_NN.diagonal().rsqrt()
+    assert torch.linalg.eigvalsh(live_NN * scale_N * scale_N[:, None])[0] > -0.1  # within the jitters of an inverse
