@@ -137,7 +137,13 @@ class SourceCheckpoint:
         return replace(self, tensors=tensors)
 
     def renamed(self, names: Mapping[str, str]) -> SourceCheckpoint:
-        """Return the checkpoint with tensors under other names: stored name -> name. Raises InputError if two meet."""
+        """Return the checkpoint with some tensors under other names: stored name -> name.
+
+        Raises InputError if two meet.
+        """
+        if not names:
+            return self
+        names = {name: names.get(name, name) for name in self.tensors}
         tensors = {names[name]: replace(record, name=names[name]) for name, record in self.tensors.items()}
         met = [name for name, other in names.items() if tensors[other] != replace(self.tensors[name], name=other)]
         raise_faults(f"{self.place}: tensors of one module, twice", sorted(met))

@@ -46,6 +46,8 @@ from transformers import (
     GraniteMoeForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -131,6 +133,7 @@ HYBRIDS: dict[str, tuple[Any, Any]] = {  # two kinds of attention, which no meth
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "kimi_linear": (KimiLinearConfig, KimiLinearForCausalLM),
 }
 INDEXED: dict[str, tuple[Any, Any]] = {  # latent attention with an indexer, which is copied
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
@@ -262,6 +265,13 @@ OWN_NAMES |= {"deepseek_v2": LATENT, "deepseek_v3": LATENT}
 INDEX: dict[str, Any] = {**LATENT, "index_topk": 300, "index_head_dim": 10, "index_n_heads": 3}
 OWN_NAMES |= {"deepseek_v32": INDEX, "glm_moe_dsa": INDEX}
 EXPERTS |= {"deepseek_v32": EXPERTS["deepseek_v3"], "glm_moe_dsa": EXPERTS["deepseek_v3"]}
+OWN_NAMES["kimi_linear"] = {
+    **{name: value for name, value in LATENT.items() if name not in ("rope_parameters", "q_lora_rank")},
+    "layer_types": DELTA["layer_types"], "linear_head_dim": 6, "linear_num_heads": 3, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+EXPERTS["kimi_linear"] = {
+    "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2,
+}  # fmt: skip
 COMMON_NAMES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
     "bos_token_id", "eos_token_id", "pad_token_id",

@@ -5,7 +5,7 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class Family:
         rotary_field: the config field that says the rotation.
         partial_rotary: the family's model obeys `partial_rotary_factor`.
         variants: the kinds of layers of a family that has several.
+        other_names: module path in the layers of some files -> its path in those of the family.
+        engine_fields: fields of config.json -> fields that other engines read in place of these.
         windows: those of `sliding_window` and `layer_types` that the family obeys; others carry them without effect.
     """
 
@@ -56,6 +58,8 @@ class Family:
     rotary_field: str = "rope_parameters"
     partial_rotary: bool = False
     variants: tuple[Variant, ...] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    engine_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     windows: tuple[str, ...] = ()
     mixture: MixtureFamily | None = None
     foreign: ForeignFamily | None = None

@@ -66,6 +66,13 @@ class ForeignFamily:
         block = self.layers.get(standard["layer_types"][layer])
         return None if block is None else block({**standard, **standard["foreign"]})
 
+    def roles(self, standard: Mapping[str, Any]) -> set[str]:
+        """Return the roles of the attention of a model with this standard config, in layers of all types."""
+        if self.block is not None:
+            return {each.role for each in self.block(standard["foreign"], 1, 1, ()).copied}
+        blocks = (block({**standard, **standard["foreign"]}) for block in self.layers.values())
+        return {each.role for block in blocks for each in block.copied}
+
     @property
     def only_type(self) -> str:
         """Return the type of all layers of a family that lists types but has one; empty for others."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from lamina.activation_lamina import Channels
-from lamina.block_lamina import SINKS, clamp_of, modules_of_type
+from lamina.block_lamina import SINKS, clamp_of, foreign_roles, modules_of_type
 from lamina.mixture_lamina import layer_modules, mixture_of
 from manifests.errors import InputError
 from pipeline.families import (
@@ -37,6 +38,7 @@ from pipeline.families import (
     granite,
     granitemoe,
     hunyuan,
+    kimi_linear,
     llama,
     llama4,
     minimax_m2,
@@ -99,6 +101,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_next,
         qwen3_5,
         qwen3_5_moe,
+        kimi_linear,
         gemma2,
         gemma3,
         olmo2,
@@ -165,9 +168,17 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if family.mixture is not None:
         standard["mixture"] = family.mixture.standard(source)
     standard["source_model_type"] = family.model_type
-    standard["block"] = _block(family, source, standard.get("foreign"))
+    standard["block"] = _block(family, source, standard)
     standard["forms"] = [{} for _ in range(source.num_hidden_layers)]
     return standard
+
+
+def family_names(standard: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Map stored names of a source's tensors to those of its family, where they differ."""
+    others, block = FAMILIES[standard["source_model_type"]].other_names, standard["block"]
+    inside = re.compile(rf"({re.escape(block['layers'])}\.\d+)\.(.+)\.(\w+)")
+    matches = [(name, match) for name in names if others and (match := inside.fullmatch(name)) and match[2] in others]
+    return {name: f"{match[1]}.{others[match[2]]}.{match[3]}" for name, match in matches}
 
 
 def geometry_of(
@@ -361,10 +372,10 @@ def _layer_sizes(
     return by_index if any(by_index) else []
 
 
-def _block(family: Family, source: PreTrainedConfig, foreign: Mapping[str, Any] | None) -> dict[str, Any]:
+def _block(family: Family, source: PreTrainedConfig, standard: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's block with the settings of this model, and its biases as a list of roles.
 
-    `foreign`: the fields of foreign attention. Some of its modules may be missing in this model.
+    Some modules of foreign attention may be missing in this model.
     """
     biases = family.block["biases"]
     has_bias = {role: bias if isinstance(bias, bool) else getattr(source, bias) for role, bias in biases.items()}
@@ -375,10 +386,9 @@ def _block(family: Family, source: PreTrainedConfig, foreign: Mapping[str, Any] 
         is_number = isinstance(value, float | int) and not isinstance(value, bool)
         if is_number and not 0.0 < value < math.inf:
             raise InputError(f"config.json: {name}: {value!r} is no positive number")
-    if family.foreign is not None and family.foreign.block is not None and foreign is not None:
-        present = {each.role for each in family.foreign.block(foreign, 1, 1, ()).copied}
-        inside = {role for role, path in block["modules"].items() if path.startswith(f"{block['foreign']}.")}
-        block["modules"] = {role: path for role, path in block["modules"].items() if role not in inside - present}
+    if family.foreign is not None:
+        absent = {*foreign_roles(block)} - family.foreign.roles(standard)
+        block["modules"] = {role: path for role, path in block["modules"].items() if role not in absent}
     missing = {role for role, name in family.optional.items() if not getattr(source, name)}
     block["modules"] = {role: path for role, path in block["modules"].items() if role not in missing}
     return {**block, "biases": [role for role in block["modules"] if has_bias.get(role, False)]}

@@ -65,6 +65,8 @@ def _config_of(
     if family.mixture is not None:
         sizes = family.mixture.source_fields(standard["mixture"])
         named, fields = named | sizes, fields | sizes
+    if family.engine_fields is not None:
+        named |= family.engine_fields(fields)
     modeling_auto: Any = transformers.models.auto.modeling_auto
     config = {**named, **transformers.AutoConfig.for_model(kind, **fields).to_dict(), "dtype": dtype}
     config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]

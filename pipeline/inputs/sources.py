@@ -13,7 +13,7 @@ from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.rotary_lamina import make_rotary
 from manifests.errors import InputError
 from pipeline.families.fused import fused_tensors
-from pipeline.families.registry import FAMILIES, geometry_of, is_known, standard_config
+from pipeline.families.registry import FAMILIES, family_names, geometry_of, is_known, standard_config
 from pipeline.families.wrapper import architecture, is_wrapper, module_names
 from pipeline.inputs.towers import check_towers
 from pipeline.inputs.unknown import describe_unknown
@@ -51,6 +51,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     if is_wrapper(opened.config):
         opened = opened.renamed(module_names(opened.tensors))
         check_towers(opened, opened.config)
+    opened = opened.renamed(family_names(config, opened.tensors))
     opened = opened.with_weights().with_parts(fused_tensors(geometry_of(config)))
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
     source.require(geometry_of(config).expected_tensors())

@@ -116,5 +116,6 @@ def _paths(family: Family) -> dict[str, dict[str, str]]:
         else:
             paths["experts"] |= {f"{mixture['experts']}.E.{path}": role for role, path in mixture["modules"].items()}
         if shared := mixture.get("shared"):
-            paths["experts"] |= {f"{shared}.{path}": f"shared {role}" for role, path in mixture["modules"].items()}
+            inside = mixture.get("shared_modules", mixture["modules"])
+            paths["experts"] |= {f"{shared}.{path}": f"shared {role}" for role, path in inside.items()}
     return paths

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from pipeline.families.source_config import source_config
 from pipeline.inputs.sources import open_dense
 from tests import factories
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
@@ -35,6 +38,7 @@ FIRST = {
     ("loss_aware", "qwen3_next"),
     ("flat_llm", "qwen3_5_text"),
     ("svd_llm", "qwen3_5_moe_text"),
+    ("svd_llm", "kimi_linear"),
     ("loss_aware", "deepseek_v32"),
     ("loss_aware", "llama4_text"),
     ("magnitude", "glm_moe_dsa"),
@@ -91,6 +95,26 @@ def test_what_loses_nothing_is_the_source(entry: dict[str, Any], family: str, jo
     assert relative_error(logits_of(load(tmp_path / "dense"), ids), expected) < 1e-4
     opened, again = (open_dense(str(folder))[0].tensors for folder in (source, tmp_path / "dense"))
     assert opened.keys() == again.keys(), "the export's experts may be fused"
+
+
+def test_kimi_linear_as_on_the_hub(tmp_path: Path) -> None:
+    """Its files have another name of dense MLPs than those that transformers writes, and other fields."""
+    source = factories.make_model(tmp_path / "source", "kimi_linear", max_shard_size="1GB")
+    opened, standard = open_dense(str(source))
+    written = source_config(standard, "float32")
+    linear = written.pop("linear_attn_config")
+    assert linear == {
+        "head_dim": 6, "num_heads": 3, "short_conv_kernel_size": 4, "full_attn_layers": [2], "kda_layers": [1, 3],
+    }  # fmt: skip
+    theirs = {name: value for name, value in written.items() if not name.startswith(("linear_", "layer_", "mlp_layer"))}
+    (source / "config.json").write_text(json.dumps({**theirs, "linear_attn_config": linear, "mla_use_nope": True}))
+    [file] = source.glob("*.safetensors")
+    tensors = {name.replace("0.block_sparse_moe", "0.mlp"): tensor for name, tensor in load_file(file).items()}
+    assert "model.layers.0.mlp.gate_proj.weight" in tensors
+    save_file(tensors, file, {"format": "pt"})
+    again, same = open_dense(str(source))
+    assert same == standard
+    assert again.tensors.keys() == opened.tensors.keys() == tensors.keys()
 
 
 def test_a_method_of_heads_is_refused(job: MakeJob, tmp_path: Path) -> None:

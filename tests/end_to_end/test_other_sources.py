@@ -121,24 +121,21 @@ def test_a_compressed_checkpoint_with_bitmaps_is_scored_as_stored(job: MakeJob, 
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT2 = ["MLP as starcoder2's: up mlp.c_fc.weight [48, 192] (transposed)", "like no family's: attn.c_attn.bias [144]"]
-KIMI: dict[str, Any] = {
-    **SIZES, "num_hidden_layers": 4, "num_key_value_heads": 4, "intermediate_size": 80, "moe_intermediate_size": 20,
-    "num_local_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+LFM: dict[str, Any] = {
+    **SIZES, "num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 80,
+    "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention", "conv"],
 }  # fmt: skip
-KIMI_LINES = [  # three kinds of layers, whose q have different shapes
-    "\n  1 of 4 layers, as layer 0:\n    attention as llama's: q self_attn.q_proj.weight [32, 48], k",
-    "\n  2 of 4 layers, as layer 1:\n    attention as llama's: q self_attn.q_proj.weight [32, 48], k",
-    "\n  1 of 4 layers, as layer 3:\n    attention as deepseek_v2's: q_proj self_attn.q_proj.weight [48, 48], kv_a",
-    "self_attn.A_log [1, 1, 4, 1]",
+LFM_LINES = [  # two kinds of layers
+    "\n  3 of 4 layers, as layer 0:\n    like no family's: conv.conv.weight [48, 1, 3], conv.in_proj.weight [144, 48]",
+    "\n  1 of 4 layers, as layer 2:\n    attention as opt's: q self_attn.q_proj.weight [48, 48], k",
+    "feed_forward.w1.weight [80, 48]",
 ]
 UNKNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gpt2": ({"n_embd": 48, "n_layer": 2, "n_head": 4}, [*GPT2, "layers: 2, at transformer.h"]),
     "bloom": (SIZES, ["attention as falcon's: o self_attention.dense.weight [48, 48], q, k, v self_attention"]),
     "phi": ({**SIZES, "intermediate_size": 80}, ["v self_attn.v_proj.weight [48, 48]; without o"]),
     "mamba": (SIZES, ["at backbone.layers", "like no family's: mixer.A_log [96, 16]", "and 2 more"]),
-    "kimi_linear": (KIMI, ["layers: 4, at model.layers", *KIMI_LINES]),
+    "lfm2": (LFM, ["layers: 4, at model.layers", *LFM_LINES]),
     "olmoe": (
         {**SIZES, "intermediate_size": 80, "num_experts": 4},
         ["experts as qwen3_moe's: router mlp.gate.weight [4, 48], gate mlp.experts.E.gate_proj.weight [80, 48]"],

@@ -31,12 +31,18 @@ MINIMAX = {**MIXTRAL, "head_dim": 12}
 MINIMAX_FIELDS = ("scoring_func", "qk_norm_type", "use_routing_bias", "shared_intermediate_size")
 ROUTING = ("topk_method", "scoring_func", "moe_layer_freq")  # fields of the hub's configs
 INDEX = {**LATENT, "q_lora_rank": 12, "index_head_dim": 16}
+KIMI = {
+    **{name: value for name, value in LATENT.items() if name != "n_routed_experts"}, "num_local_experts": 6,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+KIMI_FIELDS = ("first_k_dense_replace", "moe_layer_freq", "moe_router_activation_func", "mla_use_nope")
+KIMI_LACKS = ("n_routed_experts", "rope_parameters", "q_lora_rank")
 SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
     "deepseek_v3": LATENT, "glm4_moe": SHARED, "minimax_m2": MINIMAX, "gpt_neox": NEOX, "falcon": FALCON,
     "smollm3": {**SMALL, "no_rope_layers": [1, 0]}, "qwen3_next": MIXTURE,
     "llama4_text": {**MIXTRAL, "no_rope_layers": [1, 0], "intermediate_size_mlp": 40},
-    "deepseek_v32": INDEX, "glm_moe_dsa": INDEX,
+    "deepseek_v32": INDEX, "glm_moe_dsa": INDEX, "kimi_linear": KIMI,
 }  # fmt: skip
 UNLISTED = {  # head_dim
     "phi3", "granitemoe",
@@ -156,6 +162,12 @@ ODD: dict[str, dict[str, Any]] = {
     },
     "deepseek_v32": INDEXED,
     "glm_moe_dsa": {**INDEXED, "indexer_types": {"indexer_types": ["full"] * 3, "num_hidden_layers": 3}},
+    "kimi_linear": {
+        **{name: value for name, value in ODD_LATENT.items() if name not in KIMI_LACKS}, "q_lora_rank": 9,
+        "num_local_experts": 9, "norm_topk_prob": False, "n_group": 3, "topk_group": {"n_group": 3, "topk_group": 2},
+        "mlp_layer_types": ["sparse", "dense"], "layer_types": ["full_attention", "linear_attention"],
+        "linear_head_dim": 5, "linear_num_heads": 2, "linear_conv_kernel_dim": 3,
+    },
     "qwen3_next": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 20, "norm_topk_prob": False},
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": {
@@ -231,6 +243,7 @@ OTHER: dict[str, Any] = {
     "num_key_value_heads": 2, "scoring_func": "tanh", "topk_method": "best", "moe_layer_freq": 2,
     "norm_topk_prob": True, "mlp_bias": True,
     "use_bidirectional_attention": True, "use_qk_norm": True, "alibi": True,
+    "mla_use_nope": False, "moe_router_activation_func": "softmax",
     "qk_norm_type": "per_head", "use_routing_bias": False, "shared_intermediate_size": 8,
 }  # fmt: skip
 UNREAD: dict[str, Any] = {
@@ -263,6 +276,7 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     unlisted |= {"deepseek_v2": {*ROUTING[1:]}, "deepseek_v3": {*ROUTING}}
     unlisted |= {"deepseek_v32": {*ROUTING}, "glm_moe_dsa": {*ROUTING}}
     unlisted["minimax_m2"] = {*MINIMAX_FIELDS}
+    unlisted["kimi_linear"] = {*KIMI_FIELDS}
     assert others == unlisted.get(family, set())
     assert set(ODD[family]) == kept
     assert fixed <= set(OTHER)

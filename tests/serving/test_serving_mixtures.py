@@ -47,6 +47,8 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         )
         sizes |= {name: draw.random() < 0.5 for name in ("use_qk_norm", "attn_temperature_tuning", "attention_bias")}
         return sizes | layers | {"attention_chunk_size": draw.choice([5, 100]), "intermediate_size_mlp": 33}
+    if family == "kimi_linear":
+        return kimi_sizes(draw)
     if family in factories.HYBRIDS:
         return hybrid_sizes(family, draw)
     if family in ("glm4_moe", *factories.FOREIGN, *factories.INDEXED):
@@ -81,6 +83,17 @@ def hybrid_sizes(family: str, draw: random.Random) -> dict[str, Any]:
     }
 
 
+def kimi_sizes(draw: random.Random) -> dict[str, Any]:
+    """Sizes of a random Kimi-Linear."""
+    grouped = grouped_sizes("kimi_linear", draw)
+    grouped["num_local_experts"] = grouped.pop("n_routed_experts")
+    return grouped | {
+        "linear_num_heads": draw.choice([1, 3]), "linear_head_dim": draw.choice([3, 8]),
+        "linear_conv_kernel_dim": draw.choice([2, 4]), "attention_bias": draw.random() < 0.5,
+        "layer_types": [draw.choice(factories.DELTA["layer_types"]) for _ in range(2)] + ["full_attention"],
+    }  # fmt: skip
+
+
 def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
     """Sizes of a random mixture with dense first layers, shared experts, and experts in groups."""
     size, groups = draw.choice([2, 3, 8]), draw.choice([1, 2, 4])
@@ -99,7 +112,8 @@ def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
     sizes["q_lora_rank"] = draw.choice([None, 10])
     if family == "deepseek_v2":
         return sizes | {"topk_method": draw.choice(["greedy", "group_limited_greedy"])}
-    return sizes | {"norm_topk_prob": draw.random() < 0.5, "rope_interleave": draw.random() < 0.5}
+    sizes["norm_topk_prob"] = draw.random() < 0.5
+    return sizes if family == "kimi_linear" else sizes | {"rope_interleave": draw.random() < 0.5}
 
 
 def loaded(source: Path) -> tuple[Any, LaminaForCausalLM]:

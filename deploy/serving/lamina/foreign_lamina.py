@@ -8,9 +8,11 @@ when the first such module is built.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -24,6 +26,8 @@ class ForeignLayer:
         masked: it always needs a mask of pairs.
         chunked: tokens attend to those of their chunk, of `attention_chunk_size` tokens.
         cached: the fields whose sum is the count of numbers that it caches per token, if these are not keys and values.
+        stored: tensor of the module -> the stored tensors that it consists of, equal parts along its first axis, where
+            the files have others than the module.
     """
 
     name: str
@@ -31,6 +35,7 @@ class ForeignLayer:
     masked: bool = False
     chunked: bool = False
     cached: tuple[str, ...] = ()
+    stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def cache_numbers(self, sizes: Mapping[str, Any]) -> int:
         """Return the numbers that it caches per token, from the fields of `foreign` and of Lamina's config."""
@@ -80,6 +85,18 @@ DELTA_LAYERS = {
     "linear_attention": ForeignLayer("GatedDeltaNet", recurrent=True),
     "full_attention": ForeignLayer("Attention"),
 }
+KIMI_FIELDS = (*LATENT_FIELDS, "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+KIMI_LAYERS = {
+    "linear_attention": ForeignLayer(
+        "DeltaAttention",
+        recurrent=True,
+        stored={
+            "conv1d.weight": ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"),
+            **{f"forget_gate.{name}": (name,) for name in ("f_a_proj.weight", "f_b_proj.weight", "dt_bias", "A_log")},
+        },
+    ),
+    "full_attention": ForeignLayer("Attention", cached=LATENT_CACHE),
+}
 INDEX_FIELDS = (*LATENT_FIELDS, "index_topk", "index_head_dim", "index_n_heads")
 INDEX_LAYERS = {  # latent attention to the tokens that an indexer chooses
     "indexed_attention": ForeignLayer("Attention", masked=True, cached=(*LATENT_CACHE, "index_head_dim")),
@@ -98,6 +115,7 @@ FOREIGN = {
     "deepseek_v32": ForeignAttention("DeepseekV32", INDEX_FIELDS, layers=INDEX_LAYERS),
     "glm_moe_dsa": ForeignAttention("GlmMoeDsa", (*INDEX_FIELDS, "indexer_types"), layers=INDEX_LAYERS),
     "llama4_text": ForeignAttention("Llama4Text", CHUNKED_FIELDS, layers=CHUNKED_LAYERS, rotary=True, package="llama4"),
+    "kimi_linear": ForeignAttention("KimiLinear", KIMI_FIELDS, layers=KIMI_LAYERS),
     "qwen3_next": ForeignAttention("Qwen3Next", DELTA_FIELDS, layers=DELTA_LAYERS),
     "qwen3_5_text": ForeignAttention("Qwen3_5", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5"),
     "qwen3_5_moe_text": ForeignAttention("Qwen3_5Moe", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5_moe"),
@@ -219,7 +237,46 @@ def make_foreign_attention(config: Any, layer: int) -> nn.Module:
     kind = foreign_layer(config.foreign, config.layer_types[layer])
     read = ForeignConfig(config, config.forms[layer], "sdpa" if kind.masked or kind.chunked else WHOLE)
     attention: nn.Module = _class(config, kind.name)(read, layer)
+    hold_as_stored(attention, kind.stored)
     return attention
+
+
+def hold_as_stored(module: nn.Module, stored: Mapping[str, tuple[str, ...]]) -> None:
+    """Hold tensors of a module under the names, and in the parts, of the files; each call joins them.
+
+    `stored`: see `ForeignLayer`.
+    """
+    for name, parts in stored.items():
+        owner, leaf = _owner(module, name)
+        pieces = getattr(owner, leaf).detach().chunk(len(parts))
+        delattr(owner, leaf)
+        for part, piece in zip(parts, pieces, strict=True):
+            path, _, own = part.rpartition(".")
+            if path and path not in module._modules:
+                module.add_module(path, nn.Module())
+            module.get_submodule(path).register_parameter(own, nn.Parameter(piece.clone()))
+    if stored:
+        module.register_forward_pre_hook(partial(_join, stored=stored))
+        module.register_forward_hook(partial(_part, stored=stored), always_call=True)
+
+
+def _join(module: nn.Module, _: Any, stored: Mapping[str, tuple[str, ...]]) -> None:
+    """Give a module its tensors for a call."""
+    for name, parts in stored.items():
+        pieces = [getattr(*_owner(module, part)) for part in parts]
+        setattr(*_owner(module, name), pieces[0].view_as(pieces[0]) if len(pieces) == 1 else torch.cat(pieces))
+
+
+def _part(module: nn.Module, _: Any, __: Any, stored: Mapping[str, tuple[str, ...]]) -> None:
+    """Take them away behind the call."""
+    for owner, leaf in (_owner(module, name) for name in stored):
+        vars(owner).pop(leaf, None)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module below another that holds a tensor of this name, and the tensor's name in it."""
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
 
 
 def make_foreign_rotary(config: Any) -> nn.Module:

@@ -1,0 +1,123 @@
+"""Kimi-Linear: Kimi delta attention in most layers, latent attention without rotation in the others.
+
+Both are copied, and transformers' own modules run them. arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipeline.families import deepseek_v3
+from pipeline.families.blocks import Copied
+from pipeline.families.delta import FULL, LINEAR
+from pipeline.families.family import TRAINING, Family
+from pipeline.families.foreign import (
+    LATENT_BIASES,
+    LATENT_ROLES,
+    ForeignBlock,
+    ForeignFamily,
+    latent_attention,
+    latent_faults,
+)
+from pipeline.families.llama import BLOCK, MODULES
+from pipeline.families.mixture import LISTED, MixtureFamily
+from pipeline.families.qwen3_moe import PROJECTIONS
+
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+DELTA = ("q_proj", "k_proj", "v_proj", *CONVOLUTIONS, "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj",
+         "o_norm", "o_proj")  # fmt: skip
+MOE = "block_sparse_moe"
+DELTA_SIZES = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+
+
+def _delta_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
+    """Return Kimi delta attention: it holds a state (head width, head width) for each head."""
+    width, heads, hidden = sizes["linear_head_dim"], sizes["linear_num_heads"], sizes["hidden_size"]
+    channels = width * heads
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (channels, hidden))
+    shapes |= dict.fromkeys(CONVOLUTIONS, (channels, 1, sizes["linear_conv_kernel_dim"]))
+    shapes |= {"f_a_proj": (width, hidden), "f_b_proj": (channels, width), "b_proj": (heads, hidden)}
+    shapes |= {"g_a_proj": (width, hidden), "g_b_proj": (channels, width)}
+    shapes |= {"o_norm": (width,), "o_proj": (hidden, channels)}
+    copied = [Copied(f"{LINEAR}.{name}", (("weight", shape),)) for name, shape in shapes.items()]
+    copied.append(Copied(f"{LINEAR}.decay", (("A_log", (1, 1, heads, 1)), ("dt_bias", (channels,)))))
+    return ForeignBlock(None, tuple(copied), (), heads, 3 * channels, 0)
+
+
+def _latent_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
+    """Return latent attention, which rotates nothing."""
+    biased = LATENT_BIASES if sizes["attention_bias"] else ()
+    fields = {**sizes, "model_type": "deepseek_v3"}
+    latent = latent_attention(fields, sizes["hidden_size"], sizes["num_attention_heads"], biased)
+    copied = tuple(replace(each, role=f"{FULL}.{each.role}", reads="") for each in latent.copied)
+    return replace(latent, block=None, copied=copied, scores=tuple(f"{FULL}.{role}" for role in latent.scores))
+
+
+def _faults(fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields that no module can have."""
+    return latent_faults(fields) + [
+        f"{name}: {fields[name]!r:.80} is no positive integer"
+        for name in DELTA_SIZES
+        if type(fields[name]) is not int or fields[name] < 1
+    ]
+
+
+def _as_the_hub_has_it(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field that other engines read in place of `layer_types` and of the sizes of linear attention."""
+    layers: dict[str, list[int]] = {FULL: [], LINEAR: []}
+    for number, layer_type in enumerate(fields["layer_types"], start=1):
+        layers[layer_type].append(number)
+    width, heads, kernel = (fields[name] for name in DELTA_SIZES)
+    sizes = {"head_dim": width, "num_heads": heads, "short_conv_kernel_size": kernel}
+    return {"linear_attn_config": {**sizes, "full_attn_layers": layers[FULL], "kda_layers": layers[LINEAR]}}
+
+
+_mixture = deepseek_v3.FAMILY.mixture
+assert isinstance(_mixture, MixtureFamily)
+
+FAMILY = Family(
+    model_type="kimi_linear",
+    block=BLOCK
+    | {
+        "modules": {
+            "input_norm": MODULES["input_norm"],
+            **{f"{LINEAR}.{name}": f"self_attn.{name}" for name in DELTA},
+            f"{LINEAR}.decay": "self_attn",
+            **{f"{FULL}.{name}": f"self_attn.{name}" for name in LATENT_ROLES},
+            **{role: MODULES[role] for role in ("mlp_norm", "gate", "up", "down")},
+        },
+        "biases": {f"{FULL}.{role}": field for role, field in LATENT_BIASES.items()},
+        "foreign": {LINEAR: "self_attn", FULL: "self_attn"},
+        "rotary": None,
+    },
+    # transformers writes dense MLPs so, and reads both names.
+    other_names={f"{MOE}.{name}": f"mlp.{name}" for name in PROJECTIONS.values()},
+    engine_fields=_as_the_hub_has_it,
+    fields=deepseek_v3.EQUAL,
+    equal=deepseek_v3.EQUAL,
+    requires={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
+    windows=("layer_types",),
+    unread={
+        "attention_dropout": TRAINING,
+        "pretraining_tp": "how the products were once cut; nobody reads it",
+        "output_router_logits": "what a call returns",
+    },
+    foreign=ForeignFamily(
+        "kimi_linear", None, "qk_rope_head_dim", _faults, {LINEAR: _delta_attention, FULL: _latent_attention}
+    ),
+    mixture=replace(
+        _mixture,
+        paths={
+            "router": f"{MOE}.gate",
+            "score_bias": f"{MOE}.gate.e_score_correction_bias",
+            "experts": f"{MOE}.experts",
+            "modules": {"gate": "w1", "up": "w3", "down": "w2"},
+            "shared": f"{MOE}.shared_experts",
+            "shared_modules": PROJECTIONS,
+        },
+        sizes={"experts": "num_local_experts", "width": "moe_intermediate_size", "top_k": "num_experts_per_tok"},
+        dense_layers=LISTED,
+    ),
+)
