@@ -26,11 +26,14 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from manifests.errors import InputError, StorageError
 from stores import lease
 from stores.backend import Readable, Storage, Writable
-from stores.bucket_client import Connection, reason, repeated
+from stores.bucket_client import SERVICES, Connection, reason, repeated
 from stores.lease import Lease, LeaseStore, is_gone, take_lease
 from stores.threads import parallel_map
 
-ADDRESS = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[^/?#]+)*)/?")
+SCHEMES = "|".join(SERVICES)
+ADDRESS = re.compile(
+    rf"(?P<scheme>{SCHEMES})://(?P<bucket>[a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9])(?P<prefix>(/[^/?#]+)*)/?"
+)
 TOKEN = "lamina-write"
 PART_BYTES = 16 * 1024 * 1024  # an object has at most 10,000 parts
 RANGE_BYTES = 16 * 1024 * 1024
@@ -48,9 +51,9 @@ class Bucket(Storage, LeaseStore):
                 f"{address}: not a bucket address; expected s3://BUCKET or s3://BUCKET/FOLDER, where BUCKET is 3 to "
                 "63 lower-case letters, digits, dots and hyphens, and FOLDER has no ? or #"
             )
-        self.bucket = match["bucket"]
+        self.scheme, self.bucket = match["scheme"], match["bucket"]
         self.prefix = match["prefix"].lstrip("/")
-        self._connection = connection or Connection(self.bucket)
+        self._connection = connection or Connection(self.scheme, self.bucket)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Bucket, (self.at(),)
@@ -147,7 +150,7 @@ class Bucket(Storage, LeaseStore):
                 repeated(lambda: obstore.delete(self._connection.patient, keys))
 
     def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
-        is_near = isinstance(source, Bucket) and source.bucket == self.bucket
+        is_near = isinstance(source, Bucket) and (source.scheme, source.bucket) == (self.scheme, self.bucket)
         if isinstance(source, Bucket) and is_near and source.size(source_name) <= COPY_BYTES:
             with self._errors("copying", name):
                 keys = source._key(source_name), self._key(name)
@@ -194,7 +197,7 @@ class Bucket(Storage, LeaseStore):
         return Bucket(self.at(folder), self._connection)
 
     def at(self, name: str = "") -> str:
-        return "s3://" + "/".join(filter(None, (self.bucket, self.prefix, name)))
+        return f"{self.scheme}://" + "/".join(filter(None, (self.bucket, self.prefix, name)))
 
     def _key(self, name: str) -> str:
         return "/".join(filter(None, (self.prefix, name)))

@@ -1,4 +1,7 @@
-"""Clients of a bucket: timeouts, retries and error texts."""
+"""Clients of a bucket: services, timeouts, retries and error texts.
+
+Another service with conditional writes is one more line in `SERVICES`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from obstore.store import S3Store
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
+SERVICES = {"s3": S3Store}  # by the scheme of an address
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 RETRIES: RetryConfig = {
     "max_retries": 10,
@@ -31,20 +35,20 @@ T = TypeVar("T")
 
 
 class Connection:
-    """The clients of one bucket."""
+    """The clients of one bucket of a service."""
 
-    def __init__(self, bucket: str) -> None:
-        self.bucket = bucket
+    def __init__(self, scheme: str, bucket: str) -> None:
+        self.service, self.bucket = SERVICES[scheme], bucket
 
     @cached_property
     def patient(self) -> S3Store:
         """A client that retries for minutes."""
-        return S3Store(self.bucket, client_options=_client_options(PATIENT_TIMEOUT), retry_config=RETRIES)
+        return self.service(self.bucket, client_options=_client_options(PATIENT_TIMEOUT), retry_config=RETRIES)
 
     @cached_property
     def hasty(self) -> S3Store:
         """A client that gives up early: for leases, and to probe whether the bucket answers."""
-        return S3Store(self.bucket, client_options=_client_options(HASTY_TIMEOUT), retry_config=FEW_RETRIES)
+        return self.service(self.bucket, client_options=_client_options(HASTY_TIMEOUT), retry_config=FEW_RETRIES)
 
 
 def _client_options(timeout: str) -> ClientConfig:

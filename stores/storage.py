@@ -1,7 +1,8 @@
 """Opens storages by their address: a directory, a bucket, or a model on the hub.
 
 `stores/backend.py` defines the protocol; `stores/disk.py`, `stores/bucket.py`, `stores/hub.py` and, for tests,
-`stores/memory_storage.py` implement it. A new kind of storage is one more such file and a line in `open_storage`.
+`stores/memory_storage.py` implement it. A new kind of storage is one more such file and a line in `open_storage`;
+another service of buckets is a line in `stores/bucket_client.py`.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ def open_storage(place: Place) -> Storage:
     if isinstance(place, Storage):
         return place
     address = os.fspath(place)
-    if address.startswith("s3://"):
-        from stores.bucket import Bucket  # imported late: slower than everything else `status` needs
-
-        return Bucket(address)
-    if address.startswith("hub://"):
+    scheme, has_scheme, _ = address.partition(SCHEME_END)
+    if not has_scheme:
+        return Disk(place)
+    if scheme == "hub":
         from stores.hub import hub_at
 
         return hub_at(address)
-    if is_address(address):
+    from stores.bucket import Bucket  # imported late: slower than everything else `status` needs
+    from stores.bucket_client import SERVICES
+
+    if scheme not in SERVICES:
         raise InputError(f"{address}: unknown kind of storage; give a directory, or a bucket as s3://BUCKET/FOLDER")
-    return Disk(place)
+    return Bucket(address)
 
 
 def open_file(file: str | os.PathLike[str]) -> tuple[Storage, str]:
