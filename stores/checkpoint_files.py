@@ -12,7 +12,7 @@ import torch
 
 from manifests.errors import InputError, StorageError
 from stores.headers import TensorRecord, read_header, without_duplicates
-from stores.model_files import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
+from stores.model_files import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from stores.storage import Readable, Storage
 
 MAX_FAULTS = 20
@@ -33,7 +33,7 @@ def read_object(storage: Storage, name: str, faults: list[str]) -> dict[str, Any
         faults.append(f"{path}: missing; the directory of a transformers model has it")
         return {}
     try:
-        content = parse_json(storage.read_whole(name, MAX_JSON_BYTES))
+        content = parse_json(storage.read_whole(name, MAX_JSON_BYTES), infinite=name == CONFIG_FILE)
     except (ValueError, RecursionError) as error:
         faults.append(f"{path}: not JSON: {error or type(error).__name__}")
         return {}
@@ -43,12 +43,15 @@ def read_object(storage: Storage, name: str, faults: list[str]) -> dict[str, Any
     return content
 
 
-def parse_json(data: bytes) -> Any:
-    """Parse strict JSON. Raises ValueError on NaN, infinity and duplicate keys."""
+def parse_json(data: bytes, infinite: bool = False) -> Any:
+    """Parse strict JSON. Raises ValueError on NaN, infinity and duplicate keys.
+
+    `infinite`: accept `Infinity`, which configs of models have for limits that bound nothing.
+    """
 
     def finite(text: str) -> float:
         value = float(text)
-        if not math.isfinite(value):
+        if not math.isfinite(value) and not (infinite and text == "Infinity"):
             raise ValueError(f"{text} is not a JSON number")
         return value
 

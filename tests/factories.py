@@ -58,6 +58,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -134,6 +136,7 @@ HYBRIDS: dict[str, tuple[Any, Any]] = {  # two kinds of attention, which no meth
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "kimi_linear": (KimiLinearConfig, KimiLinearForCausalLM),
+    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM),
 }
 INDEXED: dict[str, tuple[Any, Any]] = {  # latent attention with an indexer, which is copied
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
@@ -272,6 +275,15 @@ OWN_NAMES["kimi_linear"] = {
 EXPERTS["kimi_linear"] = {
     "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2,
 }  # fmt: skip
+OWN_NAMES["nemotron_h"] = {
+    "intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 6,
+    "ssm_state_size": 10, "n_groups": 2, "conv_kernel": 3, "chunk_size": 16, "num_hidden_layers": 4, "use_bias": True,
+    "layers_block_type": ("full_attention", "moe", "linear_attention", "mlp"),
+}  # fmt: skip
+EXPERTS["nemotron_h"] = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2,
+    "moe_shared_expert_intermediate_size": 20,
+}  # fmt: skip
 COMMON_NAMES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
     "bos_token_id", "eos_token_id", "pad_token_id",
@@ -317,10 +329,9 @@ def randomise_(model: Any, seed: int) -> Any:
     Weights are large enough for peaked logits, norms are not 1 and biases not 0, so that nothing is right by chance.
     """
     generator = torch.Generator().manual_seed(seed)
-    usual = (
-        0.0 if model.config.get_text_config().model_type in HYBRIDS else 1.0
-    )  # their norms multiply by 1 + weight; twice as much
-    for name, parameter in sorted(model.named_parameters()):  # would make their logits sensitive to rounding
+    # Norms of Qwen's hybrids multiply by 1 + weight; twice as much would make their logits sensitive to rounding.
+    usual = 0.0 if OWN_FIELDS.get(model.config.get_text_config().model_type) is DELTA else 1.0
+    for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
         parameter.data = usual + 0.2 * noise if is_scale else 0.15 * noise

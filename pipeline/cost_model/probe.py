@@ -56,7 +56,7 @@ class ProbedShape:
         widest = max(geometry.layers, key=lambda layer: widths[layer.index])
         calibration = manifest.calibration
         sequence = calibration.sequence_length if calibration else cls.sequence
-        features = widest.query_features
+        features = max(layer.query_features for layer in geometry.layers)
         read = widest.attention.key.outputs if widest.attentions else features
         return cls(geometry.hidden, widths[widest.index], sequence, features, read)
 

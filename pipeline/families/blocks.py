@@ -313,7 +313,8 @@ def mixture_blocks(
         bias = mixture["biases"] and name != SHARED
         weighed = name != SHARED and mixture["weighs"] == INPUTS
         reads = f"{name}.in" if weighed else "mlp.in"
-        readers = (Matrix(f"{name}.{role}", width, hidden, bias, reads, inside) for role in ("gate", "up"))
+        roles = (role for role in ("gate", "up") if role in mixture["modules"])
+        readers = (Matrix(f"{name}.{role}", width, hidden, bias, reads, inside) for role in roles)
         writer = Matrix(f"{name}.down", hidden, width, bias, inside, "out")
         routing = f"{name}{ROUTING}" if name != SHARED or mixture["shared_gate"] else ""
         share = 1.0 if name == SHARED else sizes.top_k / sizes.experts
@@ -332,10 +333,10 @@ def mixture_blocks(
 def dense_blocks(
     modules: Mapping[str, str], biased: Collection[str], hidden: int, sizes: Mapping[str, Any], scaled: bool = False
 ) -> tuple[Block, ...]:
-    """Return the attention block and the MLP block of a dense layer; the latter alone where attention is foreign.
+    """Return the attention block and the MLP block of a dense layer: those that it has, and that are not foreign.
 
     Args:
-        modules: role → module path; without `gate`, the MLP has one reader; without `q`, attention is foreign.
+        modules: role → module path; without `gate`, the MLP has one reader; without `q` or `down`, there is no block.
         biased: the roles that have a bias.
         sizes: `num_attention_heads`, `num_key_value_heads`, `head_dim`, `intermediate_size`, `hidden_act` and, for
             clamped channels, `clamp`.
@@ -373,4 +374,4 @@ def dense_blocks(
         activation=sizes["hidden_act"],
         clamp=sizes.get("clamp"),
     )
-    return (attention, mlp) if "q" in modules else (mlp,)
+    return tuple(block for block in (attention, mlp) if block.writer.role in modules)

@@ -62,14 +62,14 @@ def listed_fields(family: Family) -> dict[str, Any]:
 def standard_fields(family: Family) -> dict[str, str]:
     """Map the family's own name of each field to the standard name of the same value."""
     listed = listed_fields(family)
-    mapped = {name: config_class(family).attribute_map.get(name, name) for name in COPIED_FIELDS}
+    mapped = {name: config_class(family).attribute_map.get(name, name) for name in (*COPIED_FIELDS, *family.windows)}
     copied = {own if own in listed else name: name for name, own in mapped.items()}
     renamed = {own_name(family, name): name for name in RENAMED_FIELDS}
     fields = copied | {own: name for own, name in renamed.items() if isinstance(own, str) and own not in COPIED_FIELDS}
     by_heads = family.foreign is None or not family.foreign.rotary_width
     if by_heads and ("head_dim" in listed or "head_dim" in family.unlisted):
         fields["head_dim"] = "head_dim"
-    return fields | {name: name for name in family.windows}
+    return fields
 
 
 def kept_fields(family: Family) -> dict[str, str]:

@@ -39,7 +39,7 @@ class LayerGeometry:
     Attributes:
         index: the number of the layer, from 0.
         prefix: the prefix of the names of its tensors, with the trailing dot.
-        blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass.
+        blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass; perhaps one of both.
         foreign: attention that is not compressed, which is none of the blocks.
         routing: the fields of the rule of its router, by the names of the standard config's `mixture`, and `top_k`.
         copied: further tensors, which no method changes: those of a router and of foreign attention.
@@ -98,24 +98,24 @@ class LayerGeometry:
     @property
     def query_features(self) -> int:
         """Return the numbers of all query heads of a token."""
-        return self.foreign.query_features if self.foreign else self.attention.query.outputs
+        return self.foreign.query_features if self.foreign else sum(each.query.outputs for each in self.attentions)
 
     @property
     def query_heads(self) -> int:
         """Return the number of query heads."""
-        return self.foreign.heads if self.foreign else self.attention.heads
+        return self.foreign.heads if self.foreign else sum(each.heads for each in self.attentions)
 
     @property
     def cache_numbers(self) -> int:
         """Count the numbers that the dense layer caches per token."""
-        return self.foreign.cache_numbers if self.foreign else self.attention.cache_numbers
+        return self.foreign.cache_numbers if self.foreign else sum(each.cache_numbers for each in self.attentions)
 
     @property
     def score_roles(self) -> tuple[str, ...]:
         """Return the roles whose outputs make attention scores; behind norms of heads, those of the norms."""
         if self.foreign:
             return self.foreign.scores
-        roles = (matrix.role for matrix in self.attention.query_key)
+        roles = (matrix.role for block in self.attentions for matrix in block.query_key)
         return tuple(f"{role}_norm" if f"{role}_norm" in self.roles else role for role in roles)
 
     @cached_property

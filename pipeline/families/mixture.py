@@ -17,6 +17,7 @@ from manifests.errors import InputError
 
 EVERY_LAYER, SPARSE_STEP, FIRST_DENSE = "", "mlp_only_layers", "first_k_dense_replace"
 MIXED = "moe_layers"  # a list of the layers with a mixture; every so many is its default
+BY_TYPE = "layer_types"  # a list that has `moe` for them
 LISTED = "mlp_layer_types"  # a list that has `dense` for them; FIRST_DENSE is its default
 ROUTING_FIELDS = (
     "score",
@@ -81,6 +82,7 @@ class MixtureFamily:
         """Return the source's fields that the mixture holds."""
         layers: dict[str, tuple[str, ...]] = {
             EVERY_LAYER: (),
+            BY_TYPE: (),
             SPARSE_STEP: (SPARSE_STEP, "decoder_sparse_step"),
             FIRST_DENSE: (FIRST_DENSE,),
             LISTED: (LISTED, FIRST_DENSE),
@@ -124,6 +126,8 @@ class MixtureFamily:
         return bool(method == known[1])
 
     def _is_mixture(self, source: PreTrainedConfig, layer: int) -> bool:
+        if self.dense_layers == BY_TYPE:
+            return bool(source.layer_types[layer] == "moe")
         if self.dense_layers == LISTED:
             return bool(source.mlp_layer_types[layer] != "dense")
         if self.dense_layers == MIXED:
@@ -161,7 +165,7 @@ class MixtureFamily:
         if self.dense_layers == LISTED:
             first = next((layer for layer, sizes in enumerate(layers) if sizes is not None), len(layers))
             return {LISTED: ["sparse" if sizes else "dense" for sizes in layers], FIRST_DENSE: first}
-        if self.dense_layers == EVERY_LAYER:
+        if self.dense_layers in (EVERY_LAYER, BY_TYPE):
             return {}
         if self.dense_layers == MIXED:
             mixed = [layer for layer, sizes in enumerate(layers) if sizes is not None]

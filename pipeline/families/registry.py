@@ -44,6 +44,7 @@ from pipeline.families import (
     minimax_m2,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
     opt,
@@ -102,6 +103,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_5,
         qwen3_5_moe,
         kimi_linear,
+        nemotron_h,
         gemma2,
         gemma3,
         olmo2,
@@ -241,7 +243,7 @@ def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str,
         index=index,
         prefix=f"{block['layers']}.{index}.",
         hidden=hidden,
-        blocks=(*blocks[:-1], *experts) if experts else blocks,
+        blocks=(*(block for block in blocks if block.name != "mlp"), *experts) if experts else blocks,
         norms=norms_of(block, modules, hidden, sizes),
         modules=tuple(layer_modules(modules, mixture, mixture_of(mixture, index)).items()),
         bits=bits,
@@ -326,6 +328,7 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     for name in ("num_hidden_layers", "n_layer"):
         if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
             raise InputError(f"config.json: {name}: {fields[name]} is beyond {MAX_LAYERS}")
+    fields = PreTrainedConfig._decode_special_floats(fields)  # transformers writes infinity as an object
     try:
         source = transformers.AutoConfig.for_model(family.model_type, **fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:

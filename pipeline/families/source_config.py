@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+from transformers.configuration_utils import PreTrainedConfig
 
 from lamina.mixture_lamina import SHARED
 from manifests.errors import InputError
@@ -68,7 +69,8 @@ def _config_of(
     if family.engine_fields is not None:
         named |= family.engine_fields(fields)
     modeling_auto: Any = transformers.models.auto.modeling_auto
-    config = {**named, **transformers.AutoConfig.for_model(kind, **fields).to_dict(), "dtype": dtype}
+    written = transformers.AutoConfig.for_model(kind, **fields).to_dict()
+    config = {**named, **PreTrainedConfig._encode_special_floats(written), "dtype": dtype}
     config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     if standard.get("wrapper"):
         config = wrapped_config(standard["wrapper"], config)

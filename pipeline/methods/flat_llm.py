@@ -79,7 +79,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         ranks = self.entry.ranks.model_dump() if self.entry.ranks is not None else {}
         on = {"value": self.entry.attention, "mlp": self.entry.mlp, "query_key": self.entry.query_key != "none"}
         full = {name: block.head_dim for block in geometry.attentions for name in ("value", "query_key")}
-        full["mlp"] = max(mlp.width for mlp in geometry.mlps)
+        full["mlp"] = max((mlp.width for mlp in geometry.mlps), default=0)
         for name, rank in ranks.items():
             if rank is not None and not on[name]:
                 raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")

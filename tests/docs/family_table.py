@@ -47,6 +47,7 @@ NAMES = {
     "glm": "GLM-4 (2024)", "glm4": "GLM-4 (2025)", "glm4_moe": "GLM-4.5", "glm_moe_dsa": "GLM-5",
     "gpt_neox": "GPT-NeoX", "gpt_oss": "gpt-oss", "gptj": "GPT-J", "granite": "Granite", "granitemoe": "Granite-MoE",
     "hunyuan_v1_moe": "Hunyuan-MoE", "kimi_linear": "Kimi-Linear", "llama4_text": "Llama-4",
+    "nemotron_h": "Nemotron-H",
     "llama": "Llama", "minimax_m2": "MiniMax-M2", "mistral": "Mistral", "mixtral": "Mixtral", "olmo2": "OLMo 2",
     "olmo3": "OLMo 3", "opt": "OPT", "phi3": "Phi-3, Phi-4", "qwen2": "Qwen2", "qwen2_moe": "Qwen2-MoE",
     "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "qwen3_next": "Qwen3-Next", "qwen3_5_moe_text": "Qwen3.5 (experts)",

@@ -24,7 +24,7 @@ inline = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 FAMILIES = tuple(factories.MIXTURES)[:5]
 LATER = tuple(factories.MIXTURES)[5:]
-CHUNKED = tuple(factories.CHUNKED)  # whose attention is copied
+COPIED = (*factories.CHUNKED, "kimi_linear", "nemotron_h")  # whose attention is copied
 DENSE = {"calibration.propagate": "dense"}
 EXPERTS_ALONE = {"method": "loss_aware", "attention": False, "query_key": False}
 ENTRIES: dict[str, list[dict[str, Any]]] = {
@@ -110,15 +110,23 @@ def test_kills_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
     assert file_digests(killed.output) == expected
 
 
+SLICED = [
+    ({"method": "flat_llm"}, "compressed", "deepseek_v3"),
+    ({"method": "svd_llm"}, "dense", "deepseek_v3"),
+    pytest.param({"method": "flat_llm", "attention": False}, "compressed", "nemotron_h", marks=pytest.mark.nightly),
+    pytest.param(EXPERTS_ALONE, "dense", "nemotron_h", marks=pytest.mark.nightly),
+]
+
+
 @inline
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(("method", "propagate"), [("flat_llm", "compressed"), ("svd_llm", "dense")])
+@pytest.mark.parametrize(("entry", "propagate", "family"), SLICED)
 def test_slices_of_experts_change_no_byte(
-    method: str, propagate: str, keep: bool, tmp_path: Path, job: MakeJob
+    entry: dict[str, Any], propagate: str, family: str, keep: bool, tmp_path: Path, job: MakeJob
 ) -> None:
-    source = make_source(tmp_path / "source", "deepseek_v3", layers=2)
+    source = make_source(tmp_path / "source", family, layers=2)
     settings = {"calibration.propagate": propagate, "statistics.keep": keep}
-    whole, sliced = (job(source, methods=[{"method": method}], **settings, **{"workers.experts": n}) for n in (100, 3))
+    whole, sliced = (job(source, methods=[entry], **settings, **{"workers.experts": n}) for n in (100, 3))
     assert whole.run().code == sliced.run().code == 0
     assert file_digests(whole.output) == file_digests(sliced.output)
 
@@ -293,13 +301,14 @@ FEWER: dict[str, list[dict[str, Any]]] = {
         *(
             pytest.param(name, family, marks=pytest.mark.nightly)
             for name in FEWER
-            for family in (*LATER, *CHUNKED)
+            for family in (*LATER, *COPIED)
             if (name, family) != ("stock", "gpt_oss")
         ),
     ],
 )
 def test_fewer_experts(name: str, family: str, tmp_path: Path, job: MakeJob) -> None:
-    source = make_source(tmp_path / "source", family, layers=2)
+    whole = {"n_group": 1, "topk_group": 1} if family in COPIED[1:] else {}  # their groups of two keep both
+    source = make_source(tmp_path / "source", family, layers=2, **whole)
     made = job(source, methods=FEWER[name], **DENSE, **{"budget.keep": 0.7, "budget.scope": "experts"})
     assert command("plan", str(made.manifest)).code == 0
     made.run().json  # noqa: B018 - asserts the exit code
@@ -311,7 +320,7 @@ def test_fewer_experts(name: str, family: str, tmp_path: Path, job: MakeJob) -> 
     assert name == "layer" or len(set(counts)) == 1
     before, after = read_tensors(source), read_tensors(made.output)
     for name_, rows_ED in after.items():
-        if re.search(r"(mlp|sparse_moe)\.(gate|router)\.", name_):
+        if re.search(r"(mlp|sparse_moe|mixer)\.(gate|router)\.", name_):
             assert all(any(torch.equal(row, old) for old in before[name_]) for row in rows_ED), "rows of the source"
     ids_BT = some_tokens(300)
     for target in ("dense", "stock") if name != "layer" else ():

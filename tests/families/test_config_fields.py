@@ -36,13 +36,18 @@ KIMI = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 KIMI_FIELDS = ("first_k_dense_replace", "moe_layer_freq", "moe_router_activation_func", "mla_use_nope")
+NEMOTRON = {
+    **SMALL, "layers_block_type": ["linear_attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 6,
+    "n_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+NEMOTRON_LACKS = ("hidden_act", "rms_norm_eps", "rope_parameters", "num_hidden_layers")
 KIMI_LACKS = ("n_routed_experts", "rope_parameters", "q_lora_rank")
 SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
     "deepseek_v3": LATENT, "glm4_moe": SHARED, "minimax_m2": MINIMAX, "gpt_neox": NEOX, "falcon": FALCON,
     "smollm3": {**SMALL, "no_rope_layers": [1, 0]}, "qwen3_next": MIXTURE,
     "llama4_text": {**MIXTRAL, "no_rope_layers": [1, 0], "intermediate_size_mlp": 40},
-    "deepseek_v32": INDEX, "glm_moe_dsa": INDEX, "kimi_linear": KIMI,
+    "deepseek_v32": INDEX, "glm_moe_dsa": INDEX, "kimi_linear": KIMI, "nemotron_h": NEMOTRON,
 }  # fmt: skip
 UNLISTED = {  # head_dim
     "phi3", "granitemoe",
@@ -95,20 +100,12 @@ OWN_ROPES = {"rope_parameters": {"rope_parameters": ROPES, **PATTERN["layer_type
 UNGATED = {name: value for name, value in GATED.items() if name not in ("rms_norm_eps", "tie_word_embeddings")}
 GEMMA: dict[str, Any] = {
     **{name: value for name, value in GATED.items() if name not in ("hidden_act", "tie_word_embeddings")},
-    **PATTERN,
-    "hidden_activation": "relu",
-    "tie_word_embeddings": False,
-    "attention_bias": True,
-    "query_pre_attn_scalar": 99,
-    "final_logit_softcapping": 7.0,
-}
+    **PATTERN, "hidden_activation": "relu", "tie_word_embeddings": False, "attention_bias": True,
+    "query_pre_attn_scalar": 99, "final_logit_softcapping": 7.0,
+}  # fmt: skip
 COHERE: dict[str, Any] = {
-    **UNGATED,
-    "layer_norm_eps": 0.5,
-    "tie_word_embeddings": False,
-    "attention_bias": True,
-    "logit_scale": 0.7,
-}
+    **UNGATED, "layer_norm_eps": 0.5, "tie_word_embeddings": False, "attention_bias": True, "logit_scale": 0.7,
+}  # fmt: skip
 PARTLY = {**LLAMA3, "partial_rotary_factor": 0.25}
 LONG = {
     "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5, 2.0],
@@ -167,6 +164,16 @@ ODD: dict[str, dict[str, Any]] = {
         "num_local_experts": 9, "norm_topk_prob": False, "n_group": 3, "topk_group": {"n_group": 3, "topk_group": 2},
         "mlp_layer_types": ["sparse", "dense"], "layer_types": ["full_attention", "linear_attention"],
         "linear_head_dim": 5, "linear_num_heads": 2, "linear_conv_kernel_dim": 3,
+    },
+    "nemotron_h": {
+        **{name: value for name, value in GATED.items() if name not in NEMOTRON_LACKS},
+        "layer_norm_epsilon": 0.5, "mlp_hidden_act": "relu", "mamba_num_heads": 8, "mamba_head_dim": 5,
+        "mamba_hidden_act": "relu", "ssm_state_size": 7, "n_groups": 1, "conv_kernel": 3, "chunk_size": 9,
+        "time_step_min": 0.1, "use_conv_bias": False, "use_bias": True, "use_mamba_kernels": False,
+        "layers_block_type": ["full_attention", "moe"], "n_routed_experts": 9, "num_experts_per_tok": 3,
+        "num_hidden_layers": {"layers_block_type": ["mlp"], "num_hidden_layers": 1},
+        "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 21, "routed_scaling_factor": 3.5,
+        "norm_topk_prob": False, "n_group": 3, "topk_group": {"n_group": 3, "topk_group": 2},
     },
     "qwen3_next": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 20, "norm_topk_prob": False},
     "qwen3_5_text": HYBRID,
@@ -243,6 +250,7 @@ OTHER: dict[str, Any] = {
     "num_key_value_heads": 2, "scoring_func": "tanh", "topk_method": "best", "moe_layer_freq": 2,
     "norm_topk_prob": True, "mlp_bias": True,
     "use_bidirectional_attention": True, "use_qk_norm": True, "alibi": True,
+    "moe_latent_size": 8, "n_shared_experts": 2, "residual_in_fp32": True,
     "mla_use_nope": False, "moe_router_activation_func": "softmax",
     "qk_norm_type": "per_head", "use_routing_bias": False, "shared_intermediate_size": 8,
 }  # fmt: skip
@@ -255,6 +263,10 @@ UNREAD: dict[str, Any] = {
     "layer_types": SLIDING, "head_dim": 32, "num_mtp_layers": 2,
     "eod_token_id": 9, "sep_token_id": 9,
     "residual_dropout": 0.5, "embedding_dropout": 0.5, "attn_logit_softcapping": 5.0, "no_rope_layer_interval": 3,
+    "attention_bias": True, "mamba_proj_bias": True, "expand": 3, "mamba_ssm_cache_dtype": "bfloat16",
+    "moe_shared_expert_overlap": False, "num_logits_to_keep": 2, "time_step_limit": [0.0, 1.0], "time_step_max": 0.2,
+    "time_step_floor": 0.1, "rescale_prenorm_residual": False, "num_nextn_predict_layers": 1,
+    "mtp_layers_block_type": ["moe"],
     "hidden_dropout": 0.5, "classifier_dropout": 0.5, "is_decoder": True,
 }  # fmt: skip
 
@@ -276,7 +288,7 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     unlisted |= {"deepseek_v2": {*ROUTING[1:]}, "deepseek_v3": {*ROUTING}}
     unlisted |= {"deepseek_v32": {*ROUTING}, "glm_moe_dsa": {*ROUTING}}
     unlisted["minimax_m2"] = {*MINIMAX_FIELDS}
-    unlisted["kimi_linear"] = {*KIMI_FIELDS}
+    unlisted |= {"kimi_linear": {*KIMI_FIELDS}, "nemotron_h": {"num_hidden_layers"}}
     assert others == unlisted.get(family, set())
     assert set(ODD[family]) == kept
     assert fixed <= set(OTHER)

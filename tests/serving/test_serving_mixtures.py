@@ -49,6 +49,8 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         return sizes | layers | {"attention_chunk_size": draw.choice([5, 100]), "intermediate_size_mlp": 33}
     if family == "kimi_linear":
         return kimi_sizes(draw)
+    if family == "nemotron_h":
+        return nemotron_sizes(draw)
     if family in factories.HYBRIDS:
         return hybrid_sizes(family, draw)
     if family in ("glm4_moe", *factories.FOREIGN, *factories.INDEXED):
@@ -94,6 +96,21 @@ def kimi_sizes(draw: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def nemotron_sizes(draw: random.Random) -> dict[str, Any]:
+    """Sizes of a random Nemotron-H of five layers."""
+    grouped, groups = grouped_sizes("nemotron_h", draw), draw.choice([1, 2])
+    del grouped["n_shared_experts"], grouped["first_k_dense_replace"]
+    kinds = ("linear_attention", "moe", "full_attention", "mlp")
+    return grouped | {
+        "layers_block_type": [draw.choice(kinds) for _ in range(4)] + ["full_attention"],
+        "mamba_num_heads": groups * draw.choice([1, 3]), "n_groups": groups, "mamba_head_dim": draw.choice([3, 8]),
+        "ssm_state_size": draw.choice([5, 8]), "conv_kernel": draw.choice([2, 4]), "chunk_size": draw.choice([7, 64]),
+        "use_bias": draw.random() < 0.5, "use_conv_bias": draw.random() < 0.5,
+        "moe_shared_expert_intermediate_size": draw.choice([7, 24]), "tie_word_embeddings": draw.random() < 0.5,
+        "mlp_hidden_act": draw.choice(["relu2", "silu"]),
+    }  # fmt: skip
+
+
 def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
     """Sizes of a random mixture with dense first layers, shared experts, and experts in groups."""
     size, groups = draw.choice([2, 3, 8]), draw.choice([1, 2, 4])
@@ -113,7 +130,7 @@ def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
     if family == "deepseek_v2":
         return sizes | {"topk_method": draw.choice(["greedy", "group_limited_greedy"])}
     sizes["norm_topk_prob"] = draw.random() < 0.5
-    return sizes if family == "kimi_linear" else sizes | {"rope_interleave": draw.random() < 0.5}
+    return sizes if family in factories.HYBRIDS else sizes | {"rope_interleave": draw.random() < 0.5}
 
 
 def loaded(source: Path) -> tuple[Any, LaminaForCausalLM]:

@@ -16,6 +16,7 @@ LINEAR_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 QKVO_ROLES = ("q", "k", "v", "o")
 MLP_ROLES = ("gate", "up", "down")
 ROWWISE_ROLES = ("o", "down")
+ATTENTION, MLP = "attention", "mlp"
 
 # The default of `block`: pre-norm, gated MLP, rotary. It holds paths of modules, the roles of a layer with their paths
 # inside it, `norm` ("rms" or "layer") and `rotary` ("half", "interleaved" or None).
@@ -39,6 +40,7 @@ BLOCK_DEFAULTS: dict[str, Any] = {
     # The path of an attention module of transformers (foreign_lamina), below which its roles lie; or for some layer
     # types the path of theirs, whose roles are called LAYER_TYPE.NAME.
     "foreign": None,
+    "alone": None,  # layer type -> ATTENTION or MLP, for types whose layers consist of this alone, behind its norm
     "norm_bias": True,  # LayerNorms have a bias
     "head_norms": "each",  # q_norm and k_norm norm each head, or "all" heads together, or each head once "rotated"
     "rotary_layers": None,  # a list with 1 for each layer that rotates queries and keys, or their type; null: all do
@@ -119,6 +121,8 @@ def check_block(block: Mapping[str, Any]) -> None:
         raise ValueError(f"block.embed_scale is {scale!r}, allowed are a positive number and 'sqrt(hidden_size)'")
     if not _is_number(offset) or (offset and block["norm"] != "rms"):
         raise ValueError(f"block.norm_offset is {offset!r}, which is a number, and 0 unless norm is 'rms'")
+    if odd := {*(block["alone"] or {}).values()} - {ATTENTION, MLP}:
+        raise ValueError(f"block.alone has {', '.join(map(str, odd))}, allowed are {ATTENTION} and {MLP}")
     for before, after in zip(INPUT_NORM_ROLES, OUTPUT_NORM_ROLES, strict=True):
         spared = before == "mlp_norm" and block["parallel"]
         if not {before, after} & {*modules} and not spared:
@@ -156,6 +160,11 @@ def foreign_path(block: Mapping[str, Any], layer_type: str) -> str | None:
     return foreign.get(layer_type) if isinstance(foreign, Mapping) else foreign
 
 
+def has_part(block: Mapping[str, Any], layer_type: str, part: str) -> bool:
+    """Return True if layers of a type have this part, ATTENTION or MLP; most have both."""
+    return bool((block.get("alone") or {}).get(layer_type, part) == part)
+
+
 def modules_of_type(block: Mapping[str, Any], layer_type: str) -> dict[str, str]:
     """Map the roles of a layer of this type, with a dense MLP, to their module paths."""
     modules, foreign = block["modules"], block.get("foreign")
@@ -163,6 +172,10 @@ def modules_of_type(block: Mapping[str, Any], layer_type: str) -> dict[str, str]
         return dict(modules)
     absent = {role for role in foreign_roles(block) if role.partition(".")[0] != layer_type}
     absent |= {*ATTENTION_ROLES, SINKS} if layer_type in foreign else set()
+    if not has_part(block, layer_type, ATTENTION):
+        absent |= {*ATTENTION_ROLES, SINKS, "input_norm", "attention_out_norm"}
+    if not has_part(block, layer_type, MLP):
+        absent |= {*MLP_ROLES, "mlp_norm", "mlp_out_norm"}
     return {role: path for role, path in modules.items() if role not in absent}
 
 

@@ -18,6 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .activation_lamina import is_activation
 from .block_lamina import (
+    ATTENTION,
     BLOCK_DEFAULTS,
     DEFAULT_BLOCK,
     LAYER_FIELDS,
@@ -27,6 +28,7 @@ from .block_lamina import (
     SINKS,
     LayerShape,
     check_block,
+    has_part,
     in_base,
     modules_of_type,
 )
@@ -64,6 +66,7 @@ BLOCK_KINDS: dict[str, Any] = {
     "parallel": bool,
     "positions": dict | None,
     "foreign": str | dict | None,
+    "alone": dict | None,
     "rotary_layers": list | tuple | str | None,
 }
 VALUE_MULTIPLE = 16  # kernels of engines need multiples of this as widths of value heads
@@ -222,6 +225,8 @@ class LayersConfig(PreTrainedConfig):
 
     def cache_numbers(self, layer: int) -> int:
         """Return the numbers that a layer caches per token, keys and values together."""
+        if not has_part(self.block, self.layer_types[layer], ATTENTION):
+            return 0
         if is_hybrid(self.foreign) and (own_type := self.layer_types[layer]) in self.block["foreign"]:
             return foreign_layer(self.foreign, own_type).cache_numbers({**vars(self), **self.foreign})
         if self.foreign and not is_hybrid(self.foreign):
@@ -320,6 +325,7 @@ def _check_fields(config: LayersConfig) -> None:
         raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
     layer_types = config.layer_types
     known = (*LAYER_TYPES, *(config.block["foreign"] if is_hybrid(config.foreign) else ()))
+    known += tuple(config.block["alone"] or ())
     if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*known}:
         needed = f"{config.num_hidden_layers} of {', '.join(dict.fromkeys(known))}"
         raise ValueError(f"layer_types must be {needed}, not {layer_types}")

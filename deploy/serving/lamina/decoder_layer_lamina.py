@@ -18,14 +18,17 @@ from transformers.cache_utils import Cache
 from .activation_lamina import Channels
 from .attention_lamina import attend, soft_capped
 from .block_lamina import (
+    ATTENTION,
     ATTENTION_ROLES,
     HEAD_NORM_ROLES,
     LINEAR_ROLES,
+    MLP,
     SINKS,
     attention_path,
     clamp_of,
     foreign_path,
     foreign_roles,
+    has_part,
 )
 from .configuration_lamina import LayersConfig
 from .foreign_lamina import foreign_layer, make_foreign_attention
@@ -269,10 +272,13 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         kind = foreign_layer(config.foreign, self.layer_type) if own_foreign else None
         self.recurrent, self.masked = (False, False) if kind is None else (kind.recurrent, kind.masked)
         self.chunk = config.attention_chunk_size if kind is not None and kind.chunked else None
-        attention = own_foreign or attention_path(modules)
-        self._attention = tuple(attention.split("."))
-        attach(self, attention, self._make_attention(config, layer_idx))
-        for role in (role for role in foreign if config.forms[layer_idx].get(role, WHOLE)["form"] not in IN_PLACE):
+        self.attends, self.has_mlp = (has_part(config.block, self.layer_type, part) for part in (ATTENTION, MLP))
+        if self.attends:
+            attention = own_foreign or attention_path(modules)
+            self._attention = tuple(attention.split("."))
+            attach(self, attention, self._make_attention(config, layer_idx))
+        inside = (role for role in foreign if role in modules)
+        for role in (role for role in inside if config.forms[layer_idx].get(role, WHOLE)["form"] not in IN_PLACE):
             form, spec = config.form_of(layer_idx, role)
             built[modules[role]] = form.module(config.layer_shape(layer_idx), role, spec)
         for path, module in built.items():
@@ -305,20 +311,23 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Map hidden states (B, T, D) to the same shape; the other arguments are those of `LayerInputs.of`."""
-        attention, normed = self._attended(
-            hidden_states,
-            attention_mask=attention_mask,
-            position_embeddings=position_embeddings,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            slot_embeddings=slot_embeddings,
-            **kwargs,
-        )
-        if self.parallel:
-            normed = self._normed("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed
-            return attention + self.written("mlp_out_norm", self._feed_forward(normed)) + hidden_states
-        hidden_states = hidden_states + attention
+        if self.attends:
+            attention, normed = self._attended(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                slot_embeddings=slot_embeddings,
+                **kwargs,
+            )
+            if self.parallel:
+                normed = self._normed("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed
+                return attention + self.written("mlp_out_norm", self._feed_forward(normed)) + hidden_states
+            hidden_states = hidden_states + attention
+        if not self.has_mlp:
+            return hidden_states
         mlp = self._feed_forward(self._normed("mlp_norm", hidden_states))
         return hidden_states + self.written("mlp_out_norm", mlp)
 

@@ -65,7 +65,9 @@ class ForeignAttention:
     package: str = ""
 
 
-OTHER_NAMES = {"rms_norm_eps": "norm_eps"}  # field of a source's config -> Lamina's name for it
+OTHER_NAMES = dict.fromkeys(
+    ("rms_norm_eps", "layer_norm_epsilon"), "norm_eps"
+)  # field of a source's config -> Lamina's name for it
 WHOLE = "lamina_whole"  # the name of `attend_whole` in transformers
 LATENT_FIELDS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
@@ -97,6 +99,14 @@ KIMI_LAYERS = {
     ),
     "full_attention": ForeignLayer("Attention", cached=LATENT_CACHE),
 }
+MAMBA_FIELDS = (
+    "mamba_num_heads", "mamba_head_dim", "mamba_hidden_act", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size",
+    "time_step_min", "use_conv_bias", "use_bias", "use_mamba_kernels",
+)  # fmt: skip
+MAMBA_LAYERS = {
+    "linear_attention": ForeignLayer("Mamba2Mixer", recurrent=True),
+    "full_attention": ForeignLayer("Attention"),
+}
 INDEX_FIELDS = (*LATENT_FIELDS, "index_topk", "index_head_dim", "index_n_heads")
 INDEX_LAYERS = {  # latent attention to the tokens that an indexer chooses
     "indexed_attention": ForeignLayer("Attention", masked=True, cached=(*LATENT_CACHE, "index_head_dim")),
@@ -116,6 +126,7 @@ FOREIGN = {
     "glm_moe_dsa": ForeignAttention("GlmMoeDsa", (*INDEX_FIELDS, "indexer_types"), layers=INDEX_LAYERS),
     "llama4_text": ForeignAttention("Llama4Text", CHUNKED_FIELDS, layers=CHUNKED_LAYERS, rotary=True, package="llama4"),
     "kimi_linear": ForeignAttention("KimiLinear", KIMI_FIELDS, layers=KIMI_LAYERS),
+    "nemotron_h": ForeignAttention("NemotronH", MAMBA_FIELDS, layers=MAMBA_LAYERS),
     "qwen3_next": ForeignAttention("Qwen3Next", DELTA_FIELDS, layers=DELTA_LAYERS),
     "qwen3_5_text": ForeignAttention("Qwen3_5", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5"),
     "qwen3_5_moe_text": ForeignAttention("Qwen3_5Moe", DELTA_FIELDS, layers=DELTA_LAYERS, package="qwen3_5_moe"),

@@ -58,7 +58,7 @@ class LayerInputs(NamedTuple):
 
     def of(self, layer: LaminaDecoderLayer) -> dict[str, Any]:
         """Return the keyword arguments of `layer.forward`."""
-        common = {"attention_mask": self.masks[layer.layer_type], "position_ids": self.position_ids}
+        common = {"attention_mask": self.masks.get(layer.layer_type), "position_ids": self.position_ids}
         if not layer.rotates:
             return {**common, "position_embeddings": None}
         if layer.latent_keys and layer.layer_type in self.slot_embeddings:

@@ -119,7 +119,7 @@ def check_mixture(mixture: Mapping[str, Any], layers: int) -> None:
         raise ValueError(f"mixture lacks {', '.join(missing)}")
     if unknown := sorted({*mixture} - {*REQUIRED, *DEFAULTS, "shared_modules"}):
         raise ValueError(f"mixture has unknown {', '.join(unknown)}; a newer lamina may know it")
-    if {*mixture["modules"]} != {*MLP_ROLES}:
+    if {*mixture["modules"]} | {"gate"} != {*MLP_ROLES}:
         raise ValueError(f"mixture.modules has {sorted(mixture['modules'])}, needed are {', '.join(MLP_ROLES)}")
     for name, allowed in (("score", SCORES), ("group_score", GROUP_SCORES), ("weighs", WEIGHED)):
         if mixture.get(name, DEFAULTS[name]) not in allowed:
@@ -231,6 +231,7 @@ class Mixing:
     weighs_inputs = False
     every_expert = False  # every token also passes all experts, which changes no output: hooks see values of each
     parallel: bool
+    attends: bool
     _names: dict[str, tuple[str, ...]]
     role: Callable[[str], nn.Module]
     written: Callable[[str, Tensor], Tensor]
@@ -258,6 +259,8 @@ class Mixing:
     def attended(self, hidden_states: Tensor, position_embeddings: Any) -> Tensor:
         """Return the residual stream (B, T, D) that a mixture reads, for whole sequences."""
         assert not self.parallel, "no family has a mixture beside its attention"
+        if not self.attends:
+            return hidden_states
         rest = dict.fromkeys(("attention_mask", "position_ids", "past_key_values"))
         attention, _ = self._attended(hidden_states, position_embeddings=position_embeddings, use_cache=False, **rest)
         return hidden_states + attention

@@ -89,12 +89,10 @@ def refit(mixture: Mixture, merged: Mixture, inputs_TD: Tensor) -> Mixture:
 
 
 def _mean_expert(parts: Sequence[ExpertWeights], shares: Tensor) -> ExpertWeights:
-    gate, up, down = (_mean(weights, shares) for weights in zip(*(part[:3] for part in parts), strict=True))
+    readers = tuple(_mean(some, shares) for some in zip(*(part.readers for part in parts), strict=True))
     biases = [part.biases for part in parts if part.biases is not None]
-    if not biases:
-        return ExpertWeights(gate, up, down)
-    gate_N, up_N, down_D = (_mean(some, shares) for some in zip(*biases, strict=True))
-    return ExpertWeights(gate, up, down, (gate_N, up_N, down_D))
+    means = tuple(_mean(some, shares) for some in zip(*biases, strict=True)) if biases else None
+    return ExpertWeights(readers, _mean([part.down for part in parts], shares), means)
 
 
 def _mean(weights: Sequence[Tensor], shares: Tensor) -> Tensor:

@@ -29,12 +29,11 @@ BATCH = 4096  # tokens whose changes of all their experts are in memory at a tim
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one expert: gate and up (N, D), down (D, N); perhaps biases of gate and up (N), of down (D)."""
+    """The weights of one expert: gate and up, or up alone (N, D), and down (D, N); perhaps biases of all of them."""
 
-    gate: Tensor
-    up: Tensor
+    readers: tuple[Tensor, ...]
     down: Tensor
-    biases: tuple[Tensor, Tensor, Tensor] | None = None
+    biases: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Mixture:
     def hidden(self, expert: int, inputs_tD: Tensor) -> Tensor:
         """Return the channels (t, N) of one expert, in the dtype of the inputs."""
         weights, dtype = self.experts[expert], inputs_tD.dtype
-        read = [inputs_tD @ weight.to(dtype).T for weight in (weights.gate, weights.up)]
+        read = [inputs_tD @ weight.to(dtype).T for weight in weights.readers]
         if weights.biases is not None:
             read = [values + bias.to(dtype) for values, bias in zip(read, weights.biases, strict=False)]
         return self.channels(*read)
@@ -238,6 +237,6 @@ def _narrowed(expert: ExpertWeights, part: Served, tokens: int, metric: Factored
 def _on(expert: ExpertWeights, channels_k: Tensor, down_Dk: Tensor) -> ExpertWeights:
     biases = None
     if expert.biases is not None:
-        gate_N, up_N, down_D = expert.biases
-        biases = (gate_N[channels_k], up_N[channels_k], down_D)
-    return ExpertWeights(expert.gate[channels_k], expert.up[channels_k], down_Dk, biases)
+        *inner, down_D = expert.biases
+        biases = (*(bias_N[channels_k] for bias_N in inner), down_D)
+    return ExpertWeights(tuple(reader_ND[channels_k] for reader_ND in expert.readers), down_Dk, biases)

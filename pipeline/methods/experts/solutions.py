@@ -54,11 +54,9 @@ def mixture_from(experts: Sequence[MLPBlock], weights: Mapping[str, Tensor], rul
 
 
 def _expert(block: MLPBlock, weights: Mapping[str, Tensor]) -> ExpertWeights:
-    gate, up, down = (weights[matrix.weight_key] for matrix in block.matrices)
-    if not block.writer.bias:
-        return ExpertWeights(gate, up, down)
-    gate_N, up_N, down_D = (weights[matrix.bias_key] for matrix in block.matrices)
-    return ExpertWeights(gate, up, down, (gate_N, up_N, down_D))
+    readers = tuple(weights[matrix.weight_key] for matrix in block.readers)
+    biases = tuple(weights[matrix.bias_key] for matrix in block.matrices) if block.writer.bias else None
+    return ExpertWeights(readers, weights[block.writer.weight_key], biases)
 
 
 def sample_of(experts: Sequence[MLPBlock], tokens: int) -> Moment:
@@ -102,7 +100,10 @@ def solve(
     for number, each in zip(kept, solved, strict=True):
         block = experts[number]
         matrices = (*block.readers, block.writer)
-        tensors |= {matrix.weight_key: part for matrix, part in zip(matrices, each.weights[:3], strict=True)}
+        tensors |= {
+            matrix.weight_key: part
+            for matrix, part in zip(matrices, (*each.weights.readers, each.weights.down), strict=True)
+        }
         tensors |= {matrix.bias_key: part for matrix, part in zip(matrices, each.weights.biases or (), strict=False)}
         if width < block.width:
             forms |= dict.fromkeys(roles_of(matrices), FormSpec(form="pruned", rank=width))

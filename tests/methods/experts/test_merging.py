@@ -25,16 +25,21 @@ def test_the_nearest_are_joined_by_the_mean_distance_of_their_members() -> None:
         cluster(outputs_ED * float("nan"), 2)
 
 
+def random_expert(source: torch.Generator) -> ExpertWeights:
+    gate_ND, up_ND, down_DN = (torch.randn(*shape, generator=source) for shape in ((3, 4), (3, 4), (4, 3)))
+    return ExpertWeights((gate_ND, up_ND), down_DN)
+
+
 def test_merged_weights_are_means_by_tokens_and_the_busiest_keeps_its_row() -> None:
     source = torch.Generator().manual_seed(0)
-    experts = tuple(
-        ExpertWeights(*(torch.randn(*shape, generator=source) for shape in ((3, 4), (3, 4), (4, 3)))) for _ in range(4)
-    )
+    experts = tuple(random_expert(source) for _ in range(4))
     rule = RoutingRule("sigmoid", 2)
     mixture = Mixture(experts, torch.randn(4, 4, generator=source), torch.arange(4.0), rule, Channels("silu"))
     merged = merge(mixture, [[0, 3], [1, 2]], torch.tensor([1, 0, 0, 3]))
     torch.testing.assert_close(merged.experts[0].down, (0.25 * experts[0].down + 0.75 * experts[3].down).double())
-    torch.testing.assert_close(merged.experts[1].gate, ((experts[1].gate + experts[2].gate) / 2).double())
+    torch.testing.assert_close(
+        merged.experts[1].readers[0], ((experts[1].readers[0] + experts[2].readers[0]) / 2).double()
+    )
     assert merged.bias is not None
     assert merged.bias.tolist() == [3.0, 1.0]
     same = Mixture((experts[0], experts[0]), mixture.router[:2], None, rule, mixture.channels)
@@ -46,9 +51,7 @@ def test_merged_weights_are_means_by_tokens_and_the_busiest_keeps_its_row() -> N
 
 def test_a_refit_brings_merged_experts_nearer_to_the_output_of_all() -> None:
     source = torch.Generator().manual_seed(1)
-    experts = tuple(
-        ExpertWeights(*(torch.randn(*shape, generator=source) for shape in ((3, 4), (3, 4), (4, 3)))) for _ in range(4)
-    )
+    experts = tuple(random_expert(source) for _ in range(4))
     mixture = Mixture(experts, torch.randn(4, 4, generator=source), None, RoutingRule("softmax", 2), Channels("silu"))
     inputs_TD = torch.randn(200, 4, generator=source)
     merged = merge(mixture, [[0, 1], [2], [3]], torch.ones(4))
@@ -57,4 +60,4 @@ def test_a_refit_brings_merged_experts_nearer_to_the_output_of_all() -> None:
         for each in (merged, refit(mixture, merged, inputs_TD))
     ]
     assert errors[1] < 0.9 * errors[0]
-    assert torch.equal(refit(mixture, merged, inputs_TD).experts[0].gate, merged.experts[0].gate)
+    assert torch.equal(refit(mixture, merged, inputs_TD).experts[0].readers[0], merged.experts[0].readers[0])

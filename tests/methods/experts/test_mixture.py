@@ -34,7 +34,7 @@ def make_mixture(rule: str, unseen: bool = False) -> tuple[Mixture, Tensor, Fact
 
     def expert() -> ExpertWeights:
         biases = None if rule != "sigmoid" else (draw(WIDTH), draw(WIDTH), draw(HIDDEN))
-        return ExpertWeights(draw(WIDTH, HIDDEN), draw(WIDTH, HIDDEN), draw(HIDDEN, WIDTH) / WIDTH, biases)
+        return ExpertWeights((draw(WIDTH, HIDDEN), draw(WIDTH, HIDDEN)), draw(HIDDEN, WIDTH) / WIDTH, biases)
 
     experts = tuple(expert() for _ in range(EXPERTS))
     logit_bias_E = None if rule == "softmax" else draw(EXPERTS)
@@ -58,7 +58,7 @@ def plain_output(mixture: Mixture, input_D: Tensor, absent: int | None = None) -
     weights = {e: mixture.rule.scale * float(scores_E[e]) / total for e in chosen}
     output_D = torch.zeros(HIDDEN, dtype=torch.float64)
     for number, weight in weights.items():
-        gate, up, down, biases = mixture.experts[number]
+        (gate, up), down, biases = mixture.experts[number]
         gate_N, up_N, down_D = biases or (0.0, 0.0, 0.0)
         inner, outer = (weight, 1.0) if mixture.rule.weighs_inputs else (1.0, weight)
         hidden_N = torch.nn.functional.silu(gate @ (inner * input_D) + gate_N) * (up @ (inner * input_D) + up_N)
@@ -91,8 +91,9 @@ def test_a_whole_mixture_stays_what_it_is(rule: str) -> None:
     mixture, inputs_TD, metric = make_mixture(rule)
     solved = solve_shape(mixture, inputs_TD, metric, range(EXPERTS), WIDTH)
     for each, expert in zip(solved, mixture.experts, strict=True):
-        for weight, dense in zip(each.weights[:3], expert[:3], strict=True):
+        for weight, dense in zip(each.weights.readers, expert.readers, strict=True):
             torch.testing.assert_close(weight, dense)
+        torch.testing.assert_close(each.weights.down, expert.down)
     assert shape_loss(mixture, inputs_TD, metric, range(EXPERTS), solved) < 1e-20
 
 
@@ -105,7 +106,7 @@ def test_a_refit_over_the_mixture_lowers_the_error(rule: str, kept: list[int], w
         solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit)
         assert [each.weights.down.shape for each in solved] == [(HIDDEN, width)] * len(kept)
         for each, number in zip(solved, kept, strict=True):
-            assert torch.equal(each.weights.gate, mixture.experts[number].gate[each.channels])
+            assert torch.equal(each.weights.readers[0], mixture.experts[number].readers[0][each.channels])
         losses.append(shape_loss(mixture, inputs_TD, metric, kept, solved))
     assert losses[1] < losses[0]
 
@@ -130,7 +131,7 @@ def test_every_token_at_one_expert() -> None:
     assert expert_sums(forced, inputs_TD).tokens.tolist() == [TOKENS, 0, 0, 0, 0]
     solved = solve_shape(forced, inputs_TD, metric, [0, 3], 3)
     assert [each.tokens for each in solved] == [TOKENS, 0]
-    assert all(torch.isfinite(weight).all() for each in solved for weight in each.weights[:3])
+    assert all(torch.isfinite(weight).all() for each in solved for weight in (*each.weights.readers, each.weights.down))
 
 
 def test_half_precision_inputs_are_enough() -> None:

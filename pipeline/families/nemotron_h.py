@@ -1,0 +1,132 @@
+"""Nemotron-H: each layer is one block behind a norm: Mamba 2, attention, an MLP, or a mixture of experts.
+
+Mamba 2 (arXiv 2405.21060) and attention, which rotates nothing, are copied, and transformers' own modules run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lamina.block_lamina import ATTENTION, MLP
+from pipeline.families.blocks import Copied
+from pipeline.families.deepseek_v3 import GROUPS, SIGMOID, SIZES
+from pipeline.families.delta import FULL, LINEAR
+from pipeline.families.family import TRAINING, Family
+from pipeline.families.foreign import ForeignBlock, ForeignFamily
+from pipeline.families.llama import BLOCK
+from pipeline.families.mixture import BY_TYPE, MixtureFamily
+
+PROJECTIONS = {"up": "up_proj", "down": "down_proj"}
+MAMBA, HEADS = ("in_proj", "conv1d", "norm", "out_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+COUNTS = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size")
+SWITCHES = ("use_conv_bias", "use_bias")
+PATTERN = {LINEAR: "M", FULL: "*", "mlp": "-", "moe": "E"}  # letters of layer types
+INITIAL = "initial values alone"
+
+
+def _mamba(sizes: Mapping[str, Any]) -> ForeignBlock:
+    """Return Mamba 2: it holds a state (head width, state width) for each head."""
+    heads, hidden = sizes["mamba_num_heads"], sizes["hidden_size"]
+    inner = heads * sizes["mamba_head_dim"]
+    channels = inner + 2 * sizes["n_groups"] * sizes["ssm_state_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "in_proj": (inner + channels + heads, hidden),
+        "conv1d": (channels, 1, sizes["conv_kernel"]),
+        "norm": (inner,),
+        "out_proj": (hidden, inner),
+    }
+    biased = {"in_proj": sizes["use_bias"], "out_proj": sizes["use_bias"], "conv1d": sizes["use_conv_bias"]}
+    copied = [
+        Copied(f"{LINEAR}.{name}", (("weight", shape), *([("bias", shape[:1])] if biased.get(name) else [])))
+        for name, shape in shapes.items()
+    ]
+    copied.append(Copied(f"{LINEAR}.decay", tuple((name, (heads,)) for name in ("A_log", "D", "dt_bias"))))
+    return ForeignBlock(None, tuple(copied), (), heads, inner, 0)
+
+
+def _attention(sizes: Mapping[str, Any]) -> ForeignBlock:
+    """Return grouped attention without rotation and biases."""
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    queries, keys = (count * sizes["head_dim"] for count in (heads, sizes["num_key_value_heads"]))
+    rows = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
+    copied = (Copied(f"{FULL}.{name}", (("weight", shape),)) for name, shape in zip(HEADS, rows, strict=True))
+    return ForeignBlock(None, tuple(copied), tuple(f"{FULL}.{name}" for name in HEADS[:2]), heads, queries, 2 * keys)
+
+
+def _faults(fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields that no module can have."""
+    faults = [
+        f"{name}: {fields[name]!r:.80} is no positive integer"
+        for name in COUNTS
+        if type(fields[name]) is not int or fields[name] < 1
+    ]
+    if not faults and fields["mamba_num_heads"] % fields["n_groups"]:
+        faults.append(f"mamba_num_heads: {fields['mamba_num_heads']} is no multiple of n_groups: {fields['n_groups']}")
+    return faults + [
+        f"{name}: {fields[name]!r:.80} is neither true nor false"
+        for name in SWITCHES
+        if not isinstance(fields[name], bool)
+    ]
+
+
+def _as_engines_read(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that other engines read in place of the list of layer types."""
+    types = fields["layers_block_type"]
+    return {"num_hidden_layers": len(types), "hybrid_override_pattern": "".join(PATTERN[each] for each in types)}
+
+
+FAMILY = Family(
+    model_type="nemotron_h",
+    block=BLOCK
+    | {
+        "embed": "backbone.embeddings",
+        "layers": "backbone.layers",
+        "final_norm": "backbone.norm_f",
+        "modules": {
+            "input_norm": "norm",
+            **{f"{LINEAR}.{name}": f"mixer.{name}" for name in MAMBA},
+            f"{LINEAR}.decay": "mixer",
+            **{f"{FULL}.{name}": f"mixer.{name}" for name in HEADS},
+            "mlp_norm": "norm",
+            **{role: f"mixer.{name}" for role, name in PROJECTIONS.items()},
+        },
+        "foreign": {LINEAR: "mixer", FULL: "mixer"},
+        "alone": {LINEAR: ATTENTION, FULL: ATTENTION, "mlp": MLP, "moe": MLP},
+        "rotary": None,
+    },
+    fields={"norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
+    requires={"mlp_bias": False, "moe_latent_size": None, "n_shared_experts": 1, "residual_in_fp32": False},
+    windows=("layer_types",),
+    engine_fields=_as_engines_read,
+    foreign=ForeignFamily("nemotron_h", None, "", _faults, {LINEAR: _mamba, FULL: _attention}),
+    mixture=MixtureFamily(
+        paths={
+            "router": "mixer.gate",
+            "score_bias": "mixer.gate.e_score_correction_bias",
+            "experts": "mixer.experts",
+            "modules": PROJECTIONS,
+            "shared": "mixer.shared_experts",
+        },
+        sizes=SIZES,
+        shared=("moe_shared_expert_intermediate_size",),
+        routing=SIGMOID,
+        fields=GROUPS | {"renormalise": "norm_topk_prob"},
+        dense_layers=BY_TYPE,
+    ),
+    unread={
+        "attention_dropout": TRAINING,
+        "hidden_dropout": TRAINING,
+        "attention_bias": "the module has none",
+        "sliding_window": "the module has none",
+        "mamba_proj_bias": "use_bias says it",
+        "expand": "mamba_num_heads and mamba_head_dim say the width",
+        "mamba_ssm_cache_dtype": "the dtype of states in other engines",
+        "moe_shared_expert_overlap": "speed in other engines",
+        "num_logits_to_keep": "what a call returns",
+        "output_router_logits": "what a call returns",
+        "time_step_limit": "the module takes time_step_min, and no upper limit",
+        **dict.fromkeys(("time_step_max", "time_step_floor", "rescale_prenorm_residual"), INITIAL),
+        **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type"), "of further predicted tokens"),
+    },
+)
