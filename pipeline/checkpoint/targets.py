@@ -331,6 +331,6 @@ BLOCK: Mapping[str, Rule] = {
     "embed_scale": _block_is("embed_scale", None),
     "norm_offset": _block_is("norm_offset", 0.0),
     "foreign": _harmless,  # see the config's `foreign`
-    **{name: _block_is(name, BLOCK_DEFAULTS[name]) for name in ("rotary_layers", *POSITIVE_NUMBERS)},
+    **{name: _block_is(name, BLOCK_DEFAULTS[name]) for name in ("alone", "rotary_layers", *POSITIVE_NUMBERS)},
     **dict.fromkeys(("norm_bias", "head_norms"), _harmless),  # of norms that `norm` and `modules` rule out
 }
