@@ -2,8 +2,8 @@
 
 docs/methods.md#gradient-moments.
 
-A gradient travels back as a hidden state travels forth: it belongs to a shard, stays with its worker, and is committed
-every `resume.every` layers. The inputs of a layer are dropped when the gradient that has passed it is committed.
+Gradients are handled as hidden states are: each belongs to a shard, stays on its worker, and is committed every
+`resume.every` layers. The stored inputs of a layer are dropped when the gradients below it are committed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.units.units import Backward
 
 
 class GradientPass:
-    """Enters the moments of gradients of every layer that a task asks for."""
+    """Computes and enters the moments of gradients of every layer that a task needs."""
 
     def __init__(self, session: Session) -> None:
         self.job = session.job
@@ -47,8 +47,8 @@ class GradientPass:
         self.session.cleaner.retain_activations(())
 
     def _enter(self, first: int, layer: int, result: PassResult) -> TaskStream[Sequence[ArrayRecord] | None]:
-        """Enters a layer of the pass that ends at the `first`. Returns the stored hidden states that the rest of the
-        pass needs, if these are fewer now."""
+        """Enters one layer of the pass, which ends at layer `first`. Returns the stored hidden states that the rest of
+        the pass needs, if these have become fewer."""
         statistics = yield from self.reductions.stored(result)
         activations = tuple(shard.activation for shard in result.done if shard.activation)
         entry = GradientEntry(
@@ -61,17 +61,17 @@ class GradientPass:
         return (*activations, *self.stored_inputs(range(first, layer))) if passed else None
 
     def span(self) -> range:
-        """Returns the layers whose inputs the pass has yet to read; none when it is done or not needed."""
+        """Returns the layers whose inputs the pass still has to read; none when it is done or not needed."""
         pending = self._pending()
         return range(pending[0], self._base(pending[-1])) if pending else range(0)
 
     def stored_inputs(self, layers: range) -> list[ArrayRecord]:
-        """Returns the records of the stored inputs of some layers, as far as the dense pass has entered them."""
+        """Returns the records of those layers' stored inputs that the dense pass has entered so far."""
         entries = [self.session.journal.get(dense_key(layer)) for layer in layers]
         return [record for entry in entries if entry for record in entry.inputs or () if record]
 
     def _pending(self) -> list[int]:
-        """Returns the layers that the pass has yet to enter, ascending."""
+        """Returns the layers that the pass has not entered yet, ascending."""
         return [layer for layer in self.job.gradient_layers() if not self._is_entered(layer)]
 
     def _is_entered(self, layer: int) -> bool:
@@ -80,8 +80,8 @@ class GradientPass:
         return entry is not None and all(moment.key in entry.statistics for moment in moments)
 
     def _base(self, layer: int) -> int:
-        """Returns the nearest layer above `layer` with committed gradients at its inputs; one past the last layer: the
-        head."""
+        """Returns the nearest layer above `layer` with committed gradients at its inputs. One past the last layer
+        stands for the head."""
         if self.job.gradient == "local":
             return layer + 1
         above = range(layer + 1, self.job.num_layers)
@@ -92,8 +92,8 @@ class GradientPass:
         return entry.activations if entry else None
 
     def _units(self, layer: int, *, emit: bool, store: bool) -> list[Backward]:
-        """Returns the units that take all shards with gradient samples back through a layer, in shard order, from the
-        gradients that are committed now."""
+        """Returns the units that run all shards with gradient samples back through a layer, in shard order. They start
+        from the gradients that are committed now."""
         base = self._base(layer)
         gradients = self._gradients(base) if self.job.gradient == "model" else None
         inputs = [self.session.entry(dense_key(above)).inputs or () for above in range(layer, base)]

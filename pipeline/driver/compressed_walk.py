@@ -1,7 +1,7 @@
-"""The walk of `propagate: compressed`: statistics of each layer are taken behind the compressed layers before it.
+"""The walk of `propagate: compressed`: the statistics of each layer come from hidden states of the compressed model.
 
-A layer's outputs are computed from its factors in memory while these are written. Order of durability: a layer's
-statistics are entered before the layer, and the layer before its outputs.
+While a layer's factors are written, its outputs are already computed from the factors in memory. Order of durability: a
+layer's statistics are entered before the layer, and the layer before its outputs.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class CompressedWalk:
                 outputs = self._outputs(layer, base, staged_layer(self.session.journal, layer))
             if layer < last:
                 base = yield from self._propagate(layer, base, outputs)
-                del outputs  # it holds handles of the layer's factors, which must go before the next moments
+                del outputs  # frees the layer's factors before the next moments are computed
 
     def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Outputs]:
-        """Takes a layer's moments and compresses it from these. They are stored meanwhile, if they are to be kept.
+        """Computes a layer's moments and compresses the layer from them. Moments that are kept are stored meanwhile.
 
-        `emit`: starts to compute its outputs.
+        `emit`: also start computing the layer's outputs.
         """
         moments, result = layer_moments(self.job.tasks, layer), None
         entered = self.session.journal.get(statistics_key(layer))
@@ -74,13 +74,15 @@ class CompressedWalk:
         elif moments:
             *earlier, last = self.job.parts(layer, moments)
             for part in earlier:
-                statistics |= yield from self.reductions.stored((yield from self._taken(layer, part, base, store=True)))
-            result = yield from self._taken(layer, last, base, store=self.job.keep_statistics)
+                statistics |= yield from self.reductions.stored(
+                    (yield from self._sum_moments(layer, part, base, store=True))
+                )
+            result = yield from self._sum_moments(layer, last, base, store=self.job.keep_statistics)
             statistics |= {**result.samples, **(yield from self.reductions.summed(result))}
         return (yield from self._solve(layer, base, statistics, ranks, result, emit))
 
-    def _taken(self, layer: int, part: Part, base: int, *, store: bool) -> TaskStream[PassResult]:
-        """Takes the moments of a part of a layer."""
+    def _sum_moments(self, layer: int, part: Part, base: int, *, store: bool) -> TaskStream[PassResult]:
+        """Runs all shards through a part of a layer and sums its moments."""
         units = self.session.forwards.units("compressed", layer, None, part.moments, base, part=part.number, emit=False)
         return (yield from self.reductions.run(part.moments, units, store))
 
@@ -93,7 +95,7 @@ class CompressedWalk:
         result: PassResult | None,
         emit: bool,
     ) -> TaskStream[_Outputs]:
-        """Solves every group of a layer, then writes and enters it. Moments of `result` that are kept are entered
+        """Solves every group of a layer, then writes and enters the layer. Kept moments of `result` are entered
         first."""
         solves = solve_units(self.job.tasks, layer, statistics, ranks)
         writes = partial(write_units, layer, solves)

@@ -1,11 +1,11 @@
-"""The walk of `correct: output` and of `refine`: every layer is solved, and trained, behind the layers before it.
+"""The walk of `correct: output` and of `refine`: each layer is solved, or trained, on hidden states of both models.
 
 docs/methods.md#corrections, docs/methods.md#refinement.
 
-Hidden states of both models go through a layer side by side, once for each part of a correction. Each time a draft of
-the layer is staged, its pairs are summed, and from these sums, which are not stored, the groups that ask for them are
-solved. A refinement then trains the whole draft on one worker. Only the finished layer is entered; an interruption
-costs the unfinished layer.
+Hidden states of the dense and of the compressed model pass a layer side by side, once for each step of a correction.
+Each step stages a draft of the layer, sums the draft's pairs, and solves from these sums the groups that need them. The
+sums are not stored. A refinement then trains the whole draft on one worker. Only the finished layer is entered; an
+interruption costs the unfinished layer.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class CorrectedWalk:
         ranks: RanksOf,
         solved: Solved,
     ) -> TaskStream[StagedLayer | None]:
-        """Solves some groups, adds them to `solved`, and writes a draft of the layer with all of these. Returns None if
-        there are no groups."""
+        """Solves some groups, adds them to `solved`, and writes a draft of the layer with all groups solved so far.
+        Returns None if there are no groups."""
         if not tasks:
             return None
         units = []
@@ -94,7 +94,7 @@ class CorrectedWalk:
             units.append(Solve(task, ranks[task.key], statistics, before, self.session.hint_of(task)))
 
         def joined(solutions: Sequence[SolveDone]) -> Solved:
-            """Returns the groups that other steps have solved, then these."""
+            """Returns the groups that earlier steps have solved, then these."""
             others = {task: solved[task] for task in solved if task not in tasks}
             new = {
                 task: (unit, _joined(solved[task][1], solution) if task in solved else solution)
@@ -112,8 +112,8 @@ class CorrectedWalk:
     def _refine(
         self, layer: int, base: int, draft: StagedLayer, solved: Solved
     ) -> TaskStream[tuple[StagedLayer, RefinedFigures]]:
-        """Trains the groups of a draft that ask for it, and replaces them in `solved`. Returns the refined layer, which
-        is written, and the figures of the training."""
+        """Trains the groups of a draft that are to be refined, and replaces them in `solved`. Returns the refined
+        layer, already written, and the figures of the training."""
         units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
         targets = tuple(result.activation for result in (yield units))
         tasks = [task for task in solved if task.refine]
@@ -126,7 +126,7 @@ class CorrectedWalk:
         )
 
         def joined(results: Sequence[RefineDone]) -> Solved:
-            """Returns all groups of the layer, with the refined ones in place of the solved ones."""
+            """Returns all groups of the layer, the refined ones in place of their earlier solutions."""
             new = zip(tasks, (unit for unit, _ in groups), results[0].groups, strict=True)
             return solved | {task: (unit, solution) for task, unit, solution in new}
 
@@ -165,7 +165,7 @@ class CorrectedWalk:
         emit: bool = False,
         targets: bool = False,
     ) -> list[Pair]:
-        """Returns the units that take all shards through both layers, in shard order."""
+        """Returns the units that run all shards through the dense and the compressed layer, in shard order."""
         activations = self.session.forwards.activations("compressed", base)
         replay = tuple(staged_layer(self.session.journal, before) for before in range(base, layer))
         return [
@@ -188,7 +188,7 @@ class CorrectedWalk:
 
     @contextmanager
     def _redone(self, *drafts: StagedLayer | ArrayRecord | None) -> Iterator[None]:
-        """Treats damaged data that no entry names as lost, so that the layer is solved again."""
+        """Treats damaged data of the drafts as lost: no ledger entry names it, so the layer is solved again."""
         try:
             yield
         except CorruptError as error:

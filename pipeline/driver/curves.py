@@ -1,4 +1,4 @@
-"""Takes the curves of some groups, cut into pieces where workers would be left idle."""
+"""Computes curves of predicted loss, split among workers that would otherwise be idle."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipeline.driver.session import Session
 from pipeline.methods.method import Moment, Task
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 
-Found = Mapping[Moment, ArrayRecord]
+Statistics = Mapping[Moment, ArrayRecord]
 
 
-def take_curves(session: Session, tasks: Mapping[Task, Found]) -> TaskStream[dict[Task, Curve]]:
-    """Take one curve of each task, from its statistics.
+def take_curves(session: Session, tasks: Mapping[Task, Statistics]) -> TaskStream[dict[Task, Curve]]:
+    """Computes the curve of each task from its statistics.
 
-    Curves of groups with pieces take longest and come first. They are cut among workers where workers would be left
-    idle; each part reads the statistics again, and the cut changes no byte.
+    Groups whose curves have pieces take longest and come first. Their pieces are split among workers if some would
+    otherwise be idle. Each worker reads the statistics again; the split does not change the result.
     """
     long = [task for task in tasks if task.pieces > 1]
     share = session.pool.size // len(long) if long else 1
@@ -41,5 +41,5 @@ def take_curves(session: Session, tasks: Mapping[Task, Found]) -> TaskStream[dic
 
 
 def _dealt(pieces: int, parts: int) -> Sequence[tuple[int, ...]]:
-    """Deal the numbers of pieces, which come in descending order of work, to so many parts."""
+    """Distributes piece numbers, which come in descending order of work, over `parts` workers."""
     return [tuple(range(first, pieces, parts)) for first in range(min(parts, pieces))]

@@ -1,11 +1,11 @@
 """A dense pass during which layers are solved from their sums in memory.
 
-Only for jobs whose ranks do not depend on calibration text. Moments that are to be kept are stored meanwhile, without
-waiting for it. As many layers as there are workers are solved at a time, so that each worker has its part of them
-between two layers of the pass; the next ones start when these are solved, which limits the sums in memory.
+Only for jobs whose ranks do not depend on calibration text. Moments that are kept are stored in the background.
+Layers are solved in batches of as many layers as there are workers, so that every worker has work between two layers
+of the pass. The next batch starts when this one is solved, which limits the sums in memory.
 
-Order of durability: hidden states stay until all layers whose moments were made from them are entered, or until these
-moments are. Moments that are kept are entered before their layer.
+Order of durability: hidden states stay until every layer computed from them is entered, or its moments are. Kept
+moments are entered before their layer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pipeline.units.units import Forward
 
 
 def layers_behind(workers: int) -> int:
-    """Returns the largest number of passed layers that are not entered: the sums of two leave the workers, and for each
-    worker one layer is added, one is solved and one is written."""
+    """Returns the largest number of passed layers that are not entered. The sums of two leave the workers; in addition,
+    for each worker, one layer is being added, one solved and one written."""
     return 2 + 3 * max(1, workers)
 
 
@@ -47,10 +47,10 @@ class DenseWalk:
         self.queue = SolveQueue(session, self._enter_layer)
         self.base = 0  # the last layer whose inputs are committed
         self.waiting: list[int] = []  # layers that need the pass
-        self.collecting: deque[tuple[int, PassResult]] = deque()  # layers whose sums leave the workers
+        self.collecting: deque[tuple[int, PassResult]] = deque()  # layers whose sums are leaving the workers
         self.adding: list[tuple[int, PassResult]] = []  # layers whose sums have left the workers
         self.storing: deque[tuple[int, PassResult]] = deque()  # layers whose sums are being stored
-        self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored, but named by no entry
+        self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored, but not entered yet
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
         """Runs the pass, from the last committed hidden states."""
@@ -85,8 +85,8 @@ class DenseWalk:
     def _pass_parts(
         self, parts: Sequence[Part], units: Callable[..., list[Forward]], store: bool
     ) -> TaskStream[PassResult]:
-        """Passes a layer slice by slice. Its moments are stored even if they are not kept: each slice's while the next
-        is passed."""
+        """Passes a layer slice by slice. Stores the moments of each slice while the next slice is passed, even if they
+        are not kept."""
         while self.collecting:  # a worker holds the sums of two passes at most
             yield from self._collect_one()
         results: list[PassResult] = []
@@ -100,15 +100,15 @@ class DenseWalk:
         return PassResult(joined([result.done for result in results]), records)
 
     def _every(self) -> int:
-        """Returns the number of layers between two commits of hidden states. Where moments are not kept, a resumed pass
-        starts at the oldest unfinished layer, so that more frequent commits would only take room."""
+        """Returns the number of layers between two commits of hidden states. Without kept moments, a resumed pass
+        starts at the oldest unfinished layer, so more frequent commits would only take disk space."""
         behind = 1 if self.job.keep_statistics else layers_behind(self.session.pool.size)
         return self.job.every * -(-behind // self.job.every)
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
     def _enter_pass(self, layer: int, result: PassResult, moments: tuple[Moment, ...], store: bool) -> None:
-        """Enters the pass of all shards through a layer, without moments that are yet to be stored."""
+        """Enters the pass of all shards through a layer, without the moments that are not stored yet."""
         if moments:
             self.collecting.append((layer, result))
         keep = self.job.keep_statistics and bool(moments)
@@ -127,7 +127,7 @@ class DenseWalk:
             self.session.observer.layer_done("statistics", layer, {})
 
     def _enter_stored(self) -> TaskStream[None]:
-        """Enters the moments of the first layer that are to be kept, when they are stored."""
+        """Waits until the kept moments of the oldest layer are stored, and enters them."""
         layer, result = self.storing.popleft()
         moments = yield from self.reductions.stored(result)
         statistics = {**self.stored.of_dense_pass(layer), **moments}
@@ -136,7 +136,7 @@ class DenseWalk:
         self.session.observer.layer_done("statistics", layer, {})
 
     def _finish(self, layer: int) -> None:
-        """Marks a layer as one that needs the pass no longer."""
+        """Marks a layer as one that no longer needs the pass."""
         self.waiting.remove(layer)
         self._retain_inputs()
 
@@ -150,10 +150,10 @@ class DenseWalk:
     # -- solving -----------------------------------------------------------------------------------------------------
 
     def _advance(self, layer: int, ranks: RanksOf) -> TaskStream[None]:
-        """Enters, solves and writes earlier layers, before the shards of this one are waited for."""
+        """Enters, solves and writes earlier layers before waiting for the shards of this one."""
         while len(self.collecting) > 1:  # a worker holds the sums of two layers at most
             yield from self._collect_one()
-        # At a commit of hidden states all earlier moments are entered first; otherwise layers may be written while
+        # Before hidden states are committed, all earlier moments are entered. Otherwise layers may be written while
         # sums are being stored.
         while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
             yield from self._enter_stored()

@@ -47,7 +47,7 @@ from pipeline.units.units import Forward, Measure, Solve, SolveDone
 
 
 class Driver:
-    """Runs the computation of a job. At the end every claimed layer is staged and in the journal."""
+    """Runs the computation of a job. At the end, every claimed layer is staged and in the journal."""
 
     def __init__(self, job: Job, scheduler: Scheduler, journal: Journal, cleaner: Cleaner) -> None:
         self.job = job
@@ -63,8 +63,8 @@ class Driver:
     def run(self) -> None:
         """Runs all phases, each from its last journal entry.
 
-        Entries of corrupt data are retracted and computed again, and so is what was lost with a node before it was
-        committed. An error that occurs more than `recovery.REPAIRS` times in the same place is raised.
+        Corrupt data, and uncommitted data lost with a node, is computed again; entries of corrupt data are retracted.
+        An error that occurs more than `recovery.REPAIRS` times in the same place is raised.
         """
         self._repaired(self._run_phases)
 
@@ -81,8 +81,8 @@ class Driver:
                 self.session.repairs.invalidate(error)
 
     def _prepare(self, with_moments: bool = True) -> TaskStream[None]:
-        """Runs the phases before ranks are chosen. Without `with_moments` the dense pass takes no moments: a later one
-        takes them, and solves layers as it goes."""
+        """Runs the phases before ranks are chosen. Without `with_moments`, the dense pass sums no moments: a later pass
+        sums them and solves layers on the way."""
         self.stored.retain()
         with_moments = with_moments and self.job.propagate == "dense"
         if "importance" in self.job.scores or (with_moments and self.has_moments) or self.gradients.span():
@@ -106,7 +106,7 @@ class Driver:
         self.cleaner.retain_activations(())
         self.stored.retain()
 
-    # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
+    # -- the dense pass: importance, and all statistics with `propagate: dense` -------------------------------------
 
     def _dense_pass(self, with_moments: bool) -> TaskStream[None]:
         last = self.job.num_layers - 1
@@ -136,7 +136,7 @@ class Driver:
     def _dense_units(
         self, layer: int, moments: tuple[Moment, ...], weights: tuple[tuple[Any, ...], tuple[Any, ...]], **options: Any
     ) -> list[Forward]:
-        """Returns the units of all shards, from the inputs that are committed now."""
+        """Returns the units of all shards. They start from the inputs that are committed now."""
         base = self.session.forwards.last_committed("dense", layer)
         return self.session.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **options)
 
@@ -148,10 +148,10 @@ class Driver:
         layer: int,
         result: PassResult,
     ) -> TaskStream[Sequence[ArrayRecord] | None]:
-        """Enters the dense pass through a layer with its last part. Returns the hidden states that are needed from then
-        on, if others than before: the last committed ones, and those that the backward pass will need.
+        """Enters the dense pass through a layer when its last part is done.
 
-        `passed`: the parts of the layer before this one, and their moments.
+        Returns the hidden states that are needed from then on, if these have changed: the last committed ones, and
+        those that the backward pass will need. `passed`: the earlier parts of the layer, and their moments.
         """
         passed.append((result, (yield from self.reductions.stored(result))))
         if len(passed) < len(self.job.parts(layer, ())):
@@ -174,11 +174,11 @@ class Driver:
     # -- ranks, and the results that they depend on ------------------------------------------------------------------
 
     def choose_ranks(self) -> RanksOf:
-        """Returns the ranks of every task, by its key; chosen once, after `prepare`."""
+        """Returns the ranks of every task, by task key. They are chosen once, after `prepare`."""
         entered = self.journal.get(RANKS)
         if entered is None:
             scores = entered_scores(self.job, self.session.entry, entered_importance(self.job, self.session.entry))
-            importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON keeps it
+            importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON stores it
             entered = RanksEntry(ranks=self.job.allocate(scores), importance=importance)
             self.session.enter(RANKS, entered)
         return entered.ranks
@@ -194,7 +194,7 @@ class Driver:
                 self.observer.layer_done("measure", layer, {})
 
     def _predict(self) -> TaskStream[None]:
-        """Takes curves of predicted loss; one entry per layer."""
+        """Computes curves of predicted loss; one entry per layer."""
         for layers in self._batches("curves", self.job.predicts, curves_key):
             tasks = {task: self.stored.of_task(task) for task in self.job.predicts if task.layer in layers}
             curves = yield from take_curves(self.session, tasks)
@@ -204,8 +204,8 @@ class Driver:
                 self.observer.layer_done("curves", layer, {})
 
     def _batches(self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], Key[Any]]) -> Iterator[list[int]]:
-        """Begins a phase, if layers of the tasks are not entered. Yields these, as many at a time as there are
-        workers."""
+        """Begins a phase if some layers of the tasks are not entered yet. Yields these layers in batches, one layer per
+        worker."""
         pending = [layer for layer in layers_of(tasks) if self.journal.get(key_of(layer)) is None]
         if pending:
             self.observer.phase(phase, len(pending), _groups(tasks, pending))
@@ -213,7 +213,7 @@ class Driver:
             layers, pending = self.session.batch(pending)
             yield layers
 
-    # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
+    # -- solving without a walk: without data, or from the statistics of the dense pass ------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> TaskStream[None]:
         """Solves the remaining layers, several at a time."""

@@ -1,4 +1,4 @@
-"""The units that take calibration shards through a layer, from the hidden states that are committed."""
+"""Builds the units that run calibration shards through a layer, starting from committed hidden states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.units.units import Forward, Lineage, ShardDone, Unwritten
 
 
 class ForwardPass:
-    """Makes the forward units of one job, from the records in its journal."""
+    """Builds the forward units of one job from the records in its journal."""
 
     def __init__(self, job: Job, journal: Journal) -> None:
         self.job = job
@@ -38,17 +38,17 @@ class ForwardPass:
         shards: Sequence[int] | None = None,
         weights: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ()),
     ) -> list[Forward]:
-        """Return the units that take some shards, or all, through a layer, in shard order.
+        """Returns the units that run some or all shards through a layer, in shard order.
 
-        Only a pass that emits the next layer's inputs reads that layer ahead; while a layer is solved, it would only
-        take memory.
+        Only a pass that emits the next layer's inputs reads that layer ahead. While a layer is being solved, the next
+        one would only take memory.
 
         Args:
             base: the last layer whose inputs are committed.
-            part: of the layer, as `Forward` has it.
-            cosine: whether the shards that importance is measured on sum cosines.
-            keep: whether gradient samples keep their inputs.
-            weights: as `LayerReading.weights` gives them.
+            part: the part of the layer, as in `Forward`.
+            cosine: sum cosines over the shards on which importance is measured.
+            keep: store the inputs of gradient samples.
+            weights: as returned by `LayerReading.weights`.
         """
         activations = self.activations(lineage, base)
         shards = range(self.job.shards) if shards is None else shards
@@ -95,12 +95,13 @@ class ForwardPass:
 
 
 def joined(parts: Sequence[Sequence[ShardDone]]) -> list[ShardDone]:
-    """Return the results of all shards from those of each part of a layer: the first keeps inputs, the last emits."""
+    """Joins the results of the parts of a layer, shard by shard: the first part keeps inputs, the last emits
+    outputs."""
     return [replace(last, inputs=first.inputs) for first, last in zip(parts[0], parts[-1], strict=True)]
 
 
 def dense_entry(results: Sequence[ShardDone], statistics: Mapping[str, ArrayRecord], *, inputs: bool) -> DenseEntry:
-    """Return the ledger entry of a dense pass through a layer; `inputs`: with the kept inputs of each shard."""
+    """Returns the ledger entry of a dense pass through a layer. `inputs`: include the kept inputs of each shard."""
     activations = tuple(result.activation for result in results if result.activation)
     return DenseEntry(
         cosine=tuple(result.cosine for result in results if result.cosine),

@@ -1,7 +1,7 @@
 """Layers whose sums are still being reduced while shards go through the next layers.
 
-A layer is entered before the next one starts from the hidden states that it commits. Hidden states that nothing reads
-any more are dropped then.
+If a layer commits hidden states, it is entered before the next layer starts from them. Hidden states that are no longer
+read are then dropped.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.units import Summable
 
-AHEAD = 3  # workers for each additional layer whose sums may be reduced at a time
+AHEAD = 3  # one more layer may be reduced at a time for each so many workers
 
 
 class LayersInFlight:
-    """Enters layers in the order of the pass, when their sums are stored."""
+    """Enters layers in the order of the pass, as soon as their sums are stored."""
 
     def __init__(
         self, session: Session, enter: Callable[[int, PassResult], TaskStream[Sequence[ArrayRecord] | None]]
     ) -> None:
-        """`enter`: enters a layer. Its stream returns the stored hidden states that are needed from then on; None: as
-        before."""
+        """`enter`: enters a layer. Its stream returns the stored hidden states that are needed from then on, or None if
+        these have not changed."""
         self.session = session
         self.reductions = Reductions(session)
         self.enter = enter
         self.passed: deque[tuple[int, PassResult]] = deque()
-        self.allowed = 0  # layers that need not be entered before shards go through the next
+        self.allowed = 0  # layers that may still be open while shards go through the next
 
     def run(
         self, layer: int, moments: Sequence[Moment], units: Callable[[], Sequence[Summable]], *, stores: bool
     ) -> TaskStream[None]:
-        """Does a layer's units of all shards.
+        """Runs the units of all shards of a layer.
 
-        `units`: makes them from the entries that exist when it is called. `stores`: they store the hidden states that
-        the next layer starts from, so that this layer is entered before the next is passed.
+        `units`: builds them from the entries that exist when it is called. `stores`: the units store the hidden states
+        that the next layer starts from; this layer is then entered before the next one is passed.
         """
         choosing = self.reductions.choose(moments, units())
         needed = yield from self._enter_all_but(self.allowed)

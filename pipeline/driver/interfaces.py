@@ -11,21 +11,21 @@ from pipeline.units.units import Unit
 
 
 class Pool(Protocol):
-    """Workers that do units in any order. Another worker does the units of one that is lost."""
+    """Workers that run units in any order. If a worker is lost, another runs its units."""
 
     @property
     def size(self) -> int:
-        """The number of workers that are ready."""
+        """The number of ready workers."""
 
     @property
     def nodes(self) -> Sequence[Sequence[str]]:
-        """The names of the workers that are ready, node by node."""
+        """The names of the ready workers, node by node."""
 
     def submit(self, unit: Unit) -> None:
         """Queues a unit."""
 
     def wait(self) -> tuple[Unit, Any]:
-        """Returns the next finished unit and its result; None as that of a `Collect` whose worker is gone.
+        """Returns the next finished unit and its result. The result of a `Collect` is None if its worker is gone.
 
         Raises:
             Interrupted: the job was asked to stop.
@@ -33,10 +33,11 @@ class Pool(Protocol):
         """
 
     def cancel_pending(self) -> None:
-        """Waits for everything submitted and discards the results, so that other units can be submitted afresh."""
+        """Waits for all submitted units and discards their results, so that new units can be submitted."""
 
     def forget(self) -> None:
-        """Makes workers drop all hidden states: another model's will have the same names. Nothing is pending."""
+        """Makes workers drop all hidden states, because those of another model will have the same names. No unit may be
+        pending."""
 
 
 class BusyPool(Pool, Protocol):
@@ -44,7 +45,7 @@ class BusyPool(Pool, Protocol):
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """Kind of unit -> [units, seconds, of these inside products]."""
+        """Kind of unit -> [number of units, seconds, seconds inside matrix products]."""
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -52,7 +53,7 @@ class BusyPool(Pool, Protocol):
 
 
 class Journal(Protocol):
-    """The ledger as the driver sees it: small immutable entries by key."""
+    """The driver's view of the ledger: small immutable entries by key."""
 
     def commit(self, key: Key[E], record: E) -> None:
         """Durably enters a record."""
@@ -61,7 +62,7 @@ class Journal(Protocol):
         """Returns the valid record of a key, if any."""
 
     def retract(self, key: str) -> None:
-        """Durably takes an entry back."""
+        """Durably removes an entry."""
 
 
 class Observer(Protocol):
@@ -74,14 +75,14 @@ class Observer(Protocol):
         """A unit is finished."""
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
-        """A layer is committed. `summary`: of a compressed layer, by group."""
+        """A layer is committed. `summary`: the reports of a compressed layer, by group."""
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
-        """Stored data was corrupt; these entries are invalidated and their work is recomputed."""
+        """Stored data was corrupt. These entries are invalidated, and their work is done again."""
 
 
 class Cleaner(Protocol):
-    """Drops stored data that no entry will need again."""
+    """Deletes stored data that no entry needs any more."""
 
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored hidden states but these."""

@@ -1,4 +1,4 @@
-"""The description of a job that the driver works by."""
+"""The job as the driver sees it: tasks, passes and layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RanksOf = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a pass through a layer: its number, as `Forward` has it, its moments, and whether it is the last."""
+    """A part of a pass through a layer. `part`: its number, as in `Forward`; `moments`: those summed in it."""
 
     number: int | None
     moments: tuple[Moment, ...]
@@ -33,16 +33,16 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """The passes of a job over its calibration text, as its manifest and its tasks decide them.
+    """The passes of a job over its calibration text. The manifest and the tasks determine them.
 
     Attributes:
         shards: the parts that the text is cut into; 1 without text.
-        propagate: the model whose hidden states the statistics are taken on.
-        scores: the fields of `Scores` that calibration text must give.
-        importance_shards: the shards that importance is measured on.
-        keep_statistics: moments stay stored when their layer is entered.
-        gradient: the origin of gradients: the model's own loss, or random ones at each layer's output.
-        gradient_samples: the number of samples in the backward pass; 0 if no task asks for gradients.
+        propagate: the model whose hidden states the statistics come from.
+        scores: the fields of `Scores` that are computed from calibration text.
+        importance_shards: the shards on which importance is measured.
+        keep_statistics: moments stay stored after their layer is entered.
+        gradient: the origin of gradients: the model's own loss, or random gradients at each layer's output.
+        gradient_samples: the number of samples in the backward pass; 0 if no task needs gradients.
         gradient_shards: the shards that hold these samples.
     """
 
@@ -62,7 +62,7 @@ def passes_of(
     """Returns the passes of a job.
 
     `hidden`: the width of the model's hidden states. `gradients`: choose samples for the backward pass even if no task
-    asks for gradients.
+    needs gradients.
     """
     calibration, keep = manifest.calibration, manifest.statistics.keep
     scores = frozenset(score for method in methods for score in method.scores)
@@ -90,12 +90,12 @@ class Job(Passes):
 
     Attributes:
         allocate: scores -> ranks of every task, by `Task.key`.
-        every: hidden states are committed each time this many layers are done.
-        experts: for each layer the number of experts that its router chooses from.
+        every: the number of layers between two commits of hidden states.
+        experts: for each layer, the number of experts that its router chooses from.
         held_experts: the number of these that a worker holds at a time.
         measures: the measurements of dense weights that ranks depend on.
         predicts: the groups on whose curves ranks depend.
-        points: for each layer the points at which a group may be corrected, in the order of the forward pass.
+        points: for each layer, the points at which a group may be corrected, in the order of the forward pass.
     """
 
     num_layers: int
@@ -109,9 +109,9 @@ class Job(Passes):
     held_experts: int = 1
 
     def parts(self, layer: int, moments: Sequence[Moment], experts: int | None = None) -> list[Part]:
-        """Returns the parts of a pass through a layer: a slice of experts each, or the whole layer, with their moments.
+        """Returns the parts of a pass through a layer, with their moments: slices of its experts, or the whole layer.
 
-        `experts`: how many are left in a compressed layer; None: all.
+        `experts`: the number of experts left in a compressed layer; None: all.
         """
         dense = self.experts[layer] if self.experts else 0
         ranges = expert_ranges(dense if experts is None else experts, self.held_experts)
@@ -123,7 +123,7 @@ class Job(Passes):
         return [Part(number, tuple(own), number + 1 == len(ranges)) for number, own in enumerate(of_part)]
 
     def _part_of(self, moment: Moment, parts: int) -> int:
-        """Returns the part that passes a moment's point; the shared expert and the head are behind all others."""
+        """Returns the part that passes a moment's point. The shared expert and the head belong to the last part."""
         block, _, rest = moment.point.partition(".")
         if block == "experts":
             return int(rest.partition(".")[0]) // self.held_experts
@@ -142,7 +142,7 @@ class Job(Passes):
         return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts))
 
     def dense_shards(self) -> Sequence[int]:
-        """Returns the shards of the dense pass: all, or fewer if it measures importance alone."""
+        """Returns the shards of the dense pass: all, or fewer if it only measures importance."""
         summed = self.propagate == "dense" and any(task.moments for task in self.tasks)
         return range(self.shards) if summed or self.gradient_layers() else self.importance_shards
 
@@ -152,14 +152,13 @@ class Job(Passes):
         return self.dense_shards() if alone else range(self.shards)
 
     def gradient_layers(self) -> list[int]:
-        """Returns the layers that the backward pass must go through, ascending; none when no task asks for
-        gradients."""
+        """Returns the layers that the backward pass goes through, ascending; none if no task needs gradients."""
         asking = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
         return list(range(asking[0], self.num_layers)) if asking else []
 
 
 def solves_in_pass(propagate: str, tasks: Collection[Task], *, waits: bool) -> bool:
-    """Returns True if layers are solved during the dense pass, from moments of values alone.
+    """Returns True if layers are solved during the dense pass, from moments of values only.
 
     `waits`: ranks depend on results of all layers.
     """
@@ -174,7 +173,8 @@ def walks_behind(task: Task) -> bool:
 
 
 def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
-    """Reads from the ledger all that ranks may depend on. `entry` returns the entry of a key or None, or raises."""
+    """Reads from the ledger everything that ranks may depend on. `entry` returns the entry of a key or None, or
+    raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for layer in layers_of(job.measures):
@@ -187,8 +187,8 @@ def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mappi
 
 
 def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
-    """Returns the importance of every layer, from the cosines of its shards in their order; empty if no ranks depend
-    on it."""
+    """Returns the importance of every layer, from the cosines of its shards in order. Empty if no ranks depend on
+    it."""
     if "importance" not in job.scores:
         return {}
     means = []
@@ -207,7 +207,7 @@ def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
 
 
 class LayersEntered(Sequence[StagedLayer | None]):
-    """The layers of the compressed model: staged ones, and None for those that stay as in the source."""
+    """The layers of the compressed model: a staged layer, or None for a layer that stays as in the source."""
 
     def __init__(self, journal: Journal, num_layers: int, claimed: Collection[int]) -> None:
         """`claimed`: the layers that are to be compressed."""

@@ -1,4 +1,4 @@
-"""Layers of the source, read once for all nodes: each node reads a part and sends it to the others over the network."""
+"""Reads layers of the source once for all nodes: each node reads a part and sends it to the others."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pipeline.driver.scheduler import Task, TaskStream, batch
 from pipeline.driver.session import Session
 from pipeline.units.units import ReadDone, ReadLayer
 
-LAYERS_AHEAD = 2  # layers that are read beyond the one that is computed
+LAYERS_AHEAD = 2  # layers that are read ahead of the one being computed
 Handles = tuple[Any, ...]
 
 
 class LayerReading:
-    """Reads the layers of a pass ahead of it. Where all workers are on one node, each reads its own instead."""
+    """Reads layers ahead of a pass. If all workers are on one node, each reads for itself instead."""
 
     def __init__(self, session: Session, last: int) -> None:
         """`last`: the layer at which the pass ends."""
@@ -23,7 +23,7 @@ class LayerReading:
         self.read: dict[int, Handles] = {}
 
     def weights(self, layer: int) -> TaskStream[tuple[Handles, Handles]]:
-        """Returns the tensors of a layer, and of the next, which workers read ahead. Begins to read the one after
+        """Returns the tensors of a layer and of the next one, which workers read ahead. Starts to read the layer after
         that."""
         for other in range(layer, min(layer + LAYERS_AHEAD, self.last) + 1):
             self._begin(other)
@@ -37,7 +37,7 @@ class LayerReading:
             return
         nodes = self.session.pool.nodes
         if len(self.session.job.parts(layer, ())) > 1:
-            nodes = ()  # each node reads the experts, slice by slice
+            nodes = ()  # every node reads the experts itself, slice by slice
         units = [ReadLayer(layer, part, len(nodes), tuple(near)) for part, near in enumerate(nodes)]
         self.reading[layer] = self.session.scheduler.spawn(batch(units if len(nodes) > 1 else ()))
 

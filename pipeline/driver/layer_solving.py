@@ -1,4 +1,4 @@
-"""Layers solved on many workers: each is written and entered while others are being solved."""
+"""Solves layers on many workers. Each layer is written and entered while others are being solved."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pipeline.driver.session import Session, write_unit
 from pipeline.units.units import Solve, SolveDone, SolveSizes, Write
 
 SOLVED = "solved"  # the stage of a layer whose factors are being written
-GROUPS_EACH = 8  # groups in hand for each worker are enough
+GROUPS_EACH = 8  # submitted groups for each worker: enough to keep it busy
 
 
 def layers_in_hand(workers: int, groups: int) -> int:
-    """Returns how many layers of so many groups are written at a time; one more is solved.
+    """Returns the number of layers that are written at a time, if each has this many groups. One more layer is solved.
 
-    Of mixtures these are fewer, because their factors would fill the memory.
+    Mixtures have many groups, and so fewer layers: their factors would fill the memory.
     """
     return max(1, min(workers, GROUPS_EACH * workers // max(1, groups)))
 
 
 class LayerSolves(NamedTuple):
-    """The work on a layer.
+    """The work on one layer.
 
     Attributes:
-        units: solve its groups.
-        writes: makes the units that write the layer from their results, for one model or for several.
-        enter: takes their results and the records of the written layers, one for each of `writes`.
+        units: the units that solve its groups.
+        writes: builds, from their results, the units that write the layer, for one model or for several.
+        enter: commits the layer, from the results and the records of the written layers, one for each of `writes`.
     """
 
     units: Sequence[Solve | SolveSizes]
@@ -46,9 +46,9 @@ def solve_layers(
     solves_of: Callable[[int], LayerSolves],
     entered: Callable[[Sequence[int]], None],
 ) -> TaskStream[None]:
-    """Solves, writes and enters layers in their order, several at a time (`layers_in_hand`).
+    """Solves, writes and enters layers in order, several at a time (`layers_in_hand`).
 
-    `entered`: is called with the layers that are not entered yet, whenever one is entered.
+    `entered`: called with the remaining layers whenever one is entered.
     """
     pending, solving, writing = deque(layers), deque[_LayerTask](), deque[_LayerTask]()
     groups = 1
@@ -84,14 +84,14 @@ Solved = list[tuple[Solve, SolveDone]]  # a layer's groups
 
 
 class SolveQueue:
-    """Layers that are solved and written, one after another, beside the pass that makes their sums.
+    """Solves and writes layers one after another, beside the pass that computes their sums.
 
-    The statistics of a layer are dropped when it is solved. Factors that are lost before they are written cannot be
-    computed again from them, and raise LostInputError.
+    The statistics of a layer are dropped when it is solved. If its factors are then lost before they are written, they
+    cannot be computed again, and LostInputError is raised.
     """
 
     def __init__(self, session: Session, enter: Callable[[int, Solved, StagedRecord], TaskStream[None]]) -> None:
-        """`enter`: enters a layer that is written."""
+        """`enter`: enters a written layer."""
         self.session = session
         self.enter = enter
         self.solving: deque[list[tuple[Solve, Task[list[Any]]]]] = deque()
@@ -102,19 +102,19 @@ class SolveQueue:
 
     @property
     def groups(self) -> int:
-        """The groups of the layers that are being solved."""
+        """The number of groups of the layers being solved."""
         return sum(len(units) for units in self.solving)
 
     def begin(self, layers: Sequence[list[Solve]]) -> None:
-        """Starts to solve some layers: the first groups of all of them before their second ones. Units that are
-        submitted together then take about equally long, so that no worker waits for another."""
+        """Starts to solve some layers: the first group of every layer, then the second, and so on. Units that are
+        submitted together then take about the same time, and no worker waits for another."""
         units = [unit for alike in zip_longest(*layers) for unit in alike if unit is not None]
         tasks = {unit.key: self.session.scheduler.spawn(batch([unit])) for unit in units}
         self.solving.extend([(unit, tasks[unit.key]) for unit in layer] for layer in layers)
 
     def advance(self, solving: float = inf, writing: float = inf) -> TaskStream[None]:
-        """Writes solved layers and enters written ones. Waits until at most `solving` layers are being solved, and then
-        until at most `writing` are being written."""
+        """Writes solved layers and enters written ones. Waits until at most `solving` layers are being solved, then
+        until at most `writing` layers are being written."""
         while True:
             if self.solving and all(task.done for _, task in self.solving[0]):
                 yield from self._write()
@@ -141,6 +141,6 @@ class SolveQueue:
 
 
 def _solved(units: Sequence[Solve], solutions: Sequence[list[SolveDone]]) -> Iterator[tuple[Solve, SolveDone]]:
-    """Yields the groups of a layer without the statistics that they were solved from."""
+    """Yields the solved groups of a layer, without their statistics."""
     for unit, (solution,) in zip(units, solutions, strict=True):
         yield replace(unit, statistics={}), solution

@@ -1,4 +1,4 @@
-"""The dependencies between ledger entries: one table says which become invalid together with others."""
+"""The dependencies between ledger entries: a table of which entries become invalid together."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, RANKS, TARGET
 
 
 class Dependents(NamedTuple):
-    """Kinds of entries that become invalid together with another kind, or single fields of them, in all layers.
+    """The kinds of entries, or single fields of them, that become invalid with another kind, in all layers.
 
     Attributes:
-        changed: computed from the other kind; invalid when that is computed from other settings or from other text.
-        damaged: needed to compute the other kind again, or one with it, and dropped in part since; invalid when data
-            that the other kind names is damaged. An entry that is computed again is the same as before, so that what
-            was computed from it stays valid.
+        changed: kinds computed from the other kind. They are invalid when it is computed from other settings or text.
+        damaged: kinds needed to compute the other kind again, or computed along with it, whose data may be partly
+            dropped by now. They are invalid when data of the other kind is damaged. Results computed from that data
+            stay valid, because recomputing gives the same data.
     """
 
     changed: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
 
 
-# The kind of a key is its first part; KIND.FIELD is one field of its entries, which may be missing by itself.
-# Older hidden states are dropped when newer ones are entered, and stored inputs when the backward pass has read them.
+# The kind of a key is its first part. KIND.FIELD is one field of its entries that may be missing alone.
+# Older hidden states are dropped when newer ones are entered; stored inputs, when the backward pass has read them.
 DEPENDENTS: Mapping[str, Dependents] = {
     "measured": Dependents(changed=(RANKS,)),
     "curves": Dependents(changed=(RANKS,)),
@@ -40,7 +40,8 @@ DEPENDENTS: Mapping[str, Dependents] = {
 
 
 def dependents(names: Iterable[str], cause: Literal["changed", "damaged"]) -> list[str]:
-    """Returns the kinds, and single fields of kinds, that become invalid with those of these names, directly or not."""
+    """Returns the kinds, and single fields of kinds, that become invalid with the named ones, directly or
+    indirectly."""
     invalid: dict[str, None] = {}
     pending = [*names]
     while pending:
@@ -52,7 +53,7 @@ def dependents(names: Iterable[str], cause: Literal["changed", "damaged"]) -> li
 
 
 def retract_changed(journal: Journal, keys: Collection[str], changed: Collection[str]) -> None:
-    """Retracts those of `keys` that are of the `changed` kinds or depend on them, the last computed ones first."""
+    """Retracts all `keys` of the `changed` kinds, and those that depend on them, the latest first."""
     for kind in reversed([*changed, *dependents(changed, "changed")]):
         for key in keys:
             if kind_of(key) == kind:

@@ -1,4 +1,4 @@
-"""Names of the ledger's entries. Each is spelled in one place."""
+"""The keys of the ledger's entries, in one place."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ RANKS: Key[entries.RanksEntry] = Key("ranks")
 HELD_OUT: Key[entries.HeldOutEntry] = Key(
     "held_out"
 )  # tokens beyond the calibration samples, and the dense model's outputs
-HELD_OUT_SCORE: Key[entries.HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
-TARGET: Key[entries.TargetEntry] = Key("target")  # the size that the layers are compressed to, for a budget by loss
-TRIES = "tries/"  # before a size in thousandths: its scores
-SCORED = "scored/"  # before a model's name and a layer: hidden states of a model that is being scored
+HELD_OUT_SCORE: Key[entries.HeldOutScoreEntry] = Key("held_out_score")  # on the same tokens
+TARGET: Key[entries.TargetEntry] = Key("target")  # the size chosen for a budget by loss
+TRIES = "tries/"  # prefix of a size in thousandths: its scores
+SCORED = "scored/"  # prefix of a model's name and a layer: hidden states of a model being scored
 TOKENS: Key[entries.TokensEntry] = Key("tokens")
 SAMPLES: Key[entries.SamplesEntry] = Key("samples")  # the number that `calibration.samples: auto` has chosen
 TEXTS: Key[entries.TextsEntry] = Key("texts")  # the dense model's losses on both texts
-SCHEDULE: Key[entries.ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
+SCHEDULE: Key[entries.ScheduleEntry] = Key("schedule")  # how often hidden states are committed, if the plan chose it
 SOURCE: Key[Mapping[str, SourceFile]] = Key("source")  # by name
 HARDWARE: Key[Mapping[str, str]] = Key("hardware")
 COMPARED: Key[entries.ComparedEntry] = Key("compared")
 ASSEMBLING: Key[entries.AssemblingEntry] = Key("assembling")
 COMPLETE: Key[entries.CompleteEntry] = Key("complete")
 REUSED: Key[entries.ReusedEntry] = Key("reused")
-EVALUATION: Key[entries.TokensEntry] = Key("evaluation")  # of a sweep: the tokens that its points are scored on
+EVALUATION: Key[entries.TokensEntry] = Key("evaluation")  # the tokens on which a sweep scores its points
 POINTS: Key[entries.PointsEntry] = Key("points")
-RESULT: Key[entries.PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
+RESULT: Key[entries.PointEntry] = Key("result")  # the result of a sweep's point, in its part of the ledger
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 BEFORE_WORK = (SOURCE, TOKENS, EVALUATION, SCHEDULE, SAMPLES, HARDWARE, POINTS)  # entered before anything is computed
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
@@ -75,7 +75,7 @@ def try_key(size: int) -> Key[entries.TryEntry]:
 
 
 def scored_key(model: str, layer: int) -> Key[entries.ScoredEntry]:
-    """The inputs of a layer of the model that is scored under this name."""
+    """The inputs of a layer of the model scored under this name."""
     assert SCORED_NAME.fullmatch(model)
     return Key(f"{SCORED}{model}/{layer:05d}")
 
@@ -86,17 +86,17 @@ def point_part(digest: str) -> str:
 
 
 def rest_key(shard: str) -> Key[ShardRecord]:
-    """A shard of OUTPUT without compressed layers, by its name without the suffix."""
+    """A shard of OUTPUT without compressed layers. `shard`: its file name without the suffix."""
     return Key(f"rest/{shard}")
 
 
 def score_key(model: str, digest: str) -> Key[entries.ScoreEntry]:
-    """A score of the `output` or the `dense` model; `digest` is of model and text."""
+    """A score of the `output` or the `dense` model. `digest`: the digest of model and text."""
     return Key(f"score/{model}/{digest}")
 
 
 def task_score_key(model: str, digest: str) -> Key[entries.TaskScoreEntry]:
-    """Scores of the `output` or the `dense` model on tasks; `digest` is of model and tasks."""
+    """Scores of the `output` or the `dense` model on tasks. `digest`: the digest of model and tasks."""
     return Key(f"task_score/{model}/{digest}")
 
 

@@ -22,21 +22,22 @@ def computed_keys(num_layers: int) -> list[Key[Any]]:
 
 
 class Repairs:
-    """Invalidates entries, and counts how often, so that data that is damaged again and again ends the job."""
+    """Invalidates entries, and counts how often. Data that is damaged again and again ends the job."""
 
     def __init__(self, journal: Journal, keys: Sequence[Key[Any]], observer: Observer) -> None:
-        """`keys`: of all entries that may name damaged data."""
+        """`keys`: the keys of all entries that may name damaged data."""
         self.journal = journal
         self.observer = observer
         self.counts: Counter[str] = Counter()  # by entry; "": losses since the last commit
         self.keys = keys
 
     def progress(self) -> None:
-        """Forgets earlier losses, as something was committed since."""
+        """Resets the count of losses after a commit."""
         del self.counts[""]
 
     def invalidate(self, error: CorruptError | LostInputError) -> None:
-        """Retracts every entry that names the corrupt data, so that it is recomputed. No entry names lost data.
+        """Retracts every entry that names the corrupt data, so that it is recomputed. Lost data needs no retraction: no
+        entry names it.
 
         Raises the error itself when no entry names the data, or after `REPAIRS` times in the same place.
         """
@@ -53,7 +54,7 @@ class Repairs:
             self._invalidate(key, entry, path)
 
     def _invalidate(self, key: Key[Any], entry: Record, path: str) -> None:
-        """Takes back the damaged part of an entry, and what has to be computed again along with it."""
+        """Retracts the damaged part of an entry, and everything that has to be computed again with it."""
         field = next((field for field in fields_of(key) if _names(getattr(entry, field), path)), "")
         name = f"{kind_of(key)}.{field}" if field else kind_of(key)
         invalid = dependents([name], "damaged")

@@ -1,9 +1,10 @@
 """Reduces the moments of a layer: from the sums of single workers to one committed record of each moment.
 
-Every worker keeps one sum of each moment, and the list of the shards in it. When all shards are through the layer, the
-sums are collected, checked against their grids, added, and stored, while something else is computed. The sums are exact
-(docs/methods.md#sums-without-an-order): only that every shard is in one of them, once, matters. The shards of a worker
-that is gone are done again; so are all shards for a moment that exceeds its grid, with a wider one.
+Every worker keeps one sum of each moment, and the list of shards in it. When all shards have passed the layer, the sums
+are collected, checked against their grids, added and stored, while other work goes on. The sums are exact
+(docs/methods.md#sums-without-an-order), so that their order does not matter, as long as every shard is in exactly one
+of them. The shards of a lost worker are run again. If a moment exceeds its grid, all shards are run again for it, with
+a wider grid.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Parts = Mapping[Moment, tuple[Any, ...]]  # handles
 
 @dataclass(frozen=True)
 class _Part:
-    """The sums that one worker gave away, in at most `cut` parts for each moment; `key` is that of its `Collect`."""
+    """The collected sums of one worker, in at most `cut` parts for each moment. `key`: the key of its `Collect`."""
 
     key: str
     done: CollectDone
@@ -51,17 +52,17 @@ class _Part:
         return self.key.rpartition("/")[2]
 
     def without_diagonals(self) -> _Part:
-        """Drops what only the check of the grids needs."""
+        """Returns the part without the diagonals, which only the check of the grids needs."""
         return replace(self, done=replace(self.done, diagonals={}))
 
 
 @dataclass
 class _Group:
-    """Moments of some units that share their grids.
+    """Moments of some units that share one set of grids.
 
     Attributes:
-        parts: what the workers gave away; empty once it is added.
-        added: keys of the `Add` units that are done.
+        parts: the collected sums; empty once they are added.
+        added: keys of the finished `Add` units.
         summed: the moments over all shards.
     """
 
@@ -77,10 +78,11 @@ class PassResult:
     """The results of a pass of all shards through a layer.
 
     Attributes:
-        done: the results of the units, without samples of values, so that these are not held during the next pass.
+        done: the results of the units. They hold no samples of values, which would stay in memory during the next pass.
         samples: key -> record of stored samples.
-        reduction: adds and stores the moments; its outcome are their records, by key. None: there are no moments.
-        groups: of the reduction, filled in when it reaches `COLLECTED`.
+        reduction: the task that adds and stores the moments. It returns their records by key. None: there are no
+            moments.
+        groups: the groups of the reduction, filled when it reaches `COLLECTED`.
     """
 
     done: list[ShardDone]
@@ -90,13 +92,13 @@ class PassResult:
 
 
 class Reductions:
-    """Does the units of all shards through a layer, and reduces their moments."""
+    """Runs the units of all shards through a layer, and reduces their moments."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Task[Grids]:
-        """Starts to choose the grids of the sums of these units; there are none if nothing is summed."""
+        """Starts to choose the grids for the sums of these units. There are none if the units sum nothing."""
         values = tuple(moment for moment in moments if moment.kind in SUMMED)
         choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
         return self.session.scheduler.spawn(_chosen(choosing))
@@ -104,7 +106,7 @@ class Reductions:
     def run(
         self, moments: Sequence[Moment], units: Sequence[Summable], store: bool = True, grids: Grids | None = None
     ) -> TaskStream[PassResult]:
-        """Does the units of all shards, and starts to reduce what they summed. `grids`: already chosen ones."""
+        """Runs the units of all shards, and starts to reduce their sums. `grids`: the grids, if already chosen."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
         grids = (yield self.choose(moments, units)) if grids is None else grids
         if not grids:
@@ -113,16 +115,16 @@ class Reductions:
         sums = _new_sums(grids)
         units = [replace(unit, sums=sums) for unit in units]
         done = yield units
-        alone = [unit.for_sums_alone(tuple(grids), sums) for unit in units]  # what may have to be done again
+        alone = [unit.for_sums_alone(tuple(grids), sums) for unit in units]  # for shards that have to be run again
         groups: list[_Group] = []
         reduction = self.session.scheduler.spawn(self._reduce(alone, _workers(done), grids, store, groups))
-        # A shard that is done again for its samples must not be added again.
+        # A shard that is run again for its samples must not be added again.
         again = [replace(unit, moments=samples, sums=None) for unit in units]
         records = yield from self._samples(samples, again, done)
         return PassResult(_stripped(done), records, reduction, groups)
 
     def collected(self, result: PassResult) -> TaskStream[None]:
-        """Waits until the workers hold nothing of a pass any more, and its sums are within their grids."""
+        """Waits until the sums of a pass have left the workers and are within their grids."""
         if result.reduction:
             yield result.reduction.stage(COLLECTED)
 
@@ -133,7 +135,7 @@ class Reductions:
         return {moment.key: summed for group in result.groups for moment, summed in group.summed.items()}
 
     def stored(self, result: PassResult) -> TaskStream[dict[str, ArrayRecord]]:
-        """Waits for the records of the stored moments over all shards, by key. Losses on the way are made up for."""
+        """Waits for the records of the stored moments over all shards, by key. Lost work is done again."""
         moments = (yield result.reduction) if result.reduction else {}
         return {**result.samples, **moments}
 
@@ -142,7 +144,8 @@ class Reductions:
     def _reduce(
         self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, store: bool, groups: list[_Group]
     ) -> TaskStream[dict[str, ArrayRecord]]:
-        """Collects, checks, adds and stores. Work that is lost is done again once somebody waits for the reduction."""
+        """Collects, checks, adds and stores the moments. Lost work is done again as soon as another stream waits for
+        this one."""
         cut = max(1, self.session.pool.size)
         parts = yield from self._collected_once(units, workers, cut)
         if missing := _missing(units, parts):
@@ -161,7 +164,8 @@ class Reductions:
         return records
 
     def _within_grids(self, units: Sequence[Summable], grids: Grids, parts: list[_Part]) -> TaskStream[list[_Group]]:
-        """Checks sums against their grids. Moments that exceed theirs are summed again, alone, with wider ones."""
+        """Checks sums against their grids. Moments that exceed theirs are summed again, on their own, with wider
+        grids."""
         try:
             (checked,) = yield [_check(units, grids, parts)]
         except LostInputError as error:
@@ -195,7 +199,7 @@ class Reductions:
                 group.parts = yield from self._replaced(group.units, group.grids, group.parts, error, lost)
 
     def _add(self, group: _Group) -> TaskStream[None]:
-        """Adds the sums of all workers, on each node first."""
+        """Adds the sums of all workers, within each node first."""
         nodes: dict[str, list[_Part]] = {}
         for part in group.parts:
             nodes.setdefault(part.done.node, []).append(part)
@@ -210,7 +214,7 @@ class Reductions:
         group.summed = {moment: Summed(grid, whole[""][moment], tokens[moment]) for moment, grid in group.grids.items()}
 
     def _add_each(self, group: _Group, nodes: Mapping[str, list[_Part]]) -> TaskStream[dict[str, Parts]]:
-        """Adds the sums of each node, part by part; the only one of a node is as it is."""
+        """Adds the sums of each node, part by part. The only sum of a node is used as it is."""
         lineage, layer = group.units[0].lineage, group.units[0].layer
         adds = [
             Add(lineage, layer, moment, number, same, node, tuple(part.worker for part in parts if node))
@@ -225,14 +229,14 @@ class Reductions:
         group.added |= {add.key for add in adds}
         return {node: parts[0].done.partials if len(parts) == 1 else sums[node] for node, parts in nodes.items()}
 
-    # -- what is lost ------------------------------------------------------------------------------------------------
+    # -- lost sums --------------------------------------------------------------------------------------------------
 
     def _replaced(
         self, units: Sequence[Summable], grids: Grids, parts: list[_Part], error: LostInputError, known: bool = False
     ) -> TaskStream[list[_Part]]:
-        """The parts, with lost ones summed again. `known`: something else that was lost is made again, too.
+        """Returns the parts, with lost ones summed again.
 
-        Raises the error when it names none of them.
+        Raises the error if it names none of them, unless the loss is `known` and repaired elsewhere.
         """
         left = [part for part in parts if part.key not in error.producers]
         if len(left) == len(parts) and not known:
@@ -243,7 +247,7 @@ class Reductions:
         return left
 
     def _done_again(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> TaskStream[list[_Part]]:
-        """Does some shards again for their sums alone, and collects these."""
+        """Runs some shards again for their sums alone, and collects these."""
         again = _for_sums_alone(units, grids)
         done = yield again
         parts: list[_Part] = yield from self._collected(again, _workers(done), cut)
@@ -252,7 +256,7 @@ class Reductions:
     def _collected(
         self, units: Sequence[Summable], workers: Sequence[str], cut: int | None = None
     ) -> TaskStream[list[_Part]]:
-        """Collects the sums of these units. The shards of workers that are gone by then are done again."""
+        """Collects the sums of these units. The shards of workers that are lost by then are run again."""
         cut = max(1, self.session.pool.size) if cut is None else cut
         assert units[0].sums is not None
         grids, parts = units[0].sums.grids, list[_Part]()
@@ -264,7 +268,7 @@ class Reductions:
             workers = _workers((yield units))
 
     def _collected_once(self, units: Sequence[Summable], workers: Sequence[str], cut: int) -> TaskStream[list[_Part]]:
-        """Collects the sums of those workers that are still there."""
+        """Collects the sums of the workers that still exist."""
         first, sums = units[0], units[0].sums
         assert sums is not None
         collects = [
@@ -290,23 +294,23 @@ def _chosen(choosing: Sequence[ChooseGrids]) -> TaskStream[Grids]:
 
 
 def _new_sums(grids: Grids) -> Sums:
-    """Sums of a name of their own: workers may still hold those of a pass that was given up."""
+    """Returns sums with a unique name: workers may still hold the sums of an abandoned pass."""
     return Sums(f"pass-{uuid.uuid4().hex}", grids)
 
 
 def _for_sums_alone(units: Sequence[Summable], grids: Grids) -> list[Summable]:
-    """The same shards in a new pass, for these moments and nothing else."""
+    """Returns units for the same shards in a new pass, for these moments alone."""
     sums = _new_sums(grids)
     return [unit.for_sums_alone(tuple(grids), sums) for unit in units]
 
 
 def _workers(done: Sequence[ShardDone]) -> tuple[str, ...]:
-    """The workers that did some shards, each once."""
+    """Returns the workers that ran some shards, each once."""
     return tuple(dict.fromkeys(result.worker for result in done))
 
 
 def _missing(units: Sequence[Summable], parts: Sequence[_Part]) -> list[Summable]:
-    """The units whose shards are in none of the parts."""
+    """Returns the units whose shards are in none of the parts."""
     present = [shard for part in parts for shard in part.done.shards]
     assert len(present) == len(set(present)), "a shard is added once"
     return [unit for unit in units if unit.shard not in present]

@@ -2,18 +2,19 @@
 
 A stream yields what it waits for, and receives:
 
-- a sequence of units: their results, in the same order.
+- a sequence of units: their results in the same order.
 - a `Task`: the return value of that task's stream.
 - a `Stage` of a task: None, once the task has announced it.
 - `Reached(name)`: None, at once. It announces a stage of the stream's own task.
 - `UNTIL_WANTED`: None, once another stream waits for this one, directly or not.
-- `NOTHING_DUE`: None, when a worker is idle again. Only background streams may yield it.
+- `NOTHING_DUE`: None, when a worker is idle again. Only background streams may yield this.
 
 CorruptError and LostInputError of a unit, or of a task, are raised in the stream at its `yield`, when the other units
-of the batch are done. Any other error ends the whole run. No I/O, no threads: the scheduler waits for the pool alone.
+of the batch are done. Any other error ends the whole run. The scheduler has no I/O and no threads: it waits only for
+the pool.
 
-The units of a batch are submitted together. Those of a background stream are submitted one at a time, while the other
-units leave a worker idle.
+The units of a batch are submitted together. Units of a background stream are submitted one at a time, while other units
+leave a worker idle.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from manifests.errors import CorruptError, LostInputError
 from pipeline.driver.interfaces import Observer, Pool
 from pipeline.units.units import BesideUnit, SolveUnit, Unit, Write
 
-LEAVES_WORKERS_IDLE = SolveUnit | Write  # few at a time, and longer than background units
+LEAVES_WORKERS_IDLE = SolveUnit | Write  # only few run at a time, and they take longer than background units
 BACKGROUND_DEPTH = 2  # background units for each worker, when there is no other work
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Stage:
-    """A point in the course of a task that another stream waits for; reached at the latest when the task is done."""
+    """A point of a task's progress that another stream waits for. It is reached at the latest when the task ends."""
 
     task: Task[Any]
     name: str
@@ -67,9 +68,9 @@ class Task(Generic[T]):
 
     Attributes:
         background: its units are submitted only to idle workers.
-        wanted: the main stream waits for it, directly or not.
-        waiters: the tasks that wait for it, each with the name of a stage; "": for its outcome.
-        keys: of the batch of units that it waits for.
+        wanted: the main stream waits for it, directly or indirectly.
+        waiters: the tasks that wait for it, each with the name of a stage, or "" for its outcome.
+        keys: the keys of the batch of units that it waits for.
         unsubmitted: units of the batch that wait for an idle worker.
         lost: the error of a unit of the batch.
     """
@@ -96,7 +97,7 @@ class Task(Generic[T]):
 
 
 def batch(units: Sequence[Unit]) -> TaskStream[list[Any]]:
-    """Does some units. Returns their results, in order."""
+    """Runs some units. Returns their results, in order."""
     results: list[Any] = yield units
     return results
 
@@ -115,7 +116,7 @@ class Scheduler:
     Attributes:
         in_flight: the submitted units, each with its task, by key.
         background: the unfinished background streams, in the order in which they were added.
-        alone: no stream but the background ones runs any more.
+        alone: only background streams are left.
     """
 
     def __init__(self, pool: Pool, observer: Observer) -> None:
@@ -128,10 +129,10 @@ class Scheduler:
         self.alone = False
 
     def run(self, stream: TaskStream[T]) -> T:
-        """Runs a stream to its end, and whatever it spawns. Returns what it returns.
+        """Runs a stream, and the streams that it spawns, to the end. Returns its return value.
 
         Raises:
-            CorruptError, LostInputError: the stream did not handle it.
+            CorruptError, LostInputError: the stream did not handle the error.
             LaminaError: a unit or a stream raised it.
         """
         task = Task(stream)
@@ -139,7 +140,7 @@ class Scheduler:
         self._start(task)
         while not task.done:
             self._next_result()
-        while any(not owner.background for _, owner in self.in_flight.values()):  # results that no stream waits for
+        while any(not owner.background for _, owner in self.in_flight.values()):  # their results are not awaited
             self._next_result()
         if task.error is not None:
             raise task.error
@@ -147,33 +148,33 @@ class Scheduler:
         return outcome
 
     def spawn(self, stream: TaskStream[T]) -> Task[T]:
-        """Starts a stream beside the one that calls this; its first units are submitted at once."""
+        """Starts a stream beside the calling one. Its first units are submitted at once."""
         task = Task(stream)
         self._start(task)
         return task
 
     def spawn_background(self, stream: TaskStream[T]) -> Task[T]:
-        """Adds a stream that runs on idle workers. At equal numbers of units in flight, earlier streams come first.
+        """Adds a stream that runs on idle workers. With equal numbers of units in flight, earlier streams come first.
 
-        Workers are idle while all units of other streams are `LEAVES_WORKERS_IDLE`, and fewer of them compute than
-        there are workers. A single worker is never idle before `run_background`. CorruptError and LostInputError end
-        the task without an outcome, and nothing else: the caller who needs one runs the stream again.
+        Workers count as idle if all units of other streams are `LEAVES_WORKERS_IDLE`, and fewer of these are computed
+        than there are workers. A single worker is never idle before `run_background`. CorruptError and LostInputError
+        only end this task, without an outcome. A caller that needs the outcome runs the stream again.
         """
         task = Task(stream, background=True)
         self.background.append(task)
         return task
 
     def run_background(self) -> None:
-        """Runs all background streams to their end, when no other stream runs any more. Raises as `run` does."""
+        """Runs all background streams to the end, after all other streams. Raises the same errors as `run`."""
         self.alone = True
         self._submit_background()
         while self.in_flight:
             self._next_result()
             self._submit_background()
-        assert not self.background, "a stream waits for something that never comes"
+        assert not self.background, "a background stream waits for a result that will never come"
 
     def cancel(self) -> None:
-        """Waits for all submitted units, and ends all streams but background ones, whose units are queued again."""
+        """Waits for all submitted units. Ends all streams except background ones, whose units are queued again."""
         self.pool.cancel_pending()
         for unit, task in reversed(self.in_flight.values()):
             if task.background and task.lost is None:
@@ -190,9 +191,9 @@ class Scheduler:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def _next_result(self) -> None:
-        """Waits for one unit, and resumes its stream if that was the last of the batch."""
+        """Waits for one unit, and resumes its stream if the batch is complete."""
         self._submit_background()
-        assert self.in_flight, "a stream waits for something that never comes"
+        assert self.in_flight, "a stream waits for a result that will never come"
         try:
             unit, result = self.pool.wait()
         except (CorruptError, LostInputError) as error:
@@ -225,11 +226,11 @@ class Scheduler:
                 unit = task.unsubmitted.popleft()
                 self.in_flight[unit.key] = unit, task
                 self.pool.submit(unit)
-            elif streams == self.background:  # otherwise a stream has ended, for which another may have waited
+            elif streams == self.background:  # otherwise a stream has ended, and another may have waited for it
                 break
 
     def _has_unit(self, task: Task[Any]) -> bool:
-        """Returns True if a background stream has a unit to submit. Resumes it when its batch is done."""
+        """Returns True if a background stream has a unit to submit. Resumes the stream if its batch is done."""
         if not (task.done or task.unsubmitted or task.awaited or self._count_in_flight(task)):
             self.background_begun = True
             self._end_batch(task)
@@ -296,7 +297,7 @@ class Scheduler:
             self._want(other)
 
     def _want(self, task: Task[Any] | None) -> None:
-        """Marks a task, and what it waits for, as needed by the main stream."""
+        """Marks a task, and the tasks that it waits for, as needed by the main stream."""
         while task is not None and not task.wanted:
             task.wanted = True
             if task.paused:

@@ -1,7 +1,7 @@
-"""Scores models on windows of tokens with the workers of a job, a layer at a time, and resumes from the journal.
+"""Scores models on windows of tokens with the workers of a job, one layer at a time, and resumes from the journal.
 
-A model is the sequence of its layers: a staged layer, or None for the one of the source. Only the last committed hidden
-states of a model are stored; they are entered every `every` layers, as those of the calibration samples are.
+A model is a sequence of layers: a staged layer, or None for the layer of the source. Only the last committed hidden
+states of a model are stored. They are committed every `every` layers, like those of the calibration samples.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores models, each under a name. Entries of a name stay until it is forgotten.
+    """Scores models, each under a name. The entries of a name stay until `forget`.
 
     Attributes:
-        every: hidden states are committed each time this many layers are done.
-        alone: returns True if no other work is done. Only then are hidden states committed, and phases observed.
+        every: the number of layers between two commits of hidden states.
+        alone: returns True if no other work runs. Only then are hidden states committed and phases reported.
     """
 
     scheduler: Scheduler
@@ -55,20 +55,20 @@ class Scorer:
         return model.repaired(model.outputs)
 
     def outputs_stream(self, windows: Windows, name: str, layers: Layers) -> TaskStream[tuple[ArrayRecord, ...]]:
-        """Returns the stream of `outputs`, to run in the background. It repairs nothing."""
+        """Returns the stream of `outputs`, to run in the background. It does not repair damaged data."""
         return _Model(self, windows, name, layers).outputs()
 
     def score(self, windows: Windows, name: str, layers: Layers, dense: Outputs = ()) -> Scored:
-        """Returns the loss of a model on all windows, added in shard order.
+        """Returns the loss of a model on all windows, summed in shard order.
 
-        `dense`: the `outputs` of another model on them, to measure the divergence from. Raises as `outputs` does, and
-        CorruptError when those are damaged.
+        `dense`: the `outputs` of another model on the same windows, from which the divergence is measured. Raises the
+        errors of `outputs`, and CorruptError if `dense` is damaged.
         """
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.score(dense))
 
     def shard_scores(self, windows: Windows, name: str, layers: Layers) -> list[Scored]:
-        """Returns the loss of a model on each shard of the windows. Raises as `outputs` does."""
+        """Returns the loss of a model on each shard of the windows. Raises the errors of `outputs`."""
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.shard_scores(()))
 
@@ -76,7 +76,7 @@ class Scorer:
         self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
     ) -> TaskStream[Scored]:
         """Returns the stream of `score`, to run in the background. It waits for `LayersEntered`, and for the task that
-        makes the other model's outputs. It repairs nothing."""
+        computes the other model's outputs. It does not repair damaged data."""
         return _Model(self, windows, name, layers).score(dense)
 
     def forget(self, name: str) -> None:
@@ -96,8 +96,7 @@ def window_units(
     base: int = 0,
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
-    """Returns the units that take all shards through a layer. `records`: of the inputs of layer `base`, if they are
-    committed."""
+    """Returns the units that run all shards through a layer. `records`: the inputs of layer `base`, if committed."""
     ahead = layer + 1 if layer + 1 < len(layers) and _is_final(layers, layer + 1) else None
     return [
         WindowForward(
@@ -130,11 +129,11 @@ class _Model:
         self.repairs = Repairs(scorer.journal, keys, self.observer)
 
     def repaired(self, stream: Callable[[], TaskStream[T]]) -> T:
-        """Runs a stream on a pool that has nothing else to do. Starts it again from the last entry when hidden states
-        are damaged or lost."""
+        """Runs a stream on a pool without other work. Starts it again from the last entry if hidden states are damaged
+        or lost."""
         scheduler = self.scorer.scheduler
         while True:
-            scheduler.pool.forget()  # workers may hold hidden states of an earlier model of this name
+            scheduler.pool.forget()  # workers may hold hidden states of an earlier model with this name
             try:
                 return scheduler.run(stream())
             except (CorruptError, LostInputError) as error:
@@ -144,17 +143,17 @@ class _Model:
                     self.scorer.forget(self.name)
 
     def outputs(self) -> TaskStream[tuple[ArrayRecord, ...]]:
-        """Takes all shards through all layers. Returns the records of the last layer's outputs."""
+        """Runs all shards through all layers. Returns the records of the last layer's outputs."""
         _, records = yield from self._through(keep_outputs=True)
         assert records is not None
         return records
 
     def score(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[Scored]:
-        """Takes all shards through all layers and the head. Returns the sum of their scores."""
+        """Runs all shards through all layers and the head. Returns the sum of their scores."""
         return sum((yield from self.shard_scores(dense)), Scored(0.0, 0))
 
     def shard_scores(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[list[Scored]]:
-        """Takes all shards through all layers and the head. Returns their scores, in order."""
+        """Runs all shards through all layers and the head. Returns their scores, in order."""
         base, records = yield from self._through(keep_outputs=False)
         outputs: Outputs = (yield dense) if isinstance(dense, Task) else dense
         scores: list[Scored] = yield [
@@ -174,7 +173,7 @@ class _Model:
         return scores
 
     def _through(self, *, keep_outputs: bool) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None]]:
-        """Takes all shards through all layers. Returns the last layer whose inputs are committed, and their records."""
+        """Runs all shards through all layers. Returns the last layer with committed inputs, and their records."""
         scorer, last = self.scorer, len(self.layers)
         base, records = self._last_committed()
         observed = False
@@ -198,8 +197,8 @@ class _Model:
         return base, records
 
     def _last_committed(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
-        """Returns the last committed layer of this model, and its records. Retracts entries of another model of this
-        name."""
+        """Returns the last committed layer of this model, and its records. Retracts the entries of another model with
+        the same name."""
         for layer in range(len(self.layers), 0, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))
             if entry is None or not all(_is_final(self.layers, below) for below in range(layer)):

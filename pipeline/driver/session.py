@@ -1,4 +1,4 @@
-"""The collaborators of a driver, and the steps that its phases share: commit an entry, solve and write a layer."""
+"""The driver's collaborators, and the steps that its phases share: commit an entry, solve and write a layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Session:
     """A job and the collaborators of its driver.
 
     Attributes:
-        forwards: makes the units of forward passes.
+        forwards: builds the units of forward passes.
         repairs: invalidates the entries of damaged or lost data.
     """
 
@@ -50,7 +50,7 @@ class Session:
         record: StagedRecord,
         refined: RefinedFigures | None = None,
     ) -> LayerEntry:
-        """Commits a compressed layer. Every layer of every walk, and of every point of a sweep, is committed here."""
+        """Commits a compressed layer. All walks, and all points of a sweep, commit their layers here."""
         entry = layer_entry(layer, solved, record, refined)
         self.enter(layer_key(layer), entry)
         return entry
@@ -80,23 +80,23 @@ class Session:
         return [layer for layer in layers_of(self.job.tasks) if staged_layer(self.journal, layer) is None]
 
     def hint_of(self, task: Task) -> str:
-        """Returns the hint of a task's curve for its solve; empty if it has no curve."""
+        """Returns the hint that a task's curve gives to its solve; empty if there is no curve."""
         entry = self.journal.get(curves_key(task.layer))
         curve = entry.curves.get(task.key) if entry else None
         return curve.hint if curve else ""
 
     def batch(self, pending: list[int]) -> tuple[list[int], list[int]]:
-        """Splits layers into as many as there are workers, and the rest."""
+        """Splits layers into a batch of one layer per worker, and the rest."""
         count = max(1, self.pool.size)  # 0 while the only worker is being replaced
         return pending[:count], pending[count:]
 
     def build_on(
         self, results: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
     ) -> TaskStream[list[Any]]:
-        """Does the units that `consumers` makes of the `results` of `producers`. Returns their results.
+        """Runs the units that `consumers` builds from the `results` of `producers`. Returns their results.
 
-        A result that was lost with its worker is computed again, and replaced in `results`. Raises LostInputError for
-        the loss of anything else.
+        A result that was lost with its worker is computed again and replaced in `results`. Raises LostInputError if
+        anything else is lost.
         """
         while True:
             try:
@@ -134,8 +134,8 @@ def solve_units(
     ranks: RanksOf,
     hint: Callable[[Task], str] = lambda _: "",
 ) -> list[Solve]:
-    """Returns the units that solve the groups of a layer. `statistics`: by the keys of moments. `hint`: of the task's
-    curve."""
+    """Returns the units that solve the groups of a layer. `statistics`: by the keys of moments. `hint`: the hint of a
+    task's curve."""
     return [
         Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, hint=hint(task))
         for task in tasks
@@ -144,7 +144,7 @@ def solve_units(
 
 
 def write_unit(layer: int, solved: Sequence[tuple[Solve, SolveDone]], of: str = "") -> Write:
-    """Returns the unit that writes a layer with these groups. `of`: as `Write` has it."""
+    """Returns the unit that writes a layer with these groups. `of`: as in `Write`."""
     forms: dict[str, FormSpec] = {}
     for _, solution in solved:
         forms.update(solution.forms)
@@ -153,7 +153,7 @@ def write_unit(layer: int, solved: Sequence[tuple[Solve, SolveDone]], of: str = 
 
 
 def write_units(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
-    """Returns `write_unit` alone in a list, as `Session.build_on` wants it."""
+    """Returns `write_unit` as a list of one, for `Session.build_on`."""
     return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
 
 

@@ -1,4 +1,4 @@
-"""The stored moments of a job's layers, by the entries of the passes that took them."""
+"""Access to the stored moments of a job's layers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pipeline.methods.registry import layer_gradients, layer_moments
 
 
 class StoredStatistics:
-    """Finds the moments of a layer, by the keys of moments, and drops those that are no longer needed."""
+    """Looks up the moments of a layer by key, and drops moments that are no longer needed."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.job = session.job
 
     def of_dense_pass(self, layer: int) -> Mapping[str, ArrayRecord]:
-        """Returns the moments that a dense pass has entered so far."""
+        """Returns the moments of a layer that the dense pass has entered so far."""
         entry = self.session.journal.get(dense_key(layer))
         return entry.statistics if entry else {}
 
     def missing(self, layer: int) -> tuple[Moment, ...]:
-        """Returns the moments of a layer that no dense pass has entered."""
+        """Returns the moments of a layer that the dense pass has not entered."""
         entered = self.of_dense_pass(layer)
         return tuple(moment for moment in layer_moments(self.job.tasks, layer) if moment.key not in entered)
 
     def of_backward_pass(self, layer: int) -> Mapping[str, ArrayRecord]:
-        """Returns the moments of gradients; none if no task asks for them. Raises CorruptError if they are missing."""
+        """Returns the moments of gradients; none if no task needs them. Raises CorruptError if they are missing."""
         return self.session.entry(gradient_key(layer)).statistics if layer_gradients(self.job.tasks, layer) else {}
 
     def of_layer(self, layer: int) -> Mapping[str, ArrayRecord]:
@@ -39,13 +39,13 @@ class StoredStatistics:
         return {**values, **self.of_backward_pass(layer)}
 
     def of_task(self, task: Task) -> dict[Moment, ArrayRecord]:
-        """Returns the moments that a task asks for."""
+        """Returns the moments that a task needs."""
         entered = self.of_layer(task.layer)
         return {moment: entered[moment.key] for moment in task.moments}
 
     def retain(self, besides: Iterable[ArrayRecord] = ()) -> None:
-        """Drops the moments of finished layers, unless they are kept, and those that an interruption left without an
-        entry, except `besides`."""
+        """Drops the moments of finished layers, unless they are kept, and moments without an entry, which an
+        interruption left behind. `besides` stay."""
         live = [*besides]
         for layer in range(self.job.num_layers):
             if self.job.keep_statistics or self.session.journal.get(layer_key(layer)) is None:

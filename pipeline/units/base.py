@@ -20,7 +20,7 @@ class WorkUnit(ABC):
 
     @property
     def handles(self) -> int:
-        """Return the largest number of handles in the result."""
+        """Return an upper bound on the number of handles in the result."""
         return 0
 
 
@@ -55,7 +55,7 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Replaying(WorkUnit):
-    """A unit that takes a shard onward from the inputs of its layer, which its worker holds or computes again.
+    """A unit that runs a shard on from the inputs of its layer, which its worker holds or computes again.
 
     Attributes:
         base: the layer whose inputs are committed (0: the token embeddings). A worker that does not hold the inputs

@@ -13,7 +13,7 @@ from pipeline.units.base import WorkUnit
 
 @dataclass(frozen=True)
 class BeginCurve(WorkUnit):
-    """Computes what all pieces of a group's curve share. The result is JSON."""
+    """Computes the data that all pieces of a group's curve share. The result is JSON."""
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]
@@ -41,7 +41,7 @@ class CurvePieces(WorkUnit):
 class Predict(WorkUnit):
     """Computes the curve of one group: the predicted loss at each size. The result is a `Curve`.
 
-    `begun`, `pieces`: results of `BeginCurve` and of all `CurvePieces`, in order, where workers shared the curve.
+    `begun`, `pieces`: the results of `BeginCurve` and of all `CurvePieces`, in order, if workers share the curve.
     """
 
     task: Task

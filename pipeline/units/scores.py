@@ -1,4 +1,4 @@
-"""Units that score a model on windows of tokens, or compare it with the dense one."""
+"""Units that score a model on windows of tokens, or compare it with the dense model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ COMPARED_LAYERS = 4  # layers of both models in one `Compare`
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of tokens, cut in shards.
+    """Windows of tokens, cut into shards.
 
     Attributes:
-        ranges: of each shard, the first window and one past the last.
-        dtype: of the forward pass, as torch names it.
-        micro_batch: how many go through a layer at a time.
-        tokens: record of their ids (windows, length); None: those that the workers were given when they started.
+        ranges: for each shard, its first window and one past its last.
+        dtype: torch's name of the dtype of the forward pass.
+        micro_batch: the number of windows that go through a layer at a time.
+        tokens: record of the token ids (windows, length); None: the windows that the workers received when they
+            started.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -34,7 +35,7 @@ class Windows:
     def even(
         cls, windows: int, shards: int, dtype: str, micro_batch: int, tokens: ArrayRecord | None = None
     ) -> Windows:
-        """Cuts windows into at most so many shards, as calibration samples are cut."""
+        """Cuts windows into at most `shards` shards, as calibration samples are cut."""
         shards = min(shards, windows)
         ranges = tuple(shard_range(shard, shards, windows) for shard in range(shards))
         return cls(ranges, dtype, micro_batch, tokens)
@@ -46,24 +47,23 @@ class Windows:
 
 
 def scorers(shards: int, workers: int) -> int:
-    """The number of workers that score one model with so many shards: half of all, as the others score another
-    model."""
+    """The number of workers that score one model: half of them, because the others score another model."""
     return min(shards, math.ceil(workers / 2))
 
 
 def shards_each(shards: int, workers: int) -> int:
-    """The largest number of these shards that one worker takes."""
+    """The largest number of shards for one worker."""
     return math.ceil(shards / scorers(shards, workers))
 
 
 @dataclass(frozen=True)
 class WindowForward(Replaying):
-    """Takes one shard of windows through one layer. The result is a `pipeline.units.units.ShardDone`.
+    """Runs one shard of windows through one layer. The result is a `pipeline.units.units.ShardDone`.
 
     Attributes:
-        model: names what is scored among all that the same windows go through.
+        model: the name of the model being scored, among all models on the same windows.
         staged, store, ahead: as in `pipeline.units.units.Forward`.
-        ahead_staged: the layer that is read ahead, where it is no dense one.
+        ahead_staged: the layer to read ahead, if it is staged.
     """
 
     windows: Windows
@@ -82,10 +82,10 @@ class WindowForward(Replaying):
 
 @dataclass(frozen=True)
 class Score(Replaying):
-    """Scores one shard of windows with the head, behind the last layer. The result is a `Scored`.
+    """Scores one shard of windows with the head, after the last layer. The result is a `Scored`.
 
-    `layer` is one past the last, `staged` the last one, which may hold the head. `dense`: record of the dense model's
-    last outputs, to measure the divergence from. The rest as in `WindowForward`.
+    `layer`: one past the last layer. `staged`: the last layer, which may hold the head. `dense`: record of the dense
+    model's last outputs, from which the divergence is measured. The other fields are as in `WindowForward`.
     """
 
     windows: Windows
@@ -102,7 +102,7 @@ class Score(Replaying):
 
 @dataclass(frozen=True)
 class Scored:
-    """Sums over `tokens`, in nats: negative log likelihood; beside a dense model, its own and Σ KL(dense‖model)."""
+    """Sums over `tokens`, in nats: negative log likelihood; with a dense model, also its own and Σ KL(dense‖model)."""
 
     loss: float
     tokens: int
@@ -125,10 +125,10 @@ class Compare(WorkUnit):
     `CompareDone`.
 
     Attributes:
-        tokens: ids of whole samples, all of one length.
-        staged: by layer, from `first` on, the record of the compressed one; None: it is as it was.
-        before: handle of what enters the first of these layers in both models; None: these are the first.
-        head: whether the head follows them.
+        tokens: token ids of whole samples of one length.
+        staged: the records of the compressed layers from `first` on; None: the layer is unchanged.
+        before: handle of both models' inputs of the first of these layers; None: it is the first of the model.
+        head: the head follows these layers.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -148,8 +148,7 @@ class Compare(WorkUnit):
 
 @dataclass(frozen=True)
 class CompareDone(HandleResult):
-    """Figures for `manifests.records.ComparedFigures`, and a handle of the hidden states behind the last of these
-    layers."""
+    """Figures for `manifests.records.ComparedFigures`, and a handle of the outputs of the last of these layers."""
 
     handle_fields: ClassVar[tuple[str, ...]] = ("after",)
 

@@ -3,27 +3,27 @@ text."""
 
 from __future__ import annotations
 
-IMPORTANCE_TOKENS = 262_144  # 64 windows of 256 tokens tell t_l to 1 % (docs/results.md#choices-that-were-measured)
-LEAST_SHARDS = 16  # so that workers have something to share
+IMPORTANCE_TOKENS = 262_144  # 64 windows of 256 tokens give t_l to 1 % (docs/results.md#choices-that-were-measured)
+LEAST_SHARDS = 16  # so that there is work for several workers
 TOKENS_PER_HIDDEN = 16
-GRID_TOKENS = 128  # of a sample, by which the grids of a layer's sums are chosen
-HELD_OUT = 10  # one window is held out for so many samples
+GRID_TOKENS = 128  # tokens of a sample from which the grids of a layer's sums are chosen
+HELD_OUT = 10  # samples for each held-out window
 HELD_OUT_TOKENS = (
-    32_768  # at most, of all texts: a divergence is then known to 3 % (docs/results.md#choices-that-were-measured)
+    32_768  # at most, over all texts; enough for a divergence to 3 % (docs/results.md#choices-that-were-measured)
 )
-TEXT_TOKENS = 32_768  # at most, of each text that the dense model is scored on before the job's passes
-LEAST_TOKENS = 16_384  # a narrow model's gradient is noisy at 16 tokens a number, and costs next to nothing
+TEXT_TOKENS = 32_768  # at most, of each text on which the dense model is scored before the job's passes
+LEAST_TOKENS = 16_384  # 16 tokens a number are too few for a narrow model; its gradient costs next to nothing
 
 
 def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
-    """The first sample of a shard, and one past its last; sizes differ by at most one."""
+    """Return the first sample of a shard, and one past its last. Sizes of shards differ by at most one."""
     return shard * samples // shards, (shard + 1) * samples // shards
 
 
 def importance_shards(shards: int, samples: int, sequence_length: int) -> tuple[int, ...]:
     """Return the shards on which importance is measured, evenly spread. docs/methods.md#importance.
 
-    They hold at least 262,144 tokens and are at least 16, or all.
+    They are at least 16 shards with at least 262,144 tokens, or all shards.
     """
     enough = -(-IMPORTANCE_TOKENS * shards // (samples * sequence_length))
     count = min(shards, max(enough, LEAST_SHARDS))
@@ -36,7 +36,8 @@ def expert_ranges(experts: int, size: int) -> tuple[range, ...]:
 
 
 def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
-    """Return how many samples of a shard, its first ones, are among `chosen` ones spread evenly over all shards."""
+    """Return how many samples of a shard are chosen, if `chosen` samples are spread evenly over all shards. These are
+    the shard's first samples."""
     first, end = shard_range(shard, shards, samples)
     return end * chosen // samples - first * chosen // samples
 
@@ -51,9 +52,9 @@ def gradient_samples(count: int | None, samples: int, sequence_length: int, hidd
 
 
 def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
-    """Return the number of windows held out of a text that gives `count` of the samples.
+    """Return the number of held-out windows of a text with `count` of the samples.
 
-    It is a tenth as many, at most the text's share of 32,768 tokens.
+    It is a tenth of `count`, and at most the text's share of 32,768 tokens.
     """
     most = -(-HELD_OUT_TOKENS * count // (samples * sequence_length))
     return min(-(-count // HELD_OUT), most)

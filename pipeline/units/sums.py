@@ -1,7 +1,4 @@
-"""Units that reduce the sums of single workers to one moment of a layer, and their results.
-
-See `pipeline.units.units`.
-"""
+"""Units that reduce the sums of single workers to one moment of a layer, and their results."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, ClassVar
 from pipeline.methods.method import Moment
 from pipeline.units.base import HandleResult, WorkUnit, place_of
 
-SUMMED = ("value", "pair", "gradient")  # kinds of moments of which each worker keeps a sum
+SUMMED = ("value", "pair", "gradient")  # the kinds of moments that workers sum
 
 
 @dataclass(frozen=True)
@@ -21,8 +18,8 @@ class Sums:
     (docs/methods.md#sums-without-an-order).
 
     Attributes:
-        name: of the pass, that no other has; a worker keeps the sums of two: the one at hand, and the one before it.
-        grids: moment -> handle of the grid that its products are rounded to.
+        name: the unique name of the pass. A worker keeps the sums of the current pass and of the one before.
+        grids: moment -> handle of the grid to which its products are rounded.
     """
 
     name: str
@@ -31,17 +28,17 @@ class Sums:
 
 @dataclass(frozen=True)
 class ChooseGrids(WorkUnit):
-    """Chooses the grids of a layer's sums by the first micro-batch of one shard, backwards by its first sample that is
-    not silent: a `ChooseGridsDone`.
+    """Chooses the grids of a layer's sums from the first micro-batch of one shard. The result is a `ChooseGridsDone`.
 
-    `forward`: the `Forward`, `Pair` or `Backward` of that shard, with the moments to sum.
+    A backward pass uses the first sample with a gradient other than 0. `forward`: the unit of that shard, with the
+    moments to sum.
     """
 
     forward: Any
 
     @property
     def shard(self) -> int:
-        """The shard whose first micro-batch is taken."""
+        """The shard from which the grids are chosen."""
         return int(self.forward.shard)
 
     @property
@@ -64,10 +61,10 @@ class ChooseGridsDone(HandleResult):
 
 @dataclass(frozen=True)
 class Collect(WorkUnit):
-    """Collects the sums of one worker over a pass. The worker drops them.
+    """Collects the sums of one worker over a pass. The worker then drops them.
 
-    Each sum is given in up to `parts` parts. The result is a `CollectDone`, or None if the worker is gone, and its sums
-    with it. `part`: of the layer, as in `Forward`.
+    Each sum comes in up to `parts` parts. The result is a `CollectDone`, or None if the worker and its sums are lost.
+    `part`: the part of the layer, as in `Forward`.
     """
 
     lineage: str
@@ -92,11 +89,11 @@ class CollectDone(HandleResult):
     """The sums of a worker; empty if it had none.
 
     Attributes:
-        partials: by moment, the handles of the parts of the sum. Workers cut a moment alike.
-        diagonals: by moment, the handle of its scaled sums of squares.
-        shards: those that are in each of the sums.
-        node: that the worker is on.
-        tokens: by moment, how many passed its point.
+        partials: by moment, the handles of the parts of the sum. All workers cut a moment in the same way.
+        diagonals: by moment, the handle of the scaled sums of squares.
+        shards: the shards in each of the sums.
+        node: the node of the worker.
+        tokens: by moment, the number of tokens that passed its point.
     """
 
     handle_fields: ClassVar[tuple[str, ...]] = ("partials", "diagonals")
@@ -112,7 +109,7 @@ class CollectDone(HandleResult):
 class CheckGrids(WorkUnit):
     """Checks a layer's sums over all shards against their grids. The result is a `CheckGridsDone`.
 
-    `diagonals`: of each moment, as all workers have given them. `part`: of the layer, as in `Forward`.
+    `diagonals`: by moment, those of all workers. `part`: the part of the layer, as in `Forward`.
     """
 
     lineage: str
@@ -143,7 +140,8 @@ class CheckGridsDone(HandleResult):
 class Add(WorkUnit):
     """Adds one part of a moment over some workers. The result is an `AddDone`.
 
-    `node`: that these are on, if there are others; `near`: names of workers there, one of whom does it.
+    `node`: the node of these workers, if there are several nodes. `near`: the workers on that node, one of which runs
+    the unit.
     """
 
     lineage: str
@@ -185,7 +183,7 @@ class Summed:
 class Total(WorkUnit):
     """Stores a moment of a layer. The result is its record.
 
-    Of gradients it holds besides what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`.
+    The record of gradients also holds what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`.
     """
 
     lineage: str

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from pipeline.units.base import WorkUnit
 
-HELD_OUT_EVERY = 8  # every so many samples, one judges the others
+HELD_OUT_EVERY = 8  # one of so many samples is held out to judge the fits
 
 
 @dataclass(frozen=True)
 class MeasureText(WorkUnit):
-    """Fits the values of a point in the first layer, from more and more of the samples.
+    """Fits the values of a point in the first layer from increasing numbers of samples.
 
-    The result is the error of each fit on samples that no fit has seen (`pipeline.kernels.held_out`).
+    The result is the error of each fit on held-out samples (`pipeline.kernels.held_out`).
 
     Attributes:
-        point: whose values are fitted.
-        samples: the number of all samples.
+        point: the point whose values are fitted.
+        samples: the total number of samples.
     """
 
     point: str
@@ -29,7 +29,8 @@ class MeasureText(WorkUnit):
 
 
 def groups_of(samples: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return disjoint groups of samples: those held out, a quarter, what makes it a half, and the rest."""
+    """Return four disjoint groups of samples: the held-out ones, a quarter of the others, another quarter, and the
+    rest."""
     held_out = range(0, samples, HELD_OUT_EVERY)
     others = [sample for sample in range(samples) if sample % HELD_OUT_EVERY]
     quarter = [sample for sample in others if sample % 4 == 1]

@@ -22,22 +22,23 @@ Lineage = Literal["dense", "compressed", "paired", "gradient"]
 
 @dataclass(frozen=True)
 class Forward(Replaying):
-    """Takes one calibration shard through one layer.
+    """Runs one calibration shard through one layer.
 
     Attributes:
-        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one.
-        staged: the compressed layer to use, as it is committed or on its way there; None: the layer's dense weights.
-        moments: statistics to take. Samples of values go back with the result.
-        sums: where the others are added, once for each shard; the worker keeps them until a `Collect`.
-        cosine: whether to sum the cosines between input and output.
-        emit: whether the outputs become the hidden states of the next layer.
-        store: whether these outputs are written to the activation store.
-        keep_inputs: whether the inputs of the shard's gradient samples are written there, for the backward pass.
+        lineage: the model whose hidden states pass the layer: the dense or the compressed one.
+        staged: the compressed layer to use, committed or still being written; None: the layer's dense weights.
+        moments: the statistics to compute. Samples of values are returned with the result.
+        sums: the sums to which all other moments are added, once for each shard. The worker keeps them until a
+            `Collect`.
+        cosine: sum the cosines between input and output.
+        emit: the outputs become the hidden states of the next layer.
+        store: write these outputs to the activation store.
+        keep_inputs: also write the inputs of the shard's gradient samples, for the backward pass.
         part: the slice of the layer's experts to pass; None: the whole layer. The first part also passes the attention,
-            the last emits. Each needs the parts before it, which a worker passes first if it has not done so.
+            and the last emits. A worker that has not passed the earlier parts passes them first.
         ahead: the layer to read next, if any.
-        weights, ahead_weights: handles of the layer's source tensors, and of that one's, where they are read for all
-            nodes; what is not there a worker reads by itself.
+        weights, ahead_weights: handles of the source tensors of the layer and of the layer ahead, if they are read for
+            all nodes. A worker reads missing tensors itself.
     """
 
     lineage: Lineage
@@ -65,7 +66,7 @@ class Forward(Replaying):
         return sum(moment.kind == "sample" for moment in self.moments)
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """Returns a unit that takes only these moments of the same shard, without the layers that were read for it."""
+        """Returns a unit that sums only these moments of the same shard, without handles of source tensors."""
         unit = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
         return replace(unit, ahead=None, weights=(), ahead_weights=())
 
@@ -74,7 +75,7 @@ class Forward(Replaying):
 class ReadLayer(WorkUnit):
     """Reads one of `parts` parts of a layer's source tensors for the workers of all nodes.
 
-    `near`: names of the workers of one node, one of whom does it.
+    `near`: the workers of one node, one of which runs the unit.
     """
 
     layer: int
@@ -107,9 +108,9 @@ class ShardDone(HandleResult):
     Attributes:
         partials: handles of samples of values, by moment.
         cosine: sum and count of the cosines between input and output.
-        activation: record of what left the layer, at its outputs or, backwards, at its inputs.
-        inputs: record of the inputs of its gradient samples.
-        worker: the worker that did it, and that keeps the sums that the shard was added to.
+        activation: record of the stored outputs of the layer, or, in a backward pass, of the gradients at its inputs.
+        inputs: record of the stored inputs of its gradient samples.
+        worker: the worker that ran the shard and keeps its sums.
     """
 
     handle_fields: ClassVar[tuple[str, ...]] = ("partials",)
@@ -124,16 +125,16 @@ class ShardDone(HandleResult):
 
 @dataclass(frozen=True)
 class Pair(Replaying):
-    """Takes one calibration shard through the dense layer and its compressed version, side by side.
+    """Runs one calibration shard through the dense layer and its compressed version, side by side.
 
     docs/methods.md#corrections. Both models' hidden states travel together: (M, S, 2·D), the dense ones first.
 
     Attributes:
-        step: how many corrections of the layer came before.
-        staged: the record of the layer as it is by now; None: its dense weights.
-        moments: pairs to take, all at one point.
-        sums: where they are added, as in `Forward`; emit, store, ahead: as there.
-        targets: with `store`, what is stored is for a refinement of the layer: the dense layer's outputs beside the
+        step: the number of earlier corrections of the layer.
+        staged: the record of the current draft of the layer; None: its dense weights.
+        moments: the pairs to sum, all at one point.
+        sums, emit, store, ahead: as in `Forward`.
+        targets: with `store`, store the data for a refinement of the layer: the dense layer's outputs beside the
             compressed model's inputs.
     """
 
@@ -162,20 +163,20 @@ class Pair(Replaying):
 
 @dataclass(frozen=True)
 class Backward(WorkUnit):
-    """Takes the gradient samples of one calibration shard back through the dense layer.
+    """Runs the gradient samples of one calibration shard back through the dense layer.
 
     docs/methods.md#gradient-moments.
 
     Attributes:
-        inputs: records of the stored inputs of this layer and of those above it, up to the first whose gradients are
-            committed, or to the last: a worker that does not hold the gradients goes back through those layers first.
-        base_record: of the committed gradients at the inputs of the layer after these; None: from the head, with
-            labels drawn from the model's own distribution.
-        moments: of gradients, to take.
-        sums: where they are added, as in `Forward`.
-        probe: the gradients at the layer's output are random, not the model's.
-        emit: whether the gradients at the layer's inputs are those that the layer before it will go on with.
-        store: whether these are written to the activation store.
+        inputs: records of the stored inputs of this layer and of the layers above it, up to the first with committed
+            gradients or the last. A worker that does not hold the gradients goes back through those layers first.
+        base_record: record of the committed gradients at the inputs of the layer above these. None: start at the head,
+            with labels drawn from the model's own distribution.
+        moments: the moments of gradients to sum.
+        sums: the sums to which they are added, as in `Forward`.
+        probe: use random gradients at the layer's output, not the model's.
+        emit: the layer below goes on with the gradients at this layer's inputs.
+        store: write these gradients to the activation store.
         ahead: the layer to read next, if any.
     """
 
@@ -228,9 +229,10 @@ class Reduce(WorkUnit):
 class Solve(WorkUnit):
     """Compresses one group of one layer. With a pair among the statistics, it applies one correction.
 
-    `statistics`: as they are stored, or as they were summed.
-    `before`: the handle of the factors that the group's correction before this one gave.
-    `hint`: `Curve.hint` of the group's curve, if it was taken of the same statistics.
+    Attributes:
+        statistics: stored moments, or moments in memory.
+        before: handle of the factors from the group's previous correction.
+        hint: `Curve.hint` of the group's curve, if that was computed from the same statistics.
     """
 
     task: Task
@@ -251,7 +253,7 @@ class Solve(WorkUnit):
 @dataclass(frozen=True)
 class SolveDone(HandleResult):
     """A compressed group: a handle of its factors, their forms, figures for the summary, and the rounding scheme of
-    each matrix by the path of its module."""
+    each matrix by module path."""
 
     handle_fields: ClassVar[tuple[str, ...]] = ("factors",)
 
@@ -263,7 +265,7 @@ class SolveDone(HandleResult):
 
 @dataclass(frozen=True)
 class SolveSizes(WorkUnit):
-    """Compresses one group at several sizes, without corrections. Work that the sizes share is done once."""
+    """Compresses one group at several sizes, without corrections. Shared work is done once."""
 
     task: Task
     sizes: tuple[Mapping[str, int], ...]
@@ -305,7 +307,7 @@ class Refine(WorkUnit):
     One worker does the whole layer, so that the result does not depend on the number of workers.
 
     Attributes:
-        staged: the layer as it was solved; the matrices of `groups` are not rounded yet.
+        staged: the solved layer, in which the matrices of `groups` are not rounded yet.
         targets: for each shard, in order, the record of (M, S, 2·D): the dense layer's outputs, and the compressed
             model's inputs.
         groups: the groups to train; they have the same settings.
@@ -340,8 +342,8 @@ class Write(WorkUnit):
     """Writes one layer: the factors of its groups, and copies of the other tensors from the source.
 
     Attributes:
-        roles: what the groups claim; of these nothing is copied.
-        of: names the model, where several are written.
+        roles: the roles that the groups claim, whose tensors are not copied.
+        of: the name of the model, if several are written.
     """
 
     layer: int
@@ -360,9 +362,9 @@ class Unwritten:
     """A compressed layer that is being written; its factors are in memory.
 
     Attributes:
-        name: that no other has.
-        write: what writes it.
-        rounded: how matrices are rounded, by the path of their module.
+        name: unique.
+        write: the unit that writes it.
+        rounded: the rounding schemes of matrices, by module path.
     """
 
     name: str
@@ -381,11 +383,11 @@ class Measure(WorkUnit):
         return f"measure/{self.task.key}"
 
 
-Onward = Forward | Pair | WindowForward | Score  # takes a shard on from the inputs of a layer
+Onward = Forward | Pair | WindowForward | Score  # runs a shard on from the inputs of a layer
 SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
-# Takes nothing that a worker computes with: done beside its other units.
+# These need no compute resources of a worker, and run beside its other units.
 BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
 SolveUnit = Solve | SolveSizes
 PassUnit = Summable | WindowForward | Score | Compare
 Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Refine | Write | MeasureText
-ShardUnit = Summable | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
+ShardUnit = Summable | ChooseGrids | WindowForward | Score  # runs on the worker that holds the shard
