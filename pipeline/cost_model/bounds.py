@@ -26,7 +26,7 @@ class Size:
 
 
 def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], source_bytes: int) -> Size:
-    """Return the most that a checkpoint of the manifest stores. `source_bytes`: unused tensors included."""
+    """Return the largest size of a checkpoint of the manifest. `source_bytes`: unused tensors included."""
     numbers = _most_numbers(manifest, geometry)
     beyond = max(0, source_bytes - geometry.model_bytes())
     if bounded_by(manifest) == "budget.bytes":
@@ -57,9 +57,9 @@ def _most_numbers(manifest: Manifest, geometry: Geometry) -> int:
 
 @dataclass(frozen=True)
 class _Claimed:
-    """The tensors of a task: their numbers, the stored bits of a number of the widest matrix, and additional bits.
+    """The tensors of a task: their numbers, the stored bits of a number of the widest matrix, and extra bits.
 
-    Additional are the bits of wider vectors, and of shapes and scales beside codes.
+    Extra bits are those of wider vectors, and of the shapes and scales of codes.
     """
 
     numbers: int
@@ -68,7 +68,7 @@ class _Claimed:
 
 
 def _most_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], numbers: int) -> int:
-    """Return the most bytes of so many numbers, as if the numbers of the widest dtypes were kept."""
+    """Return the largest size in bytes of `numbers` numbers, assuming that those of the widest dtypes are kept."""
     claimed = sorted(_claimed(manifest.quantize, geometry, tasks), key=lambda each: -each.bits)
     dense = sum(each.numbers for each in claimed)
     roles_of: dict[int, tuple[str, ...]] = {}
@@ -104,7 +104,7 @@ def _claimed(quantize: Quantize | None, geometry: Geometry, tasks: Sequence[Task
 
 
 def _claims(tasks: Sequence[Task]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield layer and roles of each task, every role once: the points of a sweep claim the same roles."""
+    """Yield layer and roles of each task, every role once, because all points of a sweep claim the same roles."""
     claimed: set[tuple[int, str]] = set()
     for task in tasks:
         if roles := tuple(role for role in task.roles if (task.layer, role) not in claimed):
@@ -113,7 +113,7 @@ def _claims(tasks: Sequence[Task]) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def _bits(quantize: Quantize | None, layer: LayerGeometry, role: str) -> float:
-    """Return the bits of a stored number of a role's matrix, with its share of a scale."""
+    """Return the stored bits of a number of a role's matrix, including its share of a scale."""
     own = layer.bits_of(f"{role}.weight")
     if quantize is None or not _is_rounded(quantize, role):
         return own

@@ -28,8 +28,8 @@ from pipeline.methods.registry import layer_moments, layers_of
 DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
 MOMENT_BYTES = 8  # float64
-SOLVE_COPIES = 3  # C, its inverse beside the gram of W_down, the panels (tests/kernels/test_elimination.py)
-CURVE_COPIES = 4  # one more for the channels that stay, with its factor
+SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
+CURVE_COPIES = 4  # one more for the kept channels, with its factor
 TOKEN_BYTES = 4
 
 
@@ -90,10 +90,10 @@ def make_plan(
     walk = pass_of(manifest, geometry, tasks)
     passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
-    refined = settings_of(manifest) is not None  # hidden states of both models, and the targets of a layer
+    refined = settings_of(manifest) is not None  # needs hidden states of both models, and the targets of a layer
     bound = "" if size else bounded_by(manifest)
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
-    all_stored = walk.keep_statistics or not (compressed or walk.in_pass)  # the statistics of all layers at a time
+    all_stored = walk.keep_statistics or not (compressed or walk.in_pass)  # statistics of all layers at once
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = _solving_bytes(manifest, geometry, tasks)
     summed = max((_part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
@@ -150,7 +150,7 @@ def _read_bytes(geometry: Geometry, passes: int, size: Size) -> int:
 
 
 def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
-    """Say how many tokens an expert sees if routing is even, and how many samples would give each channel enough."""
+    """Say how many tokens an expert sees with even routing, and how many samples would be enough for each channel."""
     experts = [block for layer in geometry.layers for block in layer.mlps if block.share < 1.0]
     calibration = manifest.calibration
     if not experts or calibration is None:
@@ -206,7 +206,7 @@ def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
 
 
 def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
-    """Return the bytes of the moments that a worker sums at a time: of a slice of experts, and outside of experts."""
+    """Return the bytes of the moments that a worker sums at a time: those of a slice of experts, and all others."""
     roles = frozenset(layer.held_roles(experts))
     inside = [(block, (block.writer.reads, block.input if block.weighed else "")) for block in layer.mlps]
     held = {point for block, points in inside if roles.issuperset(block.roles) for point in points}
@@ -237,7 +237,7 @@ def _worker_peak(
     )
     hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     statistics, solving = moments
-    # Values of micro-batches are collected until they fill a product. The widest points count.
+    # Values of several micro-batches are joined for one product. The widest points count.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
     waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + widest) * itemsize
     passing = layer + placed + 2 * statistics + batch * features * 4 + waiting
@@ -249,9 +249,10 @@ def _worker_peak(
 
 
 def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of the largest layer as it is read ahead (on a GPU, there) and as it is computed.
+    """Return the bytes of the largest layer when it is read ahead (onto the GPU, if there is one) and when it is
+    computed.
 
-    Of a layer with more experts than a worker holds, those of one slice count.
+    If a layer has more experts than a worker holds, only one slice of them counts.
     """
     held = [(each, each.held_roles(manifest.workers.experts)) for each in geometry.layers]
     largest = max(each.numbers(roles) for each, roles in held)

@@ -1,4 +1,4 @@
-"""Seconds of a job by phase, in closed form. docs/plan.md has the arithmetic, and a simulator in `tools` checks it."""
+"""Seconds of a job by phase, in closed form. docs/plan.md has the arithmetic; a simulator in `tools` checks it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pipeline.driver.layer_solving import layers_in_hand
 from pipeline.units.scores import scorers, shards_each
 
 START_SECONDS = 5.0  # start of a local Ray and its workers, measured on a CPU
-WORKERS_SECONDS = 3.0  # the workers' part of these, again for each model that is evaluated
+WORKERS_SECONDS = 3.0  # the workers' part of it, which every evaluated model costs again
 ASSEMBLE_SECONDS = 0.5  # besides the last layer
-COMMIT_SHARE = 0.05  # the most of a pass's time that commits of hidden states may take
-REPEATED_SECONDS = 600.0  # the most work that may be lost between two commits
+COMMIT_SHARE = 0.05  # the largest share of a pass's time for commits of hidden states
+REPEATED_SECONDS = 600.0  # the most work that a kill may cost
 DIGEST_THREADS = 16  # as `stores.threads`
 COPIES = 2  # a shard's hidden states are copied to the device and back
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The way of a job through its layers.
+    """How a job passes through its layers.
 
     Attributes:
         importance: shards of a separate pass before the walk (`propagate: compressed` with ranks by importance), or 0.
         compressed: the inputs of a layer are the outputs of compressed layers.
         offload: hidden states leave the device between layers.
-        cached: data that was read or stored once is still in the nodes' page cache when it is read again.
+        cached: data stays in the nodes' page cache until it is read again.
         in_pass: layers are solved during the dense pass, from memory (`pipeline.driver.dense_walk`).
         keep_statistics: a dense pass stores its moments even if layers are solved from memory.
         every: layers between two commits of hidden states; 0: unknown, or so many that commits take little.
@@ -253,13 +253,13 @@ def _dense_phases(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
     storing = store_seconds(work, rates, walk) if walk.stores else 0.0
     reading = 0.0 if walk.source_cached(rates) else read_seconds(work, rates, walk)
     on_disk = reading + storing / nodes
-    latency = (statistics + collecting + adding + storing) / (1 + walk.ahead)  # of so many layers at once
+    latency = (statistics + collecting + adding + storing) / (1 + walk.ahead)  # several layers at once
     network = cross_seconds(work, rates, walk) + pass_on_seconds(work, rates, walk)
     passing = layers * max(statistics, collecting, adding, network, latency, on_disk)
     solves, waiting = [solve_seconds(solve, rates) for solve in work.solves], moment_wait_seconds(work, rates, walk)
     solving = _spread([seconds + waiting for seconds in solves for _ in range(layers)], walk.workers)
     writing = work.written_bytes / nodes / rates.disk
-    if walk.in_pass:  # layers are written in the pass, too, but the last ones only when they are solved
+    if walk.in_pass:  # layers are written during the pass, but the last ones only after it
         last = min(layers, walk.workers + 1)
         disk_wait = layers * (on_disk + writing) - passing - solving
         passing += max(0.0, disk_wait)
@@ -310,13 +310,13 @@ def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:
 
 
 def moment_wait_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
-    """Return the time in which a task gets its moments from memory, or from the disk that a node's workers share."""
+    """Return the time to load a task's moments from memory, or from the disk that a node's workers share."""
     rate = rates.link if walk.from_memory or walk.cached else rates.disk / min(walk.workers, rates.workers_per_node)
     return work.moment_bytes / max(1, len(work.solves)) / rate
 
 
 def digest_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
-    """Return the time of the source's digests, before anything else starts."""
+    """Return the time to compute the source's digests, before anything else starts."""
     return walk.layers * work.weight_bytes / min(rates.disk, rates.digest)
 
 
@@ -348,8 +348,8 @@ def committing_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
 def layers_per_commit(work: LayerWork, rates: Rates, walk: Pass) -> int:
     """Return the number of layers between two commits of hidden states, for `resume.every: auto`.
 
-    It is the least number with which commits take at most `COMMIT_SHARE` of every pass. It is lowered, to at least one,
-    where a kill would lose more than `REPEATED_SECONDS` of work.
+    It is the smallest number for which commits take at most `COMMIT_SHARE` of every pass. It is lower, but at least
+    one, if a kill would otherwise cost more than `REPEATED_SECONDS` of work.
     """
     phases = phase_seconds(work, rates, walk)
     seconds = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
@@ -364,13 +364,13 @@ def layers_per_commit(work: LayerWork, rates: Rates, walk: Pass) -> int:
 
 
 def committed_bytes(work: LayerWork, walk: Pass, every: int) -> int:
-    """Return the bytes of all commits of hidden states, one for every so many layers but the last."""
+    """Return the bytes of all commits of hidden states: one for every `every` layers, except the last."""
     commits = (walk.layers - 1) // every
     return commits * work.hidden_bytes + commits * work.hidden_bytes * walk.importance // walk.shards
 
 
 def object_store_bytes(work: LayerWork, rates: Rates, walk: Pass) -> int:
-    """Return the most bytes at a time in a node's part of Ray's object store.
+    """Return the peak of bytes in a node's part of Ray's object store.
 
     It is the maximum over the phases: the pass (sums that are being reduced, samples, layers that are read for all
     nodes, and if layers are solved in the pass, the sums and the factors of those in flight), the backward pass, the
@@ -392,7 +392,7 @@ def object_store_bytes(work: LayerWork, rates: Rates, walk: Pass) -> int:
 
 
 def _spread(seconds: Sequence[float], workers: int) -> float:
-    """Return the time of tasks on workers that start the longest pending task whenever they are idle."""
+    """Return the time for all tasks if an idle worker always starts the longest pending one."""
     busy = [0.0] * workers
     for amount in sorted(seconds, reverse=True):
         first = busy.index(min(busy))

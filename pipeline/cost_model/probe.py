@@ -25,7 +25,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.kernels.half_precision import linear
 
 PROBE_SECONDS = 0.15
-LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # of the measured layer; larger ones have its rate
+LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # the widest layer to measure; wider ones have the same rate
 LONGEST = {"cpu": 512, "cuda": 4096}  # tokens of a sample
 SAMPLES = {"cpu": 1, "cuda": 4}
 DOUBLE_SIZE = {"cpu": 1024, "cuda": 4096}
@@ -81,7 +81,7 @@ def measured_rates(
     workers_per_node: int = 1,
     shape: ProbedShape | None = None,
 ) -> Rates:
-    """Measure this process, a fraction of a second for each rate. Rates of network and disk are assumed.
+    """Measure the rates of this process, each in a fraction of a second. Rates of network and disk are assumed.
 
     Products are measured in a layer of this shape, with norms, rotations and checks between them. On a CPU, the link is
     measured by copies in memory.
@@ -184,7 +184,7 @@ class _Layer:
         self.angles_Sd = self._draw(length, HEAD_DIM)
 
     def rate(self, call: Callable[[], object], passes: int) -> float:
-        """Measure operations per second, with the plan's count of operations of so many forward passes."""
+        """Measure operations per second of a call, which counts as `passes` forward passes in the plan's arithmetic."""
         seconds = _seconds(call, self.device)
         shape = self.shape
         numbers = 2 * (shape.features + shape.read_features) * shape.hidden + 3 * shape.hidden * shape.intermediate
@@ -240,7 +240,7 @@ class _Layer:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call, which other processes disturb least."""
+    """Return the median seconds of a call: other processes disturb the median least."""
 
     def finish() -> None:
         if device.type == "cuda":

@@ -16,7 +16,7 @@ class Rates:
     Attributes:
         products: operations of products in the checkpoint's dtype, in a layer's forward pass.
         backward: operations of a layer's forward and backward pass together.
-        moments: operations of the products that are summed over tokens; a CPU multiplies these in float32.
+        moments: operations of the products of moments; a CPU computes them in float32.
         single: operations in float32, which tensor cores may round (`workers.device_settings.tensor_cores`).
         double: operations in float64.
         factors: operations of Cholesky, LU and QR factors, triangular solves, and updates by few columns at a time.
@@ -26,9 +26,9 @@ class Rates:
         network: bytes that leave a node.
         disk: bytes that a node reads or writes.
         digest: bytes that a node digests, with at most 16 threads.
-        step_s: seconds of a removal in an elimination beside its products (kernel launches).
-        column_s: seconds of a column that is rounded with error feedback.
-        commit_s: seconds of a commit beside its bytes: files are created and made durable.
+        step_s: seconds for one removal in an elimination, without its products (kernel launches).
+        column_s: seconds to round a column with error feedback.
+        commit_s: fixed seconds of a commit: files are created and made durable.
         workers_per_node: workers that share a node's network and disk.
         device_bytes: memory of a worker's device, if known.
     """

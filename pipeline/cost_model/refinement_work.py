@@ -12,11 +12,11 @@ from pipeline.kernels.descent import descent_flops
 from pipeline.kernels.refinement import CHECKS, held_out_samples, step_samples, training_steps
 
 BACK = 3  # cost of a backward pass in forward passes, its forward pass included
-MEASURED = CHECKS + 3  # errors of as many samples as are held out: of these also before, of others before and after
+MEASURED = CHECKS + 3  # passes that measure errors: each check and one before it on held-out samples, two on others
 TRAINED_BYTES = 30  # for each number: itself, its gradient, its momentum, four copies, and one in half precision
-VALUE_BYTES = 4  # of a value that the backward pass needs
-SCORES = 3  # copies of the attention's scores that it needs
-LAUNCHES = 40  # of `Rates.step_s` in a step of training
+VALUE_BYTES = 4  # for a value that the backward pass needs
+SCORES = 3  # copies of the attention scores that the backward pass needs
+LAUNCHES = 40  # `Rates.step_s` for each step of training
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class RefineWork:
 
     Attributes:
         steps: of the training.
-        flops: operations of their passes, and of those that measure errors.
-        descent: operations in float32 of the steps beside their passes.
+        flops: operations of the steps' passes, and of the passes that measure errors.
+        descent: float32 operations of the steps, without their passes.
         read_bytes: size of the stored inputs and targets.
-        passes: operations of the passes of all shards that store them, and that go on through the trained layer.
+        passes: operations of the passes of all shards that store these, and that go on through the trained layer.
     """
 
     steps: int = 0
@@ -52,7 +52,7 @@ UNREFINED = RefineWork()
 
 
 def settings_of(manifest: Manifest) -> Refine | None:
-    """Return the settings of the entries that ask for training, which are alike, or None."""
+    """Return the settings of the entries with `refine`, which are equal, or None."""
     return next((entry.refine for entry in manifest.methods if entry.refine is not None), None)
 
 
@@ -79,7 +79,7 @@ def refine_work(
 
 
 def layer_descent_flops(layer: LayerGeometry, keep: float) -> float:
-    """Return the operations of a step beside its passes, where each matrix is two factors of `keep` of its numbers."""
+    """Return the operations of a step without its passes, if each matrix is two factors with `keep` of its numbers."""
     total = 0.0
     for role in layer.matrices:
         rows, columns = layer.role_shapes(role)["weight"]
@@ -89,7 +89,7 @@ def layer_descent_flops(layer: LayerGeometry, keep: float) -> float:
 
 
 def refine_bytes(manifest: Manifest, layer: LayerGeometry) -> int:
-    """Return the memory of training a layer of this geometry; 0 if none is trained."""
+    """Return the memory to train a layer of this geometry; 0 without training."""
     if settings_of(manifest) is None or manifest.calibration is None:
         return 0
     sequence = manifest.calibration.sequence_length

@@ -14,10 +14,10 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.polishing import SWEEPS
 from pipeline.methods.method import Task
 
-TRIED_BYTES, NEAREST_BYTES = 200, 700  # of memory for each number while scales are tried: six of them, or twenty
-FED_BYTES = 300  # for each number, mostly the errors before it in its block
-SIZES_TRIED = 2 * 3  # roundings to each choice of bits, of a task whose bits are chosen: two kinds of three sizes
-SEARCHED_BYTES = {"normal": 500, "learned": 1000}  # of memory for each number while scales of a table are searched
+TRIED_BYTES, NEAREST_BYTES = 200, 700  # moved for each number to try six scales, or twenty
+FED_BYTES = 300  # for each number: mostly the earlier errors of its block
+SIZES_TRIED = 2 * 3  # roundings for each choice of bits, if bits are chosen: two kinds at three sizes
+SEARCHED_BYTES = {"normal": 500, "learned": 1000}  # moved for each number to search the scales of a table
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RoundWork:
     Attributes:
         flops: float64 operations of factors.
         fed_flops: float32 operations of error feedback.
-        steps: columns that wait for one another.
+        steps: columns that are rounded one after another.
         moved_bytes: bytes of memory moved.
     """
 
@@ -41,11 +41,10 @@ class RoundWork:
 def rounding_work(
     tasks: Iterable[Task], manifest: Manifest, layers: Sequence[LayerGeometry], kept: float
 ) -> tuple[RoundWork, ...]:
-    """Return the rounding work of every task of the job that rounds something; nothing without `quantize`.
+    """Return the rounding work of every task of the job that rounds; none without `quantize`.
 
-    I³/3 for the factor of each input, whose readers are rounded together, O I² for each matrix. `kept`: the share of an
-    MLP's channels that stays where a method eliminates. Matrices count as whole: what they are factored into takes
-    less.
+    It is I³/3 for the factor of each input, whose readers are rounded together, and O I² for each matrix. Matrices
+    count as dense; their factors take less. `kept`: the share of an MLP's channels that stays if a method eliminates.
     """
     if manifest.quantize is None:
         return ()
@@ -78,7 +77,7 @@ def rounding_work(
 
 
 def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, int]:
-    """Return rows and columns of a matrix with the share `kept` of an MLP's channels."""
+    """Return rows and columns of a matrix after the share `kept` of an MLP's channels stays."""
     rows, columns = layer.weight_shape(role)
     for block in layer.mlps:
         if role == block.writer.role:

@@ -12,26 +12,26 @@ from pipeline.families.blocks import AttentionBlock, LatentAttentionBlock, MLPBl
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Moment, Task
 
-REMOVED_SHARE = 0.25  # of an MLP's channels, where ranks are not known yet
-EIGEN_FLOPS, VALUES_FLOPS = 10.0, 4.0  # times n³: with vectors, and without, as long as both take on a CPU
-ALONE, ROUND_STEPS = 512, 3  # channels of which one goes at a time; removals that a round of several waits for
-BASES = 16  # ranks of the value basis that are compared at most
+REMOVED_SHARE = 0.25  # of an MLP's channels, while ranks are unknown
+EIGEN_FLOPS, VALUES_FLOPS = 10.0, 4.0  # times n³, with and without vectors; equivalent to their time on a CPU
+ALONE, ROUND_STEPS = 512, 3  # up to so many channels, one is removed at a time; a round of several costs 3 removals
+BASES = 16  # the most ranks of the value basis that are compared
 TURNS, GRADIENT_STEPS = 3, 14  # of the fit of values and o in a curve; conjugate gradients in each
-SOLVE_TURNS = 3  # of the fit in a solve: seven, where the values' rank is cut, as it is in every other layer or so
-GRADIENT_WAITS = 2  # removals of an elimination that take as long as one of those where matrices are small
-PROBED = 3  # widths of an MLP at which the activation is looked at: the smallest, the largest, and between
+SOLVE_TURNS = 3  # average turns of the fit in a solve: seven if the values' rank is cut, in about every other layer
+GRADIENT_WAITS = 2  # one conjugate gradient of small matrices takes as long as so many removals
+PROBED = 3  # widths of an MLP at which a sample is run: the smallest, one between, the largest
 PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of gate and up at each
-SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # on which down is fitted again, for each channel that stays, and in all
+SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # tokens to fit down again: for each kept channel, and in all
 PROBE_TOKENS, LEAST_PROBE = 3, 2048  # of the sample, for each channel, and in all
 PROBE_OUTPUTS = 256  # mixtures of outputs at most
 FIT_TOKENS = 2  # for each channel that is fitted, at least
-CUT_SHARE = 0.65  # of a full rank, where ranks are not known yet
+CUT_SHARE = 0.65  # of a full rank, while ranks are unknown
 BASIS_SHARE = 0.75  # of the values' full rank
-LATENT_CHOICES, FIT_CALLS = 16, 40  # of rotated dimensions; of the loss of a latent behind its norm
-SWAPS = 32  # of rows, until a pivoted form's coefficients are small
-SWAPPED_BYTES = 64  # of memory for each coefficient and swap: magnitudes, the largest of them, all but one new
-WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # for each number of a task's weights and moments: read, checked, in float64, back
-WIDTH_BYTES = 200  # for each of D² numbers and width of an MLP's curve: two moments that grow, brought to eigenproblems
+LATENT_CHOICES, FIT_CALLS = 16, 40  # choices of rotated dimensions; evaluations of the loss of a normed latent
+SWAPS = 32  # row swaps until a pivoted form's coefficients are small
+SWAPPED_BYTES = 64  # moved for each coefficient and swap: magnitudes, their maximum, the update
+WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # for each number of weights and moments: read, checked, float64, and back
+WIDTH_BYTES = 200  # for each width of an MLP's curve and each of D² numbers: two growing moments, two eigenproblems
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class SolveWork:
     """The work of one task.
 
     Attributes:
-        flops: float64 operations, those of eigenproblems and factors included.
-        steps: removals of channels that wait for one another.
+        flops: float64 operations, including eigenproblems and factors.
+        steps: removals of channels, one after another.
         sample_flops: operations on a sample, in the checkpoint's dtype.
-        pieces: into how many a curve may be cut.
-        begun: the part of this work that is done before the pieces; None if the curve is not cut.
+        pieces: the number of pieces into which a curve may be cut.
+        begun: the part of this work before the pieces; None if the curve is not cut.
         eigen_flops: float64 operations of eigenproblems.
         factor_flops: float64 operations of Cholesky, LU, QR, triangular solves, and updates by few columns.
         moved_bytes: bytes of device memory that elementwise work moves.
@@ -62,7 +62,7 @@ class SolveWork:
     again_flops: float = 0.0
 
     def plus(self, *others: SolveWork) -> SolveWork:
-        """Add the work of others; the result is cut into pieces as this one is."""
+        """Add the work of others. The result has the pieces of this one."""
         every = (self, *others)
         return replace(
             self,
@@ -76,12 +76,12 @@ class SolveWork:
 
 
 def _attentions(geometry: LayerGeometry) -> tuple[AttentionBlock | LatentAttentionBlock, ...]:
-    """Return the attention that values and an output projection are compressed of; none where it is copied."""
+    """Return the attention block whose values and output projection are compressed; none if it is copied."""
     return geometry.attentions or ((geometry.latent_attention,) if geometry.latent_attention else ())
 
 
 def _value_width(geometry: LayerGeometry) -> int:
-    """Return the values of a head."""
+    """Return the number of values of a head."""
     (block,) = _attentions(geometry)
     return block.value_width if isinstance(block, LatentAttentionBlock) else block.head_dim
 
@@ -100,8 +100,8 @@ def moment_width(moment: Moment, geometry: LayerGeometry) -> int:
 def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:
     """Return the work of comparing a task's sizes. docs/plan.md#work-of-a-layer.
 
-    Curves of MLPs, of v and o, and of matrices that read the layer's input and follow the loss have models of their
-    own; any other curve takes as long as solving the task.
+    Three kinds of curves have their own arithmetic: those of MLPs, of v and o, and of matrices that read the layer's
+    input and follow the loss. Any other curve takes as long as solving the task.
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     contexts = [block.writer.reads for block in _attentions(geometry)]
@@ -121,11 +121,13 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
 
 
 def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = False) -> SolveWork:
-    """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
+    """Return the work of solving a task.
 
-    `hinted`: its curve was taken of the same moments; which channels of an MLP that has a sample stay is then known.
-    For a sample, of all calibration `tokens` at most, what the MLP gives on it, whole and cut, and the fits of down.
-    Where matrices are cut in the metric of the loss, the directions of the stack and its pivoted form.
+    It consists of the moments' eigenproblems, and, with a full moment of the MLP's channels, of an elimination with its
+    refit. With a sample, of at most all calibration `tokens`, the MLP runs on it, whole and cut, and down is fitted.
+    Matrices that are cut in the metric of the loss add the directions of the stack and its pivoted form.
+
+    `hinted`: a curve was computed from the same moments, so that the kept channels of an MLP with a sample are known.
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     points = {moment.point for moment in task.moments if moment.heads == 1}
@@ -158,7 +160,7 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
 
 
 def _is_latent(task: Task, geometry: LayerGeometry) -> bool:
-    """Tell whether a task makes attention latent: it has a sample of what attention reads."""
+    """Return True if a task makes attention latent: it then has a sample of the attention's inputs."""
     inputs = [block.input for block in geometry.attentions]
     return any(moment.kind == "sample" and moment.point in inputs for moment in task.moments)
 
@@ -181,7 +183,8 @@ def _elementwise(task: Task, geometry: LayerGeometry) -> SolveWork:
 
 
 def _directions(hidden: int) -> SolveWork:
-    """Return the work of directions in a metric: its factor, another moment in it, the eigenvectors, and back."""
+    """Return the work of directions in a metric: factor the metric, transform a moment, take eigenvectors, transform
+    back."""
     cube = float(hidden) ** 3
     eigen, factors = EIGEN_FLOPS * cube, cube / 3 + cube
     return SolveWork("", eigen + factors + 6.0 * cube, 0, eigen_flops=eigen, factor_flops=factors)
@@ -196,7 +199,8 @@ def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
 
 
 def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
-    """Return the work of factoring matrices behind the root of their input: singular values by a gram, and factors."""
+    """Return the work of factoring matrices times the root of their input moment: singular values by a gram, and
+    factors."""
     matrices = (geometry.matrices[role] for role in task.roles if role in geometry.matrices)
     outputs = sum(matrix.outputs for matrix in matrices if matrix.inputs == inputs)
     least = min(outputs, inputs)
@@ -207,7 +211,7 @@ def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
 
 
 def _directed_stack(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
-    """Return the work of factoring matrices by the loss that read the same input, of `inputs` numbers."""
+    """Return the work of factoring, by the loss, matrices that read the same `inputs` numbers."""
     outputs = sum(geometry.weight_shape(role)[0] for role in task.roles)
     rank = CUT_SHARE * min(outputs, inputs)
     product = SolveWork("", 2.0 * outputs * inputs * rank, 0)
@@ -215,7 +219,7 @@ def _directed_stack(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWo
 
 
 def _directed_output(geometry: LayerGeometry) -> SolveWork:
-    """Return the work on v and o: the fit of both at a rank of the values, then o's own rank behind it."""
+    """Return the work on v and o: fit both at a rank of the values, then factor o at its own rank."""
     hidden, features = _attentions(geometry)[0].writer.shape
     reduced = BASIS_SHARE * features
     rank = CUT_SHARE * min(reduced, hidden)
@@ -243,8 +247,8 @@ def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork
 def _mlp_curve(task: Task, block: MLPBlock, tokens: int) -> SolveWork:
     """Return the work of an MLP's curve.
 
-    It eliminates channels down to the smallest width, factors in their order, adds moments from width to width and
-    takes their eigenvalues; at three widths it takes the directions of the readers and runs a sample.
+    It eliminates channels down to the smallest width, factors the moment in their order, adds moments from width to
+    width and computes their eigenvalues. At three widths it computes the directions of the readers and runs a sample.
     """
     hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     widths = [inner * place / task.pieces for place in range(1, task.pieces + 1)]
@@ -290,8 +294,7 @@ def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
 def _elimination(block: MLPBlock, share: float, refit: bool = False) -> SolveWork:
     """Return the work of eliminating a share of an MLP's channels. kernels/elimination.py.
 
-    N³ for the inverse, 3 n² for each removal from n channels, D N² for W_down's gram; 2 D n for each removal with its
-    refit.
+    N³ for the inverse, D N² for W_down's gram, and 3 n² for each removal from n channels, or 2 D n more with its refit.
     """
     hidden, width = block.writer.outputs, block.width
     removed, together = int(share * width), max(1, width // ALONE)

@@ -1,4 +1,4 @@
-"""The cost of what a job does with its texts before its passes: choosing the amount, and scoring the dense model.
+"""The cost of a job's work on its texts before its passes: choosing their amount, and scoring the dense model.
 
 docs/plan.md#seconds-by-phase.
 """
@@ -19,9 +19,9 @@ from pipeline.units.sharding import text_windows
 def texts_seconds(
     manifest: Manifest, geometry: Geometry, evaluation: int, work: LayerWork, rates: Rates, walk: Pass
 ) -> float:
-    """Return the seconds of both texts, or of the samples alone. `evaluation`: tokens of the evaluation text, or 0.
+    """Return the seconds for both texts, or for the samples alone. `evaluation`: tokens of the evaluation text, or 0.
 
-    Half of the workers score one model. Each of them builds every layer. Zero for a job that takes no moments.
+    Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without moments.
     """
     calibration = manifest.calibration
     if calibration is None or not (work.moment_flops or walk.importance):

@@ -43,12 +43,12 @@ ERROR_BYTES = 48  # of e: computed, checked, scaled, squared in float64
 SQUARED_BYTES = 40  # of the product in a gradient sample's norm: widened, squared, summed
 DIAGONAL_BYTES = 40  # of a gradient of which only squares are summed, with its sample's norm
 COSINE_BYTES = 48  # of a hidden state: read, widened to float64, scaled, multiplied
-BUILT_BYTES = 16  # of a layer that is built in float32: read, checked, widened
-SCALED_PASSES = 3  # over each value in the checkpoint's dtype: read to be checked, read and written to be scaled
+BUILT_BYTES = 16  # of a layer built in float32: read, checked, widened
+SCALED_PASSES = 3  # over each value in the checkpoint's dtype: one read for the check, a read and a write for scaling
 RESIDUAL_BYTES = 4  # of a gradient's number, as of the residual stream
 BACK = 3  # cost of a backward pass in forward passes
-WALKED, WALKED_SHORT = 4, 4  # passes of a correction through the whole layer, and to the end of its attention
-COMPARED_TOKENS = 128  # on which both models are compared side by side, as `verify` repeats
+WALKED, WALKED_SHORT = 4, 4  # passes of a correction through the whole layer, and only through its attention
+COMPARED_TOKENS = 128  # on which both models are compared; `verify` repeats the comparison
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def layer_work(
     gradient_tokens: int = 0,
     keep: float = 1.0,
 ) -> LayerWork:
-    """Count the work of the claimed layer with most moments, the largest of those. It stands for every layer.
+    """Count the work of the largest claimed layer among those with most moments. It stands for every layer.
 
     `keep`: the share of a layer's numbers that is written.
     """
@@ -163,7 +163,7 @@ def layer_work(
 
 @dataclass(frozen=True)
 class _Busiest:
-    """The claimed layer with most moments, and what its tasks need.
+    """The claimed layer with most moments, and the needs of its tasks.
 
     Attributes:
         moments: without `samples` of values and `gradients`.
@@ -318,7 +318,8 @@ def _pulled_roles(moment: Moment) -> tuple[str, ...]:
 
 
 def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
-    """Return operations per token and layer: two for every weight, and attention over half the sequence on average."""
+    """Return the operations per token and layer: two for every weight, and attention over half the sequence on
+    average."""
     return 2.0 * geometry.passed_numbers + 2.0 * sequence * geometry.query_features
 
 

@@ -17,14 +17,14 @@ from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read
 from stores.storage import Place
 
 SAMPLE_SHAPE = (2, 64)
-PASSAGE = 32  # ids: different texts share no passage of this length by chance
+PASSAGE = 32  # token ids; unrelated texts share no passage of this length by chance
 HASH_BASE = 0x5851F42D4C957F2D
 
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Token ids int64: the samples (samples, sequence), and windows (windows, sequence) of the same texts beyond them:
-    a tenth as many or 32,768 tokens, if the texts have so many."""
+    """Token ids (int64) of the samples (samples, sequence) and of held-out windows (windows, sequence) of the same
+    texts. The windows are a tenth as many as the samples, at most 32,768 tokens, and fewer if the texts are short."""
 
     samples: torch.Tensor
     held_out: torch.Tensor
@@ -47,7 +47,8 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
 
 
 def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
-    """Returns the token ids (windows, window) that OUTPUT is scored on; None without such a text. Raises InputError."""
+    """Returns the token ids (windows, window) on which OUTPUT is scored; None without such a text. Raises
+    InputError."""
     perplexity, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
     if perplexity is None:
         return None
@@ -70,7 +71,7 @@ def tokens_digest(tokens: torch.Tensor | None) -> str | None:
 
 
 def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -> tuple[Origin, torch.Tensor]:
-    """Returns the token ids (batch, length) that `verify` compares models on, and their origin: the beginnings of the
+    """Returns the token ids (batch, length) on which `verify` compares models, and their origin: the beginnings of the
     first calibration samples, or random ids in a data-free job."""
     batch, length = SAMPLE_SHAPE
     if calibration is not None:
@@ -81,7 +82,8 @@ def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -
 
 
 def seen_share(calibration: torch.Tensor, evaluation: torch.Tensor, length: int = PASSAGE) -> float:
-    """Returns the share of the windows' (n, window) passages of `length` ids that the samples (m, sequence) contain."""
+    """Returns the share of the passages of `length` ids in the windows (n, window) that also occur in the samples (m,
+    sequence)."""
     length = max(1, min(length, calibration.shape[1] // 2, evaluation.shape[1] // 2))
     passages = _passage_hashes(evaluation, length)
     return torch.isin(passages, _passage_hashes(calibration, length).unique()).double().mean().item()

@@ -22,7 +22,8 @@ from stores.source import SourceCheckpoint, open_source
 
 
 def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """Opens a dense or compressed checkpoint. Returns it, and its config under standard names. Raises InputError.
+    """Opens a dense or compressed checkpoint. Returns the checkpoint and its config under standard names. Raises
+    InputError.
 
     `code`: see `open_source`.
     """
@@ -48,13 +49,13 @@ def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, M
     try:
         geometry_of(config)
         expected_tensors(config)
-    except Exception as error:  # as `check_buildable`
+    except Exception as error:  # for the reason in `check_buildable`
         raise InputError(f"{model}/config.json: damaged: {type(error).__name__}: {error}") from error
     return as_loaded(source, config)
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns tensor -> shape, as the config of a Lamina checkpoint describes them."""
+    """Returns tensor -> shape for a Lamina checkpoint with this config."""
     model = build_on_meta(config)
     expected = {name: tuple(tensor.shape) for name, tensor in stored_state(model).items()}
     if config["tie_word_embeddings"]:
@@ -64,7 +65,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def build_on_meta(config: Mapping[str, Any]) -> lamina.LaminaForCausalLM:
-    """Builds the model that a config describes, without its numbers and without rounding."""
+    """Builds the model of a config on the meta device, without rounding."""
     described = lamina.LaminaConfig(
         **{name: value for name, value in config.items() if name not in (FIELD, TABLES, STORED_FORMATS)}
     )

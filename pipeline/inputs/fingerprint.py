@@ -1,4 +1,5 @@
-"""The fingerprint of a job: all inputs that decide the output's bytes. A run directory with another one is refused.
+"""The fingerprint of a job: all inputs that determine the output's bytes. A run directory with another fingerprint is
+refused.
 
 docs/formats.md#run_dir.
 """
@@ -19,7 +20,7 @@ from pipeline.inputs.job_inputs import Inputs
 def job_fingerprint(
     inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapping[str, SourceFile]
 ) -> dict[str, Any]:
-    """Returns field -> value. Fields are compared one by one, so that an error can name those that differ."""
+    """Returns field -> value. Fields are compared one by one, so that an error can name the different ones."""
     return {
         "source": {file: {"size": record.size, "sha256": record.sha256} for file, record in source_files.items()},
         "config": inputs.source.config,
@@ -32,7 +33,7 @@ def job_fingerprint(
 
 
 def semantic_fields(inputs: Inputs) -> dict[str, Any]:
-    """Returns the manifest's fields that decide bytes, with the multiple of ranks for this model."""
+    """Returns the manifest's fields that determine bytes, with the multiple of ranks for this model."""
     manifest, fields = inputs.manifest, inputs.manifest.semantic()
     for entry, field in zip(manifest.methods, fields["methods"], strict=True):
         field["rank_multiple"] = entry.in_steps_of(manifest.rank_multiple).multiple(inputs.geometry.hidden)

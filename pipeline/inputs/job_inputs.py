@@ -87,7 +87,7 @@ class Inputs:
 
     @property
     def _size_remarks(self) -> tuple[str, ...]:
-        """Remark on a result that may be no smaller than a source in a stored format."""
+        """A remark if the result may be as large as the source, which is in a stored format."""
         kinds = sorted({record.form.kind for record in self.source.tensors.values() if record.form is not None})
         most = size_bound(self.manifest, self.geometry, self.tasks, self.source_bytes).num_bytes if kinds else 0
         if not kinds or most < self.source_bytes:
@@ -100,21 +100,21 @@ class Inputs:
 
     @property
     def needs_calibration(self) -> bool:
-        """True if any method asks for statistics, importance or training."""
+        """True if any method needs statistics, importance or training."""
         return any(task.moments or task.refine for task in self.tasks) or "importance" in self.scores
 
     @property
     def max_loss(self) -> float | None:
-        """The limit of the loss that decides the size, if one does."""
+        """The limit of the loss that determines the size; None if the manifest gives the size."""
         return self.manifest.budget.max_loss if self.manifest.budget else None
 
     @property
     def measures_sizes(self) -> str:
-        """The field of the manifest for which several sizes are compressed and scored; empty if none asks for it."""
+        """The field of the manifest that makes the job compress and score several sizes; empty without such a field."""
         return _measures_sizes(self.manifest)
 
     def at_size(self, size: int) -> Inputs:
-        """Returns these inputs with `keep`, in thousandths, in place of the budget's limit of the loss."""
+        """Returns these inputs with a budget of `size` thousandths in place of the limit of the loss."""
         assert self.manifest.budget is not None
         budget = self.manifest.budget.model_copy(update={"keep": size / 1000, "max_loss": None})
         return replace(self, manifest=self.manifest.model_copy(update={"budget": budget}))
@@ -123,17 +123,17 @@ class Inputs:
 def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
     """Opens the source (headers only) and checks manifest and model against each other.
 
-    `weights`: the weights of a hub id are fetched, after all other checks.
+    `weights`: after all checks, download the weights of a model on the hub.
 
     Raises:
-        InputError: see the message; nothing was written.
+        InputError: with every fault. Nothing was written.
     """
     return opened_model(manifest, weights, partial(check_inputs, manifest))
 
 
 def opened_model(manifest: Manifest, weights: bool, check: Callable[[SourceCheckpoint, Mapping[str, Any]], T]) -> T:
-    """Returns the result of `check` for a manifest's model and its config. It is called once before weights are
-    fetched, and again with them."""
+    """Returns the result of `check` for a manifest's model and config. `check` runs before the weights are downloaded,
+    and again with them."""
     model = manifest.model
     source = open_source(model.source, model.revision, code=model.trust_remote_code)
     if not weights or is_hub_id(model.source):
@@ -186,9 +186,9 @@ def _further_remarks(source: SourceCheckpoint) -> tuple[str, ...]:
 
 
 def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, ...], tuple[Task, ...]]:
-    """Returns the methods, and the tasks that they claim of a model of this geometry.
+    """Returns the methods, and their tasks for a model of this geometry.
 
-    Raises InputError, also where sizes in the manifest exceed the budget.
+    Raises InputError, also if sizes in the manifest exceed the budget.
     """
     if manifest.budget is not None and manifest.budget.scope == "experts" and not geometry.scope_numbers("experts"):
         raise InputError(f"budget.scope: experts: this {geometry.model_type} model has none; give decoder or model")
@@ -203,10 +203,11 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
 
 
 def check_copied(inputs: Inputs) -> None:
-    """Looks for NaN and infinity in the tensors that are only copied, which no worker reads. Holds a few megabytes.
+    """Looks for NaN and infinity in tensors that are only copied, because no worker reads them. Takes a few megabytes
+    of memory.
 
     Raises:
-        NumericsError: naming the tensor.
+        NumericsError: a tensor holds NaN or infinity.
     """
     claimed = {task.layer for task in inputs.tasks}
     prefixes = tuple(inputs.geometry.layers[layer].prefix for layer in claimed)
@@ -222,8 +223,8 @@ def check_copied(inputs: Inputs) -> None:
 
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
-    """Returns the dtype of the forward pass, and of config.json: the one of most numbers in the layers; of two that
-    are equally frequent, the wider."""
+    """Returns the dtype of the forward pass and of config.json: the most frequent dtype of the layers' numbers, or the
+    wider of two equally frequent ones."""
     numbers: Counter[str] = Counter()  # buffers of old checkpoints may be bytes
     for layer in geometry.layers:
         for name, shape in layer.tensors().values():
@@ -243,7 +244,7 @@ def _measures_sizes(manifest: Manifest) -> str:
 
 
 def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> None:
-    """Raises InputError unless losses can be predicted and measured at several sizes, as a field asks for."""
+    """Raises InputError unless losses can be predicted and measured at several sizes, which a field needs."""
     calibration = manifest.calibration
     remedy = "give keep" if field == "budget.max_loss" else "leave it out"
     if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in tasks}:
@@ -260,7 +261,7 @@ def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task],
 
 
 def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods: Sequence[Method]) -> None:
-    """Raises InputError where weights in stored formats have no place in OUTPUT."""
+    """Raises InputError if OUTPUT cannot hold the source's stored formats."""
     if not source.stored_bytes():
         return
     owner = next((method.name for method in methods if method.own_class), None)

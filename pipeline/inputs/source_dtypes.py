@@ -1,7 +1,7 @@
-"""The dtypes of a source's tensors, as a compressed checkpoint records them, so that an export can restore them.
+"""The dtypes of a source's tensors. A compressed checkpoint records them, so that an export can restore them.
 
-A tensor that is stored under its own name, or rounded, has its dtype in the checkpoint. `source_dtypes` in config.json
-names the dtypes of the others, where they differ from the config's `dtype`.
+A tensor that is stored under its own name, or rounded, keeps its dtype in the checkpoint. `source_dtypes` in
+config.json lists the dtypes of all other tensors, unless they equal the config's `dtype`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIELD = "source_dtypes"  # of config.json
 def unstored_dtypes(
     claimed: Iterable[str], source: Mapping[str, TensorRecord], stored: Collection[str], dtype: str
 ) -> dict[str, str]:
-    """Returns claimed tensor -> its dtype in the source, if no stored tensor has that and it is not `dtype`."""
+    """Returns claimed tensor -> its dtype in the source, for dtypes other than `dtype` that no stored tensor shows."""
     unstored = (name for name in sorted(source.keys() & {*claimed}) if not _holder(name, stored))
     dtypes = {name: str(source[name].torch_dtype).removeprefix("torch.") for name in unstored}
     return {name: own for name, own in dtypes.items() if own != dtype}

@@ -1,4 +1,4 @@
-"""Opens the dense model of a job, refuses other models, and describes it as transformers would load it."""
+"""Opens the dense model of a job as transformers would load it, and refuses other models."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def open_dense(
 ) -> tuple[SourceCheckpoint, dict[str, Any]]:
     """Opens a dense checkpoint. Returns it, and its config under standard names.
 
-    `weights`: they may be read; `code`: see `open_source`.
+    `weights`: allow reading the weights. `code`: see `open_source`.
 
     Raises:
-        InputError: no such model, one of another kind, or config and weights do not fit together.
+        InputError: the model does not exist, is of another kind, or its config and weights do not fit together.
         StorageError: a file cannot be read.
     """
     return describe_dense(open_source(source, revision, code=code), weights)
 
 
 def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """Checks an open checkpoint, and returns it with its config, as `open_dense` does."""
+    """Checks an open checkpoint. Returns it with its config, as `open_dense` does."""
     where = opened.storage.at(CONFIG_FILE)
     refuse_other_models(opened.config, where)
     if not is_known(opened.config):
@@ -59,7 +59,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
 
 
 def describe_model(source: str) -> str:
-    """Returns the family and the size of a model in words. Raises as `open_dense`."""
+    """Returns the family and the size of a model in words. Raises the errors of `open_dense`."""
     _, config = open_dense(source, weights=False)
     geometry, wrapper = geometry_of(config), config.get("wrapper")
     inside = f", the decoder of a {wrapper['model_type']} model" if wrapper else ""
@@ -67,7 +67,7 @@ def describe_model(source: str) -> str:
 
 
 def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
-    """Raises InputError for a checkpoint of Lamina's, and for quantised weights."""
+    """Raises InputError for a checkpoint that Lamina wrote, and for quantised weights."""
     if config.get("model_type") == "lamina":
         raise InputError(
             f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; "
@@ -89,7 +89,7 @@ def _refuse_other_heads(config: Mapping[str, Any], where: str) -> None:
 
 
 def without_further_layers(source: SourceCheckpoint, config: Mapping[str, Any]) -> SourceCheckpoint:
-    """Returns the source without layers behind the last, which predict further tokens; transformers ignores them."""
+    """Returns the source without the layers that predict further tokens, which transformers ignores."""
     if not FAMILIES[config["source_model_type"]].further_layers:
         return source
     prefix, layers = f"{config['block']['layers']}.", config["num_hidden_layers"]
@@ -102,11 +102,11 @@ def without_further_layers(source: SourceCheckpoint, config: Mapping[str, Any]) 
 def as_loaded(
     source: SourceCheckpoint, config: Mapping[str, Any], weights: bool = True
 ) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """Returns source and config with embedding and head tied or not, as transformers loads them.
+    """Returns source and config with embedding and head tied or untied, as transformers loads them.
 
-    If the config ties them and the shards hold a head as well, transformers (from 5) keeps both apart if they differ.
-    If they are equal, the head is removed from the tensors, as it is the embedding once more. Without weights they are
-    assumed to be equal, as they are in the files that transformers writes.
+    The config may tie them although the shards also hold a head. transformers (from 5) then unties them if they differ.
+    If they are equal, the head is removed from the tensors, because it repeats the embedding. Without weights they are
+    assumed to be equal, as in the files that transformers writes.
     """
     block = config["block"]
     embed, head = f"{block['embed']}.weight", f"{block['head']}.weight"
@@ -119,11 +119,11 @@ def as_loaded(
 
 
 def check_buildable(config: Mapping[str, Any], where: str) -> None:
-    """Builds a layer of a standard config, without its numbers. Raises InputError when that fails."""
+    """Builds a layer of a standard config on the meta device. Raises InputError if that fails."""
     try:
         described = LayersConfig(**config)
         with torch.device("meta"):
             DecoderLayer(described, 0)
         make_rotary(described, torch.device("cpu"))
-    except Exception as error:  # transformers checks little of rope_parameters, and only warns
-        raise InputError(f"{where}: no layer can be built by it: {type(error).__name__}: {error}") from error
+    except Exception as error:  # transformers hardly checks rope_parameters, and only warns
+        raise InputError(f"{where}: no layer can be built from it: {type(error).__name__}: {error}") from error

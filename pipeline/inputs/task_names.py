@@ -1,4 +1,4 @@
-"""Names of lm-eval's tasks, checked before a job starts. lm-eval is an extra: `pip install 'CHECKOUT[tasks]'`."""
+"""Checks names of lm-eval tasks before a job starts. lm-eval is an extra: `pip install 'CHECKOUT[tasks]'`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_reader_of_rounded(field: str) -> None:
 
 
 def find_tasks(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
-    """Returns the names of the tasks, and a manager of lm-eval that knows all of them. Raises InputError."""
+    """Returns the names of the tasks, and an lm-eval task manager that knows them all. Raises InputError."""
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(f"{field}: lm-eval is not installed; {install_advice('tasks')}")
     from lm_eval.tasks import TaskManager

@@ -17,10 +17,11 @@ from stores.source import SourceCheckpoint, raise_faults
 def check_towers(source: SourceCheckpoint, config: Mapping[str, Any]) -> None:
     """Compare the towers' tensors with those of the source's class, by names and shapes.
 
-    `config`: of the source, whose tensors have the names of modules. Raises InputError with all faults (up to 20).
+    `config`: the source's config. The source's tensors have the names of modules. Raises InputError with all faults (up
+    to 20).
     """
     whole = whole_config(config)
-    whole.get_text_config().num_hidden_layers = 1  # of which nothing is compared
+    whole.get_text_config().num_hidden_layers = 1  # layers are not compared
     with torch.device("meta"):
         model: Any = getattr(transformers, architecture(config["model_type"]))(whole)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if is_tower(name)}

@@ -1,4 +1,4 @@
-"""Describes a model of a type that no family has: its layers, and which of their tensors known families name alike."""
+"""Describes a model of an unknown type: its layers, and the tensors that known families give the same names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ LAYER = re.compile(r"(?P<layers>.*?)\.(?P<index>\d+)\.(?P<inside>.+)")
 PART = re.compile(r"(\.weight|\.bias|_bias|_weight)$")
 EXPERT = re.compile(r"(?<=experts)\.\d+(?=\.)")
 SHOWN = 8
-HIDDEN = ("hidden_size", "n_embd", "d_model")  # names of one size
+HIDDEN = ("hidden_size", "n_embd", "d_model")  # names of the hidden size in configs
 READERS, WRITERS = ("q", "k", "v", "gate", "up"), ("o", "down")
-Shapes = Mapping[str, tuple[int, ...]]  # of the tensors of layers, by their names inside of one
+Shapes = Mapping[str, tuple[int, ...]]  # of a layer's tensors, by their names inside the layer
 
 
 def describe_unknown(source: SourceCheckpoint) -> str:
-    """Return what an unknown model is, line by line: which tensors of its layers have the names of a known family's."""
+    """Describe an unknown model line by line, with the tensors of its layers that have the names of a known
+    family's."""
     config, (path, layers) = source.config, _layers(source)
     names = ", ".join(map(str, config.get("architectures") or ["none"]))
     numbers = sum(math.prod(record.shape) for record in source.tensors.values())
@@ -37,7 +38,7 @@ def describe_unknown(source: SourceCheckpoint) -> str:
 
 
 def _layers(source: SourceCheckpoint) -> tuple[str, dict[int, Shapes]]:
-    """Return the path of the decoder's layers, those of the largest such list, and the tensors of each."""
+    """Return the path of the longest numbered list of layers, which is the decoder, and the tensors of each layer."""
     matches = [(match, record) for name, record in source.tensors.items() if (match := LAYER.fullmatch(name))]
     sizes: Counter[str] = Counter()
     for match, record in matches:
@@ -51,7 +52,7 @@ def _layers(source: SourceCheckpoint) -> tuple[str, dict[int, Shapes]]:
 
 
 def _kinds(layers: Mapping[int, Shapes], hidden: int | None) -> Iterator[str]:
-    """Yield the lines of `_blocks` for each kind of layers. Layers of one kind have tensors of the same names."""
+    """Yield the lines of `_blocks` for each kind of layer. Layers of one kind have the same tensor names."""
     kinds: defaultdict[frozenset[str], list[int]] = defaultdict(list)
     for layer in sorted(layers):
         kinds[frozenset(layers[layer])].append(layer)
@@ -62,7 +63,8 @@ def _kinds(layers: Mapping[int, Shapes], hidden: int | None) -> Iterator[str]:
 
 
 def _blocks(shapes: Shapes, hidden: int | None) -> Iterator[str]:
-    """Yield a line for attention, MLP, experts and norms as the nearest family has them, and one for all the rest."""
+    """Yield a line each for attention, MLP, experts and norms, compared with the nearest family, and one for the
+    rest."""
     modules = {name: PART.sub("", name) for name in shapes}
     known: set[str] = set()
     for kind in ("attention", "MLP", "experts", "norms"):

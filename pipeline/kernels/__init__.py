@@ -1,1 +1,2 @@
-"""Pure tensor functions: they import torch and each other, keep the device of their inputs and never change them."""
+"""Pure tensor functions. They import only torch and each other, stay on the device of their inputs, and never change
+them."""

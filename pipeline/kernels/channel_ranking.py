@@ -1,7 +1,7 @@
 """Channels ranked by the loss of removing each alone, after HEAPr. docs/methods.md#baselines.
 
-Statistics: E[h²] of each channel (N,), of an expert E[(p h)²] per token of all; G (D, D), the moment of the gradient at
-the outputs.
+Statistics: E[h²] of each channel (N,), for an expert E[(p h)²] averaged over all tokens; G (D, D), the moment of the
+gradient at the outputs.
 
 Legend: D hidden, N channels.
 """
@@ -15,20 +15,20 @@ from pipeline.kernels.spectra import tail_sums
 
 
 class RankedChannels(NamedTuple):
-    """The channels in `order`, those that stay longest first, and the `losses` (N + 1,) by width."""
+    """The channels in `order`, the most important first, and the `losses` (N + 1,) by width."""
 
     order: Tensor
     losses: Tensor
 
     def kept(self, width: int) -> Tensor:
-        """Return the channels that stay, ascending."""
+        """Return the `width` most important channels, ascending."""
         return self.order[:width].sort().values
 
 
 def rank_channels(squares_N: Tensor, down_DN: Tensor, metric_DD: Tensor) -> RankedChannels:
     """Order channels by ½ E[(p h_j)²] w_jᵀ G w_j; correlations between channels do not count.
 
-    Of equal losses, the lower index stays longer. Raises ValueError as `channel_losses`.
+    Of equal losses, the lower index comes first. Raises the errors of `channel_losses`.
     """
     sorted_N = channel_losses(squares_N, down_DN, metric_DD).sort(descending=True, stable=True)
     return RankedChannels(sorted_N.indices, tail_sums(sorted_N.values))

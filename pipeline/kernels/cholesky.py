@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-LARGE = 64 * BLOCK  # from this order on, blocks are four times as wide: fewer, larger products
+LARGE = 64 * BLOCK  # matrices of this order or more get blocks four times as wide: fewer, larger products
 
 
 def blocks_of(size: int) -> list[slice]:
@@ -23,8 +23,8 @@ def blocks_of(size: int) -> list[slice]:
 def empty_lower(size: int, device: torch.device) -> Tensor:
     """Allocate a float64 n x n matrix whose lower triangle alone will be used.
 
-    On a CPU its pages above the diagonal take no memory, because it is a mapping of its own: torch would ask for huge
-    pages, of which hardly any lies wholly above the diagonal.
+    On a CPU, the matrix is a memory mapping of its own, so that pages above the diagonal take no memory. torch would
+    ask for huge pages, and hardly any huge page lies wholly above the diagonal.
     """
     if device.type != "cpu":
         return torch.empty(size, size, dtype=torch.float64, device=device)
@@ -89,7 +89,7 @@ def inverse_(factor_nn: Tensor) -> None:
         block = blocks[number]
         corner_bb = factor_nn[block, block]
         corner_bb.copy_(_triangle_inverse(corner_bb))
-        for rows in reversed(blocks[number + 1 :]):  # from below: each row block needs those above it as they were
+        for rows in reversed(blocks[number + 1 :]):  # from below: a block of rows needs the unchanged blocks above it
             between = slice(block.stop, rows.stop)
             factor_nn[rows, block] = -(factor_nn[rows, between] @ factor_nn[between, block]) @ corner_bb
     for rows in blocks:

@@ -1,4 +1,4 @@
-"""Steps of training whose lengths are shares of what they change. docs/methods.md#refinement.
+"""Training steps whose lengths are relative to the parameters. docs/methods.md#refinement.
 
 A matrix moves along its momentum with all singular values made equal (Muon, Jordan et al. 2024), a vector as by Adam.
 Legend: M rows and N columns of the wider form, M <= N; K blocks of B of these rows, the last filled up with zeros.
@@ -16,13 +16,13 @@ SQUARES = 0.95  # decay of a vector's mean squares
 QUINTIC = (3.4445, -4.7750, 2.0315)  # of the published iteration: singular values end between 0.7 and 1.2
 ITERATIONS = 5
 REUSED = 3  # steps that share an equalizer
-# Rows whose singular values are made equal together; those of a large layer at once would cost more than its passes.
+# Rows whose singular values are made equal together. All rows of a large layer at once would cost more than its passes.
 BLOCK = 1024
 SQUARE_PRODUCTS = 4 * ITERATIONS - 3  # products of (B, B) matrices
 
 
 class Descent:
-    """Changes parameters by their gradients. A tensor without a gradient in a step stays, its momentum too."""
+    """Changes parameters by their gradients. A step changes neither a tensor without a gradient nor its momentum."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
@@ -38,7 +38,7 @@ class Descent:
     def step(self, rate: float) -> None:
         """Take a step: a tensor's root mean square change is `rate` of its own root mean square at first.
 
-        A tensor of zeros counts as large as the smallest of the others.
+        A tensor of zeros gets the scale of the smallest other tensor.
         """
         for place, values in enumerate(self.parameters):
             if values.grad is None:
@@ -64,7 +64,7 @@ def equalizer(matrix: Tensor) -> Tensor:
     """Return E (…, K, B, B), symmetric, which gives the blocks of a matrix singular values between 0.7 and 1.2.
 
     The matrix is (…, rows, columns); its shorter side is cut in blocks of at most `BLOCK`. E is a polynomial of each
-    block's Gram matrix. Singular values of nearly nothing stay smaller.
+    block's Gram matrix. Tiny singular values stay smaller.
     """
     block_KBN = _blocks(matrix)
     norm_K11 = torch.linalg.matrix_norm(block_KBN, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)

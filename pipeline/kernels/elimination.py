@@ -27,7 +27,7 @@ from pipeline.kernels.nystrom import (
     triangle_sum,
 )
 
-ALONE = 512  # N / ALONE channels are removed at a time
+ALONE = 512  # a step removes N / ALONE channels, at least one
 MOST_SHARED = 0.1  # partial correlation of channels that are removed together
 
 
@@ -53,14 +53,14 @@ def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int 
 
     It removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
     ‖b_j‖² / [C⁻¹]_jj with B the current refit; of equal ones the lower index is kept. With many channels a step removes
-    N / 512 at once: those of least score that are hardly correlated given the rest, so that none changes another's
-    score much; a step is a dozen small kernels however many it removes.
+    N / 512 at once: those with the lowest scores that are hardly correlated given the rest, so that none changes
+    another's score much. A step takes a dozen small kernels, however many channels it removes.
 
-    `block` is the number of removals after which C⁻¹ and BᵀB, otherwise updated only where they are read, are updated
-    as a whole by one matrix product (as in a blocked pivoted Cholesky factorisation). It changes speed and rounding
-    only. A singular C gets a relative jitter. Needs N² + D·N float64 numbers besides its inputs, and N³ + D N²
-    multiplications and additions, besides 3 N² for each removal. Raises ValueError on shapes that do not fit, NaN,
-    infinity, count outside 1..N, or if C is not positive semidefinite.
+    Between full updates, C⁻¹ and BᵀB are updated only where they are read. After `block` removals, one matrix product
+    updates them as a whole, as in a blocked pivoted Cholesky factorisation. `block` changes only speed and rounding. A
+    singular C gets a relative jitter. Needs N² + D·N float64 numbers besides its inputs, and N³ + D N² multiplications
+    and additions, besides 3 N² for each removal. Raises ValueError on shapes that do not fit, NaN, infinity, count
+    outside 1..N, or if C is not positive semidefinite.
     """
     state = _Elimination(moment_NN, weight_down_DN, None, count, block)
     return Elimination(state.run(), state.jitter)
@@ -69,9 +69,9 @@ def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int 
 def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor | None = None) -> Pruned:
     """`eliminate` and refit W_down in one: B is updated with each removal.
 
-    The refit then costs D N for each removed channel, and the error is the sum of what the removals added. `felt_DN`
-    (W_down in the metric of the loss) replaces W_down in the scores; refit and error are always W_down's. If C is
-    singular, W_down is refitted afterwards (`nystrom_refit`). Raises ValueError as `eliminate`.
+    The refit then costs D N for each removed channel, and the error is the sum over all removals. `felt_DN` (W_down in
+    the metric of the loss) replaces W_down in the scores; refit and error are always W_down's. If C is singular, W_down
+    is refitted afterwards (`nystrom_refit`). Raises ValueError as `eliminate`.
     """
     felt_DN = weight_down_DN if felt_DN is None else felt_DN
     state = _Elimination(moment_NN, felt_DN, weight_down_DN, count, None)

@@ -62,7 +62,7 @@ class Grid:
 
 
 def sample_squares(values_TF: Tensor, heads: int = 1, groups: int = 1) -> Tensor:
-    """Sums of squares (G, d) float64 of a sample of values (..., F), for `choose_grid`."""
+    """Return the sums of squares (G, d) float64 of a sample of values (..., F), for `choose_grid`."""
     values_THd = values_TF.detach().reshape(-1, groups, heads // groups, values_TF.shape[-1] // heads)
     return values_THd.to(torch.float64).square().sum(dim=(0, 2))
 
@@ -106,7 +106,7 @@ class MomentSum:
         # Adding c rounds x to a multiple of 2^(bits - 52): that is the last bit of numbers near c.
         self._rounder = 1.5 * 2.0 ** (grid.bits - GRID_BITS + MANTISSA[product_dtype])
         self._excess = 0.0  # sum of rounders still contained in the bands
-        self._factors: dict[torch.dtype, Tensor] = {}  # kept on the device: copying them would make every product wait
+        self._factors: dict[torch.dtype, Tensor] = {}  # kept on the device: a copy would make every product wait
         self._added_rows = ADDED_ROWS[device.type]
 
     def add_(self, *parts_TF: Tensor) -> None:
@@ -136,8 +136,8 @@ class MomentSum:
         return rows_GTHd.reshape(groups, -1, width)
 
     def _multiply(self, rows_GRd: Tensor) -> None:
-        # The rounder of a float32 product is not subtracted from each product, which would cost as much as adding it:
-        # as a small multiple of the grid it keeps the sum exact, and `bands` subtracts all of them.
+        # Subtracting the rounder from each float32 product would cost as much as adding it. It is a small multiple of
+        # the grid, so that the sum stays exact with it, and `bands` subtracts all rounders at once.
         stays = self.product_dtype == torch.float32
         for band_Gbd, first in zip(self._bands, range(0, rows_GRd.shape[-1], BAND), strict=True):
             left_GbR = rows_GRd[:, :, first : first + BAND].transpose(1, 2)

@@ -17,14 +17,14 @@ from pipeline.kernels.levels import LevelKind, borders, choose_table
 from pipeline.kernels.packing import code_range, scaled, stored_scales
 from pipeline.kernels.polishing import polish
 
-DAMPING = 0.01  # of the moment's mean diagonal, added to its diagonal
+DAMPING = 0.01  # share of the moment's mean diagonal that is added to its diagonal
 MOST_DAMPING = 1e6  # a moment that needs more carries no information
 BLOCK = 128  # columns whose errors are propagated together
-CLIPS = tuple(1.0 - step / 40 for step in range(20))  # of the largest magnitude; tried below CLIPPED_BELOW bits
-FED_CLIPS = 6  # of these are tried with feedback, where stronger clipping burdens the later columns
+CLIPS = tuple(1.0 - step / 40 for step in range(20))  # shares of the largest magnitude, tried below CLIPPED_BELOW bits
+FED_CLIPS = 6  # clips tried with feedback, where stronger clipping burdens the later columns
 CLIPPED_BELOW = 8
-FED_NUMBERS = 2**28  # numbers in float32 that are rounded at a time
-TRIED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU, to fit its cache; elsewhere
+FED_NUMBERS = 2**28  # float32 numbers rounded at a time
+TRIED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU (its cache), on other devices
 
 
 class Rounded(NamedTuple):
@@ -118,10 +118,10 @@ def round_with_feedback(
 ) -> Rounded:
     """Round with small tr(Δ M Δᵀ), Δ the change of the weight and M the moment of `error_feedback`.
 
-    Columns are rounded one after another, and later ones compensate each error: at once within BLOCK columns, then in
-    all others by one product, in float32. Scales are chosen first, by groups of neighbouring columns, so that the order
-    need not be stored; the search weights errors by what remains of them. Codes and scales of a table of levels are
-    polished afterwards. Without feedback every number goes to the nearest level. Raises ValueError as
+    Columns are rounded one after another, and later ones compensate each error: within a block of BLOCK columns at
+    once, in all later blocks by one float32 product. Scales are chosen first, by groups of neighbouring columns, so
+    that the order need not be stored; the search weights errors by what remains of them. Codes and scales of a table of
+    levels are polished afterwards. Without feedback every number goes to the nearest level. Raises ValueError as
     `round_to_nearest`, and on feedback of another width.
     """
     if feedback is None:

@@ -12,9 +12,9 @@ def held_out_error(moment_FF: Tensor, held_out_FF: Tensor) -> float:
     """Return the share of held-out energy that a linear fit misses: half of the features predict the others.
 
     The features with more energy in `moment_FF` predict: B = C_mk (C_kk + λI)⁻¹, as in the refit behind an elimination.
-    The error is tr(H_mm − 2 B H_km + B H_kk Bᵀ) / tr H_mm with the moment H of held-out text. It falls towards that of
-    the best fit as the text behind C grows. Both moments are symmetric float64 and stay as they are; zero without
-    held-out energy. Raises ValueError on other shapes.
+    The error is tr(H_mm − 2 B H_km + B H_kk Bᵀ) / tr H_mm with the moment H of held-out text. It approaches the error
+    of the best fit as the text behind C grows. Both moments are symmetric float64 and are not changed. Without held-out
+    energy, the error is 0. Raises ValueError on other shapes.
     """
     size = moment_FF.shape[0]
     if moment_FF.shape != (size, size) or held_out_FF.shape != moment_FF.shape or size < 2:

@@ -18,12 +18,12 @@ from pipeline.kernels.checks import require_finite
 from pipeline.kernels.sensitivity import Factored, factored
 
 WINDOW, SEQUENCES = 256, 16  # tokens of a sequence on which attention by distance is estimated, and their number
-ROTATED_GAIN = 0.5  # of a pair's loss without rotation, which rotating it by another pair's frequency has to save
+ROTATED_GAIN = 0.5  # a pair is rotated by another pair's frequency only if this saves so much of its unrotated loss
 CLIPPED = 1e-9  # of the largest eigenvalue of a metric of few numbers
 FIT_STEPS, HISTORY = 30, 20  # of L-BFGS
 RIDGE = 1e-7  # of the mean square of normed latents, which is 1
 BALANCE_STEPS = 1000
-LATENT_RMS = 8.0  # of latents before their norm: its epsilon, which differs between engines, then counts nothing
+LATENT_RMS = 8.0  # of latents before their norm: the norm's epsilon, which differs between engines, is then negligible
 
 
 class SplitKeys(NamedTuple):
@@ -31,9 +31,9 @@ class SplitKeys(NamedTuple):
 
     Attributes:
         shared: (p, D), interleaved: rows 2i and 2i + 1 are rotated by frequency i.
-        read: (G, p, d): how the queries of a group read the shared dimensions.
+        read: (G, p, d): the map by which the queries of a group read the shared dimensions.
         rest: (C, D), the keys that the unchanged queries read beside them.
-        loss: of the missing rotations, in nats per token.
+        loss: the loss from the missing rotations, in nats per token.
     """
 
     shared: Tensor
@@ -48,7 +48,7 @@ class Latents(NamedTuple):
     Attributes:
         encode: (r, D).
         decode: (m, r).
-        loss: of the outputs on the sample, in nats per token; `before`: where the fit began.
+        loss: the loss from errors of the outputs on the sample, in nats per token; `before`: before the fit.
     """
 
     encode: Tensor
@@ -88,7 +88,7 @@ def distance_shares(
 def split_keys(
     key_CD: Tensor, moment_DD: Tensor, gradient_CC: Tensor, frequencies_J: Tensor, shared: int, shares_GW: Tensor
 ) -> SplitKeys:
-    """Choose `shared` (p) rotated dimensions, with the first p/2 frequencies, by what the loss feels of the others.
+    """Choose `shared` (p) rotated dimensions, with the first p/2 frequencies, of least loss from the other dimensions.
 
     A pair that is not rotated keeps the mean of its rotation over distances, α = Σ_w share_w e^{−iθw}. Of n numbers κ
     that share a frequency, c = uᴴ Γ^{1/2} κ is rotated, u the leading eigenvector of Γ^{1/2} E[κ κᴴ] Γ^{1/2}, and
@@ -139,7 +139,7 @@ def split_keys(
 def fit_latents(
     sample_TD: Tensor, moment_DD: Tensor, outputs_mD: Tensor, metric_mm: Tensor, encode_rD: Tensor
 ) -> Latents:
-    """Fit r latents and what decodes them behind their RMS norm, on a sample, from a first choice of latents.
+    """Fit r latents and their decoder after an RMS norm on a sample, starting from a first choice of latents.
 
     Minimises ½ E[eᵀ G e], e = Y x − B N(A x), N(z) = z / rms(z), over A by L-BFGS; B is the least squares fit, whatever
     G. A begins as latents of mean square 1 and no correlation, scaled one by one so that their norm varies least.
@@ -180,7 +180,7 @@ def fit_latents(
 def query_rows(query_QD: Tensor, read_Gpd: Tensor, scale: float) -> Tensor:
     """Return the queries' weight (H·(d + p), D): of each head its own d rows and the p that read the shared keys.
 
-    `scale` makes up for an attention scale that differs from the source's.
+    `scale` compensates an attention scale that differs from the source's.
     """
     groups, _, head_dim = read_Gpd.shape
     heads_HdD = query_QD.double().view(-1, head_dim, query_QD.shape[1])

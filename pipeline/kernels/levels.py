@@ -17,12 +17,12 @@ from pipeline.kernels.packing import code_range, stored_scales
 TableKind = Literal["normal", "learned"]
 LevelKind = Literal["uniform", "normal", "learned"]
 CLIPS = tuple(1.0 - 0.03 * step for step in range(18))  # of the largest magnitude, tried as scales, of either sign
-FED_CLIPS = 1.0, 0.91  # tried with error feedback: stronger clipping burdens the later columns, and polishing follows
+FED_CLIPS = 1.0, 0.91  # tried with error feedback, because stronger clipping burdens the later columns
 LLOYD_STEPS = 25
-EVEN_BITS = 8  # from here on fits begin at even levels, of which so many describe numbers better
-FITS = 2  # of levels to numbers at their scales, each followed by a search for scales
-FITTED_NUMBERS = 2**17  # of a matrix, from rows spread evenly, to which levels are fitted
-SEARCHED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU, to fit its cache; elsewhere
+EVEN_BITS = 8  # from here on fits begin at evenly spaced levels, which are better when there are many
+FITS = 2  # fits of levels to scaled numbers, each followed by a search for scales
+FITTED_NUMBERS = 2**17  # numbers of a matrix, from evenly spread rows, to which levels are fitted
+SEARCHED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU (its cache), on other devices
 
 
 class Table(NamedTuple):
@@ -121,8 +121,8 @@ def _search_scales(
 ) -> Tensor:
     """Return scales (O, S) of the levels' dtype of least Σ importance · error² to the nearest level.
 
-    Candidates are `clips` of the largest magnitude, with either sign. Errors are compared in float32, relative
-    to the largest magnitude. Groups of zeros get the least scale, as the table may have no zero.
+    Candidates are `clips` of the largest magnitude, with either sign. Errors are compared in float32, relative to the
+    largest magnitude. Groups of zeros get the smallest scale, because the table may have no zero.
     """
     importance_Sg = importance_I.to(torch.float32).reshape(-1, width)
     table_n = levels_n.to(torch.float32)

@@ -3,7 +3,7 @@
 A mixture computes Σ_e W_e v_e, where v_e = p_e h_e are the weighted channels of expert e, and 0 for tokens that it does
 not serve. The refit minimises E‖y − Σ_e W_e v_e‖² for the dense mixture's output y.
 
-Two ways with different statistics:
+There are two ways, with different statistics:
 
 - `refit_mixture`, expert by expert against the residual, with the tokens in memory: y (T, D), and the tokens and
   values of one expert at a time.
@@ -97,8 +97,8 @@ def _sums(residual_TD: Tensor, part: Served) -> tuple[Tensor, Tensor]:
 class MixtureDescent:
     """Conjugate gradients on all writers at once, preconditioned by the factors of the experts' own moments.
 
-    The caller alternates: it computes the sums that `direction` asks for and passes them to `advance`. As many steps as
-    sweeps of `refit_mixture` come about as near. Experts are named by any key.
+    The caller computes the sums that `direction` needs, passes them to `advance`, and repeats. A step reduces the error
+    about as much as a sweep of `refit_mixture`. Experts may have any keys.
     """
 
     def __init__(self, errors: Mapping[int, Tensor], moments: Mapping[int, Tensor], ridge: float = RIDGE) -> None:
@@ -133,7 +133,7 @@ class MixtureDescent:
         return dict(self._direction)
 
     def advance(self, products: Mapping[int, Tensor]) -> None:
-        """Take one step. Afterwards `change` holds what is to be added to the writers at the start."""
+        """Take one step. Afterwards `change` holds the matrices to add to the initial writers."""
         damped = {
             key: products[key].to(torch.float64) + self._penalty[key] * part for key, part in self._direction.items()
         }

@@ -1,9 +1,9 @@
 """A narrower latent behind an RMS norm (docs/methods.md#latent-attention).
 
-A writer W (L rows, perhaps with others behind them that no norm sees) gives c = W x, the norm n = w ⊙ c √L / √(‖c‖² +
-L ε), and a reader U gives U n. r of L directions of n stay.
+A writer W gives c = W x. W has L rows, and perhaps further ones that bypass the norm. The norm is n = w ⊙ c √L / √(‖c‖²
++ L ε), and a reader U gives U n. r of the L directions of n are kept.
 
-D inputs of the writer, L numbers of the latent, r numbers that stay, R rows of the writer, K outputs of the reader.
+D inputs of the writer, L numbers of the latent, r kept numbers, R rows of the writer, K outputs of the reader.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ RIDGE = 1e-9  # of the mean diagonal of C
 class NarrowedLatent(NamedTuple):
     """A writer (R - L + r, D) and its bias, the norm's weight (r), and the reader (K, r).
 
-    `beside`: ρ, the part of the mean of ‖c‖² that the latent does not have, as a share of the whole.
+    `beside`: ρ, the part of the mean of ‖c‖² outside the narrowed latent, as a share of the whole.
     """
 
     writer: Tensor

@@ -1,4 +1,4 @@
-"""Errors behind an RMS norm, as errors of the linear map before it. docs/methods.md#norms-behind-a-block.
+"""Errors after an RMS norm, expressed as errors of the linear map before it. docs/methods.md#norms-behind-a-block.
 
 Legend: D hidden, F features that the map reads; the other dimensions are of tokens.
 """
@@ -17,14 +17,13 @@ def before_norm(
 
     The stream gets gains · y / ρ(y) of the map's outputs y = W x, with ρ(y)² = mean(y²) + eps. With x' = x / ρ it gets
     gains · W x', linear in W while ρ stays. The norm of Δ x' - e / gains, weighted by the gains, is least at
-    e' = e / gains; a ridge keeps channels of nearly no gain, which change nothing, from large changes.
+    e' = e / gains. A ridge prevents large changes of channels whose gain is nearly zero, which have no effect.
 
     Args:
         values_F: x, any floating dtype.
-        outputs_D: y, in the dtype of the errors.
-        errors_D: e, the numbers that the stream lacks; not changed.
+        outputs_D: y, in the dtype of the errors. errors_D: e, the error to correct; not changed.
         gains_D: (D,) or (1,), the norm's weights, times the scale of the block's output if it has one.
-        eps: None where no norm follows, but the scale alone: ρ = 1.
+        eps: the norm's epsilon; None if only a scale follows, without a norm: ρ = 1.
     """
     gains_D = gains_D.to(errors_D.dtype)
     squares_D = gains_D.square()

@@ -83,7 +83,7 @@ def select_leverage(moment_NN: Tensor, count: int, ridge: float = 1.0) -> Select
 
 
 def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> Tensor:
-    """W L (D, N), C = L Lᵀ in order of priority: what each channel adds to the outputs of those before it.
+    """Return W L (D, N), with C = L Lᵀ in order of priority: each channel's contribution beyond the channels before it.
 
     With columns p, the best refit of W on the first k channels, in any metric, has outputs of moment Σ_{i<k} p pᵀ and
     an error of Σ_{i>=k} p pᵀ. A singular C gets a relative jitter. N³/3 + D N² multiplications and additions.
@@ -146,7 +146,7 @@ def refit_with_error(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tenso
 
 
 def _refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport, float]:
-    """Refit, report, and by how much the correction lowers the output error of leaving the channels out."""
+    """Return the refit, its report, and the part of the output error that the correction removes."""
     size = check_down(moment_NN, weight_down_DN)
     _check_indices(indices_k, size)
     if indices_k.numel() == size:

@@ -1,4 +1,4 @@
-"""Polishing of codes and scales: one after another takes the value of least error, all others held.
+"""Polishing of codes and scales: each in turn takes the value of least error while all others are fixed.
 
 Legend: O outputs (rows), I inputs (columns), S groups of columns with a scale each, g columns of a group, b columns of
 a block, o rows at a time, n levels, B borders between levels.
@@ -82,7 +82,7 @@ class _Rows:
         numbers_bo, moment_bb = numbers_go[block], moment_gg[block, block]
         before_bo, pull_bo = numbers_bo.clone(), pull_go[block].clone()
         for column in range(len(numbers_bo)):  # on a GPU dominated by kernel launches
-            # not divided by their product, which may be zero where the scale is the least one
+            # two divisions: the product of the divisors may be zero for the smallest scale
             wanted_o = numbers_bo[column] + pull_bo[column] / moment_bb[column, column] / scale_o
             level_o = self.levels_n[torch.bucketize(wanted_o, self.borders_B)]
             pull_bo.addr_(moment_bb[column], (level_o - numbers_bo[column]) * scale_o, alpha=-1.0)

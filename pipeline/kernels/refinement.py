@@ -1,4 +1,4 @@
-"""Trains parameters. Held-out samples stop it, may refuse it, and have it repeated. docs/methods.md#refinement.
+"""Trains parameters. Held-out samples decide when to stop, to repeat, and to reject. docs/methods.md#refinement.
 
 The result depends on the arguments alone: the order of the samples follows from a seed, and a step is computed at once.
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 from pipeline.kernels.descent import Descent
 
 WARM_UP = 10  # steps of rising rates
-CHECKS = 10  # looks at the held-out samples, evenly spread over the steps
-PATIENCE = 5  # looks without a smaller error, after which training stops
-STEP_TOKENS = 1024  # of a step, about
+CHECKS = 10  # measurements of the held-out error, evenly spread over the steps
+PATIENCE = 5  # training stops after so many checks without a smaller error
+STEP_TOKENS = 1024  # in a step, about
 HELD_OUT_SHARE = 0.1  # of the samples
-HELD_OUT_TOKENS = 2**15  # at most, where these are several samples
+HELD_OUT_TOKENS = 2**15  # at most, unless a single sample is longer
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Training:
     """The samples and settings of a training.
 
     Attributes:
-        train, held_out: numbers of the samples to train on, and of those that judge.
+        train, held_out: numbers of the samples to train on, and of the held-out ones.
         steps: the most steps.
         batch: samples of a step.
-        rates: learning rates: the next one trains where one before it has not lowered the error.
+        rates: learning rates. Each is tried if the one before it has not lowered the error.
         seed: of the order of the samples.
-        floor: an error that is rounding alone; below it nothing is trained.
+        floor: an error that is only rounding. Parameters with a smaller error are not trained.
     """
 
     train: Sequence[int]
@@ -51,7 +51,7 @@ class Trained:
     Attributes:
         steps: steps of the parameters that were kept; 0: the initial ones.
         steps_done: steps until training stopped.
-        rate: the last learning rate; rates: each that has trained, and its least held-out error, or infinity.
+        rate: the last learning rate; rates: each rate that was tried, with its least held-out error, or infinity.
         before, after: held-out error of the initial and of the kept parameters.
     """
 
@@ -74,9 +74,9 @@ def train_(
 ) -> Trained:
     """Train parameters in place, and leave them at their best values on the held-out samples.
 
-    `error`: differentiable in the parameters. `dtypes`: in which each of them is stored. All held-out errors are those
-    of stored values; the parameters end as such. They end at their initial values unless training has lowered the
-    error. Raises ValueError if the initial error is not finite.
+    `error`: differentiable in the parameters. `dtypes`: the dtype in which each parameter is stored. Held-out errors
+    are measured on stored values, and the parameters end as stored values. Unless training lowers the error, these are
+    the initial ones. Raises ValueError if the initial error is not finite.
     """
     run = _Run(parameters, error, training, dtypes)
     before = run.held_out_error()
@@ -120,7 +120,7 @@ class _Run:
     def train(self, rate: float, before: float) -> tuple[int, int, float]:
         """Train from the initial values. Return the steps of the best values, the steps done, and the least error.
 
-        Of the initial values, whose error is `before`, the steps are 0; the least error is that of the others.
+        Steps of 0 mean the initial values, whose error is `before`. The least error does not count these.
         """
         self._set(self.initial)
         steps = self.training.steps
@@ -178,7 +178,8 @@ def step_samples(sequence: int) -> int:
 
 
 def training_steps(steps: int, sequence: int) -> int:
-    """Return the most steps for samples of this length: fewer where a sample is longer than a step, by the root."""
+    """Return the most steps for samples of this length: fewer, by the square root, if a sample is longer than a
+    step."""
     return max(1, round(steps * math.sqrt(min(1.0, STEP_TOKENS / sequence))))
 
 

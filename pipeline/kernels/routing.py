@@ -1,4 +1,4 @@
-"""Choice of experts by a router, and what changes where one expert is missing. docs/methods.md#mixtures.
+"""Choice of experts by a router, and the change if one expert is missing. docs/methods.md#mixtures.
 
 Legend: T tokens, E experts, k experts of a token, G groups of experts, q outputs that the loss feels.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
 
-_TINY = 1e-20  # added to the sum that weights are divided by, as the models' own code does
+_TINY = 1e-20  # added to the sum that divides the weights, as in the models' own code
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RoutingRule:
         normalise: divide the weights of a token by their sum.
         scale: factor of all weights.
         groups: equal groups of neighbouring experts; a token chooses among the experts of its best `top_groups`.
-        group_members: a group's score is the sum of so many of its best experts' scores.
+        group_members: the number of a group's best experts whose scores add up to the group's score.
         weighs_inputs: a weight multiplies the inputs of an expert, not its outputs.
     """
 
@@ -45,7 +45,7 @@ class RoutingRule:
 
 
 class Routing(NamedTuple):
-    """The experts of each token (T, k), the best first, and their weights (T, k); a weight of 0 stands for none."""
+    """The experts of each token (T, k), the best first, and their weights (T, k). A weight of 0 means no expert."""
 
     experts: Tensor
     weights: Tensor
@@ -69,9 +69,9 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None, ab
     """Choose experts. Of equal scores, the lower index is chosen.
 
     Args:
-        bias_E: added to the scores for the choice alone, not for the weights.
-        absent: (E,) or (T, E), True for experts whose row of the router is gone: they take no part in a softmax. Where
-            fewer than k are left, the others get a weight of 0.
+        bias_E: added to the scores for the choice, but not for the weights.
+        absent: (E,) or (T, E), True for experts without a row of the router: they take no part in a softmax. If fewer
+            than k experts are left, the missing choices get a weight of 0.
 
     Computes in float32, or in float64 if the logits are. Raises ValueError on shapes that do not fit, NaN or infinity.
     """

@@ -1,4 +1,4 @@
-"""Scales for matrices that are decomposed together: small ones must not drown in the rounding of large ones."""
+"""Scales for matrices that are decomposed together, so that small ones are not lost in the rounding of large ones."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
 
-# float32 factors hold seven digits of the largest matrix of a stack; smaller ones should keep at least four.
+# float32 factors hold seven digits of the largest matrix of a stack. Smaller matrices should keep at least four.
 SPREAD = 1e3
 BLOCK_ROWS = 2048  # rows of a weight converted to float64 at a time
 

@@ -14,7 +14,7 @@ from pipeline.kernels.moments import head_moment
 # Eigenvalues below FLOOR x the largest are clipped before a root is inverted: the inverse stays below 1e5.
 FLOOR = 1e-10
 _JITTER = 1e-14
-# cuSOLVER refuses larger ones, and LAPACK's workspace leaves 32 bits at 32,700.
+# cuSOLVER refuses larger ones, and LAPACK's workspace exceeds 32 bits from 32,700 on.
 LARGEST_EIGENPROBLEM = 25_000
 _SHIFTS, _LEAST_SHARE = 12, 20  # shifts to try; the smaller part holds at least a twentieth
 _SIGN_STEPS, _SIGN_TOLERANCE = 60, 1e-14

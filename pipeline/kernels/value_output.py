@@ -140,7 +140,7 @@ def _factor(reduced_RR: Tensor, damping: float) -> Tensor:
             factor_RR: Tensor = lower_RR
             return factor_RR
         reduced_RR.diagonal().add_(9 * damping * 10**power)  # ten times the previous total
-    raise ValueError("the moment of what the output projection reads is not positive semidefinite")
+    raise ValueError("the moment of the output projection's inputs is not positive semidefinite")
 
 
 def _undamped(problem: ValueOutputProblem, fit: ValueOutput) -> float:

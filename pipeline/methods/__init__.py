@@ -1,1 +1,1 @@
-"""The compression methods. Each file is pure functions behind one `Method`; none knows another."""
+"""The compression methods. Each is a `Method` in front of pure functions; no method knows another."""

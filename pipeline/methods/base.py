@@ -78,7 +78,7 @@ class MethodDefaults(ABC):
         """Return the integers to choose for one group."""
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """Count the numbers stored at the smallest rank of a group that has one rank."""
+        """Count the numbers stored at the smallest rank of a group with one rank."""
         (variable,) = self.group_variables(group, geometry)
         return round(variable.cost(variable.least))
 
@@ -118,7 +118,8 @@ class MethodBase(MethodDefaults, Generic[E]):
     def layer_shares(
         self, geometry: Geometry, ratio: float, importance: Mapping[int, float] | None
     ) -> dict[int, float]:
-        """Map each chosen layer to `ratio`, or, given importance, to a share by IPRS whose mean is `ratio`."""
+        """Map each chosen layer to `ratio` or, with importance, to a share by IPRS. The mean of the shares is
+        `ratio`."""
         layers = self.entry.chosen_layers(geometry.num_layers)
         if importance is None:
             return dict.fromkeys(layers, ratio)
@@ -126,5 +127,5 @@ class MethodBase(MethodDefaults, Generic[E]):
         return dict(zip(layers, shares, strict=True))
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Return all claimed groups where ranks follow predicted loss, else none."""
+        """Return all claimed groups if ranks follow predicted loss, else none."""
         return self.claims(geometry) if self.entry.follows_curves else ()

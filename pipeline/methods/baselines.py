@@ -1,4 +1,4 @@
-"""The methods that others are compared with. docs/methods.md#baselines."""
+"""The baselines, for comparison with other methods. docs/methods.md#baselines."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pul
 
 
 def losses(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD: Tensor) -> Tensor:
-    """Return the loss of each rank (D + 1,), in nats per token, of a stack that `directions` cut."""
+    """Return the loss of each rank (D + 1,), in nats per token, of a stack that is cut along `directions`."""
     if weighting == "loss":
         return least_losses(moment_DD, pull_DD)
     return losses_by_rank(directions(weights, weighting, moment_DD, pull_DD), moment_DD, pull_DD)
 
 
 def factors(order: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a shared first (r, D) and a second (m, r) for each weight; √ of a direction's size goes into each."""
+    """Return a shared first (r, D) and a second (m, r) for each weight. √ of a direction's size goes into both."""
     decode_Dr, encode_rD = order.decode[:, :rank], order.encode[:rank]
     seconds = [weight.double() @ decode_Dr for weight in weights]
     sizes_r = torch.stack([second.square().sum(dim=0) for second in seconds]).sum(dim=0).sqrt()
@@ -45,7 +45,7 @@ def factors(order: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Te
 
 
 def curve_of(variable: RankVariable, loss_at: Callable[[int], float], cache_at: Callable[[int], int]) -> Curve:
-    """Return the curve of a group with one rank; at its cap nothing is lost."""
+    """Return the curve of a group with one rank. The loss at its cap is 0."""
     points = [
         Point({variable.name: rank}, round(variable.cost(rank)), loss_at(rank), cache_at(rank))
         for rank in steps(variable.cap, variable.multiple)[:-1]
@@ -55,7 +55,7 @@ def curve_of(variable: RankVariable, loss_at: Callable[[int], float], cache_at: 
 
 
 def _useful(points: Sequence[Point], dense: Point) -> list[Point]:
-    """Return the points below the dense group in numbers or cache that lie on the frontier of either."""
+    """Return the points with fewer numbers or a smaller cache than the dense group, on the frontier of either."""
     smaller = [point for point in points if point.numbers < dense.numbers or point.cache < dense.cache]
     by_cache = frontier(smaller, lambda point: point.cache)
     on_frontier = {id(point) for point in (*frontier(smaller), *by_cache)}

@@ -1,4 +1,4 @@
-"""Optional parts of the interface of methods: a method has a capability if it has the protocol's functions."""
+"""Optional parts of the interface of methods. A method has a capability if it has the functions of its protocol."""
 
 from __future__ import annotations
 
@@ -15,52 +15,54 @@ from pipeline.methods.method import Group, Ranks, Solution, Statistics, Weights
 
 @runtime_checkable
 class Measuring(Protocol):
-    """A method whose ranks follow something that the dense weights alone tell."""
+    """A method whose ranks depend on a measurement of the dense weights."""
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The groups to measure: they claim nothing, and may go beyond what the method claims."""
+        """The groups to measure. They claim nothing, and may include groups that the method does not claim."""
         ...
 
     def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> Any:
-        """A few numbers, as JSON has them, for `target_ranks` in `Scores.measured`. `weights` as in `compress`."""
+        """Measure a group: a few JSON numbers, which `target_ranks` gets in `Scores.measured`. `weights` as in
+        `compress`."""
         ...
 
 
 @runtime_checkable
 class Remarking(Protocol):
-    """A method that may have to say, before anything is computed, that its entry asks for what cannot be."""
+    """A method that may have to remark, before anything is computed, that a setting of its entry cannot be met."""
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
-        """Return a remark for each setting that cannot be met: the reason, and the value used instead."""
+        """Return a remark for each setting that cannot be met, with the reason and the value used instead."""
         ...
 
 
 @runtime_checkable
 class Predicting(Protocol):
-    """A method that can say, before it compresses a group, what each of its sizes costs the model's loss."""
+    """A method that can predict the model's loss at each size of a group, before it compresses the group."""
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The groups whose curves are to be taken: those claimed, with `allocation: loss`; else none."""
+        """The groups whose curves are needed: the claimed ones with `allocation: loss`, else none."""
         ...
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """Stored by the first point of a group's curve, before any is taken."""
+        """Count the numbers stored at the first point of a group's curve, before the curve is known."""
         ...
 
     def cache_target(self, geometry: Geometry) -> float | None:
-        """The cache's numbers per token, over all layers, that are the budget in place of stored numbers; or None."""
+        """Return the budget in cached numbers per token over all layers, or None if the budget counts stored
+        numbers."""
         ...
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Points to choose from. The first is the smallest, the last the dense group, loss 0."""
+        """Return the points to choose from. The first is the smallest; the last is the dense group, with loss 0."""
         ...
 
 
 @runtime_checkable
 class Dividing(Predicting, Protocol):
-    """A method some of whose curves workers may share (`Group.pieces`), with the same bytes for any cut.
+    """A method whose curves several workers may share (`Group.pieces`). The split does not change the result.
 
-    What is begun and what pieces are is JSON.
+    The results of `begin` and `piece` are JSON.
     """
 
     def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Any:
@@ -76,17 +78,17 @@ class Dividing(Predicting, Protocol):
         begun: Any,
         numbers: Sequence[int],
     ) -> list[Any]:
-        """Some of the pieces, numbered from 0. They come by the work that they are, the most first."""
+        """Compute some of the pieces, numbered from 0. Pieces are in descending order of work."""
         ...
 
     def join_curve(self, group: Group, geometry: LayerGeometry, begun: Any, pieces: Sequence[Any]) -> Curve:
-        """The curve, from all pieces in order."""
+        """Return the curve from all pieces in order."""
         ...
 
 
 @runtime_checkable
 class Shaped(Protocol):
-    """A method whose ranks alone say the shape of everything that it stores."""
+    """A method whose ranks determine the shapes of all stored tensors."""
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """Role -> form, as `Solution.forms`; a role that stays dense is left out."""
@@ -95,7 +97,7 @@ class Shaped(Protocol):
 
 @runtime_checkable
 class SharingSizes(Protocol):
-    """A method that computes once what several sizes of a group share, with the bytes that `compress` gives each."""
+    """A method that does the shared work of several sizes of a group once. The results equal those of `compress`."""
 
     def compress_sizes(
         self,
@@ -105,13 +107,13 @@ class SharingSizes(Protocol):
         statistics: Statistics,
         sizes: Sequence[Ranks],
     ) -> Iterator[Solution]:
-        """As `compress`, for one of `sizes` after another."""
+        """Do the work of `compress` for each of `sizes` in turn."""
         ...
 
 
 @runtime_checkable
 class Correcting(Protocol):
-    """A method whose groups may be solved a part at a time, behind what was compressed before."""
+    """A method that can solve a group in several corrections, each on the outputs of the model compressed so far."""
 
     def correct(
         self,
@@ -122,8 +124,9 @@ class Correcting(Protocol):
         ranks: Ranks,
         before: Mapping[str, Tensor],
     ) -> Solution:
-        """Return the changes by the one pair among the statistics: a role's tensors and form replace its earlier ones.
+        """Return the changes from the one pair among the statistics. A role's tensors and form replace its earlier
+        ones.
 
-        `before`: `role.weight` and `role.bias` as the correction before this one left them, where they are stored so.
+        `before`: `role.weight` and `role.bias` after the previous correction, for roles that are stored in this form.
         """
         ...

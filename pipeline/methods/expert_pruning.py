@@ -1,4 +1,4 @@
-"""Baselines that leave fewer experts: `reap`, `frequency` and `merge_experts`. docs/methods.md#mixtures."""
+"""Baselines that reduce the number of experts: `reap`, `frequency` and `merge_experts`. docs/methods.md#mixtures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
 
     @property
     def uniform(self) -> bool:
-        """Return True: all layers keep equally many."""
+        """Return True: all layers keep the same number of experts."""
         return True
 
     @property
@@ -54,7 +54,7 @@ class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
     def kept(
         self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
     ) -> Sequence[int]:
-        """Return the experts of highest score, at least as many as the router chooses from."""
+        """Return the experts of highest score, at least as many as a token uses."""
         scores_E = self.score(expert_sums(mixture, inputs_TD))
         return [int(n) for n in kept_experts(scores_E, max(count, self.counts(layer)[0]), mixture.rule.groups)]
 

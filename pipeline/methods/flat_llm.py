@@ -152,7 +152,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return replace(solution, forms=forms)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map each role to the form of its group, or to none where `head_low_rank` would save nothing."""
+        """Map each role to the form of its group. Roles for which `head_low_rank` would save nothing are left out."""
         name = _variable_name(group, geometry)
         if name == QUERY_KEY:
             D, d = geometry.hidden, geometry.attention.head_dim
@@ -168,7 +168,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
     def _compress_attention(
         self, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
-        """Return W̃_v = E W_v and W̃_o = W_o D for the encoder E (r × d) and decoder D (d × r) of each KV head."""
+        """Return W̃_v = E W_v and W̃_o = W_o D, for the encoder E (r × d) and the decoder D (d × r) of each KV head."""
         value, writer = block.value_output
         output_DF = weights[writer.weight_key].double()
         encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = self._basis(block, output_DF, statistics, rank)

@@ -44,7 +44,7 @@ class HEAPrMethod(MethodBase[HEAPr]):
         return round(block.numbers(min(self.entry.multiple(geometry.hidden), block.width)))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Return the sums of the losses of the channels that go, by width."""
+        """Return by width the sum of the losses of the removed channels."""
         block = geometry.mlp_of(group.roles[0])
         losses = _ranked(block, weights, statistics).losses.tolist()
         widths = steps(block.width, self.entry.multiple(geometry.hidden))
@@ -59,7 +59,7 @@ class HEAPrMethod(MethodBase[HEAPr]):
         return {}
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map each role to `pruned` at the width, if channels go."""
+        """Map each role to `pruned` at the width, if channels are removed."""
         width = ranks[WIDTH]
         pruned = width < geometry.mlp_of(group.roles[0]).width
         return dict.fromkeys(group.roles, FormSpec(form="pruned", rank=width)) if pruned else {}

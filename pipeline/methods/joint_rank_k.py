@@ -49,7 +49,7 @@ class _Pair:
 
     @property
     def input(self) -> Moment:
-        """Return the moment of what they read."""
+        """Return the moment of their input."""
         return input_moment(self.matrices[0])
 
     @property
@@ -117,14 +117,14 @@ class JointRankKMethod(MethodBase[JointRankK]):
         """Choose one rank for each group."""
         pair, multiple = self._pairs(geometry)[group.name], self.entry.multiple(geometry.hidden)
         stacks = self._stacks(geometry, pair)
-        cap = max(-(-dense // per_rank) for dense, per_rank in stacks)  # the first at which everything stays dense
+        cap = max(-(-dense // per_rank) for dense, per_rank in stacks)  # the smallest rank at which all stays dense
         cost = _cost(stacks, sum(matrix.biases for matrix in pair.matrices))
         return (RankVariable(group.layer, group.name, pair.variable, cap, multiple, cost),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Return the entry's ranks, or those that store `ratio` of the dense numbers, in every layer or on average.
 
-        Ranks follow the layers' importance (IPRS) where another method that shares the budget does.
+        Ranks follow the layers' importance (IPRS) if another method with the same budget follows it.
         """
         if self.entry.ranks is not None:
             fixed = self.entry.ranks.model_dump()
@@ -142,7 +142,8 @@ class JointRankKMethod(MethodBase[JointRankK]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Factor each weight in two; joint ones share the first. Keep weights where factors would save nothing."""
+        """Factor each weight into two; joint weights share the first factor. Weights stay dense if factors save
+        nothing."""
         pair = self._pairs(geometry)[group.name]
         rank, forms = ranks[pair.variable], self.forms(group, geometry, ranks)
         if not forms:
@@ -163,7 +164,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         return Solution(solution.tensors | biases, forms, solution.report | clipped)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map each role to its form; to none where factors would save nothing."""
+        """Map each role to its form. Roles for which factors would save nothing are left out."""
         pair = self._pairs(geometry)[group.name]
         rank = ranks[pair.variable]
         if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, pair)):
@@ -196,7 +197,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         return min((dense - 1) // per_rank for dense, per_rank in self._stacks(geometry, pair))
 
     def _stacks(self, geometry: LayerGeometry, pair: _Pair) -> list[Stack]:
-        """Return the sizes of each weight, or of the pair; a pair per head counts as one."""
+        """Return the sizes of each weight, or of the pair. The pairs of all heads count as one."""
         D, rows = geometry.hidden, [matrix.outputs for matrix in pair.matrices]
         if pair.form == "separate":
             return [(m * D, m + D) for m in rows]

@@ -43,7 +43,7 @@ from pipeline.methods.moments import input_moment
 from pipeline.ranks.budget import RankVariable
 
 SIZE = "size"
-SAFE_EXPONENT = 40  # of a core's largest entry: squares of what counts beside it are normal float32 numbers
+SAFE_EXPONENT = 40  # of a core's largest entry: squares of all relevant entries are then normal float32 numbers
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return (RankVariable(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the share `ratio` of the dense numbers in every layer, or sizes at one threshold that add up to it."""
+        """Return the share `ratio` of the dense numbers for every layer, or sizes at a common threshold that sum to
+        it."""
         variables = self.rank_variables(geometry)
         if self.fixed_ranks:
             return {variable.key: float(variable.cap) for variable in variables}
@@ -251,7 +252,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         ]
 
     def _whole(self, problem: Problem) -> Tucker:
-        """Return the HOSVD at full rank, whose leading blocks give the energy that smaller ranks keep."""
+        """Return the HOSVD at full rank. Its leading blocks give the energy that smaller ranks keep."""
         return shared_tucker(problem.tensors, problem.layout.part.full, 1, self.entry.tolerance)
 
     def _solve(self, problem: Problem, rule: Rule, size: int) -> Solved:
@@ -281,12 +282,12 @@ def _cost(least: int, cap: int, biases: int) -> Any:
 
 
 def _cut(ranks: Ranks3, part: Part) -> Ranks3:
-    """Limit R3, given for q, k, v, o together, to the projections of a problem."""
+    """Limit R3, which applies to q, k, v and o together, to the number of projections in a problem."""
     return ranks[0], ranks[1], min(ranks[2], part.full[2])
 
 
 def _squares(whole: Tucker) -> tuple[list[Tensor], int]:
-    """Return (g / 2^e)² in float32, enough to choose sizes by, and e: 0 unless the squares would leave float32."""
+    """Return (g / 2^e)² in float32, precise enough to choose sizes, and e. e is 0 if the squares fit into float32."""
     exponent = math.frexp(max(float(core.abs().max()) for core in whole.cores))[1]
     exponent = 0 if abs(exponent) <= SAFE_EXPONENT else exponent
     return [(core * 2.0**-exponent).square().to(torch.float32) for core in whole.cores], exponent
@@ -326,7 +327,8 @@ def _form(layout: Layout, choice: Choice) -> dict[str, Any]:
 
 
 def _report(problem: Problem, solved: Solved, entries: int) -> dict[str, Any]:
-    """Return relative squared error (of weighted weights where they are weighted), ranks, numbers stored, energies.
+    """Return the relative squared error (of weighted weights, if there is a weighting), ranks, stored numbers,
+    energies.
 
     `energies` are shares of the whole: after each sweep of Stage I, and `pruned` after the first cut of Stage II.
     """

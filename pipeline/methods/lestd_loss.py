@@ -23,7 +23,7 @@ CHOICES = 64
 
 
 def moments(block: Block) -> tuple[Moment, ...]:
-    """Return the moments of what each matrix reads and of the gradients at its outputs."""
+    """Return the moments of each matrix's input and of the gradients at its outputs."""
     inputs, gradients = map(input_moment, block.matrices), map(output_gradient, block.matrices)
     return tuple(dict.fromkeys((*inputs, *gradients)))
 
@@ -39,7 +39,7 @@ def loss_of(changes: Mapping[Matrix, Tensor], statistics: Statistics) -> float:
 def matrix_changes(block: Block, errors: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
     """Map each matrix to its change (out, in).
 
-    `errors`: by role, (D, width, H), of the tensor that the weight was stacked into.
+    `errors`: role -> the error (D, width, H) of the weight in its stacked tensor.
     """
     return {
         matrix: errors[matrix.role].permute(0, 2, 1).flatten(1)
@@ -50,9 +50,9 @@ def matrix_changes(block: Block, errors: Mapping[str, Tensor]) -> dict[Matrix, T
 
 
 def curve(variable: RankVariable, cache: int, loss_at: Callable[[int], float]) -> Curve:
-    """Solve a few sizes, and interpolate the logarithm of the loss between them. At the cap nothing is lost.
+    """Solve a few sizes, and interpolate the logarithm of the loss between them. The loss at the cap is 0.
 
-    `cache`: the numbers per token that the group caches at any size.
+    `cache`: the numbers per token that the group caches, at every size.
     """
     least, cap = variable.least, variable.cap
     while variable.cost(least) == variable.cost(min(least * 2, cap)) and least * 2 < cap:

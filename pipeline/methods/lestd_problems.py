@@ -52,8 +52,7 @@ def weighted_inputs(layout: Layout, tensors: list[Tensor], moment_DD: Tensor) ->
 def weighted_output(layout: Layout, tensor_Dd1H: Tensor, moment_Hdd: Tensor) -> Problem:
     """Weight mode 2 of o by the root of the heads' mean covariance, and each head by its own root mean square.
 
-    U₂ is shared, so that a root of each head's own cannot be taken out of it again; correlations between heads are
-    passed over.
+    U₂ is shared, so that a separate root for each head could not be undone. Correlations between heads are ignored.
     """
     power_H = moment_Hdd.diagonal(dim1=1, dim2=2).mean(dim=1)
     scales_H = (power_H / power_H.mean().clamp_min(torch.finfo(torch.float64).tiny)).sqrt().clamp_min(LEAST_SCALE)

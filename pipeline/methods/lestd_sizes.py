@@ -18,7 +18,7 @@ from pipeline.kernels.selection import nth_largest
 Ranks3 = tuple[int, int, int]
 
 GRID_PER_OCTAVE = 4  # thresholds of a size curve
-GRID_OCTAVES = 20  # below the largest |g|; what lies further down has 1e-12 of its square
+GRID_OCTAVES = 20  # below the largest |g|; smaller entries have at most 1e-12 of its square
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Part:
         return self.factors(ranks) + sum(self.positions(ranks))
 
     def sparse_room(self, ranks: Ranks3, size: int) -> int:
-        """Return how many core entries fit into a size, less one for each further core, which cannot be empty."""
+        """Return the number of core entries that fit into a size, minus one for each further core: no core may be
+        empty."""
         return size - self.factors(ranks) - self.index(ranks) - (len(self.stacks) - 1)
 
 
@@ -72,10 +73,10 @@ class Rule:
 
     Attributes:
         ranks: the entry's ranks, or None.
-        prune: whether cores are made sparse.
-        whole: whether, when pruning, a core may also be stored whole where that is better.
-        search_width: whether R2 is searched; else it is W.
-        multiple: R1 and R2 are multiples of it, or whole, unless they are given.
+        prune: make cores sparse.
+        whole: with `prune`, allow whole cores if they are better.
+        search_width: search R2; otherwise R2 = W.
+        multiple: R1 and R2 are multiples of it or whole, unless the entry sets them.
     """
 
     ranks: Ranks3 | None
@@ -101,7 +102,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Choice:
-    """Ranks, and how many entries of the cores stay; None: all, stored whole."""
+    """Ranks, and the number of core entries that stay; None: all, stored whole."""
 
     ranks: Ranks3
     count: int | None
@@ -137,8 +138,8 @@ def best_choice(options: Sequence[Choice], squares: Sequence[Tensor]) -> Choice:
 def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, Any]:
     """Return the size to choose at thresholds τ = 2^(j / GRID_PER_OCTAVE), j = first, first + 1, …; it falls with τ.
 
-    At every τ it is the size that minimises squared error + τ² · stored numbers over all ranks: cores are cut at τ, and
-    each number of the factors and of the index must be worth as much as a core entry. `squares` as in `best_choice`.
+    At every τ, the size minimises squared error + τ² · stored numbers over all ranks. Cores are cut at τ, and a number
+    of the factors or the index must reduce the error as much as a core entry does. `squares` as in `best_choice`.
     """
     peak = max(float(square.max()) for square in squares)
     if peak == 0.0:
@@ -165,7 +166,8 @@ def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, A
 
 
 def sizes_at_common_threshold(curves: Sequence[Mapping[str, Any]], most: Sequence[int], target: float) -> list[float]:
-    """Return the sizes of the curves at the threshold at which they add up to `target`; below its first, `most`."""
+    """Return the sizes of the curves at the threshold at which they add up to `target`. Below a curve's first
+    threshold, its size is `most`."""
     low = min(curve["first"] for curve in curves) - 1.0
     high = float(max(curve["first"] + len(curve["sizes"]) for curve in curves))
 

@@ -1,4 +1,4 @@
-"""LoRC: keys and values of a layer as latents that the cache holds; progressive ranks. docs/methods.md#lorc.
+"""LoRC: the cache holds latents instead of keys and values, with progressive ranks. docs/methods.md#lorc.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r latents.
 """
@@ -30,7 +30,7 @@ from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, most_numbers
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
-KEY, VALUE = "key", "value"  # groups, and their rank variables
+KEY, VALUE = "key", "value"  # names of groups and of their rank variables
 CONDITION = "condition"
 _ROUNDING = 1e-9  # of a mean of shares
 
@@ -43,7 +43,7 @@ class LoRCMethod(MethodBase[LoRC]):
 
     @property
     def fixed_ranks(self) -> bool:
-        """Return True if the entry gives the share of the cache, so that no budget of stored numbers applies."""
+        """Return True if the entry sets a share of the cache, so that no budget of stored numbers applies."""
         return self.entry.cache_keep is not None
 
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -104,7 +104,7 @@ class LoRCMethod(MethodBase[LoRC]):
         return super().most_numbers(geometry) if target is None else most_numbers(lines, target)
 
     def _corners(self, variable: RankVariable, geometry: LayerGeometry) -> list[Point]:
-        """Return cached and stored numbers at the ranks between which both are linear."""
+        """Return cached and stored numbers at a few ranks; both are linear between these ranks."""
         head_dim = geometry.attention.head_dim
         ends = (1, head_dim, head_dim + 1, variable.cap - 1, variable.cap)
         ranks = sorted({rank for rank in ends if 1 <= rank <= variable.cap})
@@ -112,7 +112,7 @@ class LoRCMethod(MethodBase[LoRC]):
         return [Point({}, variable.cost(rank), 0.0, full if rank >= full else rank) for rank in ranks]
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Choose one rank for each group: `key`, `value`, cap min(C, D); from C on the group stays dense."""
+        """Choose one rank for each group: `key`, `value`, cap min(C, D). At rank C the group stays dense."""
         cap, multiple = min(geometry.attention.key.shape), self.entry.multiple(geometry.hidden)
         cost = partial(self._cost, geometry, group.name)
         return (RankVariable(group.layer, group.name, group.name, cap, multiple, cost),)
@@ -120,8 +120,8 @@ class LoRCMethod(MethodBase[LoRC]):
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Return ranks by eq. 13 (progressive) or the same share everywhere.
 
-        Their mean is `cache_keep` of the dense cache, or else the ratio of the cap. No latent is wider than D: the rest
-        of a layer that would have more goes to the others.
+        Their mean is `cache_keep` of the dense cache, or else the ratio of the cap. No latent is wider than D; the
+        excess of a layer goes to the others.
         """
         keep, variables = self.entry.cache_keep, self.rank_variables(geometry)
         layers = self.chosen_layers(geometry)
@@ -144,7 +144,8 @@ class LoRCMethod(MethodBase[LoRC]):
         return _cache_ranks(variables, targets, cached, keep)
 
     def _shares(self, geometry: Geometry, mean: float, most: Mapping[int, float], scores: Scores) -> dict[int, float]:
-        """Map each layer to its share: this mean, then cut to `most` except in layers that stay dense."""
+        """Map each layer to its share. The shares have this mean before they are cut to `most`, except in dense
+        layers."""
         layers = self.entry.chosen_layers(geometry.num_layers)
         if mean == 1.0 == self.entry.cache_keep:
             return dict.fromkeys(layers, 1.0)
@@ -159,7 +160,8 @@ class LoRCMethod(MethodBase[LoRC]):
         }
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
-        """Report a cache share that is out of reach, as smaller latents lose nothing, and the cost of decoding."""
+        """Remark on a cache share that is not reached because smaller latents are exact, and on the cost of
+        decoding."""
         return tuple(dict.fromkeys(remark for layer in self.chosen_layers(geometry) for remark in self._remarks(layer)))
 
     def _remarks(self, geometry: LayerGeometry) -> Iterator[str]:
@@ -180,9 +182,9 @@ class LoRCMethod(MethodBase[LoRC]):
             )
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Measure W_k and W_v of all layers, as progressive ranks follow κ̃_l, a product over depth.
+        """Measure W_k and W_v of all layers, because progressive ranks follow κ̃_l, a product over depth.
 
-        Nothing is measured where the whole cache stays.
+        Nothing is measured if the whole cache stays.
         """
         if self.entry.allocation != "progressive" or self.entry.cache_keep == 1.0:
             return ()
@@ -211,7 +213,7 @@ class LoRCMethod(MethodBase[LoRC]):
         return Solution(tensors, forms, report)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map k or v to `latent`, and o to `absorbed` if it absorbs v's second factor; none where all stays dense."""
+        """Map k or v to `latent`, and o to `absorbed` if it absorbs v's second factor. Dense roles are left out."""
         rank = ranks[group.name]
         if self._stays_dense(geometry, group.name, rank):
             return {}
@@ -237,12 +239,13 @@ class LoRCMethod(MethodBase[LoRC]):
         return first_rD, second_Cr, report | ({"clipped": roots.clipped} if roots else {})
 
     def _stays_dense(self, geometry: LayerGeometry, name: str, rank: int) -> bool:
-        """Return True at full rank and, under a budget of stored numbers, where the factors would save none."""
+        """Return True at full rank and, under a budget of stored numbers, if the factors would save none."""
         full = rank >= self._full(geometry)
         return full or (not self.fixed_ranks and _factored(geometry, name, rank) >= _dense(geometry, name))
 
     def _full(self, geometry: LayerGeometry) -> int:
-        """Return the rank from which a group stays dense. Latents of D < C numbers are exact, with a smaller cache."""
+        """Return the rank from which a group stays dense. If D < C, latents of D numbers are exact, with a smaller
+        cache."""
         return _cached(geometry) if self.fixed_ranks else min(geometry.attention.key.shape)
 
     def _cost(self, geometry: LayerGeometry, name: str, rank: float) -> float:
@@ -258,8 +261,8 @@ def _cache_ranks(
 ) -> dict[Key, float]:
     """Return allowed ranks near the targets that cache no more than the targets do together.
 
-    A group at its layer's `dense` numbers stays dense. Where layers differ in size, shares whose mean is `keep` are not
-    `keep` of the cache; there the ranks add up to it.
+    A group at its layer's `dense` numbers stays dense. If layers differ in size, shares with mean `keep` do not keep
+    `keep` of the cache; the ranks then add up to it.
     """
     latent = [
         replace(variable, cost=lambda rank: rank)
@@ -281,7 +284,7 @@ def _cached(geometry: LayerGeometry) -> int:
 
 
 def _exact_share(geometry: LayerGeometry) -> float:
-    """Return min(C, D) / C, the share of the cache that the widest latent takes."""
+    """Return min(C, D) / C, the widest latent's share of the dense cache."""
     return min(geometry.attention.key.shape) / _cached(geometry)
 
 
@@ -309,16 +312,17 @@ def _dense(geometry: LayerGeometry, name: str) -> float:
 
 
 def _matrices(block: AttentionBlock, name: str) -> tuple[Matrix, ...]:
-    """Return the matrices of a group; the output takes in the second factor of the values where that is smaller."""
+    """Return the matrices of a group. The output absorbs the second factor of the values if that is smaller."""
     return (block.key,) if name == KEY else block.value_output
 
 
 def _absorbs(block: AttentionBlock, rank: float) -> bool:
-    """Return True if W_o takes in the second factor: where latents are no wider than a value head.
+    """Return True if W_o absorbs the second factor: if latents are no wider than a value head.
 
-    D·r per query head is then less than the second factor and W_o together, and so are the products of a token; heads
-    of r <= d numbers move no more than before. Somewhat wider ones would still store less, but a prefill pads queries
-    and keys to their width. v's bias needs a bias of W_o to join, and weights of values that add up to 1.
+    D·r numbers per query head are then fewer than those of the second factor and W_o together, and so are a token's
+    products; heads of r <= d numbers move no more data than before. Somewhat wider latents would still store less, but
+    a prefill pads queries and keys to their width. If v has a bias, W_o needs a bias to absorb it, and attention
+    weights must sum to 1.
     """
     has_room = not block.value.bias or (block.writer.bias and not block.sinks)
     return has_room and rank <= block.head_dim

@@ -1,4 +1,4 @@
-"""A baseline: the channels of an MLP whose weights are largest, nothing refitted. docs/methods.md#baselines.
+"""A baseline: keeps the channels of an MLP with the largest weights, without a refit. docs/methods.md#baselines.
 
 Legend: D hidden, N intermediate, k channels kept.
 """

@@ -1,4 +1,4 @@
-"""The interface of compression methods; driver and workers know methods through it and `capabilities.py` alone.
+"""The interface of compression methods. Driver and workers know methods only through it and `capabilities.py`.
 
 Legend: D hidden, F features of a tap, G groups, L layers.
 """
@@ -32,10 +32,10 @@ class Moment:
     """A statistic: the uncentred second moment, summed over tokens, of what passes a point of the layer.
 
     Attributes:
-        point: `role.in` or `role.out`; roles that share their input share the moment (`attention.in`, `mlp.in`). Of
-            gradients besides: `mid` and `out`, the residual stream after attention and after the layer (one and the
-            same in a parallel block), and `pull:ROLE+ROLE`, the gradient Σ W_roleᵀ g_role at the roles' shared input.
-        heads: the F features are cut in `heads` equal parts, each with a moment of its own.
+        point: `role.in` or `role.out`; roles with the same input share the moment (`attention.in`, `mlp.in`). Gradients
+            also have `mid` and `out`, the residual stream after attention and after the layer (the same in a parallel
+            block), and `pull:ROLE+ROLE`, the gradient Σ W_roleᵀ g_role at the roles' shared input.
+        heads: the number of equal parts of the F features; each has a moment of its own.
         groups: the moments of consecutive heads are summed into `groups` of them: (groups, F/heads, F/heads).
         kind: of the activations, over the calibration tokens; or of the gradients of the samples' log-likelihood,
             labels drawn from the model, over the gradient tokens. docs/methods.md#gradient-moments.
@@ -45,7 +45,7 @@ class Moment:
             `attention.in` and `mlp.in` at the same point, of `o.in` in the residual stream after attention, of
             `down.in` in that after the layer. docs/methods.md#corrections.
         diagonal: the sums of squares alone, (groups, F/heads).
-        tokens: of a sample, at most; they are spread evenly over the calibration tokens.
+        tokens: the most tokens of a sample, spread evenly over the calibration tokens.
     """
 
     point: str
@@ -70,13 +70,14 @@ class Statistics:
     """The statistics of a layer on the calibration text, as methods receive them.
 
     Attributes:
-        moments: those that the group asked for. Values are summed over the tokens that pass their point. Gradients are
-            means per token, shrunk towards their diagonal (`kernels.shrinkage`). Samples are unchanged.
-        tokens: the number of calibration tokens; 0 for a data-free group. Means divide by it whatever passed a point,
-            so that a point that few tokens pass counts for little.
+        moments: the moments that the group needs. Values are summed over the tokens that pass their point. Gradients
+            are means per token, shrunk towards their diagonal (`kernels.shrinkage`). Samples are unchanged.
+        tokens: the number of calibration tokens; 0 for a data-free group. All means divide by it, so that a point that
+            few tokens pass counts for little.
         passed: moment -> the number of tokens that passed its point, for points that not all of them passed.
-        hint: `Curve.hint` of the group's curve, if the curve was taken of the same statistics.
-        factors: filled by `moments.factored_mean`: moment -> it and the factor of its mean; a layer's groups share it.
+        hint: `Curve.hint` of the group's curve, if it was computed from the same statistics.
+        factors: a cache for `moments.factored_mean`: moment -> it and the factor of its mean. A layer's groups share
+            it.
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)
@@ -109,10 +110,10 @@ class Scores:
     """Scores that ranks may follow; only those that a method of the job needs are present.
 
     Attributes:
-        importance: layer -> t_l, how far it turns its input on calibration text. docs/methods.md#importance.
-        measured: what `Measuring.measure` gave, by `Task.key`; a method gets its own, by `group_key`. None before
-            anything is measured: all layers then count as alike.
-        curves: what `Predicting.curve` gave, by `Task.key`. None before any is taken.
+        importance: layer -> t_l, the angle by which it turns its input on calibration text. docs/methods.md#importance.
+        measured: results of `Measuring.measure`, by `Task.key`. A method gets its own results, by `group_key`. None
+            before the measurement: all layers then count the same.
+        curves: results of `Predicting.curve`, by `Task.key`. None before they are computed.
     """
 
     importance: Mapping[int, float] = field(default_factory=dict)
@@ -125,11 +126,11 @@ class Group:
     """Tensors that a method compresses together in one layer: one unit of solving.
 
     Attributes:
-        roles: the roles whose tensors are claimed; nobody else may claim them.
+        roles: the roles whose tensors are claimed. No other group may claim them.
         moments: the statistics needed; empty for a data-free group.
-        corrections: pairs, each taken on the layer as the corrections of points before it have left it; with any, the
-            group is not compressed at once but by a `Correcting.correct` for each.
-        pieces: into how many its curve may be cut, by a `Dividing` method.
+        corrections: pairs, each summed on the layer after the corrections of earlier points. A group with corrections
+            is solved by one `Correcting.correct` for each instead of `compress`.
+        pieces: the number of pieces into which a `Dividing` method may cut its curve.
     """
 
     layer: int
@@ -142,9 +143,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Task(Group):
-    """A group and who compresses it: the position of the method in the manifest.
+    """A group with the position, in the manifest, of the method that compresses it.
 
-    `refine`: how its stored numbers are trained after the solve; None: they are not.
+    `refine`: settings for training its stored numbers after the solve; None: no training.
     """
 
     method: int = field(kw_only=True)
@@ -162,7 +163,7 @@ class Task(Group):
 
 
 def task_key(layer: int, method: int, group: str) -> str:
-    """Names a task in the ledger, among ranks, curves and what is measured: `LAYER/METHOD/GROUP`."""
+    """Return the key of a task in the ledger, ranks, curves and measurements: `LAYER/METHOD/GROUP`."""
     return f"{layer}/{method}/{group}"
 
 
@@ -181,7 +182,7 @@ def read_task_key(key: str) -> TaskName:
 
 
 def group_key(layer: int, group: str) -> str:
-    """Names a group among those of one method: `LAYER/GROUP`."""
+    """Return the key of a group among those of one method: `LAYER/GROUP`."""
     return f"{layer}/{group}"
 
 
@@ -190,14 +191,14 @@ class Solution:
     """The compressed tensors of a group.
 
     Attributes:
-        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, or the tensor itself; `GROUP.FORM.…`,
-            with the group's name and form, for what belongs to no single role. Integers are stored as they are.
-        forms: role -> form and ranks, as the checkpoint's config holds them; a dense role is left out.
+        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, or the tensor itself. Tensors without a
+            single role are named `GROUP.FORM.…`, by the group's name and form. Integers are stored as they are.
+        forms: role -> form and ranks, as in the checkpoint's config; dense roles are left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
-        inputs: role -> what makes the second moment (F, F), per token, of what its stored matrix reads, where that is
-            not what the dense one reads and calibration text tells: `o` behind a value basis, `down` behind channels
-            that stay. Rounding alone asks for it.
-        outputs: role -> which of the dense one's outputs it gives, where that is some of them: gate and up of those
+        inputs: role -> a function that computes the second moment (F, F), per token, of the stored matrix's input, if
+            it differs from the dense matrix's input and is known from calibration text: `o` after a value basis, `down`
+            after removed channels. Only rounding uses it.
+        outputs: role -> the dense matrix's outputs that are kept, if not all: those of gate and up on the kept
             channels.
     """
 
@@ -209,8 +210,8 @@ class Solution:
 
 
 def stored_dtype(key: str, tensor: Tensor, weights: Weights, forms: Mapping[str, FormSpec]) -> torch.dtype:
-    """The dtype in which a solution's tensor is stored: a bias keeps its own; a factor has that of the weights that it
-    stands for, of several the widest; integers stay. `forms`: of the solution."""
+    """Return the dtype in which a solution's tensor is stored. A bias keeps its dtype. A factor gets the widest dtype
+    of the weights that it replaces. Integers stay. `forms`: the solution's forms."""
     if not tensor.is_floating_point():
         return tensor.dtype
     if key.endswith(".bias") and key in weights:
@@ -222,8 +223,8 @@ def stored_dtype(key: str, tensor: Tensor, weights: Weights, forms: Mapping[str,
 
 
 def served_roles(key: str, forms: Mapping[str, FormSpec]) -> tuple[str, ...]:
-    """The roles whose outputs a solution's tensor is for: its own, those that share its first factor, or those whose
-    forms name the group that it belongs to."""
+    """Return the roles that use a solution's tensor: its own, those that share its first factor, or those whose forms
+    name its group."""
     owner = owner_of(key, forms)
     part = key.removeprefix(f"{owner}.")
     group = forms[owner].group if owner in forms and part.startswith("first") else None
@@ -232,7 +233,7 @@ def served_roles(key: str, forms: Mapping[str, FormSpec]) -> tuple[str, ...]:
 
 
 class Method(Protocol):
-    """A compression method bound to its manifest entry. Everything it computes is pure."""
+    """A compression method bound to its manifest entry. All its functions are pure."""
 
     @property
     def name(self) -> str:
@@ -241,17 +242,17 @@ class Method(Protocol):
 
     @property
     def own_class(self) -> bool:
-        """Return True if OUTPUT is an ordinary checkpoint of a class that leaves no room for other methods."""
+        """Return True if OUTPUT is an ordinary checkpoint of a class that cannot hold the results of other methods."""
         ...
 
     @property
     def keep(self) -> float | None:
-        """Return a budget of its own, instead of the common one, or None."""
+        """Return the method's own budget, or None if it shares the common one."""
         ...
 
     @property
     def refine(self) -> Refine | None:
-        """Return how stored numbers are trained after the solve, or None."""
+        """Return the settings for training stored numbers after the solve, or None."""
         ...
 
     @property
@@ -287,12 +288,12 @@ class Method(Protocol):
         ...
 
     def most_numbers(self, geometry: Geometry) -> float:
-        """A bound on what is stored by an entry with a size of its own, while what its ranks follow is not measured."""
+        """Return a bound on the stored numbers of an entry with a size of its own, before its ranks can be chosen."""
         ...
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """The factors of one group, in a layer of this geometry. `weights`: `role.weight` / `role.bias` of the claimed
-        roles, dense; not changed."""
+        """Compress one group in a layer of this geometry. `weights`: the dense `role.weight` and `role.bias` of the
+        claimed roles; not changed."""
         ...

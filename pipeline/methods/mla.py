@@ -30,8 +30,8 @@ from pipeline.ranks.curves import Point, steps, to_columns
 
 RANK, ROPE = "rank", "rope"  # kv_lora_rank, qk_rope_head_dim
 _ROUNDING = 1e-9  # of a share of the cache
-CHOICES = 16  # of rotated dimensions that are compared, at most
-SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # of the sample, for each number of the hidden size, and in all
+CHOICES = 16  # the most numbers of rotated dimensions to compare
+SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # tokens of the sample for each hidden number, and at least in all
 
 
 class _Problem(NamedTuple):
@@ -59,7 +59,7 @@ class _Problem(NamedTuple):
         return split_keys(self.key, self.moment, self.gradient, self.frequencies, shared, self.shares)
 
     def outputs(self, keys: SplitKeys) -> Tensor:
-        """Return the map (2C, D) from the input to what latents have to give: keys without rotation, and values."""
+        """Return the map (2C, D) from the input to the targets of the latents: keys without rotation, and values."""
         return torch.cat((keys.rest, self.value))
 
 
@@ -72,7 +72,7 @@ class MLAMethod(MethodBase[MLA]):
 
     @property
     def fixed_ranks(self) -> bool:
-        """Return True: the share of the cache decides the size."""
+        """Return True: the share of the cache determines the size."""
         return True
 
     @property
@@ -83,7 +83,7 @@ class MLAMethod(MethodBase[MLA]):
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim a group `attention` (q, k, v) of every layer.
 
-        Raises ValueError on a model that DeepSeek's class cannot say, and on sizes out of reach.
+        Raises ValueError on a model that DeepSeek's class cannot express, and on sizes out of reach.
         """
         if geometry.latent_faults:
             raise ValueError(
@@ -131,7 +131,7 @@ class MLAMethod(MethodBase[MLA]):
         return [*range(step, 2 * plain_pairs(layer.frequencies) + 1, step)]
 
     def _ranks(self, layer: LayerGeometry) -> list[int]:
-        """Return the ranks of the latent to compare, ascending; from the last on it holds all that is asked of it."""
+        """Return the ranks of the latent to compare, ascending. The last one is exact."""
         return steps(min(layer.hidden, layer.cache_numbers), self.entry.multiple(layer.hidden))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
@@ -145,7 +145,7 @@ class MLAMethod(MethodBase[MLA]):
         return sum(self._cached(layer) for layer in geometry.layers)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the largest latents, a bound: which are chosen follows from the curves."""
+        """Return the largest latents as a bound; curves determine the choice."""
         return {variable.key: variable.cap for variable in self.rank_variables(geometry)}
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
@@ -170,7 +170,8 @@ class MLAMethod(MethodBase[MLA]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Return the query with its rows for shared keys, the latents with these, their norm, and what decodes them."""
+        """Return the query with its rows for shared keys, the latents with shared keys, their norm, and their
+        decoder."""
         problem, rank, rope = _problem(geometry, weights, statistics), ranks[RANK], ranks[ROPE]
         keys = problem.split(rope)
         outputs_mD = problem.outputs(keys)

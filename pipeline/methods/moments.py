@@ -1,4 +1,4 @@
-"""The moments of single matrices: of the values that they read, and of the loss's gradient at their outputs."""
+"""The moments of single matrices: of their inputs, and of the loss's gradient at their outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def output_gradient(matrix: Matrix) -> Moment:
 
 
 def pull(matrices: Iterable[Matrix]) -> Moment:
-    """Return the moment of the gradient at the input that these matrices share, as far as it comes through them."""
+    """Return the moment of the gradient at the shared input of these matrices; only the part through them counts."""
     return Moment(f"pull:{'+'.join(roles_of(matrices))}", kind="gradient")
 
 
@@ -35,7 +35,8 @@ def pair(point: str) -> Moment:
 
 
 def factored_mean(statistics: Statistics, moment: Moment) -> Factored:
-    """Return the factor of a moment's mean, computed once: the experts of a layer share the moments of its stream."""
+    """Return the factor of a moment's mean. It is computed once, because the experts of a layer share moments of its
+    stream."""
     total = statistics.moments[moment]
     kept = statistics.factors.get(moment)
     if kept is None or kept[0] is not total:  # other statistics may have been made of these

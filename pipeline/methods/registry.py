@@ -49,7 +49,7 @@ Weights = Mapping[str, float]  # task -> weight of each of its numbers in the bu
 
 
 def loss_aware(entry: LossAware, routed_only: bool) -> Method:
-    """Return the method that an entry's `shapes` ask for."""
+    """Return the method for an entry's `shapes`."""
     return (LossAwareMethod if entry.shapes == "free" else ShapedExperts)(entry, routed_only)
 
 
@@ -141,7 +141,7 @@ def layers_of(tasks: Iterable[Task]) -> list[int]:
 
 
 def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
-    """Return further fields of the checkpoint's config.json. Raises InputError where two methods disagree."""
+    """Return further fields of the checkpoint's config.json. Raises InputError if two methods disagree."""
     fields: dict[str, Any] = {}
     for position, method in enumerate(methods):
         for name, value in method.config_fields.items():
@@ -173,7 +173,7 @@ def allocate_ranks(
     """Map each `Task.key` to ranks that meet the budget; tasks whose curves are still missing are left out.
 
     Raises:
-        InputError: the budget cannot be met; the message says the reachable range.
+        InputError: the budget cannot be met. The message names the reachable range.
     """
     weights = [_weights(manifest, position, method, geometry) for position, method in enumerate(methods)]
     entries = [
@@ -186,11 +186,11 @@ def allocate_ranks(
         if by_task
     )
     claimed = {(group.layer, role) for method in methods for group in method.claims(geometry) for role in group.roles}
-    entries = [entry for entry in entries if entry.dense_numbers]  # others may leave nothing to what is only rounded
+    entries = [entry for entry in entries if entry.dense_numbers]  # nothing may be left to round alone
     _check_max_loss(manifest, entries)
 
     def shared(own_numbers: float) -> Budget | None:
-        """Return keep · total, less the unclaimed numbers and those with a budget of their own."""
+        """Return keep · total, minus the unclaimed numbers and those with a budget of their own."""
         budget = manifest.budget
         if budget is None or (budget.keep, budget.bytes, budget.max_loss) == (None, None, None):
             return None
@@ -265,7 +265,7 @@ def _entry(
     def targets(ratio: float) -> dict[Key, float]:
         try:
             ranks = method.target_ranks(geometry, ratio, own)
-        except ValueError as error:  # fields that contradict each other on this model
+        except ValueError as error:  # fields contradict each other on this model
             raise InputError(f"methods.{position} ({method.name}): {error}") from error
         return {(layer, task_key(layer, position, group), name): rank for (layer, group, name), rank in ranks.items()}
 
@@ -304,7 +304,7 @@ def _weights(manifest: Manifest, position: int, method: Method, geometry: Geomet
 def _overcounted(
     manifest: Manifest, entry: Entry, weights: Weights, groups: Sequence[Group], geometry: Geometry
 ) -> float:
-    """Sum `overcounted` over an entry's groups inside the layers. `weights`: of its groups, in their order."""
+    """Sum `overcounted` over an entry's groups inside the layers. `weights`: the weights of its groups, in order."""
     return sum(
         overcounted(
             manifest, geometry.layers[group.layer], group.roles, entry.heaviest if entry.keeps_share else weight
@@ -342,7 +342,7 @@ def _most_numbers(method: Method, geometry: Geometry, scores: Scores) -> float:
 
 
 def _own(scores: Scores, position: int, method: Method, geometry: Geometry) -> Scores:
-    """Return the scores for one method: of all measurements only its own."""
+    """Return the scores for one method, with only its own measurements."""
     if scores.measured is None or not isinstance(method, Measuring):
         return scores
     tasks = [Task.of(position, group) for group in method.measures(geometry)]

@@ -1,4 +1,4 @@
-"""Converts `budget.bytes` into the share of numbers that ranks follow, where numbers are rounded.
+"""Converts `budget.bytes` of rounded numbers into the share of numbers that ranks follow.
 
 A rounded number of a matrix takes ρ = bits / (bits of the dtype) + 1 / group of what it took before, its share of a
 scale counted; norms, biases, skipped roles and what lies outside the layers take all of it.
@@ -18,9 +18,9 @@ from pipeline.kernels.packing import WORD_BITS, words_of
 
 SHAPE_BYTES = 16  # of each rounded matrix, two int64
 MOST_BITS = 8
-MATRICES = 2  # that a role is stored as, at most
+MATRICES = 2  # the most matrices that a role is stored as
 Claimed = Collection[tuple[int, str]] | None  # layers and roles
-PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of an index of theirs
+PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of their indices
 
 
 def rounded_share(bits: int, group: int | None, dtype_bits: int, scale: float = 1.0) -> float:
@@ -42,7 +42,7 @@ def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) ->
 
 
 def overcounted(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str], weight: float) -> float:
-    """Return by how much `weight` times these roles' numbers, and their reserved ones, exceed their size.
+    """Return the excess of `weight` times these roles' numbers, plus their reserved numbers, over their size.
 
     A tensor of p numbers that is neither factored nor rounded, such as a bias, takes ω p, of which `numbers_of_bytes`
     reserves (ω - 1) p. A bias that may be cut and weighs less than the matrices counts as they do.
@@ -86,9 +86,9 @@ def rounding_overhead(shapes: Sequence[tuple[int, ...]], bits: int, quantize: Qu
 
 
 def numbers_of_bytes(manifest: Manifest, geometry: Geometry, claimed: Claimed = None) -> tuple[float, float]:
-    """Return how many rounded numbers fit into the dense bytes, and how many of them are reserved.
+    """Return the number of rounded numbers that fit into the dense bytes, and the reserved part of it.
 
-    Reserved are the excess of numbers that keep their dtype, that of wider dtypes, and the overhead beside codes.
+    Reserved are the excess of numbers that keep their dtype, the excess of wider dtypes, and the overhead of codes.
     `claimed`: layers and roles that methods claim; None: all.
     """
     assert manifest.budget is not None
@@ -111,8 +111,8 @@ def _reserved(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float
 
 
 def _decoded_bytes(geometry: Geometry, scope: str, claimed: Claimed) -> int:
-    """Return the bytes by which decoded weights are larger than in the source: claimed ones, and those of formats that
-    no checkpoint keeps."""
+    """Return the bytes by which decoded weights are larger than in the source. Decoded are claimed weights, and weights
+    in formats that no checkpoint keeps."""
     if claimed is None:
         return geometry.saved_bytes(scope)
     roles: dict[int, set[str]] = {}
@@ -145,7 +145,7 @@ def least_bits(quantize: Quantize) -> int:
 
 
 def most_by_bits(quantize: Quantize | None, dtype_bits: int) -> float:
-    """Return the largest size of rounded numbers over their size with `least_bits`."""
+    """Return the largest size of rounded numbers relative to their size with `least_bits`."""
     if quantize is None or quantize.bits != "auto":
         return 1.0
     least, most = (rounded_share(bits, quantize.group, dtype_bits) for bits in (least_bits(quantize), MOST_BITS))
@@ -153,7 +153,8 @@ def most_by_bits(quantize: Quantize | None, dtype_bits: int) -> float:
 
 
 def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
-    """Return the numbers of the dtype that rounding saves outside of the layers if the budget is of the whole model."""
+    """Return the numbers of the dtype that rounding saves outside of the layers, if the budget counts the whole
+    model."""
     saved, quantize = 0.0, manifest.quantize
     for layer, role, shape in _outer(manifest, geometry):
         assert quantize is not None

@@ -1,4 +1,4 @@
-"""The base of the SVD baselines: each linear weight of a layer becomes two factors, at one share for all.
+"""The base class of the SVD baselines: each linear weight of a layer becomes two factors, with a common share.
 
 docs/methods.md#baselines. Legend: m outputs, D inputs of a weight, F features of a moment, r rank.
 """
@@ -45,7 +45,7 @@ class SeparateMethod(MethodBase[E]):
         )
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Choose a rank for each role; at its cap the weight stays dense, as two factors would store no less."""
+        """Choose a rank for each role. At its cap the weight stays dense, because two factors would store no less."""
         multiple = self.entry.multiple(geometry.hidden)
         variables = []
         for role in group.roles:
@@ -66,7 +66,8 @@ class SeparateMethod(MethodBase[E]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Factor each weight into first (r, D) and second (m, r); biases, and weights above `rank_limit`, stay."""
+        """Factor each weight into first (r, D) and second (m, r). Biases, and weights with ranks above `rank_limit`,
+        stay."""
         return next(self.compress_sizes(group, geometry, weights, statistics, [ranks]))
 
     def compress_sizes(

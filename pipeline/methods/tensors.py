@@ -1,4 +1,4 @@
-"""Tensors that several methods store alike: biases, values in another basis, the factors of one weight.
+"""Tensors that several methods store in the same way: biases, values in another basis, the factors of a weight.
 
 Legend: G key/value heads, d head_dim, r rank, m outputs, D inputs, N channels.
 """
@@ -39,6 +39,6 @@ def factors_of(role: str, weight_mD: Tensor, rank: int, roots: InputRoots | None
 
 
 def channel_priority(eliminated_n: Tensor, channels: int) -> Tensor:
-    """Return all channels (N,): those never eliminated, ascending, and then the others, the last eliminated first."""
+    """Return all channels (N,): first the kept ones, ascending, then the eliminated ones, the last eliminated first."""
     stays_N = torch.ones(channels, dtype=torch.bool, device=eliminated_n.device)
     return torch.cat((stays_N.index_fill_(0, eliminated_n, False).nonzero()[:, 0], eliminated_n.flip(0)))

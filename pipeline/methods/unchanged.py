@@ -25,7 +25,7 @@ WHOLE, BITS = "whole", "bits"
 class Unchanged(MethodDefaults):
     """Claims every linear role that `others` do not claim, except those of `skip`.
 
-    `outer`: further roles, outside of the layers. They have no ranks to choose, and the budget does not count them; see
+    `outer`: further roles, outside of the layers. They have no ranks to choose, and the budget does not count them: see
     `outer_ranks`.
     """
 
@@ -42,7 +42,7 @@ class Unchanged(MethodDefaults):
         return not self.chosen_bits
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Return all groups of the layers where bits are chosen, else none."""
+        """Return all groups of the layers if bits are chosen, else none."""
         return self._inside(geometry) if self.chosen_bits else ()
 
     def curve(
@@ -54,7 +54,7 @@ class Unchanged(MethodDefaults):
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim the rest: matrices that read the same input as one group, and each outer role by itself.
 
-        Raises ValueError as the others do.
+        Raises the ValueErrors of the other methods.
         """
         return self._inside(geometry) + self._outside(geometry)
 
@@ -63,7 +63,7 @@ class Unchanged(MethodDefaults):
         return tuple(Group(layer, role, (role,)) for layer, role in outer)
 
     def outer_ranks(self, geometry: Geometry, bits: int) -> dict[tuple[int, str], dict[str, int]]:
-        """Map layer and group, of roles outside of the layers, to ranks; with `bits` where bits are chosen."""
+        """Map layer and group, of roles outside of the layers, to ranks, including `bits` if bits are chosen."""
         ranks = {WHOLE: 1, BITS: bits} if self.chosen_bits else {WHOLE: 1}
         return {(group.layer, group.name): dict(ranks) for group in self._outside(geometry)}
 

@@ -1,1 +1,1 @@
-"""Loss-aware compression: ranks, metrics and forms by what the model's loss feels. docs/methods.md#loss-aware."""
+"""Loss-aware compression: ranks, metrics and forms follow the model's loss. docs/methods.md#loss-aware."""

@@ -38,14 +38,14 @@ from pipeline.methods.tensors import biases_of, encoded_values
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 VALUE, OUTPUT = "value", "output"
-CURVE_GAIN = 1e-2  # of a base's loss: a turn of its fit that gains less is the last in a curve; a solve goes on
-BASES = 16  # ranks of the value basis that are compared at most; each takes the eigenvalues of a D × D matrix
+CURVE_GAIN = 1e-2  # in a curve, a fit stops after a turn that gains less than this share of the loss; a solve goes on
+BASES = 16  # the most ranks of the value basis to compare; each costs the eigenvalues of a D × D matrix
 
 
 class Reduced(NamedTuple):
-    """v and o at r numbers a KV head: `encode` (G, r, d), None at the full rank; W_o (D, R) and the moment (R, R) of
-    its input behind it. The refit of W_o leaves an error that is uncorrelated with what it reads, so what a rank of o
-    costs adds to what the basis costs exactly.
+    """v and o at r numbers a KV head: `encode` (G, r, d), None at full rank; the refitted W_o (D, R), and the moment
+    (R, R) of its input. The error after W_o's refit is uncorrelated with its input. The loss from a rank of o therefore
+    adds exactly to the loss from the basis.
     """
 
     encode: Tensor | None
@@ -54,12 +54,12 @@ class Reduced(NamedTuple):
 
 
 def moments(block: AttentionBlock) -> tuple[Moment, ...]:
-    """Return the moment of what o reads, and of the gradient behind it."""
+    """Return the moments of o's input and of the gradient at its output."""
     return input_moment(block.writer), output_gradient(block.writer)
 
 
 def corrections(block: AttentionBlock) -> tuple[Moment, ...]:
-    """Return the pairs that `correct` is called with, one after another: what v reads, and what o reads."""
+    """Return the pairs for `correct`, in order: at v's input, and at o's input."""
     return pair(block.input), pair(block.writer.reads)
 
 
@@ -108,7 +108,7 @@ def correct(
     ranks: Ranks,
     before: Mapping[str, Tensor],
 ) -> Solution:
-    """Fit v and its basis to the input behind compressed layers, with a full-rank o; then o to the remaining error."""
+    """Fit v and its basis to the compressed model's inputs, with a full-rank o; then fit o to the remaining error."""
     block = geometry.attention
     read, written = corrections(block)
     if read in statistics.moments:
@@ -193,7 +193,7 @@ class ValueFits:
         self.by_loss = entry.weighting == "loss"
         self.solving = factored(solving_metric(entry, self.metric_DD))
         self.problem = value_output_problem(self.output_DF, self.solving, self.context_FF)
-        # Of each KV head by itself, leading rows first: where the fit of all heads together starts.
+        # Directions of each KV head alone, leading ones first, from which the fit of all heads together starts.
         gram_Gdd = head_moment(self.problem.weighted, sizes.heads, sizes.kv_heads, torch.float64)
         context_Gdd = diagonal_blocks(self.context_FF, sizes.heads, sizes.kv_heads)
         self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, sizes.width)[0]

@@ -36,7 +36,7 @@ from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 VALUES = "latent_values"  # the group of the cached latent, the values read from it, and the output projection
 LATENT, VALUE, OUTPUT = "latent", "value", "output"  # ranks
-WIDTHS = 64  # of a latent that are compared at most
+WIDTHS = 64  # the most widths of a latent to compare
 NORM_EPS = 1e-6  # of the norms of latents, whatever the config's epsilon
 Weights = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ Weights = Mapping[str, Tensor]
 def groups(layer: LayerGeometry, output: bool) -> tuple[Group, ...]:
     """Return the groups of a layer's latent attention; none of another kind.
 
-    `output`: the latent of keys and values goes with the output projection, whose rank and values can be cut.
+    `output`: the latent of keys and values forms a group with the output projection, whose rank and values can be cut.
     """
     block = layer.latent_attention
     if block is None:
@@ -75,7 +75,8 @@ def curve(entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weig
 
 
 def _joined(block: LatentAttentionBlock, point: Point, choice: Point) -> Point:
-    """Return a width of the latent with a choice of values and output: its reader has fewer rows of values."""
+    """Return the point for a width of the latent with a choice of values and output. Its reader has fewer value
+    rows."""
     fewer = point.ranks[LATENT] * block.heads * (block.value_width - choice.ranks[VALUE])
     numbers = point.numbers + choice.numbers - fewer
     return Point({**point.ranks, **choice.ranks}, numbers, point.loss + choice.loss, point.cache)
@@ -100,7 +101,7 @@ def latent_numbers(latent: Latent, width: float) -> int:
 
 
 def variables(group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-    """Return the width of a latent, by which layers of one width are tied."""
+    """Return the width of a latent as the variable that ties layers of one width."""
     latent = _latent(geometry, group)
     return (RankVariable(group.layer, group.name, LATENT, latent.width, 1, partial(latent_numbers, latent)),)
 
@@ -160,7 +161,7 @@ def _latent_points(
 def _value_points(
     entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry, weights: Weights, statistics: Statistics
 ) -> Iterator[Point]:
-    """Yield values a head and ranks of the output projection, with the numbers of the latter."""
+    """Yield the values of a head and ranks of the output projection, with the projection's stored numbers."""
     fits, multiple = _fits(entry, block, weights, statistics), entry.multiple(geometry.hidden)
     for values in steps(block.value_width, multiple, count=BASES):
         dropped, losses = fits.losses(values)
@@ -176,7 +177,7 @@ def _value_points(
 def _narrowed(
     entry: LossAware, latent: Latent, weights: Weights, statistics: Statistics, rank: int, values: int | None
 ) -> Solution:
-    """Narrow a latent. `values`: of each head, if its reader has fewer of them already."""
+    """Narrow a latent. `values`: the number of values of each head, if its reader has already been cut."""
     writer, norm, reader = (f"{role}.weight" for role in latent.roles)
     kept = {key: weights[key] for key in (writer, latent.writer.bias_key, norm, reader) if key in weights}
     if rank >= latent.width:
@@ -243,7 +244,7 @@ def _directions(entry: LossAware, latent: Latent, weights: Weights, statistics: 
 
 
 def _multiple(entry: LossAware, latent: Latent, geometry: LayerGeometry) -> int:
-    """Return the number of which widths are multiples."""
+    """Return the number that divides all widths."""
     multiple = entry.multiple(geometry.hidden)
     return multiple if multiple % latent.step == 0 else multiple * latent.step
 

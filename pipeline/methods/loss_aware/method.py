@@ -31,7 +31,7 @@ class AttentionPart(Protocol):
         ...
 
     def corrections(self, block: AttentionBlock, /) -> tuple[Moment, ...]:
-        """Return the pairs that `correct` is called with, one after another."""
+        """Return the pairs for `correct`, in order."""
         ...
 
     def curve(self, entry: LossAware, geometry: LayerGeometry, weights: Weights, statistics: Statistics, /) -> Curve:
@@ -102,7 +102,7 @@ class LossAwareMethod(MethodBase[LossAware]):
         return Sizes(self.entry, geometry, geometry.mlp_of(group.roles[0]))
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """Count the numbers stored where all ranks are at one step."""
+        """Count the numbers stored with all ranks at their first step."""
         if group.name in PARTS:
             return PARTS[group.name].least_numbers(self.entry, geometry)
         if latents.is_latent(group, geometry):

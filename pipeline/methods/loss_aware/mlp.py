@@ -1,4 +1,4 @@
-"""An MLP: channels removed, the matrices that read at a joint rank on those that stay, the one that writes at a rank.
+"""An MLP: channels are removed, then the readers are cut to a joint rank and the writer to a rank of its own.
 
 docs/methods.md#curves. The curve may be cut by widths among workers: `begin` tells in which order channels go, `piece`
 what one width loses, `join` makes the points of it. Nothing of a width depends on which others a worker is given.
@@ -25,8 +25,8 @@ from pipeline.ranks.curves import Point, frontier, merged, to_columns
 
 
 class Begun(TypedDict):
-    """The channels in `order`, those that stay longest first; the `losses` of the widths alone, ascending; and the
-    widths at which a sample is `probed` through the activation."""
+    """The channels in `order`, the last removed first; the `losses` of the widths alone, ascending; and the widths at
+    which a sample is `probed` through the activation."""
 
     order: list[int]
     losses: list[float]
@@ -34,9 +34,9 @@ class Begun(TypedDict):
 
 
 class Piece(TypedDict):
-    """Predicted losses of one width by rank, of the readers as if the activation were linear, and of down.
+    """Predicted losses at one width by rank: those of the readers, assuming a linear activation, and of down.
 
-    `bends` are the measured losses over those of the readers, for each of `PROBES`; empty at widths without a probe.
+    `bends`: for each of `PROBES`, the measured loss over the readers' predicted one; empty at widths without a probe.
     """
 
     gate_up: list[float]
@@ -52,19 +52,19 @@ def moments(block: MLPBlock) -> tuple[Moment, ...]:
 
 
 def corrections(block: MLPBlock) -> tuple[Moment, ...]:
-    """Return the pairs that `correct` is called with, one after another: at the readers, and at the writer."""
+    """Return the pairs for `correct`, in order: at the readers, and at the writer."""
     return pair(block.input), pair(block.writer.reads)
 
 
 def pieces(sizes: Sizes) -> int:
-    """Return into how many pieces the curve may be cut: one for each width."""
+    """Return the number of pieces of the curve: one for each width."""
     return len(sizes.widths)
 
 
 def curve(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
     """Compare ranks of the readers and of the writer on each of a few widths.
 
-    The curve's hint says which channels each width keeps.
+    The curve's hint encodes the channels that each width keeps.
     """
     solver = Solver(sizes, weights, statistics, min(sizes.widths))
     begun = _begun(solver)
@@ -72,17 +72,17 @@ def curve(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -
 
 
 def begin(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> Begun:
-    """Eliminate channels. Holds the statistics, and as many numbers again as their largest moment has."""
+    """Eliminate channels. Takes memory for the statistics and one copy of their largest moment."""
     return _begun(Solver(sizes, weights, statistics, min(sizes.widths)))
 
 
 def piece(
     sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, begun: Begun, numbers: Sequence[int]
 ) -> list[Piece]:
-    """Compute some widths, one after another, by their numbers among `pieces`; the most work comes first.
+    """Compute some widths, one after another, by their numbers among `pieces`, in descending order of work.
 
-    Holds the statistics, as many numbers again as their largest moment has, and a batch of the sample. Each call
-    repeats what widths share, a factor of that moment and the products with it, but not the elimination.
+    Takes memory for the statistics, one copy of their largest moment, and a batch of the sample. Each call repeats the
+    work that widths share (a factor of that moment, and products with it), but not the elimination.
     """
     widths = _by_work(sizes)
     solver = Solver(sizes, weights, statistics, min(widths), begun["order"])
@@ -90,7 +90,7 @@ def piece(
 
 
 def join(sizes: Sizes, begun: Begun, each: Sequence[Piece]) -> Curve:
-    """Make the points of all widths, from all `pieces` in their order."""
+    """Return the points of all widths, from all `pieces` in order."""
     by_width = dict(zip(_by_work(sizes), each, strict=True))
     points = frontier(list(_options(sizes, begun, by_width)))
     return to_columns(points, encode_widths(begun["order"], sizes.widths))
@@ -143,7 +143,7 @@ def _column(values: Sequence[float]) -> Tensor:
 
 
 def _by_work(sizes: Sizes) -> list[int]:
-    """Return the widths: first those that are probed where the sample has tokens enough, then the largest first."""
+    """Return the widths: first those to probe, if the sample has enough tokens, then the others, the largest first."""
     probed = probed_widths(sizes)
     return sorted(sizes.widths, key=lambda width: (width not in probed, -width))
 
@@ -190,7 +190,8 @@ def _solution(solver: Solver, ranks: Ranks) -> Solution:
 def correct(
     sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor]
 ) -> Solution:
-    """Fit the readers to the input behind compressed layers, behind them a full writer; then the writer to the rest."""
+    """Fit the readers to the compressed model's inputs, with a full writer; then fit the writer to the remaining
+    error."""
     block = sizes.block
     read_pair, written_pair = corrections(block)
     if read_pair not in statistics.moments:

@@ -1,4 +1,4 @@
-"""The sampled tokens that pass an MLP: all, or, of an expert, those with a weight; and those that probe its ranks.
+"""The sampled tokens that pass an MLP (for an expert, those with a routing weight), and the tokens that probe ranks.
 
 Legend: D hidden, T tokens.
 """
@@ -16,12 +16,12 @@ from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.method import Moment, Statistics
 from pipeline.ranks.curves import spread
 
-SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
-LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
-PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of the readers costs
+SAMPLE_TOKENS = 16  # for each kept channel; down is refitted on them
+LEAST_SAMPLE = 65_536  # tokens, if the text has so many: a small MLP needs them too
+PROBE_TOKENS = 3  # for each kept channel; enough to measure the loss of a rank of the readers
 PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of the readers
-PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
-TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
+PROBED = 3  # widths at which ranks are probed: the smallest, one between, the largest
+TOKENS_OF_FIT = 2  # for each channel, at least, to fit down to a sample
 LEAST_PROBE = 2048  # tokens
 BATCH = 4096  # tokens that pass the MLP at a time
 
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     Attributes:
         inputs: (T, D).
         weights: (T,), the factor of each token's channels, if the MLP is an expert; 1 where it is in the inputs.
-        share: the part of all sampled tokens that pass the MLP.
+        share: the share of all sampled tokens that pass the MLP.
     """
 
     inputs: Tensor
@@ -49,7 +49,7 @@ class Sample(NamedTuple):
 
 
 def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
-    """Return the sampled tokens that pass an MLP: of an expert, those to which the router gives a weight."""
+    """Return the sampled tokens that pass an MLP. For an expert, these are the tokens with a routing weight."""
     inputs_TD = statistics.moments[sample_of(block)][0]
     if not block.routing:
         return Sample(inputs_TD, None, 1.0)
@@ -74,26 +74,26 @@ def routing_sample(block: MLPBlock) -> Moment:
 
 
 def sampled(width: int) -> int:
-    """Return the number of tokens to which so many channels are fitted."""
+    """Return the number of tokens to fit so many channels to."""
     return max(LEAST_SAMPLE, SAMPLE_TOKENS * width)
 
 
 def probe_tokens(width: int) -> int:
-    """Return the number of tokens that are run through the activation with so many channels."""
+    """Return the number of tokens to run through the activation with so many channels."""
     return max(LEAST_PROBE, PROBE_TOKENS * width)
 
 
 def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
     """Return the widths at which a sample of so many tokens, or a whole one, is run through the activation.
 
-    A few suffice: what the activation bends changes little from width to width.
+    A few suffice, because the activation's effect changes little from width to width.
     """
     tokens = sample_of(sizes.block).tokens if tokens is None else tokens
     return spread([width for width in sizes.widths if tokens >= TOKENS_OF_FIT * width], PROBED)
 
 
 def probed_ranks(block: MLPBlock, width: int) -> dict[int, int]:
-    """Map the ranks of the readers that are tried at a width to the place of their share among `PROBES`."""
+    """Map the readers' ranks that are probed at a width to the positions of their shares among `PROBES`."""
     full = min(len(block.readers) * width, block.writer.outputs)
     ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
     return {rank: place for rank, place in ranks.items() if rank < full}

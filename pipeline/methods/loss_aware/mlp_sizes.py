@@ -1,4 +1,4 @@
-"""The sizes that an MLP can have: widths, ranks of the matrices that read together, and of the one that writes.
+"""The possible sizes of an MLP: widths, joint ranks of the readers, and ranks of the writer.
 
 docs/methods.md#curves. Legend: N channels of the dense MLP.
 """
@@ -32,7 +32,7 @@ class Sizes:
 
     @property
     def multiple(self) -> int:
-        """Return the number that widths and ranks are multiples of."""
+        """Return the number that divides widths and ranks."""
         return self.entry.multiple(self.geometry.hidden)
 
     @cached_property
@@ -61,10 +61,10 @@ class Sizes:
 
 
 def encode_widths(order: Sequence[int], widths: Sequence[int]) -> str:
-    """Encode which channels stay at which widths, one character for each channel.
+    """Encode the smallest width that keeps each channel, one character for each channel.
 
-    The character, of 0 … 9, a … z, is the place of the least of `widths` that keeps the channel. Returns an empty
-    string where there are more widths than characters. `order`: the channels, those that stay longest first.
+    The character, from 0 … 9, a … z, is the position of that width among `widths`. Returns an empty string if there are
+    more widths than characters. `order`: the channels, the last removed first.
     """
     if len(widths) > len(_DIGITS):
         return ""
@@ -76,6 +76,6 @@ def encode_widths(order: Sequence[int], widths: Sequence[int]) -> str:
 
 
 def decode_kept(encoded: str, place: int) -> Tensor:
-    """Return the channels, ascending, that stay at the width of this place by `encode_widths`."""
+    """Return the channels, ascending, that the width at this position keeps, from the result of `encode_widths`."""
     digits_N = torch.tensor(list(encoded.encode()))
     return (digits_N <= ord(_DIGITS[place])).nonzero()[:, 0]

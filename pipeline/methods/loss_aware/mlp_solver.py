@@ -49,8 +49,8 @@ from pipeline.methods.method import Ranks, Solution, Statistics
 from pipeline.methods.moments import factored_mean, input_moment, output_gradient
 from pipeline.methods.tensors import biases_of, channel_priority
 
-PROBE_OUTPUTS = 256  # mixtures of outputs at most, through which that is seen
-REMEMBERED_BYTES = 2**27  # of the outputs of a sample, where several sizes are fitted to them
+PROBE_OUTPUTS = 256  # the most random mixtures of outputs in which a probe's loss is measured
+REMEMBERED_BYTES = 2**27  # of a sample's outputs, kept if several sizes are fitted to them
 
 
 class _Cut(NamedTuple):
@@ -79,8 +79,8 @@ class Solver:
         remembered_bytes: int = 0,
     ) -> None:
         """Args:
-        least: the smallest width that is asked for.
-        order: the channels, those that stay longest first, if an elimination down to `least` has been done.
+        least: the smallest width of any call.
+        order: the channels, the last removed first, if they have been eliminated down to `least`.
         remembered_bytes: memory in which outputs of the sample are kept for further sizes.
         """
         self.remembered_bytes = remembered_bytes
@@ -105,7 +105,7 @@ class Solver:
 
     @cached_property
     def priority(self) -> Tensor:
-        """Return all channels, those that stay longest first."""
+        """Return all channels, the last removed first."""
         if self.order is not None:
             return torch.tensor(self.order, device=self.down_DN.device)
         chooses_DN = self._felt_down if self.by_loss else self.down_DN
@@ -126,10 +126,10 @@ class Solver:
         return nested_outputs(self.hidden_NN, self._felt_down, self.priority)
 
     def losses(self, widths: Collection[int], directed: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield width, and the predicted loss by rank of the readers, as if the activation were linear, and of down.
+        """Yield each width with the predicted loss by rank of the readers, assuming a linear activation, and of down.
 
-        Widths ascend. `directed`: the widths at which the caller asks for directions next. Moments grow by the channels
-        of each width in turn, so that the choice of `widths` changes no bit.
+        Widths ascend. `directed`: the widths at which the caller will ask for directions. Moments grow by the channels
+        of each width in turn, so that the choice of `widths` does not change the result.
         """
         if self.narrow:
             yield from self._narrow_losses(widths, directed)
@@ -158,7 +158,7 @@ class Solver:
     def _narrow_losses(
         self, widths: Collection[int], directed: Collection[int]
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield what `losses` does, by eigenproblems of the order of the channels."""
+        """Yield the results of `losses`, from eigenproblems of the order of the channels."""
         for width in sorted(widths):
             lower = gram_losses(self._felt_outputs[:, :width], self._metric.scale)
             pulled_Dm = self._pulled(self.priority[:width])
@@ -180,7 +180,7 @@ class Solver:
         return pulled_Dm
 
     def _losses_of_others(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return both losses where directions are not chosen by the loss."""
+        """Return both losses if directions are not chosen by the loss."""
         kept_k = self.kept(width)
         upper = losses_by_rank(self.reader_directions(kept_k), self.input_DD, self._pull(kept_k))
         refit_Dk, moment_kk = self.refit(kept_k)[0], self.moment(kept_k)
@@ -190,7 +190,7 @@ class Solver:
         return upper, lower
 
     def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
-        """Return the readers on the channels that stay, at their rank."""
+        """Return the readers on the kept channels, at their rank."""
         width, rank, readers = kept_k.numel(), ranks[self.block.reader_group], self.block.readers
         stack = self.sizes.reader_stack(width)
         parts = {reader.role: self.weights[reader.weight_key][kept_k].double() for reader in readers}
@@ -204,7 +204,7 @@ class Solver:
         return Solution(tensors | biases, forms)
 
     def written(self, weight_Dk: Tensor, moment_kk: Tensor, ranks: Ranks) -> Solution:
-        """Return down on the channels that stay, at its rank. `moment_kk`: of its inputs."""
+        """Return down on the kept channels, at its rank. `moment_kk`: the moment of its inputs."""
         width, rank, writer = weight_Dk.shape[1], ranks[self.block.writer_group], self.block.writer
         stack, biases = self.sizes.writer_stack(width), biases_of(self.weights, (writer,))
         if rank >= stack.full:
@@ -218,7 +218,7 @@ class Solver:
         return dict.fromkeys(roles_of(matrices), form) if width < self.block.width else {}
 
     def kept(self, width: int) -> Tensor:
-        """Return the channels that stay, ascending."""
+        """Return the kept channels, ascending."""
         if width >= self.block.width:
             return torch.arange(self.block.width, device=self.down_DN.device)
         widths = self.sizes.widths
@@ -230,21 +230,21 @@ class Solver:
         return self.priority[:width].sort().values
 
     def reader_directions(self, kept_k: Tensor) -> Directions:
-        """Return the directions of the stack of readers on the channels that stay."""
+        """Return the directions of the stack of readers on the kept channels."""
         width = kept_k.numel()
         if width not in self._directions and self.narrow:
             self._directions = {width: thin_directions(self._input, self._pulled(kept_k))}
         elif width not in self._directions:
             felt_DD = self._pull(kept_k, self._input.factor, by_loss=self.by_loss)
-            self._directions = {width: weighted_directions(self._input, felt_DD)}  # of the one width in hand
+            self._directions = {width: weighted_directions(self._input, felt_DD)}  # only of the current width
         return self._directions[width]
 
     def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
         """Return, for each of `PROBES`, the loss measured on the probe over the `linear` prediction.
 
         down is refitted to the cut readers, which removes most of the activation's effect. Errors of the outputs are
-        weighted by the loss; where there are many outputs, a few random mixtures stand for them: the estimate varies by
-        a hundredth or so, and equally for all ranks. `pruned`: the predicted loss of the width itself.
+        weighted by the loss. If there are many outputs, a few random mixtures stand for them; the estimate then varies
+        by about 1 %, equally for all ranks. `pruned`: the predicted loss of the width itself.
         """
         width, factors = kept_k.numel(), [1.0] * len(PROBES)
         ranks = probed_ranks(self.block, width)
@@ -263,17 +263,17 @@ class Solver:
         return factors
 
     def refit(self, kept_k: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Return down refitted on the channels that stay, and figures for the report."""
+        """Return down refitted on the kept channels, and figures for the report."""
         width = kept_k.numel()
         if width not in self._refits:
             refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
-            self._refits = {width: (refit_Dk, dict(report))}  # of the one width in hand
+            self._refits = {width: (refit_Dk, dict(report))}  # only of the current width
         return self._refits[width]
 
     def refit_again(self, kept_k: Tensor, rank: int) -> Refit:
         """Refit down to the outputs of the readers at a rank, on as many tokens of the sample as the channels need.
 
-        Targets are rounded as the forward pass rounds them.
+        Targets are rounded as in the forward pass.
         """
         cut = self._cut(kept_k, self.reader_directions(kept_k), rank)
         tokens, whole = self.fitted_tokens(kept_k.numel()), len(self.sample.inputs)
@@ -299,11 +299,11 @@ class Solver:
         return targets_TD
 
     def fitted_tokens(self, width: int) -> int:
-        """Return the number of tokens of the sample to which so many channels are fitted."""
+        """Return the number of tokens of the sample to fit so many channels to."""
         return min(len(self.sample.inputs), sampled(width))
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
-        """Return the directions of the refitted down. `moment_kk`: of its inputs."""
+        """Return the directions of the refitted down. `moment_kk`: the moment of its inputs."""
         metric = (
             self._metric
             if self.by_loss
@@ -314,7 +314,7 @@ class Solver:
         return output_directions(refit_Dk, moment_kk, metric)
 
     def moment(self, kept_k: Tensor) -> Tensor:
-        """Return the moment of the channels that stay."""
+        """Return the moment of the kept channels."""
         return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
 
     def _probe(self, width: int) -> Sample:
@@ -381,6 +381,6 @@ def _square(values_kD: Tensor) -> Tensor:
 
 
 def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
-    """Multiply in float32 or better, as the weight has none of the checkpoint's dtypes."""
+    """Multiply in float32 or better, because the weight has none of the checkpoint's dtypes."""
     dtype = torch.promote_types(values_TF.dtype, torch.float32)
     return values_TF.to(dtype) @ weight_qF.to(dtype).T

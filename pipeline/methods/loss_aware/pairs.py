@@ -15,7 +15,7 @@ from pipeline.families.blocks import Matrix
 from pipeline.kernels.refit import correction
 from pipeline.methods.method import Moment, Statistics
 
-READERS_RIDGE, WRITERS_RIDGE = 1e-3, 1e-4  # of the mean diagonal of what is read
+READERS_RIDGE, WRITERS_RIDGE = 1e-3, 1e-4  # of the mean diagonal of the input's moment
 
 
 class Carried(NamedTuple):
@@ -27,14 +27,15 @@ class Carried(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """A `weight` (D, F) that writes to the residual stream, and the `moment` (F, F) of what it reads."""
+    """A `weight` (D, F) that writes to the residual stream, and the `moment` (F, F) of its input."""
 
     weight: Tensor
     moment: Tensor
 
 
 def carry(statistics: Statistics, moment: Moment, weights: Mapping[str, Tensor], matrices: Iterable[Matrix]) -> Carried:
-    """Fit the weights of some matrices to the input behind compressed layers; the same input changes nothing."""
+    """Fit the weights of some matrices to the compressed model's inputs. If these equal the dense ones, nothing
+    changes."""
     moment_DD, error_DD = _sums(statistics, moment)
     change_DD = correction(error_DD, moment_DD, READERS_RIDGE)
     moved = {matrix.weight_key: weights[matrix.weight_key].double() for matrix in matrices}
@@ -44,7 +45,7 @@ def carry(statistics: Statistics, moment: Moment, weights: Mapping[str, Tensor],
 
 
 def complete(statistics: Statistics, moment: Moment, weight_DF: Tensor) -> Completed:
-    """Add to a weight the least-squares fit of the difference to the dense model in the residual stream behind it."""
+    """Add to a weight the least-squares fit of the error that remains in the residual stream after it."""
     moment_FF, error_DF = _sums(statistics, moment)
     return Completed(weight_DF.double() + correction(error_DF, moment_FF, WRITERS_RIDGE), moment_FF)
 

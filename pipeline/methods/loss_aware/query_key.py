@@ -26,12 +26,12 @@ NAME = "query_key"
 
 
 def moments(block: AttentionBlock) -> tuple[Moment, ...]:
-    """Return the moment of the input, and of the gradient there through q and k."""
+    """Return the moments of the input and of the gradient there through q and k."""
     return input_moment(block.query), pull(block.query_key)
 
 
 def corrections(block: AttentionBlock) -> tuple[Moment, ...]:
-    """Return the pairs that `correct` is called with."""
+    """Return the pairs for `correct`."""
     return (pair(block.input),)
 
 
@@ -72,7 +72,7 @@ def correct(
     ranks: Ranks,
     before: Mapping[str, Tensor],
 ) -> Solution:
-    """Fit the stack to the input behind compressed layers, and cut it to its rank."""
+    """Fit the stack to the compressed model's inputs, and cut it to its rank."""
     block = geometry.attention
     moved = carry(statistics, pair(block.input), weights, block.query_key)
     if ranks[NAME] >= _stack(entry, geometry).full:

@@ -28,9 +28,9 @@ from pipeline.methods.moments import factored_mean
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import frontier, steps, to_columns
 
-WIDTHS = 64  # compared at most
-WIDE_EXPERT, FUSED_MULTIPLE = 512, 128  # from so many channels on, widths are multiples that fused kernels take
-ROW_MULTIPLE = 8  # channels of 16 bits that are 16 bytes, of which transformers' grouped product needs whole rows
+WIDTHS = 64  # the most widths to compare
+WIDE_EXPERT, FUSED_MULTIPLE = 512, 128  # from so many channels on, widths are multiples that suit fused kernels
+ROW_MULTIPLE = 8  # 16-bit channels: rows in transformers' grouped product need a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,14 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return (*experts, *(group for layer in layers for group in latents.groups(layer, output=False)))
 
     def widths(self, layer: LayerGeometry) -> list[int]:
-        """Return the widths that are compared, the full one last; it alone if one shape's config has no other."""
+        """Return the widths to compare, the full one last; only the full one if the shape's config has no field for
+        others."""
         if self.uniform and shares_width(layer):
             return [routed(layer)[0].width]
         return steps(routed(layer)[0].width, self.multiple(layer), WIDTHS)
 
     def multiple(self, layer: LayerGeometry) -> int:
-        """Return the number that widths are multiples of: the manifest's, else one that fused kernels take."""
+        """Return the number that divides all widths: the manifest's, else one that suits fused kernels."""
         usual = self.entry.multiple(layer.hidden)
         if self.entry.rank_multiple:
             return usual
@@ -80,7 +81,8 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return round(self.numbers(geometry, self.counts(geometry)[0], self.widths(geometry)[0]))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Return every shape; with `stock` all of them, as the layers' curves are added shape by shape."""
+        """Return the shapes to choose from; with `stock` every shape, because the layers' curves are added shape by
+        shape."""
         if latents.is_latent(group, geometry):
             return latents.curve(self.entry, group, geometry, weights, statistics)
         mixture, inputs_TD = mixture_of(geometry, weights), self.inputs(geometry, statistics)
@@ -101,7 +103,7 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return self.numbers(layer, count, width) + shared_padding(layer, round(width))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Return the variables by which layers of one shape are tied; shapes are points of curves."""
+        """Return the variables that tie layers of one shape. Shapes are points of curves."""
         if latents.is_latent(group, geometry):
             return latents.variables(group, geometry) if self.uniform else ()
         experts = routed(geometry)

@@ -21,7 +21,7 @@ class Stack:
     """A stack of weights (m, F) in all.
 
     Attributes:
-        name: the name of its rank, and of the tensors that belong to no single role.
+        name: the name of its rank, and of tensors without a single role.
         roles: the roles in the order of the rows.
         bits: the bits of a stored number; indices are counted in such numbers.
         pivoted: store rows of the matrix and coefficients instead of two plain factors.
@@ -54,7 +54,8 @@ class Stack:
         return min(self.numbers(min(multiple, self.full)), self.numbers(self.full))
 
     def points(self, losses: Tensor, multiple: int) -> list[Point]:
-        """Return a point for each rank. `losses`: predicted by rank, at least full + 1; the full rank loses nothing."""
+        """Return a point for each rank. `losses`: the predicted losses by rank, at least full + 1; the last one counts
+        as 0."""
         ranks = steps(self.full, multiple)
         predicted = [*losses[torch.tensor(ranks[:-1], dtype=torch.int64, device=losses.device)].tolist(), 0.0]
         lost = zip(ranks, predicted, strict=True)
