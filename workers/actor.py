@@ -1,4 +1,4 @@
-"""The Ray actors: a `Worker` in a process of its own, and a probe of what a worker computes in a second.
+"""The Ray actors: a `Worker` in a process of its own, and a probe of a worker's speed.
 
 Units return their tensors as return values of the actor's method. The caller owns them in Ray's object store, so they
 outlive the worker and are lost only with their node.
@@ -128,7 +128,7 @@ class WorkerActor:
 
 
 class RateProbe:
-    """Measures what a worker of the actor's size computes in a second."""
+    """Measures the rates of a worker of the actor's size."""
 
     def __init__(self) -> None:
         prepare_process()

@@ -70,7 +70,7 @@ class BackwardPass:
     def begin(self, unit: Backward, take: Take, enough: Callable[[], bool]) -> None:
         """Run the first tokens of the unit's samples, for its moments alone, until `enough` returns True.
 
-        The gradients leave out the effect on later tokens. Raises as `run`.
+        The gradients omit the effect on later tokens. Raises the errors of `run`.
         """
         whole = self._gradients_at_output(unit)
 
@@ -119,7 +119,7 @@ class BackwardPass:
         inputs = self._opened(unit, layer)
         block = self.layers.differentiable_block(layer)
         if block.block.streamed is not None:
-            every = [*range(inputs.shape[0])]  # one at a time to choose grids: the first may be enough
+            every = [*range(inputs.shape[0])]  # one at a time if grids are chosen: the first may be enough
             for samples in [every] if tokens is None else [[sample] for sample in every]:
                 yield from self._streamed(unit, layer, block, inputs, samples, gradient_of, take, tokens)
             return
@@ -169,7 +169,7 @@ class BackwardPass:
         dtype = residual_dtype(self.setup.dtype)
         return self.hidden.hidden_writer(shard_key, (samples, sequence, features), dtype, store, 1)
 
-    # -- where gradients come from -----------------------------------------------------------------------------------
+    # -- sources of gradients ----------------------------------------------------------------------------------------
 
     def _head_gradient(self, unit: Backward) -> GradientOf:
         """Return the gradient of log p(ŷ), summed over positions, at the output of the last layer."""
@@ -201,7 +201,7 @@ class BackwardPass:
         return gradient_TD
 
     def _probe(self, layer: int, sample: int, output_SD: Tensor) -> Tensor:
-        """Return normal random numbers, scaled so that errors count relative to the token's residual stream."""
+        """Return normal random numbers, scaled so that errors are relative to the token's residual stream."""
         noise_SD = torch.randn(output_SD.shape, generator=self._generator(f"probe/{layer}", sample))
         scale_S1 = output_SD.float().square().mean(dim=1, keepdim=True).clamp_min(1e-30).rsqrt()
         return (noise_SD.to(output_SD.device) * scale_S1).to(output_SD.dtype)

@@ -1,4 +1,4 @@
-"""Joins a running Ray cluster, or starts one on this machine; says what a cluster has room for."""
+"""Joins a running Ray cluster, or starts one on this machine, and reports a cluster's resources."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _start_local(workers: Workers) -> None:
 
 
 def _have_token() -> None:
-    """Set an authentication token, which Ray requires by default, also where the home folder cannot be written."""
+    """Set an authentication token, which Ray requires by default, even if the home folder is not writable."""
     loader = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]  # no stub has it
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or loader.has_token(ignore_auth_mode=True):
         return
@@ -272,9 +272,9 @@ def _bare_node() -> Iterator[None]:
 
 
 def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> Rates:
-    """Measure what one of these workers computes in a second while the others compute, too, where Ray places them.
+    """Measure the rates of these workers while all of them compute, on the nodes where Ray places them.
 
-    As many as the cluster has room for are measured at a time, at most `MAX_PROBES`. Returns their mean.
+    Measures as many at a time as the cluster has room for, at most `MAX_PROBES`. Returns their mean.
     """
     remote: Any = ray.remote(RateProbe).options(num_cpus=workers.cpus, num_gpus=workers.gpus)
     probes = [remote.remote() for _ in range(min(workers.max, MAX_PROBES, _room(workers)))]

@@ -34,7 +34,7 @@ class Comparison:
             states.
         error: the same for the logits of the whole models, relative to their deviation from the mean over tokens.
         sketch: by layer, projections of the compressed update on K random directions, divided by the norm of the dense
-            update. They are of size one and change if anything in the layer changes.
+            update. They are about 1, and change if anything in the layer changes.
         logits_sketch: the same for the compressed model's logits.
     """
 
@@ -55,7 +55,7 @@ def compare_models(
 ) -> Comparison:
     """Compare two models whose readers both return float32.
 
-    `staged`: by layer, the record of the compressed one; None if `packed` reads it from its own checkpoint.
+    `staged`: the records of the compressed layers, or None if `packed` reads them from its own checkpoint.
     """
     errors, sketches, states = compare_layers(dense, packed, staged, embedded(dense, packed, staged[0], ids_BS))
     error, logits_sketch = compare_heads(dense, packed, staged[-1], states, len(staged))
@@ -63,7 +63,7 @@ def compare_models(
 
 
 def compare_some(unit: Compare, setup: WorkerConfig, device: torch.device, transfer: TensorTransfer) -> CompareDone:
-    """Run a `Compare` unit: some layers of both models, and the heads if it asks for them."""
+    """Run a `Compare` unit: some layers of both models, and the heads if it includes them."""
     dense, packed = (LayerReader(replace(setup, dtype=torch.float32), device) for _ in range(2))
     if unit.before is None:
         ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=device)
@@ -97,7 +97,7 @@ def compare_layers(
         after_BSD = _run(block.run(dense_BSD))
         dense.current = None
         block = packed.block(layer, record)
-        both_BSD = _run(block.run(torch.cat((dense_BSD, packed_BSD))))  # at once: slices of experts are read once
+        both_BSD = _run(block.run(torch.cat((dense_BSD, packed_BSD))))  # one batch reads slices of experts once
         alone_BSD, packed_BSD = both_BSD.chunk(2)
         packed.current = None
         update_BSD = after_BSD - dense_BSD
@@ -140,7 +140,7 @@ def sketch(tensor: Tensor, unit: Tensor, layer: int) -> tuple[float, ...]:
 def deviation(report: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[float]:
     """Return the largest difference of two reports' sketches, by layer and last of the logits.
 
-    Differences are relative where the recorded number is above one.
+    Differences are relative if the recorded number is above 1.
     """
     pairs = [
         *zip(report["sketch"], recorded["sketch"], strict=True),

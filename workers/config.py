@@ -1,4 +1,4 @@
-"""Configuration of a worker: where its data are, and how samples are split into shards."""
+"""Configuration of a worker: locations of its data, and the split of samples into shards."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class WorkerConfig:
         gradient_samples: number of samples that go through the backward pass, spread over the shards.
         run_dir: holds activations.zarr, statistics.zarr and staged/.
         token_ids: windows to score (windows, length) that are in no store.
-        gpu_share: share of a GPU for each worker, which limits its allocator.
+        gpu_share: each worker's share of a GPU, which limits its allocator.
         memory_bytes: planned host memory, which Ray reserves; 0: unknown.
         device_bytes: planned device memory; free memory beyond it holds hidden states. 0: unknown.
-        experts: of a layer, that a worker holds at a time.
+        experts: the number of a layer's experts that a worker holds at a time.
         hardware: hardware on which the job began (workers/hardware.py); None: the first worker's.
     """
 
@@ -101,5 +101,5 @@ class WorkerConfig:
         return [(start, min(start + self.micro_batch, samples)) for start in range(0, samples, self.micro_batch)]
 
     def gradient_count(self, shard: int) -> int:
-        """Return how many of a shard's samples, the first ones, go through the backward pass."""
+        """Return the number of a shard's first samples that go through the backward pass."""
         return gradient_count(shard, self.shards, self.tokens_shape[0], self.gradient_samples)

@@ -1,4 +1,4 @@
-"""Copies between a worker's device and pinned host memory, on a CUDA stream of their own, parallel to computation.
+"""Copies between a worker's device and pinned host memory, on a separate CUDA stream, parallel to computation.
 
 On a CPU, host and device are one, and tensors are returned as they are.
 

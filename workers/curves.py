@@ -1,4 +1,4 @@
-"""Predicts the curve of a group: whole, or begun, in pieces, and joined."""
+"""Predicts the curve of a group, as a whole or in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs deaths of workers in one line for each node: which died, why, and which units run again."""
+"""Logs deaths of workers in one line for each node: the workers, the cause, and the units that run again."""
 
 from __future__ import annotations
 

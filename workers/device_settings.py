@@ -1,4 +1,4 @@
-"""Settings of a worker's process for its GPU: those that decide bytes, and its share of the memory."""
+"""Settings of a worker's process for its GPU: those that determine the output's bytes, and its share of the memory."""
 
 from __future__ import annotations
 

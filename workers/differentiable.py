@@ -42,7 +42,7 @@ class DifferentiableLayer:
         self.dtype = backward_dtype(block.dtype)
         if self.dtype != block.dtype:
             widen_linears_(block.module.to(self.dtype), self.dtype, block.device)
-            block.dtype = self.dtype  # of the experts that it will hold
+            block.dtype = self.dtype  # for the experts that it will hold
         roles = block.geometry.roles
         for role in RESIDUAL_NORMS:
             if role in roles:

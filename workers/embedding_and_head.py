@@ -21,9 +21,9 @@ HEAD_INPUT = "head.in"
 
 
 def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Callable[[Tensor], Tensor]:
-    """Token ids (B, S) -> hidden states (B, S, D), learned positions added where the family has them.
+    """Return the map from token ids (B, S) to hidden states (B, S, D), with learned positions if the family has them.
 
-    `first`: the staged layer 0, which holds the embedding table if that is rounded.
+    `first`: the staged layer 0, which holds the embedding table if the table is rounded.
     """
     positions = layers.config.block["positions"]
     with torch.device("meta"):
@@ -44,9 +44,9 @@ def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Callable
 
 
 def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tensor], Tensor]:
-    """Hidden states (T, D) that leave the last layer -> logits (T, V) in float32.
+    """Return the map from outputs of the last layer (T, D) to logits (T, V) in float32.
 
-    `last`: the staged last layer, which holds the head's matrix if that is rounded.
+    `last`: the staged last layer, which holds the head's matrix if the matrix is rounded.
     """
     with torch.device("meta"):
         norm, matrix = make_norm(layers.config), make_head(layers.config)
@@ -56,7 +56,7 @@ def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tens
 
 
 def head_input(layers: LayerReader) -> Callable[[Tensor], Tensor]:
-    """Hidden states (…, D) that leave the last layer -> the head's inputs (…, D)."""
+    """Return the map from outputs of the last layer (…, D) to the head's inputs (…, D)."""
     with torch.device("meta"):
         norm = make_norm(layers.config)
     return _loaded(layers, {layers.config.block["final_norm"]: norm}, None)[0]

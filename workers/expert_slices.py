@@ -1,7 +1,7 @@
-"""The experts of a mixture in slices, of which a worker holds one at a time.
+"""The experts of a mixture in slices. A worker holds one slice at a time.
 
 A slice is a range of neighbouring experts. Experts add to a token's sum in ascending order, so that the size of a slice
-changes no bit.
+does not change the result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ExpertSlices:
 
 @dataclass(frozen=True)
 class StreamedExperts:
-    """The slices of a layer, and what brings their tensors.
+    """The slices of a layer, and the function that loads their tensors.
 
     Attributes:
         path: of the module of all experts, below the layer.

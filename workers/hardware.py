@@ -1,4 +1,4 @@
-"""Describes what decides the bytes of a worker's results: hardware and versions."""
+"""Describes the hardware and versions that determine the bytes of a worker's results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALF_PRECISION = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "bf16", 
 
 
 def describe_hardware(device: torch.device) -> dict[str, str]:
-    """Field -> value; results have the same bytes where all fields are equal.
+    """Return field -> value. Workers with equal fields compute the same bytes.
 
     A GPU has its name, compute capability, versions of torch and CUDA, and settings. A CPU has its maker and the
     instructions by which torch, oneMKL and oneDNN choose kernels.

@@ -139,7 +139,7 @@ class HiddenStates:
     def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> ArrayRecord | None:
         """Hold the written outputs in place of the shard's older ones. Return their record if they were stored.
 
-        What is held at a stage within a layer goes with the layer's inputs, beside which it is held. Samples of other
+        States at a stage within a layer are held beside the layer's inputs, and released with them. Samples of other
         lineages are released, too. Windows of several models are held at a time, beside samples.
         """
         record = hidden_writer.finish()
@@ -168,7 +168,7 @@ class HiddenStates:
         return self.held[shard_key]
 
     def release(self, shard_key: ShardKey) -> None:
-        """Release what is held by this key, if anything."""
+        """Release the hidden states under this key, if there are any."""
         self._release([shard_key] if shard_key in self.held else [])
 
     def release_shard(self, lineage: str, shard: int) -> None:

@@ -44,9 +44,9 @@ BlockKey = tuple[int, str]  # layer, and which version of its weights
 class LayerReader:
     """Builds the block of a layer.
 
-    Holds one block on the device and at most one more layer's tensors; of a layer with many experts, the experts of one
-    slice, and those of the next. While the first layer or none is on the device,
-    it also holds the modules outside the layers that were built last (embeddings, final norm, head).
+    It holds one block on the device, and the tensors of at most one more layer. If a layer has many experts, it holds
+    only the experts of one slice, and those of the next. While the first layer or none is on the device, it also holds
+    the last built modules outside the layers (embeddings, final norm, head).
     """
 
     def __init__(self, setup: WorkerConfig, device: torch.device) -> None:
@@ -57,8 +57,8 @@ class LayerReader:
         self.current: tuple[BlockKey, Any] | None = None
         self.outside: tuple[Hashable, Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self.ahead: tuple[tuple[BlockKey, int], Future[dict[str, Tensor]]] | None = None  # and the slice
-        self.following: Callable[[], None] | None = None  # reads ahead the next layer, behind the slices of this one
+        self.ahead: tuple[tuple[BlockKey, int], Future[dict[str, Tensor]]] | None = None  # by block and slice
+        self.following: Callable[[], None] | None = None  # reads the next layer ahead, after the last slice of this one
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class LayerReader:
         return block
 
     def unwritten_block(self, solved: Unwritten, tensors: Tensors) -> TappedLayer:
-        """Return a solved layer that is not written yet. `tensors` returns what will be written of it."""
+        """Return a solved layer that is not written yet. `tensors` returns the tensors that will be written."""
         layer = solved.write.layer
         config = self._config_of(layer, {role: form.as_json() for role, form in solved.write.forms.items()})
         slices = self._slices(config, layer)
@@ -133,7 +133,7 @@ class LayerReader:
         return config
 
     def _geometry_of(self, config: LayersConfig, layer: int) -> LayerGeometry:
-        """Return the geometry of a layer; where compression has changed its class, of that class."""
+        """Return the geometry of a layer, according to its class after compression."""
         if config.source_model_type == self.config.source_model_type:
             return self.setup.geometry.layers[layer]
         return geometry_of(config.to_dict()).layers[layer]
@@ -148,7 +148,8 @@ class LayerReader:
         rounded: Mapping[str, Scheme],
         read: Callable[[int], Mapping[str, Tensor]],
     ) -> TappedLayer:
-        """Build a block. `read` returns the tensors of a slice of experts; of the first with those outside of experts.
+        """Build a block. `read` returns the tensors of a slice of experts; the first slice includes those outside of
+        experts.
 
         Rounded weights are dequantized in the forward's dtype, as in transformers.
         """
@@ -209,7 +210,7 @@ class LayerReader:
         placed = self._placed_weights(layer, names.values())
         if not placed and self._is_current(layer):
             self.release_layer()  # its weights are in float32, and solving needs the memory
-        records = self.setup.source.tensors  # embeddings and head are in no layer
+        records = self.setup.source.tensors  # embeddings and head belong to no layer
         sizes = {name: records[name].num_bytes for name in names.values() if name not in placed}
         tensors = self._arrived(self._fetched(sizes, partial(self._read, where=f"layer {layer}"))) | placed
         return {role: tensors[name] for role, name in names.items()}
@@ -223,7 +224,7 @@ class LayerReader:
             return {}
         prefix, records = self.setup.geometry.layers[layer].prefix, self.setup.source.tensors
         state = {prefix + name: tensor.detach() for name, tensor in stored_state(self.current[1].module).items()}
-        held = {name for name, tensor in state.items() if not tensor.is_meta}  # not the experts of other slices
+        held = {name for name, tensor in state.items() if not tensor.is_meta}  # without the experts of other slices
         exact = [name for name in names if name in held and records[name].torch_dtype == self.setup.dtype]
         return {name: state[name] for name in exact if state[name].dtype == self.setup.dtype}
 
@@ -259,7 +260,7 @@ class LayerReader:
         return self.setup.source.read(_balanced_parts(self._sizes(layer), parts)[part])
 
     def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared, number: int) -> dict[str, Tensor]:
-        """Return a layer's tensors or, of one with many experts, those of a slice. The next slice is read ahead."""
+        """Return a layer's tensors, or those of a slice of its experts. The next slice is read ahead."""
         if self.ahead is None or self.ahead[0] != (_block_key(layer, staged), number):
             tensors = self._read_layer(layer, staged, shared, number)
         else:
@@ -282,9 +283,9 @@ class LayerReader:
         return {name: at.num_bytes for name, at in self.setup.source.tensors.items() if name.startswith(prefix)}
 
     def _read_layer(self, layer: int, staged: StagedLayer | None, shared: Shared, number: int) -> dict[str, Tensor]:
-        """Read a layer's tensors in their stored dtype, which is half the size where the forward pass is in float32.
+        """Read a layer's tensors in their stored dtype, which takes half the memory of a float32 forward pass.
 
-        `number`: of the slice of experts to read alone; the first comes with the tensors outside of experts.
+        `number`: the slice of experts to read alone. The first slice includes the tensors outside of experts.
         """
         if staged is not None:
             sizes = {name: prod(tensor.shape) for name, tensor in staged.tensors.items()}
@@ -312,7 +313,7 @@ class LayerReader:
     def _read(
         self, names: list[str], shared: Mapping[str, Tensor] = MappingProxyType({}), where: str = "source"
     ) -> dict[str, Tensor]:
-        """Return source tensors, from `shared` where it has them. Raises NumericsError if one is not finite."""
+        """Return source tensors, from `shared` if it has them. Raises NumericsError if one is not finite."""
         read = self.setup.source.read([name for name in names if name not in shared])
         tensors = {name: shared[name] if name in shared else read[name] for name in names}
         for name, tensor in tensors.items():
@@ -346,7 +347,7 @@ def cpu_reader(
 
 
 def _balanced_parts(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Split names into parts of similar size, some perhaps empty: the largest goes first, to the smallest part."""
+    """Split names into parts of similar size. Names go, the largest first, to the smallest part. Parts may be empty."""
     dealt: list[list[str]] = [[] for _ in range(parts)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         min(dealt, key=lambda names: sum(sizes[other] for other in names)).append(name)

@@ -1,4 +1,4 @@
-"""Handles kills by Ray's memory monitor: tells whose memory caused one, and how long to wait before a restart."""
+"""Handles kills by Ray's memory monitor: finds out whose memory caused one, and how long to wait before a restart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pause:
     """Pauses the start of workers; each pause is twice as long as the last, until a unit succeeds."""
 
     def __init__(self, first_s: float, limit_s: float) -> None:
-        """`first_s`: length of the first pause; `limit_s`: longest time of pauses without a successful unit between."""
+        """`first_s`: length of the first pause. `limit_s`: the longest total of pauses without a successful unit."""
         self.first_s = first_s
         self.limit_s = limit_s
         self.since: float | None = None

@@ -48,7 +48,7 @@ def do_unit(worker: Worker, unit: Unit) -> Outcome:
 
 
 def memory_advice(unit: Unit) -> str:
-    """Return what to change if a unit does not fit on the GPU."""
+    """Return advice for a unit that does not fit on the GPU."""
     if isinstance(unit, ShardUnit):
         return "lower calibration.micro_batch"
     return (

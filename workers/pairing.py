@@ -1,4 +1,4 @@
-"""A shard through the dense layer and through what has been made of it so far. docs/methods.md#corrections.
+"""Runs a shard through the dense layer and the current draft of the compressed one. docs/methods.md#corrections.
 
 Legend: M samples of a shard, S sequence, D hidden, B micro-batch, F features at a point.
 """
@@ -29,11 +29,11 @@ from workers.layers import LayerReader
 from workers.tapped_layer import TappedLayer, overflow_advice
 
 LINEAGE = "paired"
-Take = Callable[[Moment, Tensor, Tensor], None]  # is given what passes a point: x, and e
+Take = Callable[[Moment, Tensor, Tensor], None]  # receives the values at a moment's point: x, and e
 
 
 class PairPass:
-    """Does `Pair` units for a worker, with its layer, its hidden states, and a compressed layer beside it."""
+    """Runs `Pair` units of a worker, with a compressed layer beside the worker's own layer."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PairPass:
         self.computing = computing
 
     def run(self, unit: Pair, take: Take | None) -> ArrayRecord | None:
-        """Return the record of the outputs if they are stored. `take`: adds the unit's moments; None: nothing is added.
+        """Run a unit. Return the record of the outputs, if stored. `take`: adds the unit's moments; None: sum nothing.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and point.
@@ -65,13 +65,13 @@ class PairPass:
         return self._through(unit, unit.layer, unit.staged, inputs, take, emit=unit.emit)
 
     def begin(self, unit: Pair, take: Take) -> None:
-        """Take the first tokens of a unit's shard, by which grids are chosen. Raises as `run`."""
+        """Run the first tokens of a unit's shard to choose grids. Raises the errors of `run`."""
         inputs, (dense, packed) = self._inputs(unit), self._blocks(unit.layer, unit.staged)
         dense_BSD, packed_BSD = (hidden_BSD[:, :GRID_TOKENS] for hidden_BSD in self._read(inputs, 0, 1))
         self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
 
     def release(self) -> None:
-        """Lets go of the compressed layer."""
+        """Release the compressed layer."""
         self.packed.release()
 
     def _store_targets(self, unit: Pair, inputs: HiddenReader) -> ArrayRecord:
@@ -111,7 +111,8 @@ class PairPass:
         *,
         emit: bool,
     ) -> ArrayRecord | None:
-        """All micro-batches through both layers, for what passes the unit's points, and for their outputs if `emit`."""
+        """Run all micro-batches through both layers, for the values at the unit's points, and for the outputs if
+        `emit`."""
         own = layer == unit.layer
         dense, packed = self._blocks(layer, staged)
         self.layers.read_ahead(unit.ahead if own else None)
@@ -149,7 +150,7 @@ class PairPass:
         return self.hidden.inputs(LINEAGE, unit, partial(self._embedded, unit.shard), partial(self._replay, unit))
 
     def _blocks(self, layer: int, staged: StagedLayer | None) -> tuple[TappedLayer, TappedLayer]:
-        """Return the dense layer, and the layer as it is compressed so far."""
+        """Return the dense layer, and the current draft of the compressed one."""
         dense = self.layers.block(layer, None)
         return dense, self.packed.block(layer, staged) if staged is not None else dense
 
@@ -174,7 +175,8 @@ class PairPass:
 def _values(
     dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, point: str
 ) -> tuple[Tensor, Tensor]:
-    """Return x at a point of the compressed layer, and e as `methods.method.Moment` says, in float32 or better."""
+    """Return x at a point of the compressed layer, and e as defined in `methods.method.Moment`, in float32 or
+    better."""
     writing = {block.writer.reads: block for block in packed.geometry.blocks}
     if point not in writing:  # the input of a block: the same point of the dense layer says what is missing
         values_BSF = _at(packed, packed_BSD, point)
@@ -199,7 +201,7 @@ def _values(
 
 
 def _added(layer: TappedLayer, block: Block, output_BSD: Tensor) -> Tensor:
-    """Return the numbers that a block adds to the residual stream, from those that its writer gives."""
+    """Return the numbers that a block adds to the residual stream, from its writer's outputs."""
     return layer.module.written(block.out_norm, _wide(output_BSD))
 
 

@@ -10,7 +10,7 @@ from pipeline.units.scores import Score, WindowForward, shards_each
 from pipeline.units.sums import Add, Collect
 from pipeline.units.units import BesideUnit, ReadLayer, ShardUnit, Unit
 
-Shard = tuple[str, int]  # the model that is scored on it, or "" for a shard of the samples; its number
+Shard = tuple[str, int]  # the model being scored, or "" for calibration samples; the number of the shard
 
 
 def shard_of(unit: ShardUnit) -> Shard:

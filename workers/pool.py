@@ -324,7 +324,7 @@ class RayPool(UnitAccounts):
     def _replace(self, member: _Member, error: Exception) -> None:
         """Queue a dead worker's units again; `_fit` starts another worker."""
         self.members.remove(member)
-        ray.kill(member.actor)  # it may live, if only its result was lost, but its shards pass to others
+        ray.kill(member.actor)  # it may still live, if only its result was lost, but other workers take its shards
         lost = list(member.running.values())
         self.meters.worker_died(len(lost))
         if isinstance(error, OutOfMemoryError) and others_hold_most(str(error)):

@@ -28,7 +28,7 @@ from workers.hidden import WINDOWS, HiddenStates, InMemory
 from workers.layers import LayerReader
 from workers.sliced_pass import SlicedPass, SlicedShard
 
-ROWS_PER_LOGITS = 256  # enough for a fast product, and few enough that its result stays in a cache
+ROWS_PER_LOGITS = 256  # large enough for a fast product, small enough for its result to stay in a cache
 LogitRows = tuple[tuple[Tensor, ...], Tensor]  # logits (T, V) of one or more models, and the next tokens (T,)
 
 
@@ -75,7 +75,7 @@ class ScorePass:
         self.sliced = SlicedPass(hidden, computing)
 
     def forward(self, unit: WindowForward) -> ShardDone:
-        """Run one shard through one layer. Raises as `Worker.execute` does."""
+        """Run one shard through one layer. Raises the errors of `Worker.execute`."""
         shard = _Shard(self, unit)
         inputs = shard.inputs()
         record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged))
@@ -84,7 +84,7 @@ class ScorePass:
         return ShardDone({}, None, record if unit.store else None, shard.windows_M * shard.length)
 
     def score(self, unit: Score) -> Scored:
-        """Score one shard. Raises as `Worker.execute` does."""
+        """Score one shard. Raises the errors of `Worker.execute`."""
         shard = _Shard(self, unit)
         inputs, last = shard.inputs(), unit.staged
         if unit.dense is None:
@@ -102,7 +102,7 @@ class ScorePass:
         return self.reader
 
     def release(self) -> None:
-        """Free the device, and forget what was read ahead."""
+        """Free the device, and discard layers that were read ahead."""
         if self.reader is not None:
             self.reader.release()
             self.reader.ahead = None

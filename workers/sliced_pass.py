@@ -1,7 +1,7 @@
-"""Takes shards through layers whose experts stream past: all micro-batches through one slice, then through the next.
+"""Runs shards through layers with streamed experts: all micro-batches through one slice, then through the next.
 
-Between slices a shard has the residual stream that the mixture reads, and for each token the sum of the experts so far.
-Both are held, or spilled, as hidden states are.
+Between slices, a shard consists of the residual stream at the mixture's input, and of each token's sum over the experts
+so far. Both are held, or spilled, like hidden states.
 
 Legend: M samples of a shard, B micro-batch, S sequence, D hidden.
 """
@@ -19,8 +19,8 @@ from workers.copies import HiddenReader
 from workers.hidden import HiddenStates, ShardKey
 from workers.tapped_layer import Tap, TappedLayer
 
-STREAM = -1  # the stage of the residual stream; stage n is the sum of the experts of n slices
-Output = tuple[Tensor | None, Tensor]  # the layer's input, if it was asked for, and its output (B, S, D)
+STREAM = -1  # the stage of the residual stream; stage n is the sum over the experts of n slices
+Output = tuple[Tensor | None, Tensor]  # the layer's input, if requested, and its output (B, S, D)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SlicedShard:
 
     Attributes:
         shard_key: of the layer's inputs.
-        version: which of the layer's weights `block` has.
+        version: the version of the layer's weights in `block`.
         shape: (M, S, D), of the hidden states; `batches`: start and stop of each micro-batch.
     """
 
@@ -41,12 +41,12 @@ class SlicedShard:
     batches: Sequence[tuple[int, int]]
 
     def stage_key(self, stage: int) -> ShardKey:
-        """Return the key of what is held between slices."""
+        """Return the key of the state between slices."""
         return (*self.shard_key[:3], (self.version, stage))
 
 
 class SlicedPass:
-    """Takes shards through slices of experts, and holds what is between these."""
+    """Runs shards through slices of experts, and holds their state between slices."""
 
     def __init__(self, hidden: HiddenStates, computing: Callable[[], AbstractContextManager[None]]) -> None:
         self.hidden = hidden
@@ -61,11 +61,11 @@ class SlicedPass:
         output: bool = True,
         with_inputs: bool = False,
     ) -> Iterator[Output]:
-        """Pass one slice, or all; yield the layer's outputs behind the last.
+        """Pass one slice, or all; yield the layer's outputs after the last.
 
-        Values of the attention are seen at the first slice alone, those of the shared expert at the last. Without
-        `output`, no sums are held and nothing is yielded. Slices before `part` that the shard has not passed are passed
-        first, without taps. Raises as `TappedLayer.run` does.
+        Taps see values of the attention only at the first slice, and those of the shared expert only at the last.
+        Without `output`, no sums are held and nothing is yielded. If the shard has not passed the slices before `part`,
+        it passes them first, without taps. Raises the errors of `TappedLayer.run`.
         """
         assert at.block.streamed is not None
         count, taps = len(at.block.streamed.ranges), list(taps)
@@ -83,7 +83,7 @@ class SlicedPass:
                 yield from self._finish(at, stream, last, output=output, with_inputs=with_inputs)
 
     def _stream(self, at: SlicedShard, *, again: bool) -> HiddenReader:
-        """Return the residual stream behind the attention; `again`: computed even if it is held, for its taps."""
+        """Return the residual stream after the attention. `again`: compute it even if it is held, for its taps."""
         key = at.stage_key(STREAM)
         held = self.hidden.get(key)
         if held is not None and not again:
@@ -97,7 +97,7 @@ class SlicedPass:
         return self.hidden.keep_reader(key, writer)
 
     def _done(self, at: SlicedShard, first: int) -> int:
-        """Return the number of the first slice to pass so that the sum of all before `first` is held."""
+        """Return the first slice that has to be passed so that the sum of all slices before `first` is held."""
         return next((stage for stage in range(first, 0, -1) if self.hidden.get(at.stage_key(stage)) is not None), 0)
 
     def _add(self, at: SlicedShard, stream: HiddenReader, number: int, keep: bool = True) -> None:
@@ -132,7 +132,7 @@ class SlicedPass:
                 yield at.inputs.read(start, stop).to(at.block.device) if with_inputs else None, output_BSD
 
     def _read(self, at: SlicedShard, stream: HiddenReader, stage: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield the stream (B, S, D) of each micro-batch, and the sum (T, D) that is held at a stage."""
+        """Yield the stream (B, S, D) of each micro-batch, and the sum (T, D) held at a stage."""
         sums = self.hidden.get(at.stage_key(stage)) if stage else None
         assert sums is not None or not stage
         for start, stop in at.batches:

@@ -31,7 +31,7 @@ Solved = tuple[dict[str, Tensor], Solution, dict[str, Scheme]]
 
 @dataclass(frozen=True)
 class GroupProblem:
-    """A group of a layer, and how to compress it. `weights`: dense, by `role.weight` / `role.bias`."""
+    """A group of a layer and its method. `weights`: the dense weights, by `role.weight` / `role.bias`."""
 
     method: Method
     group: Group
@@ -45,7 +45,7 @@ def solve_group(
 ) -> Solved:
     """Solve one group at some ranks.
 
-    `before`: factors of the group's last correction; those of roles that this one changes are replaced.
+    `before`: factors from the group's last correction. This correction replaces those of the roles that it changes.
     """
     group, geometry, weights = problem.group, problem.geometry, problem.weights
     if statistics.unseen:  # no token has reached these weights: they stay dense
@@ -108,7 +108,8 @@ def _refitted(problem: GroupProblem, factors: Mapping[str, Tensor], solution: So
 
 
 def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, int]:
-    """Return how many tokens passed an expert, and again as `few_tokens` if its channels are more than these bear."""
+    """Return the number of tokens that passed an expert, and again as `few_tokens` if it is too small for its
+    channels."""
     width = {block.writer.reads: block.width for block in problem.geometry.mlps if block.routing}
     counts = {moment.point: tokens for moment, tokens in statistics.passed.items() if moment.point in width}
     if len(counts) != 1:  # the group is no single expert
@@ -128,7 +129,7 @@ def _pair(statistics: Statistics) -> Moment | None:
 
 
 def solve_done(solved: Solved, transfer: TensorTransfer) -> SolveDone:
-    """Put the factors where other workers get them. Return the unit's result."""
+    """Make the factors available to other workers. Return the unit's result."""
     factors, solution, rounded = solved
     return SolveDone(transfer.put(factors), solution.forms, solution.report, rounded)
 
@@ -138,7 +139,7 @@ def layer_tensors(
 ) -> dict[str, Tensor]:
     """Return all tensors of a compressed layer: the factors of its groups, and copies from the source.
 
-    `wanted`: tells whether the tensor of a name is among those to return; None: all.
+    `wanted`: returns True for the names of tensors to return; None: all.
 
     A weight that the source stores in a format, and that no method has changed, stays as it is stored. Raises
     LostInputError if factors were lost with their node.

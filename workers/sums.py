@@ -158,7 +158,7 @@ class _PassSums:
             total.add_(*(values for (values,) in parts))
 
     def sum_of(self, moment: Moment) -> MomentSum | DiagonalSum | PairSum:
-        """Return the sum of a moment: zeros if no token has passed its point yet."""
+        """Return the sum of a moment, which is zero if no token has passed its point yet."""
         if moment not in self.sums:
             self.sums[moment] = self._new_sum(moment)
         return self.sums[moment]
@@ -201,7 +201,7 @@ class Squares:
         return self.by_moment
 
     def see(self, moment: Moment, values: Tensor) -> None:
-        """Choose the grid of a moment, unless an earlier micro-batch with other values than zeros did."""
+        """Choose the grid of a moment, unless an earlier micro-batch with nonzero values has chosen it."""
         if (moment in self.by_moment and moment not in self.silent) or not values.numel():
             return
         heads_of_a_group = moment.heads // moment.groups

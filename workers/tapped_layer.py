@@ -32,11 +32,11 @@ Tap = Callable[[Tensor], None]
 
 
 class StopForward(Exception):
-    """Raised when every tap was reached and nobody needs the layer's output."""
+    """Raised when every tap was reached and the layer's output is not needed."""
 
 
 class TappedLayer:
-    """A decoder layer on a device, dense or compressed as its forms say, whose inputs and outputs taps can see."""
+    """A decoder layer on a device, dense or compressed. Taps see inputs and outputs of its modules."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class TappedLayer:
     ) -> None:
         """`tensors`: by names relative to the layer, already in the forward's dtype.
 
-        `streamed`: brings the experts, slice by slice, where a layer has too many to be held; `tensors` then has none.
+        `streamed`: loads the experts slice by slice, if a layer has too many to hold; `tensors` then has none.
         """
         self.layer, self.geometry = geometry.index, geometry
         self.config = config
@@ -83,20 +83,21 @@ class TappedLayer:
 
     @contextmanager
     def checked(self, hidden_BSD: Tensor) -> Iterator[list[Tensor]]:
-        """Check queries, keys and what is added to the list of extremes, of a pass of these inputs. Raises as `run`."""
+        """Check queries, keys and everything added to the list of extremes in a pass of these inputs. Raises the errors
+        of `run`."""
         with self._watched() as ends:
             yield ends
         if ends and not torch.isfinite(torch.stack(ends)).all():
             raise NumericsError(self._blame(hidden_BSD))
 
     def require_finite(self, output_BSD: Tensor, inputs: Callable[[], Tensor]) -> None:
-        """Check an output; `inputs` returns the layer's inputs. Raises as `run`."""
+        """Check an output; `inputs` returns the layer's inputs. Raises the errors of `run`."""
         if not torch.isfinite(extremes(output_BSD)).all():
             raise NumericsError(self._blame(inputs()))
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:
-        """Within this context, taps see values of every expert, whichever tokens the router sends to it."""
+        """Within this context, taps see values of every expert on all tokens, regardless of the router."""
         self.module.every_expert = True
         try:
             yield
@@ -104,12 +105,13 @@ class TappedLayer:
             self.module.every_expert = False
 
     def angles(self, hidden_BSD: Tensor) -> Angles | None:
-        """Return the rotations of whole samples, cos and sin, or as foreign attention takes them; None without any."""
+        """Return the rotations of whole samples as cos and sin, or in the form of foreign attention; None without
+        rotations."""
         positions_1S = torch.arange(hidden_BSD.shape[1], device=hidden_BSD.device).unsqueeze(0)
         return None if self.rotary is None else self.rotary(hidden_BSD, positions_1S)
 
     def _forward(self, hidden_BSD: Tensor, slices: Iterable[int] | None = None) -> Tensor:
-        """Return the output. `slices`: the only ones of streamed experts whose values are wanted."""
+        """Return the output. `slices`: the slices of streamed experts whose values taps need."""
         if self.streamed is None:
             result: Tensor = self.module(hidden_BSD, position_embeddings=self.angles(hidden_BSD))
             return result
@@ -152,7 +154,7 @@ class TappedLayer:
         return self.module.get_submodule(f"{self.streamed.path}.{expert}")
 
     def ends_with(self, part: int | None) -> bool:
-        """Tell whether a part of a pass, as `Forward` has it, is the layer's last."""
+        """Return True if a part of a pass, as in `Forward`, is the layer's last."""
         return part is None or self.streamed is None or part + 1 == len(self.streamed.ranges)
 
     def attended(self, hidden_BSD: Tensor) -> Tensor:
@@ -216,9 +218,9 @@ class TappedLayer:
 
 
 def sample_tap(moment: Moment, samples: dict[Moment, Tensor], token: int, tokens: int) -> Tap:
-    """Return a tap that adds to `samples` the values of those tokens that are in a sample of all `tokens`.
+    """Return a tap that adds to `samples` the values of the sampled ones among all `tokens`.
 
-    `token`: the number of the first one that the tap will see.
+    `token`: the number of the first token that the tap will see.
     """
 
     def keep(values_BSF: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Passes tensors from worker to worker: `put` returns a handle, by which any worker gets them."""
+"""Passes tensors from worker to worker. `put` returns a handle, which any worker can use."""
 
 from __future__ import annotations
 

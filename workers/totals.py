@@ -28,7 +28,7 @@ from workers.tensor_transfer import TensorTransfer, get_all
 
 
 class Totals:
-    """Has no state between calls, so that other units of the worker may run at the same time."""
+    """Reduces sums for a worker. It has no state between calls, so that other units of the worker may run meanwhile."""
 
     def __init__(
         self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device, tokens_shape: tuple[int, int]

@@ -77,7 +77,7 @@ from workers.totals import Totals
 
 
 class Worker:
-    """Holds the hidden states of its shards, and one layer."""
+    """Runs units. It holds the hidden states of its shards, and one layer."""
 
     def __init__(self, setup: WorkerConfig, transfer: TensorTransfer) -> None:
         self.name = uuid.uuid4().hex
@@ -271,7 +271,7 @@ class Worker:
         return self.hidden.keep_reader(shard_key, hidden_writer)
 
     def _replay(self, unit: Forward, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
-        """Run a layer again, for its outputs alone."""
+        """Run a layer again, only for its outputs."""
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, staged)
         hidden_writer = self._hidden_writer(shard_key, store=False)
@@ -347,7 +347,7 @@ class Worker:
         problem = self._problem(unit.task)
         statistics = self._statistics(unit.task.layer, unit.statistics, unit.hint)
         if unit.task.refine is not None:
-            problem = replace(problem, quantize=None)  # rounded behind the training
+            problem = replace(problem, quantize=None)  # rounded after the training
         with self._computing(), tensor_cores(self.setup.dtype):
             solved = solve_group(problem, statistics, unit.ranks, before)
         return solve_done(solved, self.transfer)
