@@ -10,6 +10,10 @@ from manifests.blocks import Block, Listed
 from manifests.records import LevelKind
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+Skipped = Literal[
+    "q", "k", "v", "o", "gate", "up", "down", "embed", "head",
+    "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
+]  # fmt: skip
 OUTER_ROLES = ("embed", "head")
 LEVEL_KINDS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
@@ -23,8 +27,9 @@ class Quantize(Block):
     (quantiles of the normal distribution) and `learned` ones (fitted to each matrix) lose less, and lie in a table
     beside each matrix; `auto` chooses the kind of least error for each matrix. `group`: columns that share a scale;
     null: one scale for each row. `what: all` also rounds token embeddings and the head, to 8 bits with `bits: auto`.
-    `skip`: roles that keep the checkpoint's dtype. `feedback`: later columns compensate the error of each column
-    (GPTQ), which needs calibration text. null: with feedback if there is calibration text, else to the nearest code.
+    `skip`: roles that keep the checkpoint's dtype; those of latent attention are called as in the source. `feedback`:
+    later columns compensate the error of each column (GPTQ), which needs calibration text. null: with feedback if there
+    is calibration text, else to the nearest code.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
@@ -32,7 +37,7 @@ class Quantize(Block):
     group: Literal[32, 64, 128] | None = 32
     symmetric: bool = True
     what: Literal["factors", "all"] = "factors"
-    skip: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down", "embed", "head"], ...], Listed] = ()
+    skip: Annotated[tuple[Skipped, ...], Listed] = ()
     feedback: bool | None = None
 
     @field_validator("symmetric")

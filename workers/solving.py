@@ -79,7 +79,6 @@ def named_solution(
     if quantize is not None:
         bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
         moments = statistics.moments
-        quantize = quantize.model_copy(update={"skip": (*quantize.skip, *geometry.foreign_roles)})
         if (pair := _pair(statistics)) is not None:
             moments, quantize = at_correction(pair, moments, quantize, geometry.reads)
         solution, schemes, _ = round_solution(solution, quantize, bits, moments, weights, geometry.reads)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from manifests.quantize import OUTER_BITS, OUTER_ROLES, QUANTIZED_ROLES, Quantize
+from manifests.quantize import OUTER_BITS, OUTER_ROLES, Quantize
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
@@ -97,7 +97,7 @@ def _claimed(quantize: Quantize | None, geometry: Geometry, tasks: Sequence[Task
         vectors, own = sum(map(math.prod, shapes.values())), max(map(layer.bits_of, shapes), default=0)
         extra = vectors * max(0.0, own - widest)
         if quantize is not None:
-            matrices = [layer.weight_shape(role) for role in roles if _is_rounded(quantize, role)]
+            matrices = [layer.weight_shape(role) for role in roles if _is_rounded(quantize, layer, role)]
             numbers = rounding_overhead(matrices, _code_bits(quantize, roles[0]), quantize, layer.bits)
             extra += numbers * max(layer.bits_of(f"{role}.weight") for role in roles)
         yield _Claimed(layer.numbers(roles), widest, extra)
@@ -115,13 +115,13 @@ def _claims(tasks: Sequence[Task]) -> Iterator[tuple[int, tuple[str, ...]]]:
 def _bits(quantize: Quantize | None, layer: LayerGeometry, role: str) -> float:
     """Return the stored bits of a number of a role's matrix, including its share of a scale."""
     own = layer.bits_of(f"{role}.weight")
-    if quantize is None or not _is_rounded(quantize, role):
+    if quantize is None or not _is_rounded(quantize, layer, role):
         return own
     return _code_bits(quantize, role) + (own / quantize.group if quantize.group else 0.0)
 
 
-def _is_rounded(quantize: Quantize, role: str) -> bool:
-    return role in (*QUANTIZED_ROLES, *quantize.outer_roles) and role not in quantize.skip
+def _is_rounded(quantize: Quantize, layer: LayerGeometry, role: str) -> bool:
+    return role in (*layer.matrices, *quantize.outer_roles) and role not in quantize.skip
 
 
 def _code_bits(quantize: Quantize, role: str) -> int:

@@ -134,9 +134,10 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
     outputs = [{block.writer.reads, block.writer.feeds} for block in _attentions(geometry)]
     if _is_latent(task, geometry):
         return _elementwise(task, geometry).plus(_latent_work(geometry, 1, samples[0]))
-    if (latent := geometry.latent_attention) is not None and latent.writer.role in task.roles:
-        reader = next(each.reader for each in latent.latents if each.reader.role in task.roles)
-        return _elementwise(task, geometry).plus(_directions(reader.inputs), _directed_output(geometry))
+    attention = geometry.latent_attention
+    latents = [latent for latent in attention.latents if latent.reader.role in task.roles] if attention else []
+    if attention and latents and attention.writer.role in task.roles:
+        return _elementwise(task, geometry).plus(_directions(latents[0].width), _directed_output(geometry))
     if pulled := [point for point in points if point.startswith("pull:")]:
         return _elementwise(task, geometry).plus(_directed_stack(task, geometry, geometry.features(pulled[0])))
     if any(output <= points for output in outputs) and not any(moment.heads > 1 for moment in task.moments):

@@ -231,6 +231,11 @@ class LatentAttentionBlock(Block):
         """Return all matrices: those that read the input, those that read latents, and the one that writes."""
         return (*self.readers, *(latent.reader for latent in self.latents), self.writer)
 
+    @property
+    def by_input(self) -> dict[str, tuple[Matrix, ...]]:
+        """Group the matrices by the point that they read; one that reads a latent is a group of its role's name."""
+        return {**super().by_input, **{latent.reader.role: (latent.reader,) for latent in self.latents}}
+
 
 @dataclass(frozen=True)
 class MLPBlock(Block):

@@ -40,7 +40,7 @@ class LayerGeometry:
         index: the number of the layer, from 0.
         prefix: the prefix of the names of its tensors, with the trailing dot.
         blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass; perhaps one of both.
-        foreign: attention that is not compressed, which is none of the blocks.
+        foreign: attention that transformers runs, which is none of the blocks.
         routing: the fields of the rule of its router, by the names of the standard config's `mixture`, and `top_k`.
         copied: further tensors, which no method changes: those of a router and of foreign attention.
         modules: role -> module path inside the layer, in the family's order.
@@ -132,11 +132,16 @@ class LayerGeometry:
         """Return the block that a role belongs to. Raises KeyError for a role of none."""
         return self._block_by_role[role]
 
+    @property
+    def matrix_blocks(self) -> tuple[Block, ...]:
+        """Return the blocks, and before them latent attention if the layer has it."""
+        return self.blocks if self.latent_attention is None else (self.latent_attention, *self.blocks)
+
     @cached_property
     def _block_by_role(self) -> dict[str, Block]:
-        by_role: dict[str, Block] = {role: block for block in self.blocks for role in block.roles}
+        by_role: dict[str, Block] = {role: block for block in self.matrix_blocks for role in block.roles}
         if latent := self.latent_attention:
-            by_role |= dict.fromkeys((*latent.roles, *(each.norm for each in latent.latents)), latent)
+            by_role |= dict.fromkeys((each.norm for each in latent.latents), latent)
         return by_role
 
     def mlp_of(self, role: str) -> MLPBlock:
@@ -149,7 +154,7 @@ class LayerGeometry:
     @cached_property
     def matrices(self) -> Mapping[str, Matrix]:
         """Map role -> matrix, of all blocks in order."""
-        return {matrix.role: matrix for block in self.blocks for matrix in block.matrices}
+        return {matrix.role: matrix for block in self.matrix_blocks for matrix in block.matrices}
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -162,12 +167,10 @@ class LayerGeometry:
 
     @cached_property
     def _features(self) -> dict[str, int]:
-        matrices, latents = [*self.matrices.values()], {}
-        if (block := self.latent_attention) is not None:
-            matrices += block.matrices
-            latents = {f"pull:{latent.reader.role}": latent.width for latent in block.latents}
-        outputs = {f"{matrix.role}.out": matrix.outputs for matrix in matrices}
-        inputs = {matrix.reads: matrix.inputs for matrix in matrices} | latents
+        latents = self.latent_attention.latents if self.latent_attention else ()
+        outputs = {f"{matrix.role}.out": matrix.outputs for matrix in self.matrices.values()}
+        inputs = {matrix.reads: matrix.inputs for matrix in self.matrices.values()}
+        inputs |= {f"pull:{latent.reader.role}": latent.width for latent in latents}
         return outputs | inputs | {block.routing: 1 for block in self.mlps if block.routing}
 
     def share(self, point: str) -> float:
@@ -243,7 +246,7 @@ class LayerGeometry:
 
     def tap(self, point: str) -> tuple[str, str]:
         """Return the role and the side, `in` or `out`, at which a forward pass sees the values of a point."""
-        readers = {block.input: block.readers[0].role for block in self.blocks}
+        readers = {block.input: block.readers[0].role for block in self.matrix_blocks}
         if point in readers:
             # A router sees all tokens, experts some.
             copied = (each.role for each in self.copied if each.reads == point)

@@ -19,13 +19,16 @@ RIDGE = 1e-9  # of the mean diagonal of C
 class NarrowedLatent(NamedTuple):
     """A writer (R - L + r, D) and its bias, the norm's weight (r), and the reader (K, r).
 
-    `beside`: ρ, the part of the mean of ‖c‖² outside the narrowed latent, as a share of the whole.
+    Attributes:
+        read: (r, L), the reader then reads `read` n, except for the norm's error.
+        beside: ρ, the part of the mean of ‖c‖² outside the narrowed latent, as a share of the whole.
     """
 
     writer: Tensor
     bias: Tensor | None
     norm: Tensor
     reader: Tensor
+    read: Tensor
     beside: float
 
 
@@ -76,5 +79,6 @@ def narrowed_latent(
         None if bias_R is None else rows(bias_R.detach().to(torch.float64)[:, None])[:, 0],
         torch.ones(rank, dtype=torch.float64, device=writer_RD.device),
         (width / rank) ** 0.5 * (reader_KL @ torch.linalg.solve(mix_rr, directions.decode, left=False)),
+        (rank / width) ** 0.5 * (mix_rr @ directions.encode),
         rest / whole if whole else 0.0,
     )

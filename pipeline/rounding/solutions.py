@@ -236,7 +236,7 @@ def fitting_group(columns: int, group: int | None) -> int | None:
 def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
     """Return the matrices of a solution to round, first factors before those that read their outputs."""
     matrices = []
-    for key in sorted(solution.tensors):
+    for key in sorted(key for key, tensor in solution.tensors.items() if tensor.ndim > 1):
         part = next((part for part in PARTS if key.endswith(f".{part}")), "")
         owner = key.removesuffix(f".{part}")
         shared = tuple(role for role, form in solution.forms.items() if form.group == owner)

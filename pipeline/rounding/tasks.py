@@ -9,7 +9,7 @@ from dataclasses import replace
 from manifests.errors import InputError
 from manifests.method_entry import MethodEntry
 from manifests.methods import LeSTD, OfExperts
-from manifests.quantize import Quantize
+from manifests.quantize import OUTER_ROLES, Quantize
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
@@ -21,10 +21,12 @@ from pipeline.rounding.solutions import LEAST_GROUP, input_moments
 def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry) -> tuple[Task, ...]:
     """Add to tasks the moments that rounding with error feedback needs.
 
-    Raises InputError for Tucker forms, and for dense widths or fixed ranks that no group fits.
+    Raises InputError for Tucker forms, for roles to skip that the model lacks, and for dense widths or fixed ranks that
+    no group fits.
     """
     assert manifest.quantize is not None
     _refuse_methods(manifest)
+    _check_skipped(manifest.quantize, geometry)
     _check_multiples(manifest, manifest.quantize.group)
     _check_value_ranks(manifest, geometry)
     _check_ends(manifest.quantize, geometry)
@@ -55,6 +57,16 @@ def _refuse_methods(manifest: Manifest) -> None:
                 f"quantize: methods.{position} (lestd) stores a sparse core and factors that no linear module holds; "
                 "the pack-quantized layout has no place for their codes: use another method, or leave out quantize"
             )
+
+
+def _check_skipped(quantize: Quantize, geometry: Geometry) -> None:
+    roles = {role: None for layer in geometry.layers for role in (*layer.matrices, *OUTER_ROLES)}
+    if absent := [role for role in quantize.skip if role not in roles]:
+        known = [role for role in roles if "." not in role]
+        raise InputError(
+            f"quantize.skip: this {geometry.model_type} model has no matrix {', '.join(absent)}; it has "
+            f"{', '.join(known)}"
+        )
 
 
 def _check_multiples(manifest: Manifest, group: int | None) -> None:

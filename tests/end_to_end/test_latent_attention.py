@@ -26,6 +26,31 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "rounded": ("deepseek_v3", {"methods": [LOSS_AWARE], "quantize": {"bits": 8, "group": None}}),
 }
+ROUNDED: dict[str, dict[str, Any]] = {
+    "feedback": {},
+    "levels": {"quantize": {"bits": 8, "group": 32, "levels": "learned"}},
+    "nearest": {"quantize": {"bits": 8, "group": None, "feedback": False}, "calibration": None},
+    "bits": {
+        "methods": [LOSS_AWARE],
+        "quantize": {"bits": "auto", "group": 32},
+        "budget": {"bytes": 0.3},
+        "calibration.propagate": "dense",
+    },
+    "refined": {
+        "methods": [{**LOSS_AWARE, "refine": {"steps": 5}}],
+        "budget": {"keep": 0.8},
+        "calibration.propagate": "dense",
+    },
+}
+WIDE: dict[str, Any] = {
+    "first_k_dense_replace": 3,
+    "hidden_size": 64,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "v_head_dim": 16,
+    "intermediate_size": 96,
+}
+MATRICES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 LATENTS = {"latent_values": "kv_lora_rank", "key_value_latent": "kv_lora_rank", "query_latent": "q_lora_rank"}
 
 
@@ -79,7 +104,7 @@ def test_a_job(name: str, job: MakeJob, sources: dict[str, Path], tmp_path: Path
     cached, dense = (counts["cache_bytes_per_token"][which] for which in ("compressed", "dense"))
     assert cached == 4 * sum(each["kv_lora_rank"] + 6 for each in ranks(run)) < dense
     model, ids = load(run.output, trust_remote_code=True), some_tokens(320)
-    if name != "rounded":
+    if "quantize" not in changes:
         check_cache(model, cached)
     logits = logits_of(model, ids)
     assert 1e-3 < relative_error(logits, logits_of(load(source), ids)) < 1.5
@@ -165,3 +190,65 @@ def test_beside_corrections_and_training(change: dict[str, Any], job: MakeJob, t
     assert any(each["kv_lora_rank"] < 12 for each in ranks(run))
     verified = command("verify", str(run.output), "--source", str(source), "--bound", "10")
     assert verified.code == 0, verified.out + verified.err
+
+
+@pytest.mark.parametrize(
+    "name", ["feedback", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*ROUNDED][1:])]
+)
+def test_its_matrices_are_rounded(name: str, job: MakeJob, tmp_path: Path) -> None:
+    """All of them, loaded by transformers with compressed-tensors, and by an export that multiplies codes out."""
+    pytest.importorskip("compressed_tensors")
+    source = factories.make_model(tmp_path / "source", "deepseek_v3", **WIDE)
+    base = {"methods": [], "budget": None, "quantize": {"bits": 8, "group": 32}}
+    run = job(source, **{**base, **ROUNDED[name]})
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    stored, record = read_tensors(run.output), run.compression()
+    for layer, role in [(layer, role) for layer in range(3) for role in MATRICES]:
+        path = f"model.layers.{layer}.self_attn.{role}"
+        assert f"{path}.weight" not in stored
+        assert f"{path}.weight_packed" in stored or any(key.startswith(f"{path}.pivoted") for key in stored)
+    groups = [group for layer in record["layers"] for group in layer["groups"].values()]
+    assert not any("nearest" in group for group in groups)
+    verified = command("verify", str(run.output), "--source", str(source), "--bound", "10")
+    assert verified.code == 0, verified.out + verified.err
+    ids = some_tokens(320)
+    logits = logits_of(load(run.output), ids)
+    assert (
+        1e-4
+        < relative_error(logits, logits_of(load(source), ids))
+        < (0.1 if name in ("feedback", "levels", "nearest") else 1.5)
+    )
+    assert command("export", str(run.output), "--to", "dense", str(tmp_path / "dense")).code == 0
+    assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("quantize", "says"),
+    [
+        ({"bits": 4, "group": 32}, "q_b_proj reads 20 numbers"),
+        ({"bits": 4, "group": None, "skip": ["o"]}, "deepseek_v3 model has no matrix o; it has q_a_proj, "),
+    ],
+    ids=["group", "skip"],
+)
+def test_what_cannot_be_rounded_is_named(
+    quantize: dict[str, Any], says: str, job: MakeJob, sources: dict[str, Path]
+) -> None:
+    ended = job(sources["deepseek_v3"], methods=[], budget=None, quantize=quantize).run()
+    assert (ended.code, says in ended.err) == (2, True), ended.err
+
+
+def test_skipped_matrices_stay(job: MakeJob, sources: dict[str, Path]) -> None:
+    run = job(
+        sources["deepseek_v3"],
+        methods=[],
+        budget=None,
+        calibration=None,
+        quantize={"bits": 8, "group": None, "skip": ["q_a_proj", "kv_b_proj"]},
+    )
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    before, after = read_tensors(sources["deepseek_v3"]), read_tensors(run.output)
+    kept = {name for name in before if name in after and ".self_attn." in name and name.endswith("proj.weight")}
+    assert {name.split(".")[-2] for name in kept} == {"q_a_proj", "kv_b_proj"}
+    assert all(torch.equal(before[name], after[name]) for name in kept)

@@ -116,3 +116,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         narrowed_latent(problem.writer, None, problem.norm[:5], problem.reader, cut, problem.moment_LL, EPS)
     with pytest.raises(ValueError, match="writer"):
         narrowed_latent(problem.writer, None, problem.norm, problem.reader, cut, problem.moment_LL[:5], EPS)
+
+
+@pytest.mark.parametrize(("rank", "true_width", "error"), [(12, 12, 1e-9), (5, 5, 1e-5), (8, 12, 0.1)])
+def test_the_moment_of_what_the_reader_reads_follows_from_that_of_n(rank: int, true_width: int, error: float) -> None:
+    """Exact where the norm is: rounding of the reader needs it, and no pass through the narrower latent."""
+    problem = Problem(12, true_width=true_width)
+    parts = problem.narrowed(rank)
+    read_Tr = normed(problem.written(parts.writer, parts.bias)[:, :rank], parts.norm)
+    moment_rr, seen_LL = read_Tr.T @ read_Tr / TOKENS, problem.normed_TL.T @ problem.normed_TL / TOKENS
+    assert (parts.read @ seen_LL @ parts.read.T - moment_rr).norm() <= error * moment_rr.norm()

@@ -98,7 +98,7 @@ def test_values_of_a_basis_are_read_by_the_output_projection(latent: int, values
     problem = Problem("deepseek_v3", "pivoted")
     group, block = problem.groups[latents.VALUES], problem.layer.latent_attention
     assert block is not None
-    solution = problem.solve(group, {"latent": latent, "value": values, "output": 48})
+    solution = problem.solve(group, {"latent": latent, "value": values, "o_proj": 48})
     assert ("o_proj" in solution.forms) == (values < 14)
     assert ("kv_b_proj" in solution.forms) == (latent < 12 or values < 14)
     if latent < 12:

@@ -35,7 +35,7 @@ from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 VALUES = "latent_values"  # the group of the cached latent, the values read from it, and the output projection
-LATENT, VALUE, OUTPUT = "latent", "value", "output"  # ranks
+LATENT, VALUE, OUTPUT = "latent", "value", "o_proj"  # ranks; that of a pivoted form has the name of its group
 WIDTHS = 64  # the most widths of a latent to compare
 NORM_EPS = 1e-6  # of the norms of latents, whatever the config's epsilon
 Weights = Mapping[str, Tensor]
@@ -135,7 +135,8 @@ def solve(
     else:
         tensors[writer.weight_key] = weights[writer.weight_key]
     report = {} if forms else {"dense": True}
-    return Solution(tensors | biases_of(weights, (writer,)), forms, {**solution.report, **report})
+    inputs = {**solution.inputs, writer.role: lambda: reduced.moment}
+    return Solution(tensors | biases_of(weights, (writer,)), forms, {**solution.report, **report}, inputs=inputs)
 
 
 def _latent_points(
@@ -167,7 +168,7 @@ def _value_points(
         dropped, losses = fits.losses(values)
         stack = _stack(entry, block, geometry, values)
         points = [
-            Point({VALUE: values, OUTPUT: point.ranks[stack.name]}, point.numbers, dropped + point.loss)
+            Point({VALUE: values, **point.ranks}, point.numbers, dropped + point.loss)
             for point in stack.points(losses, multiple)
         ]
         for point in frontier(points):
@@ -197,8 +198,9 @@ def _narrowed(
     )
     tensors = {writer: parts.writer, norm: parts.norm, reader: parts.reader}
     tensors |= {latent.writer.bias_key: parts.bias} if parts.bias is not None else {}
-    form = FormSpec(form="narrow", rank=rank, value_rank=values)
-    return Solution(tensors, dict.fromkeys(latent.roles, form), {"beside": parts.beside})
+    form, read = FormSpec(form="narrow", rank=rank, value_rank=values), input_moment(latent.reader)
+    inputs = {latent.reader.role: lambda: parts.read @ statistics.mean(read)[0] @ parts.read.T}
+    return Solution(tensors, dict.fromkeys(latent.roles, form), {"beside": parts.beside}, inputs=inputs)
 
 
 def _encoded(block: LatentAttentionBlock, reader_KL: Tensor, encode_Hrv: Tensor) -> Tensor:
