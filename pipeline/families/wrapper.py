@@ -17,15 +17,18 @@ from transformers.configuration_utils import PreTrainedConfig
 from manifests.errors import InputError
 
 # Model type of the wrapper -> model types of its text decoder. Listed are those that tests compare with transformers:
-# the wrapper's class must feed embeddings to a decoder at TEXT, and apply nothing to logits.
+# the wrapper's class must feed embeddings to a decoder, and apply nothing to logits.
 WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
+    "llama4": ("llama4_text",),
     "llava": ("llama", "mistral", "qwen2"),
     "mistral3": ("mistral",),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
-TOWERS = "re:^model\\.(?!language_model\\.)"  # the modules of towers in a `quantization_config`
+WITH_HEAD = ("llama4",)  # whose class has a decoder with its head, at the modules of older files
+# The modules of towers in a `quantization_config`.
+TOWERS = "re:^(model\\.(?!language_model\\.)|vision_model\\.|multi_modal_projector\\.)"
 BASE, TEXT, HEAD = "model", "model.language_model", "lm_head"  # modules of the wrapper's class
 OLDER_TEXT, OLDER_HEAD = "language_model.model", "language_model.lm_head"  # their names in most files on the hub
 FURTHER = "mtp."  # of layers that predict further tokens, which no class reads
@@ -68,7 +71,15 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: text_config: model_type {text['model_type']!r} inside of {kind} is not supported; "
             f"supported: {', '.join(WRAPPERS[kind])}"
         )
-    return {**text, "tie_word_embeddings": bool(whole.tie_word_embeddings)}
+    tied = bool(whole.tie_word_embeddings)
+    if kind in WITH_HEAD and (tied or text["tie_word_embeddings"]):
+        raise InputError(f"config.json: tie_word_embeddings: true inside of {kind} is not supported")
+    return {**text, "tie_word_embeddings": tied}
+
+
+def decoder_places(kind: str) -> tuple[str, str]:
+    """Return the paths of the text decoder and of its head in the class of a wrapper."""
+    return (OLDER_TEXT, OLDER_HEAD) if kind in WITH_HEAD else (TEXT, HEAD)
 
 
 def inside_wrapper(standard: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,11 +93,12 @@ def inside_wrapper(standard: Mapping[str, Any], config: Mapping[str, Any]) -> di
             f"config.json: text_config: {', '.join(ignored)}: the class of {config['model_type']} does not apply "
             "what the text model alone applies to logits, which is not supported"
         )
+    path, head = decoder_places(config["model_type"])
     for key in ("embed", "layers", "final_norm"):
-        block[key] = f"{TEXT}.{block[key].partition('.')[2]}"
+        block[key] = f"{path}.{block[key].partition('.')[2]}"
     fields = {name: value for name, value in config.items() if name not in OF_FILE}
     text = json.loads(json.dumps(text_config(config)))
-    return {**standard, "block": {**block, "head": HEAD}, "wrapper": {**fields, "text_config": text}}
+    return {**standard, "block": {**block, "head": head}, "wrapper": {**fields, "text_config": text}}
 
 
 def towers(standard: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,13 +121,13 @@ def architecture(model_type: str) -> str:
     return name
 
 
-def module_names(names: Iterable[str]) -> dict[str, str]:
-    """Map the stored names of a wrapper's tensors to those of its class's modules.
+def module_names(names: Iterable[str], kind: str) -> dict[str, str]:
+    """Map the stored names of the tensors of a wrapper of this model type to those of its class's modules.
 
     Older files hold the decoder as a causal model of its own, `language_model.model` and `language_model.lm_head`, and
     all towers beside it.
     """
-    return {name: _module_name(name) for name in names}
+    return {name: name if kind in WITH_HEAD else _module_name(name) for name in names}
 
 
 def _module_name(name: str) -> str:
@@ -127,4 +139,4 @@ def _module_name(name: str) -> str:
 
 def is_tower(name: str) -> bool:
     """Tell whether a tensor of a wrapper, by its module's name, belongs to a tower or a projector."""
-    return not name.startswith((f"{TEXT}.", f"{HEAD}."))
+    return not name.startswith((f"{TEXT}.", f"{HEAD}.", f"{OLDER_TEXT}.", f"{OLDER_HEAD}."))

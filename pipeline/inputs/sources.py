@@ -49,7 +49,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     _refuse_other_heads(opened.config, where)
     check_buildable(config, where)
     if is_wrapper(opened.config):
-        opened = opened.renamed(module_names(opened.tensors))
+        opened = opened.renamed(module_names(opened.tensors, opened.config["model_type"]))
         check_towers(opened, opened.config)
     opened = opened.renamed(family_names(config, opened.tensors))
     opened = opened.with_weights().with_parts(fused_tensors(geometry_of(config)))

@@ -77,7 +77,10 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None, ab
     """
     _check(logits_TE, rule, bias_E)
     scores_TE = _scores(logits_TE, rule, absent)
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
+    if bias_E is not None:
+        choice_TE = scores_TE + bias_E.to(scores_TE.dtype)
+    else:  # sigmoids of large logits round to 1
+        choice_TE = logits_TE if rule.scores == "sigmoid" and rule.groups == 1 else scores_TE
     if absent is not None:
         choice_TE = choice_TE.masked_fill(absent, float("-inf"))
     choice_TE = _within_groups(choice_TE, rule)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     Mistral3Config,
@@ -39,7 +42,7 @@ from stores.checkpoint import copy_shard
 from stores.source import open_source
 from tests.encoders import encode_model
 from tests.end_to_end.jobs import Job, command, read_tensors, relative_error
-from tests.factories import DELTA, GEOMETRY, SHARED_EXPERT, make_tokenizer, randomise_
+from tests.factories import DELTA, EXPERTS, GEOMETRY, OWN_FIELDS, SHARED_EXPERT, make_tokenizer, randomise_
 
 TOWERS, PROJECTORS = re.compile("vision|visual|projector"), re.compile("projector|merger")
 MakeJob = Callable[..., Job]
@@ -52,6 +55,10 @@ TOWER: dict[str, Any] = {
 QWEN: dict[str, Any] = {
     **TEXT, **DELTA, "layer_types": [*DELTA["layer_types"]],
     "rope_parameters": {**DELTA["rope_parameters"], "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+LLAMA4: dict[str, Any] = {
+    **TEXT, **EXPERTS["llama4_text"], **OWN_FIELDS["llama4_text"], "moe_layers": [1],
+    "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
 }  # fmt: skip
 QWEN_TOWER: dict[str, Any] = {
     "depth": 1, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": PATCH, "out_hidden_size": 48,
@@ -96,6 +103,17 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             **QWEN_TOKENS,
         },
     ),
+    "llama4": (
+        Llama4Config,
+        Llama4ForConditionalGeneration,
+        {
+            "text_config": {"model_type": "llama4_text", **LLAMA4},
+            "vision_config": {
+                **TOWER, "intermediate_size": 96, "projector_input_dim": 20, "projector_output_dim": 20,
+                "vision_output_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "llava": (
         LlavaConfig,
         LlavaForConditionalGeneration,
@@ -109,6 +127,9 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+LATER = ("llama4", "qwen3_5")  # whose second form is compared each night
+
+
 def make_whole(folder: Path, kind: str, newer: bool = False, **text: Any) -> Path:
     """Save a random multimodal model in two files. `newer`: tensors have the names of modules, as some files have."""
     config_type, model_type, fields = KINDS[kind]
@@ -117,7 +138,7 @@ def make_whole(folder: Path, kind: str, newer: bool = False, **text: Any) -> Pat
     model.save_pretrained(folder, max_shard_size="150KB")
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}')
     make_tokenizer(320).save_pretrained(folder)
-    rename(folder, module_names if newer else older_names)
+    rename(folder, partial(module_names, kind=kind) if newer else older_names)
     return folder
 
 
@@ -181,7 +202,7 @@ def text_model(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("kind", "newer"),
     [
-        pytest.param(kind, newer, marks=pytest.mark.nightly if "qwen" in kind and (newer or "moe" in kind) else ())
+        pytest.param(kind, newer, marks=pytest.mark.nightly if (newer and kind in LATER) or "moe" in kind else ())
         for kind in WRAPPERS
         for newer in (False, True)
     ],
@@ -191,7 +212,7 @@ def test_the_decoder_is_compressed_and_towers_are_copied(kind: str, newer: bool,
     made = job(source, **{"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"})
     assert made.run().code == 0
     before, after = read_tensors(source), read_tensors(made.output)
-    towers = {old: new for old, new in module_names(before).items() if TOWERS.search(new)}
+    towers = {old: new for old, new in module_names(before, kind).items() if TOWERS.search(new)}
     assert len(towers) > 5
     assert all(torch.equal(before[old], after[new]) for old, new in towers.items())
     assert (made.output / "preprocessor_config.json").read_bytes() == (source / "preprocessor_config.json").read_bytes()
@@ -248,6 +269,7 @@ assert type(model.model.language_model).__name__ == "LaminaModel", type(model.mo
         ("llava", {"architectures": ["LlavaModel"]}, "LlavaForConditionalGeneration"),
         ("llava", {"vision_config.hidden_size": 36}, r"weights of towers .*shape \[24\], expected \[36\]"),
         ("gemma3", {"text_config.attention_bias": True}, "q_proj.bias: missing"),
+        ("llama4", {"text_config.tie_word_embeddings": True}, "tie_word_embeddings: true inside of llama4 is not"),
     ],
 )
 def test_wrong_configs_are_refused(kind: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:

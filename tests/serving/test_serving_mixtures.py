@@ -15,6 +15,7 @@ from lamina import LaminaConfig, LaminaForCausalLM
 from lamina.mixture_lamina import Router, check_mixture, layer_modules, mixture_of, passing
 from pipeline.families.registry import checkpoint_config, geometry_of, standard_config
 from pipeline.inputs.sources import open_dense
+from pipeline.kernels.routing import RoutingRule, route
 from tests import factories
 
 CHUNKS: dict[str, list[Any]] = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [0, 1]}
@@ -198,6 +199,15 @@ def test_experts_are_chosen_from_the_best_groups_alone() -> None:
     bias_E = torch.tensor([0.0, 0.5, 0, 0, 0, 0, 0, 0])
     assert set(router.choose(scores_TE, bias_E)[0].tolist()) == {0, 1}
     assert set(make_router(groups=4, top_groups=1).choose(scores_TE, None)[0].tolist()) == {0, 1}
+
+
+def test_logits_whose_sigmoids_are_1_keep_their_order() -> None:
+    router = make_router(score="sigmoid", renormalise=False)
+    router.weight.data = torch.arange(20.0, 28.0)[:, None].repeat(1, 6)
+    weight_Tk, chosen_Tk = router(torch.ones(3, 6))
+    assert weight_Tk.eq(1).all()
+    assert chosen_Tk.tolist() == [[7, 6]] * 3
+    assert route(router.logits(torch.ones(1, 6)), RoutingRule("sigmoid", 2)).experts.tolist() == [[7, 6]]
 
 
 def test_a_bias_moves_the_choice_and_not_the_weights() -> None:

@@ -177,11 +177,19 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights (T, k), at least float32, and the numbers (T, k) of each token's experts."""
-        return self.select(self.scores(x_TD), bias_E)
+        logits_TE = self.logits(x_TD)
+        return self.select(self._score(logits_TE), bias_E, logits_TE)
 
-    def select(self, scores_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the weights (T, k) and the numbers (T, k) of the experts of tokens with these scores."""
-        chosen_Tk = self.choose(scores_TE.detach(), bias_E)
+    def select(
+        self, scores_TE: Tensor, bias_E: Tensor | None, logits_TE: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights (T, k) and the numbers (T, k) of the experts of tokens with these scores.
+
+        Sigmoids of large logits round to 1. Where nothing is added to them, `logits_TE` have their order.
+        """
+        by_logits = logits_TE is not None and bias_E is None and self.score == "sigmoid" and self.groups == 1
+        ranked_TE = logits_TE if by_logits and logits_TE is not None else scores_TE
+        chosen_Tk = self.choose(ranked_TE.detach(), bias_E)
         weight_Tk = scores_TE.gather(1, chosen_Tk)
         if self.renormalise:
             total_T1 = weight_Tk.sum(dim=-1, keepdim=True)
@@ -190,10 +198,16 @@ class Router(nn.Module):
 
     def scores(self, x_TD: Tensor) -> Tensor:
         """Return the score of every expert (T, E), at least float32."""
+        return self._score(self.logits(x_TD))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Return the logit of every expert (T, E), at least float32."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         inner = wide if self.float_logits else x_TD.dtype
         bias_E = None if self.bias is None else self.bias.to(inner)
-        logits_TE = nn.functional.linear(x_TD.to(inner), self.weight.to(inner), bias_E).to(wide)
+        return nn.functional.linear(x_TD.to(inner), self.weight.to(inner), bias_E).to(wide)
+
+    def _score(self, logits_TE: Tensor) -> Tensor:
         return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(dim=-1)
 
     def choose(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:

@@ -29,7 +29,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -319,7 +324,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Compute the base model's outputs, logits (B, T or fewer, V), and the loss if there are labels (B, T).
 
         `logits_to_keep`: the number of last tokens, or indices of the tokens, that get logits; 0 means all.
@@ -339,7 +344,8 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        kind = CausalLMOutputWithPast if self.config.mixture is None else MoeCausalLMOutputWithPast
+        return kind(
             loss=loss,
             logits=logits_BTV,
             past_key_values=outputs.past_key_values,

@@ -4,6 +4,7 @@
 `LaminaForCausalLM` loads the decoder alone, for text.
 """
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from .configuration_lamina import LaminaConfig
-from .modeling_lamina import LaminaModel, LaminaPreTrainedModel, load_whole
+from .modeling_lamina import LaminaForCausalLM, LaminaModel, LaminaPreTrainedModel, load_whole
 
 PATHS = ("embed", "layers", "final_norm")
 NOT_OF_TEXT = ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config")
@@ -34,7 +35,8 @@ class LaminaForImageTextToText(LaminaPreTrainedModel):
         AutoModel.register(LaminaConfig, LaminaModel, exist_ok=True)  # the source's class makes its decoder by it
         whole = whole_config(config)
         source: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)]
-        made: Any = type(f"Lamina{source.__name__}", (_NotSaved, source), {"__module__": __name__})
+        kinds = (_NotSaved, _WithHead, source) if _has_head(config) else (_NotSaved, source)
+        made: Any = type(f"Lamina{source.__name__}", kinds, {"__module__": __name__})
         return load_whole(made.from_pretrained, pretrained_model_name_or_path, *args, config=whole, **kwargs)
 
 
@@ -47,6 +49,25 @@ class _NotSaved:
             "a compressed multimodal model is not saved again: copy the checkpoint's folder, or write an ordinary one "
             "with `python -m pipeline.export OUTPUT --to dense DIR`"
         )
+
+
+class _WithHead:
+    """Puts our decoder with its head in place of the one that the source's class builds by name."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        text: Any = config.text_config
+        stand_in: Any = copy.copy(config)
+        sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "num_hidden_layers": 1}
+        stand_in.text_config = type(config).sub_configs["text_config"](**sizes, pad_token_id=text.pad_token_id)
+        super().__init__(stand_in)  # type: ignore[call-arg]
+        self.config, self.language_model = config, LaminaForCausalLM(text)
+        self.post_init()  # type: ignore[attr-defined]
+
+
+def _has_head(config: LaminaConfig) -> bool:
+    """Return True if the source's class has the decoder's head in the same module as the decoder."""
+    base: str = config.block["layers"].partition(".")[0]
+    return str(config.block["head"]).startswith(f"{base}.")
 
 
 def whole_config(config: LaminaConfig) -> PreTrainedConfig:
@@ -65,9 +86,15 @@ def whole_config(config: LaminaConfig) -> PreTrainedConfig:
     base, text = config.block["layers"].split(".")[:2]
     stem = f"{base}.{text}."
     fields = {**config.to_dict(), "auto_map": None, "quantization_config": None, "wrapper": {}, "architectures": None}
-    fields["block"] = config.block | {path: f"{base}.{config.block[path].removeprefix(stem)}" for path in PATHS}
-    fields["level_tables"] = {f"{base}.{path.removeprefix(stem)}": each for path, each in config.level_tables.items()}
-    own = {each.name for each in dataclasses.fields(LaminaConfig)}
+    tables = config.level_tables.items()
+    if _has_head(config):
+        inside = {path: config.block[path].removeprefix(f"{base}.") for path in (*PATHS, "head")}
+        fields["level_tables"] = {path.removeprefix(f"{base}."): each for path, each in tables}
+    else:
+        inside = {path: f"{base}.{config.block[path].removeprefix(stem)}" for path in PATHS}
+        fields["level_tables"] = {f"{base}.{path.removeprefix(stem)}": each for path, each in tables}
+    fields["block"] = config.block | inside
+    own = {*dir(LaminaConfig), *(each.name for each in dataclasses.fields(LaminaConfig))}
     of_text = config.wrapper["text_config"].items()  # which projectors read as well
     others = {name: value for name, value in of_text if name not in own and name not in NOT_OF_TEXT}
     options = {name: fields[name] for name in fields if name not in NOT_OF_TEXT}
