@@ -57,21 +57,30 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def copy_shard(place: Place, name: str, source: SourceCheckpoint, names: Iterable[str]) -> ShardRecord:
+def copy_shard(
+    place: Place,
+    name: str,
+    source: SourceCheckpoint,
+    names: Iterable[str],
+    copy_of: Mapping[str, str] = MappingProxyType({}),
+) -> ShardRecord:
     """Copies tensors of the source, bit for bit, into a new shard, a few megabytes at a time.
 
-    A weight that is none of the tensors of its files, a part of a fused one in a stored format, is decoded.
+    A weight that is none of the tensors of its files, a part of a fused one in a stored format, is decoded. `copy_of`:
+    a name in the new shard -> the source's, where they differ.
 
     Returns the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
     """
     storage, specs = open_storage(place), []
     for key in names:
-        record = source.stored.get(key) or source.tensors.get(key)
+        from_ = copy_of.get(key, key)
+        record = source.stored.get(from_) or source.tensors.get(from_)
         if record is None:
-            raise InputError(f"{storage.at(name)}: cannot copy {key!r}: the source has no such tensor")
+            raise InputError(f"{storage.at(name)}: cannot copy {from_!r}: the source has no such tensor")
         specs.append((key, record.dtype, record.shape))
 
     def pieces(key: str) -> Iterator[Any]:
+        key = copy_of.get(key, key)
         return source.copy_bytes(key) if key in source.stored else _tensor_bytes(source.read([key])[key])
 
     return _write(storage, name, specs, None, pieces)

@@ -37,7 +37,9 @@ class Row:
 
 def main() -> int:
     """Train a small model, compress it at three sizes, print the cost of each. Return the exit code."""
-    argparse.ArgumentParser(prog="python -m deploy.quickstart", description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(prog="python -m deploy.quickstart", description=__doc__)
+    parser.add_argument("--model-only", action="store_true", help="train the model and write its texts; run no job")
+    model_only = parser.parse_args().model_only
     transformers.utils.logging.disable_progress_bar()
     if not MANIFEST.is_file():
         print(f"quickstart: {MANIFEST} does not exist here; run this in the root of the repository", file=sys.stderr)
@@ -49,6 +51,8 @@ def main() -> int:
         started = time.monotonic()
         make_model(FOLDER, recipe, lambda line: print(line, flush=True))
         print(f"Trained in {time.monotonic() - started:.0f} s", flush=True)
+    if model_only:
+        return 0
     try:
         rows: list[Row] = []
         for keep in KEEPS:

@@ -6,7 +6,7 @@ Order of durability: the index is renamed into OUTPUT last. A directory without 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ from pipeline.checkpoint.listing import CARD_FILE, OUR_FILES, sweep_halves
 from pipeline.checkpoint.model_card import model_card
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
-from pipeline.families.latent_config import described_config, latent_paths, output_config
+from pipeline.families.latent_config import described_config, latent_paths, output_config, untied_head
 from pipeline.families.wrapper import TOWERS, is_tower
 from pipeline.inputs.checkpoints import linear_modules
 from pipeline.inputs.job_inputs import Inputs
@@ -58,17 +58,21 @@ SHARD_SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The content of one output file: a staged layer, a whole source file, or some tensors of a source file."""
+    """The content of one output file: a staged layer, a whole source file, or some tensors of a source file.
+
+    `copy_of`: a tensor's name -> the source's, where it is written under another one.
+    """
 
     name: str
     layer: int | None = None
     source_file: str | None = None
     tensors: tuple[str, ...] = ()
     whole: bool = False
+    copy_of: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
-    """Plan one shard for every claimed layer, then one for the other tensors of each source file."""
+    """Plan one shard for every claimed layer, one for the other tensors of each source file, and an untied head's."""
     layers, claimed = layers_of(inputs.tasks), claimed_tensors(inputs)
     prefixes = tuple(inputs.geometry.layers[layer].prefix for layer in layers)
     rest: dict[str, list[str]] = {}
@@ -76,13 +80,22 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
         if not name.startswith(prefixes) and name not in claimed:
             for each in record.stored if keeps(record) else (record,):
                 rest.setdefault(each.file, []).append(each.name)
-    total = len(layers) + len(rest)
+    head = untied_head(inputs.config, own_class(inputs))
+    total = len(layers) + len(rest) + len(head)
     names = (shard_name(number, total) for number in range(1, total + 1))
     plans = [ShardPlan(next(names), layer=layer) for layer in layers]
     for file, tensors in sorted(rest.items()):
         whole = read_header(inputs.source.storage, file).keys() == {*tensors}
         plans.append(ShardPlan(next(names), source_file=file, tensors=tuple(sorted(tensors)), whole=whole))
+    for name, embed in head.items():
+        file = inputs.source.tensors[embed].file
+        plans.append(ShardPlan(next(names), source_file=file, tensors=(name,), copy_of=head))
     return tuple(plans)
+
+
+def own_class(inputs: Inputs) -> bool:
+    """Return whether OUTPUT is an ordinary checkpoint of another class than Lamina's."""
+    return any(method.own_class for method in inputs.methods)
 
 
 def shard_name(number: int, total: int) -> str:
@@ -159,7 +172,7 @@ class Assembler:
             self.output.link_or_copy(plan.name, self.inputs.source.storage, plan.source_file)
             record = describe_shard(self.output, plan.name)
         else:
-            record = copy_shard(self.output, plan.name, self.inputs.source, plan.tensors)
+            record = copy_shard(self.output, plan.name, self.inputs.source, plan.tensors, plan.copy_of)
         self.journal.commit(key, record)
         return record
 
@@ -180,7 +193,7 @@ class Assembler:
 
     def _config(self, stored: Collection[str]) -> dict[str, Any]:
         config = output_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
-        if self._own_class:
+        if own_class(self.inputs):
             return config
         rounded: dict[str, Scheme] = {}
         for layer in range(self.inputs.geometry.num_layers):
@@ -290,14 +303,10 @@ class Assembler:
         """Copy the companions, and the modelling files unless OUTPUT needs none. Return their names."""
         source, trusted = self.inputs.source.storage, self._trusted
         names = copy_companions(self.output, source, trusted, OUR_FILES, self._tokenizer_class)
-        files = () if self._own_class else MODELLING_FILES
+        files = () if own_class(self.inputs) else MODELLING_FILES
         for name in files:
             self.output.replace(name, modelling_source(name))
         return [*names, *files]
-
-    @property
-    def _own_class(self) -> bool:
-        return any(method.own_class for method in self.inputs.methods)
 
     def _is_whole(self, name: str, record: ShardRecord) -> bool:
         try:

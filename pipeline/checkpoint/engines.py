@@ -56,10 +56,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 def _ordinary_table(config: Mapping[str, Any], cache_share: float) -> str:
     """Return the table of a checkpoint of a class that engines have."""
     cache = f"{1 - cache_share:.0%} of the cache"
-    tied = "not served: vLLM's class has no tied embeddings" if config["tie_word_embeddings"] else cache
     serve = "`vllm serve PATH`; on a CPU `VLLM_MLA_DISABLE=1`, which caches whole heads"
     rows = [("engine", "how", "savings"), ("---", "---", "---"), ("transformers, 5.14 or newer", "as above", cache)]
-    return _table([*rows, ("vLLM", serve, tied)])
+    return _table([*rows, ("vLLM", serve, cache)])
 
 
 def _kept_by_exports(config: Mapping[str, Any], described: LayersConfig) -> str:

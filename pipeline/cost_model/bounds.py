@@ -33,7 +33,17 @@ def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], so
         assert manifest.budget is not None
         scope = geometry.scope_bytes(manifest.budget.scope)
         return Size(numbers, beyond + geometry.model_bytes() - math.floor((1 - manifest.budget.share) * scope))
-    return Size(numbers, beyond + _most_bytes(manifest, geometry, tasks, numbers))
+    head = _untied_head(manifest, geometry)
+    most = beyond + _most_bytes(manifest, geometry, tasks, numbers)
+    return Size(numbers + head.numbers, most + head.num_bytes)
+
+
+def _untied_head(manifest: Manifest, geometry: Geometry) -> Size:
+    """Return the size of the output embedding that a class of its own stores beside the one that the source ties."""
+    if not (geometry.tied and any(method.own_class for method in build_methods(manifest))):
+        return Size(0, 0)
+    name, shape = geometry.outer[0]
+    return Size(math.prod(shape), math.prod(shape) * dict(geometry.outer_bits).get(name, geometry.bits) // 8)
 
 
 def bounded_by(manifest: Manifest) -> str:

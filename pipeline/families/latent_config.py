@@ -22,6 +22,7 @@ def latent_form(forms: Sequence[Forms]) -> Mapping[str, Any] | None:
 def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dict[str, Any]:
     """Return the standard config of the compressed model; with latent attention, that of a dense DeepSeek model.
 
+    That one has an output embedding of its own: engines' classes know no other.
     `standard`: of the source. `forms`: of all layers, or of those that are known.
     """
     latent = latent_form(forms)
@@ -45,12 +46,23 @@ def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dic
             "v_head_dim": head_dim,
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
             "rope_interleave": True,
+            "tie_word_embeddings": False,
             "first_k_dense_replace": standard["num_hidden_layers"],
             **dict.fromkeys(
                 ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group"), 1
             ),
         }
     )
+
+
+def untied_head(standard: Mapping[str, Any], own_class: bool) -> dict[str, str]:
+    """Return the output embedding that a checkpoint of a class of its own stores -> the tied one that it is a copy of.
+
+    `standard`: of the source. Empty where the source has one, and in Lamina's class.
+    """
+    block = standard["block"]
+    tied = own_class and standard["tie_word_embeddings"]
+    return {f"{block['head']}.weight": f"{block['embed']}.weight"} if tied else {}
 
 
 def latent_paths(layer: LayerGeometry, forms: Forms) -> dict[str, str]:

@@ -19,7 +19,7 @@ from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.records import FormSpec
 from pipeline.checkpoint.compression_record import file_fault
 from pipeline.checkpoint.listing import OUR_FILES
-from pipeline.families.latent_config import described_config, latent_form
+from pipeline.families.latent_config import described_config, latent_form, untied_head
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.calibration import sample_tokens
@@ -131,7 +131,8 @@ def check_coverage(pair: Pair) -> Finding:
     for layer in geometry.layers:
         faults += _group_faults(pair, layer, compression["layers"][layer.index]["forms"])
     faults += [f"{name}: claimed by {claimed[name]}, but no tensor of the source" for name in claimed - roles.keys()]
-    faults += _stray_faults(pair, methods)
+    head = untied_head(pair.standard, latent_form(recorded_forms(compression)) is not None)
+    faults += _stray_faults(pair, methods, head)
     claimants = ", ".join(sorted(set(claimed.values()))) or "nobody"
     detail = f"{copied} of {len(pair.original.tensors)} source tensors copied, {len(claimed)} stored by {claimants}"
     return Finding("coverage", f"{detail}, {unchanged} of these as they were", tuple(faults))
@@ -242,10 +243,13 @@ def _packed_faults(pair: Pair, names: set[str], method: str) -> Iterator[str]:
             yield f"{name}: of {origin!r}, but claimed by {method}"
 
 
-def _stray_faults(pair: Pair, methods: set[str]) -> Iterator[str]:
-    """Check that every stored tensor is the source's or of a method of the manifest."""
+def _stray_faults(pair: Pair, methods: set[str], head: Mapping[str, str]) -> Iterator[str]:
+    """Check that every stored tensor is the source's or of a method of the manifest, and an untied head its copy."""
     for name, entry in pair.compression["tensors"].items():
-        if entry["origin"] == "copied" and name not in pair.original.tensors and name not in pair.original.stored:
+        if name in head:
+            if not torch.equal(pair.original.read([head[name]])[head[name]], pair.checkpoint.read([name])[name]):
+                yield f"{name}: should be {head[name]} bit for bit, but differs"
+        elif entry["origin"] == "copied" and name not in pair.original.tensors and name not in pair.original.stored:
             yield f"{name}: said to be copied, but the source has no such tensor"
         elif entry["origin"] != "copied" and entry["origin"] not in methods:
             yield f"{name}: of {entry['origin']!r}, which is no method of the manifest"

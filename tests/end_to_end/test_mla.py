@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from lamina import MODELLING_FILES
@@ -44,6 +46,46 @@ def test_a_model_of_the_deepseek_type(tmp_path: Path, job: MakeJob) -> None:
     before = file_digests(made.output)
     assert made.run().code == 0
     assert file_digests(made.output) == before
+
+
+def test_a_tied_output_embedding_becomes_one_of_its_own(tmp_path: Path, job: MakeJob) -> None:
+    """Engines' classes have no tied ones, and vLLM's would leave it at zeros."""
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2, tie_word_embeddings=True)
+    made = job(source, methods=METHODS, budget=None, **{"calibration.propagate": "dense"})
+    planned = command("plan", str(made.manifest), "--json", "--tflops", "1").json
+    counts = made.run().json["counts"]
+    assert counts["bytes"]["compressed"] <= planned["output_bytes"]
+    tensors, config = load_tensors(made.output), json.loads((made.output / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert counts["bytes"]["compressed"] == sum(tensor.numel() * 4 for tensor in tensors.values())
+    verified = command("verify", str(made.output), "--source", str(source))
+    assert verified.code == 0, verified.out
+    model, loaded = AutoModelForCausalLM.from_pretrained(made.output, output_loading_info=True)
+    assert not any(loaded.values())
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+def test_narrow_mlps_of_one_width_stay(tmp_path: Path, job: MakeJob) -> None:
+    """Of the stock export of a job that cut them, which is a model of the source's class."""
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
+    narrow = job(source, methods=[{"method": "flat_llm", "attention": False, "ranks": {"mlp": 33}}], budget=None)
+    narrow.run().json  # noqa: B018 - asserts the exit code
+    stock = tmp_path / "stock"
+    assert command("export", str(narrow.output), "--to", "stock", str(stock)).code == 0
+    made = job(stock, methods=METHODS, budget=None, **{"calibration.propagate": "dense"})
+    made.run().json  # noqa: B018 - asserts the exit code
+    before, after = load_tensors(stock), load_tensors(made.output)
+    mlps = [name for name in before if ".mlp." in name]
+    assert [after[name].shape == before[name].shape and 33 in after[name].shape for name in mlps] == [True] * 6
+    assert all(torch.equal(after[name], before[name]) for name in mlps)
+    model = AutoModelForCausalLM.from_pretrained(made.output)
+    assert (type(model), model.config.intermediate_size) == (DeepseekV3ForCausalLM, 33)
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def perplexity(model: DeepseekV3ForCausalLM, output: Path, text: Path, window: int) -> float:

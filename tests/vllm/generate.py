@@ -4,7 +4,8 @@ KIND is a dtype; `float32-compiled` is a run with torch.compile, `bfloat16-avx2`
 alone. With `-native`, rotations are torch's instead of vLLM's operator, which on CPUs rotates only the first head of
 latent attention's queries (vLLM 0.32). With `-ep`, experts are divided over devices.
 
-A line for each folder: its tokens, or what went wrong, and the bytes that a token takes in the cache.
+A line for each folder: its tokens, or what went wrong; of the model in this process also the bytes that a token takes
+in the cache, by vLLM's specification, and how many tokens the cache's one GiB holds.
 """
 
 import json
@@ -22,7 +23,14 @@ def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
     dtype, _, way = kind.partition("-")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if way == "avx2":
-        torch.cpu._is_avx512_supported = lambda: False  # by which vLLM chooses its build
+        for later in (
+            "avx512",
+            "avx512_bf16",
+            "vnni",
+            "amx_tile",
+            "amx_fp16",
+        ):  # by which vLLM chooses build and kernels
+            setattr(torch.cpu, f"_is_{later}_supported", lambda: False)
     if parts == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
@@ -43,6 +51,8 @@ def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], greedy, use_tqdm=False)
             said["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
             said |= llm.apply_model(generate.describe)[0]
+            if parts == 1:
+                said |= cache_of(llm.llm_engine.engine_core.engine_core)
             del llm
         except Exception as error:
             said["error"] = f"{type(error).__name__}: {error}"
@@ -62,6 +72,16 @@ def describe(model: Any) -> dict[str, Any]:
         "cached": cached,
         "numbers": sum(parameter.numel() for parameter in model.parameters()),
         "packed": sum(name.endswith(".weight_packed") for name, _ in model.named_parameters()),
+    }
+
+
+def cache_of(core: Any) -> dict[str, int]:
+    """Bytes of a token in the cache of all layers, and the tokens of all of its blocks."""
+    specs = core.model_executor.get_kv_cache_specs()[0].values()
+    caching = core.vllm_config.cache_config
+    return {
+        "token_bytes": sum(spec.page_size_bytes // spec.block_size for spec in specs),
+        "capacity": caching.num_gpu_blocks * caching.block_size,
     }
 
 

@@ -6,7 +6,9 @@ The checkpoints have Llama-3.2-1B's geometry (hidden 2048, 32 heads of 64 over 8
 and random weights in the forms that jobs write, as speed does not depend on the values. Each row is loaded in a process
 of its own. A prefill takes `--context` tokens of each sequence, decoding `--new` further ones. Prints Markdown: tokens
 per second as the median of `--repeats` turns, after one to warm up, with half of the range of the turns in percent.
-`vllm` runs Lamina's class, `vllm-stock` the class of vLLM for what a stock export of the row would be.
+`vllm` runs Lamina's class, `vllm-stock` the class of vLLM for what a stock export of the row would be. `mla` is a model
+of the DeepSeek type with a quarter of the cache, and an output embedding of its own, which vLLM's class needs. On a CPU
+vLLM multiplies its latents out to whole heads (`VLLM_MLA_DISABLE=1`).
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def lorc(share: float) -> Forms:
 SEARCHED: dict[str, Callable[[float], Forms]] = {
     method.__name__: method for method in (flat_llm, narrow_mlp, loss_aware)
 }
-ROWS = ("dense", "flat_llm", "narrow_mlp", "loss_aware", "lorc", "int4")
+ROWS = ("dense", "flat_llm", "narrow_mlp", "loss_aware", "lorc", "int4", "mla")
+STOCK_ROWS = ("dense", "narrow_mlp", "int4", "mla")
+LATENT_SHARE, ROTATED = 0.25, 64  # of the cache; a CPU's kernels take heads of 64 + 64
 
 
 def described(layers: int, forms: Forms) -> Any:
@@ -106,13 +110,29 @@ def forms_of(row: str, keep: float) -> Forms:
     return SEARCHED[row](low)
 
 
+def write_latent(folder: Path, layers: int) -> Path:
+    """Write what `mla` would, with random weights."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    from pipeline.families.latent_config import output_config
+    from pipeline.families.registry import standard_config
+
+    standard = standard_config({**SIZES, **LLAMA, "num_hidden_layers": layers})
+    rank = round(2 * SIZES["num_key_value_heads"] * SIZES["head_dim"] * LATENT_SHARE) - ROTATED
+    forms = [{"q": {"form": "mla", "rank": rank, "rope": ROTATED, "group": "attention"}}] * layers
+    content = output_config(standard, forms, "bfloat16") | {"tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model: Any = DeepseekV3ForCausalLM(DeepseekV3Config(**content))
+    return _stored(folder, content, model.to(torch.bfloat16).state_dict())
+
+
 def write_checkpoint(folder: Path, row: str, layers: int, keep: float, stock: bool) -> Path:
     """Write a row's checkpoint with random weights; `stock`: as Llama's own class."""
-    from safetensors.torch import save_file
-
     from lamina import LaminaForCausalLM
     from lamina.factored_lamina import stored_state
 
+    if row == "mla":
+        return write_latent(folder, layers)
     config = described(layers, forms_of(row, keep))
     torch.manual_seed(0)
     model: Any = LaminaForCausalLM(config)
@@ -125,8 +145,14 @@ def write_checkpoint(folder: Path, row: str, layers: int, keep: float, stock: bo
         content = {**SIZES, **LLAMA, "intermediate_size": down.shape[1], "num_hidden_layers": layers}
     if row == "int4":
         content["quantization_config"], tensors = _rounded(tensors)
+    return _stored(folder, content, tensors)
+
+
+def _stored(folder: Path, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(content))
     return folder
 
@@ -204,13 +230,16 @@ def in_transformers(options: argparse.Namespace) -> Iterator[tuple[int, dict[str
 def in_vllm(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield as `in_transformers` does; decoding is the time of a longer answer less that of a prefill."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    latent = json.loads(Path(options.child, "config.json").read_text())["model_type"] == "deepseek_v3"
+    if latent and not torch.cuda.is_available():
+        os.environ["VLLM_MLA_DISABLE"] = "1"
     from vllm import LLM, SamplingParams
 
     limit = options.context + options.new + 8
     llm = LLM(
         options.child, skip_tokenizer_init=True, enforce_eager=True, dtype=options.dtype, max_model_len=limit,
         max_num_seqs=max(options.batches), max_num_batched_tokens=max(options.batches) * limit,
-        enable_prefix_caching=False,
+        enable_prefix_caching=False, compilation_config={"custom_ops": ["-rotary_embedding"]} if latent else {},
     )  # fmt: skip
     resident = resident_bytes()
     specs = llm.llm_engine.engine_core.engine_core.model_executor.get_kv_cache_specs()[0]
@@ -283,19 +312,13 @@ def main() -> None:
     for row in options.rows:
         for engine, python in engines:
             stock = engine == "vllm-stock"
-            if stock and row not in ("dense", "narrow_mlp", "int4"):
+            if (stock and row not in STOCK_ROWS) or (row == "mla" and engine == "vllm"):
                 continue
             with tempfile.TemporaryDirectory() as directory:
                 folder = write_checkpoint(Path(directory) / row, row, options.layers, options.keep, stock)
                 for dtype in options.dtypes:
                     for each in measured(python, engine, folder, options, dtype):
-                        batch = each["batch"]
-                        rates = (
-                            rate(batch * options.context, each["prefill"]),
-                            rate(batch * options.new, each["decode"]),
-                        )
-                        figures = " | ".join((*rates, f"{each['bytes'] / 1e9:.2f}", f"{each['cache']:,}"))
-                        print(f"| {row} | {engine} | {dtype} | {batch} | {figures} |", flush=True)
+                        print(f"| {row} | {engine} | {dtype} | {line(options, each)} |", flush=True)
 
 
 if __name__ == "__main__":
