@@ -1,4 +1,4 @@
-"""The base class of manifest blocks, and types of values that several blocks have."""
+"""The base class of manifest blocks, and types that several blocks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _without_control_characters(text: str) -> str:
     return text
 
 
-LEAST_PERCENT = 2.0  # numbers from here on read as percentages; one just above 1 does not
+LEAST_PERCENT = 2.0  # numbers from here on look like percentages; numbers just above 1 do not
 
 
 def _no_percentage(share: Any) -> Any:

@@ -51,13 +51,13 @@ class GradientEntry(Record):
 
 
 class StatisticsEntry(Record):
-    """The moments behind compressed layers, by key."""
+    """The moments of a layer in the compressed model, by key."""
 
     statistics: Mapping[str, MomentRecord]
 
 
 class ActivationsEntry(Record):
-    """The hidden states behind compressed layers that enter a layer, by shard."""
+    """The inputs of a layer in the compressed model, by shard."""
 
     activations: Row[ArrayRecord]
 
@@ -230,7 +230,7 @@ class PointEntry(Record):
     """The results of a point of a sweep, besides its ranks.
 
     Attributes:
-        text: digest of the tokens that it was scored on.
+        text: digest of the tokens on which it was scored.
         counts: as in the compression record.
         loss: on the evaluation text, in nats per token.
         held_out: scores beside the dense model.

@@ -5,7 +5,7 @@ Each takes its message first and passes all arguments to its base, so that it su
 
 
 def reason(error: BaseException) -> str:
-    """Return the cause for a message that already names the file: an OSError without its number and path."""
+    """Return the cause of an error for a message that already names the file: an OSError loses its number and path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 

@@ -60,7 +60,7 @@ class MethodEntry(Block):
         return ({} if refine else None) if isinstance(refine, bool) else refine
 
     def multiple(self, hidden_size: int) -> int:
-        """Return the number that chosen ranks are multiples of, in a model of this hidden size."""
+        """Return the number that divides all chosen ranks, in a model of this hidden size."""
         return self.rank_multiple or (WIDE_MULTIPLE if hidden_size >= WIDE else 1)
 
     def in_steps_of(self, multiple: int | None) -> Self:

@@ -15,8 +15,8 @@ DISTRIBUTION = "lamina-layer-compression"  # the name in pyproject.toml; it is o
 SERVING_DISTRIBUTION = "lamina-compressed-checkpoints"  # the name in deploy/serving/pyproject.toml
 PACKAGES = ("manifests", "pipeline", "stores", "workers")
 SERVING = ROOT / "deploy" / "serving"  # the folder of the package `lamina` in a checkout
-MARK = 'PROJECT = "Lamina"'  # in the `__init__.py` of each
-SERVED = {"lamina": "modeling_lamina.py"}  # recognised by a file, as it also installs by itself
+MARK = 'PROJECT = "Lamina"'  # a line in the `__init__.py` of each package
+SERVED = {"lamina": "modeling_lamina.py"}  # recognised by a file, because it also has a distribution of its own
 
 
 def prepare_process() -> None:

@@ -1,6 +1,6 @@
-"""Stored tensors that hold several matrices or biases: the place of each inside of the whole.
+"""Fused tensors: stored tensors that hold several matrices or biases, and the place of each part.
 
-`stores` reads parts in place of the whole, exports write the whole from its parts.
+`stores` reads the parts; exports write the fused tensor from its parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Limits oneDNN on a processor that promises AMX and cannot do it.
+"""Limits oneDNN on a processor that announces AMX but lacks it.
 
-Some virtual machines name AMX among the processor's flags but have no tiles. oneDNN believes the flag, and the first
-half precision product ends the process by SIGILL.
+Some virtual machines list AMX among the processor's flags but have no tiles. oneDNN relies on the flag, and the first
+product in half precision ends the process by SIGILL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 
 
 def limit_onednn() -> None:
-    """Set `ONEDNN_MAX_CPU_ISA` if the processor promises AMX and a product with it fails; a value of the user stays.
+    """Set `ONEDNN_MAX_CPU_ISA` if the processor announces AMX and a product with it fails. A value set by the user
+    stays.
 
     A child process tries the product once for each boot of the machine. The temporary folder keeps the answer.
     """

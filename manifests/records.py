@@ -94,7 +94,7 @@ class ArrayRecord(Record):
 
 
 class CountedRecord(ArrayRecord):
-    """A summed moment of a point that only `tokens` of the calibration tokens passed, perhaps none."""
+    """A summed moment of a point that only `tokens` of the calibration tokens passed. This may be 0."""
 
     tokens: NonNegativeInt
 
@@ -142,12 +142,12 @@ class StagedRecord(ShardRecord):
     path: Annotated[str, Field(pattern=r"^staged/layer-\d{5,}\.[0-9a-f]{32}\.safetensors$")]
 
 
-LevelKind = Literal["uniform", "normal", "learned"]  # what codes of few bits stand for
+LevelKind = Literal["uniform", "normal", "learned"]  # the meaning of codes: themselves, or indices of a table
 
 
 class Scheme(Record):
-    """The rounding of a matrix: bits of a code, columns that share a scale (None: the whole row), and what codes stand
-    for: themselves (`uniform`), or levels in a stored table."""
+    """The rounding of a matrix: bits of a code, columns that share a scale (None: the whole row), and the meaning of
+    codes: themselves (`uniform`), or indices of a stored table."""
 
     bits: Annotated[int, Field(ge=2, le=8)]
     group: PositiveInt | None

@@ -1,4 +1,4 @@
-"""`python -m pipeline.init MODEL --text FILE…`: writes a manifest for a model, and says what its job costs."""
+"""`python -m pipeline.init MODEL --text FILE…`: writes a manifest for a model, and prints the cost of its job."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _is_model(place: str) -> bool:
 
 
 def _show_model(model: str) -> int:
-    """Print what a model is. Raises InputError, which describes it, for one of an unknown family."""
+    """Print a description of a model. Raises InputError, also with a description, for an unknown family."""
     from pipeline.inputs.sources import describe_model  # slow import
 
     print(describe_model(model))

@@ -211,7 +211,8 @@ class ArrayReader:
             raise self._corrupt("", f"{stored}, its record says {self.shape}, {self.chunks}, {record.dtype}")
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows start to stop of the first axis, on the CPU. Raises as `select`, and ValueError (bounds)."""
+        """Return rows start to stop of the first axis, on the CPU. Raises the errors of `select`, and ValueError
+        (bounds)."""
         if not 0 <= start < stop <= self.shape[0]:
             raise ValueError(f"rows {start} to {stop} of {self.shape[0]}")
         return self.select((slice(start, stop), *map(slice, self.shape[1:])))

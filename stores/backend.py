@@ -40,7 +40,7 @@ class Appender(Protocol):
         ...
 
     def close(self) -> object:
-        """Publishes all of the text. Raises as `write` does."""
+        """Publishes all of the text. Raises the errors of `write`."""
         ...
 
 
@@ -140,7 +140,8 @@ class Storage(ABC):
 
     @abstractmethod
     def stamp(self, name: str) -> Mapping[str, int | str]:
-        """Return `size` and other metadata that changes when the bytes do, without reading them. Raises as `read`."""
+        """Return `size` and other metadata that changes when the bytes do, without reading them. Raises the errors of
+        `read`."""
 
     @abstractmethod
     def modified_times(self, folder: str = "") -> Mapping[str, float]:
@@ -169,7 +170,7 @@ class Storage(ABC):
     def at(self, name: str = "") -> str:
         """The full address of a name, for messages."""
 
-    # The rest follows from these; a storage overrides what it can do better.
+    # The other methods are built on these. A storage overrides those that it can do better.
 
     def replace(self, name: str, data: bytes) -> None:
         """Writes under a name, replacing its bytes."""
@@ -185,7 +186,7 @@ class Storage(ABC):
         return
 
     def size(self, name: str) -> int:
-        """The number of bytes. Raises as `read` does."""
+        """The number of bytes. Raises the errors of `read`."""
         return int(self.stamp(name)["size"])
 
     @contextmanager
@@ -219,7 +220,7 @@ class Storage(ABC):
         return [name.removeprefix(start) for name in self.names(folder)]
 
     def read_whole(self, name: str, limit_bytes: int) -> bytes:
-        """Return the bytes of a small name. Raises as `read` does, and ValueError beyond `limit_bytes`."""
+        """Return the bytes of a small name. Raises the errors of `read`, and ValueError beyond `limit_bytes`."""
         if (size := self.size(name)) > limit_bytes:
             raise ValueError(f"{size:,} bytes, more than {limit_bytes:,}")
         return self.read(name, end=limit_bytes)
@@ -244,12 +245,12 @@ class Storage(ABC):
         """Removes temporary files and empty folders that killed writers left, and makes published files durable.
         Returns the number of files removed.
 
-        `below`: in all folders; else at the top only. Call it only while nobody writes.
+        `below`: in all folders; else at the top only. Call it only while no process writes.
         """
         return 0
 
     def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
-        """As `copy`, in the cheapest way: both names may share one file afterwards, so neither may be edited."""
+        """Copies a name in the cheapest way. Both names may share one file afterwards, so neither may be edited."""
         self.copy(name, source, source_name)
 
     def copy(self, name: str, source: Storage, source_name: str) -> None:
@@ -288,7 +289,8 @@ class Storage(ABC):
 
     @property
     def folder(self) -> str | None:
-        """The directory of this machine with these files, for libraries that read nothing else; None: there is none."""
+        """The directory of this machine with these files, for libraries that only read directories; None if there is
+        none."""
         return None
 
     @property

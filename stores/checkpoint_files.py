@@ -27,7 +27,7 @@ def raise_faults(what: str, faults: Sequence[str]) -> None:
 
 
 def read_object(storage: Storage, name: str, faults: list[str]) -> dict[str, Any]:
-    """Return the object of a JSON file; add what is wrong with it to `faults`, and return an empty object then."""
+    """Return the object of a JSON file. If it is damaged, add the faults to `faults` and return an empty object."""
     path = storage.at(name)
     if not storage.has(name):
         faults.append(f"{path}: missing; the directory of a transformers model has it")

@@ -178,7 +178,7 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def _rename_to_unused(temporary: Path, path: Path) -> bool:
-    """As `_link` without hard links: the process that creates the empty file may rename over it."""
+    """Do what `_link` does, without hard links: the process that creates the empty file may rename over it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
@@ -206,7 +206,7 @@ def is_hidden(name: str) -> bool:
 def sweep_partials(directory: str | Path, below: bool = True) -> int:
     """Removes our temporary files in a directory, and in those `below` it; returns their number.
 
-    Call it only while nobody writes. Raises StorageError.
+    Call it only while no process writes. Raises StorageError.
     """
     removed = 0
     with storage_errors("sweeping", directory):

@@ -1,4 +1,4 @@
-"""Finds the weights that a checkpoint stores in formats of other tools, and describes how they are decoded.
+"""Detects weights that a checkpoint stores in formats of other tools, and decodes them.
 
 docs/formats.md#stored-formats. `lamina.stored_lamina` has the formats; `SourceCheckpoint.read` decodes.
 """
@@ -33,7 +33,7 @@ def known_formats() -> str:
 
 
 def stored_weights(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, TensorRecord], list[str]]:
-    """Return the tensors with each stored weight in place of its parts, and what is wrong with them.
+    """Return the tensors with each stored weight in place of its parts, and a list of faults.
 
     `config`: config.json of a source. Raises InputError for a method of quantization that is not known.
     """
@@ -166,8 +166,8 @@ def keeps(record: TensorRecord) -> bool:
 
 
 def holds_parts(record: TensorRecord, tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if tensors hold the parts of a weight as the record describes them; codes of ours have a table, other
-    shapes, or mean the same."""
+    """Return True if tensors hold the parts of a weight as described in the record. Lamina's own codes have a table or
+    other shapes, unless they mean the same."""
     if f"{record.name.removesuffix(WEIGHT)}.weight_levels" in tensors:
         return False
     present = ((at, tensors.get(at.name)) for at in record.stored)
@@ -245,8 +245,8 @@ def _cut_rows(record: TensorRecord, begin: int, end: int) -> dict[str, TensorRec
 
 
 def _row_steps(form: StoredFormat) -> dict[str, int]:
-    """Return how many rows of a weight a row of each part stands for; a part that is missing is whole. Empty for
-    formats that are not stored by rows."""
+    """Return the number of rows of a weight for each row of a part. Missing parts are not cut. Empty for formats that
+    are not stored by rows."""
     if form.kind in ("gptq", "awq"):
         return {}
     codes = dict.fromkeys(("weight", "weight_packed", "blocks", "scales"), 1)
@@ -302,7 +302,8 @@ def _kind(layout: Any, weights: Mapping[str, Any]) -> str:
 
 
 def _group_of(path: str, groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the group of a config that a module belongs to: one that names it comes before one that names a class."""
+    """Return the group of a config that a module belongs to. A group that names the module comes before one that names
+    its class."""
     matching = [
         (target, group) for group in groups for target in group.get("targets", ()) if _matches(str(target), path)
     ]

@@ -52,7 +52,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class TensorRecord:
     """The location of a tensor: bytes `begin` to `end` of `file`, a name inside the checkpoint.
 
-    `part`: of a tensor that is not all of these bytes, or not in their order.
+    `part`: the part of these bytes that the tensor consists of, if it is not all of them in order.
 
     A weight in a stored format (`stores.formats`) is decoded from its `parts`: `dtype` and `shape` are those of the
     decoded weight, the location is that of its first part.
@@ -70,7 +70,7 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensor, of a weight in a stored format in the files."""
+        """The size of the tensor, or the size in the files of a weight in a stored format."""
         stored = sum(at.num_bytes for _, at in self.parts) if self.parts else self.end - self.begin
         if self.part is None:
             return stored

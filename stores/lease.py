@@ -87,7 +87,7 @@ class Lease(NameLock):
         threading.Thread(target=self._keep_renewing, name=f"lease {name}", daemon=True).start()
 
     def is_ours(self) -> bool:
-        # A renewal succeeds for the owner only. It raises where the bucket does not answer and it may still be ours.
+        # Only the owner's renewal succeeds. It raises if the bucket does not answer and the lease may still be ours.
         return not self._ended.is_set() and self._renew()
 
     def fence(self) -> int | None:

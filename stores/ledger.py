@@ -52,7 +52,7 @@ class Ledger:
         self.lock = lock
         self.guard: Callable[[], None] = lambda: None  # called before each commit, which fails if it raises
         self._entries: dict[str, dict[str, Any] | None] = {}  # by name; None: damaged
-        self._written: dict[str, bytes] = {}  # by name: committed here and not read yet
+        self._written: dict[str, bytes] = {}  # by name: committed by this process, not read yet
         self._listed: tuple[str, Listing] | None = None  # the lock's owner, and the entries it listed
 
     def commit(self, key: Key[E], record: E) -> None:

@@ -101,7 +101,7 @@ def copy_companions(
     Without `code`, settings lose their `auto_map`, which names Python classes: OUTPUT is loaded with
     `trust_remote_code`, which is meant for our own files. `tokenizer`: the class to name in the tokenizer's settings.
 
-    Raises InputError as `companions` does, and StorageError.
+    Raises the InputErrors of `companions`, and StorageError.
     """
     names = [name for name in companions(source, code) if name not in ours]
     for name in names:

@@ -83,7 +83,7 @@ class SourceCheckpoint:
         return {part.name: record for record in self.tensors.values() if keeps(record) for part in record.stored}
 
     def stored_bytes(self) -> dict[str, tuple[int, bool]]:
-        """Return the bytes of each weight in a stored format, and whether a Lamina checkpoint may keep that."""
+        """Return the bytes of each weight in a stored format, and True if a Lamina checkpoint may keep the format."""
         return {name: (record.num_bytes, keeps(record)) for name, record in self.tensors.items() if record.parts}
 
     @property
@@ -105,8 +105,8 @@ class SourceCheckpoint:
     def with_weights(self, modules: Mapping[str, StoredFormat] | None = None) -> SourceCheckpoint:
         """Return the checkpoint with weights in place of the tensors that they are stored in; no bytes are read.
 
-        `modules`: the format of each module; None: as `quantization_config` of a source says. Raises InputError for an
-        unknown format, and for tensors that do not fit theirs.
+        `modules`: the format of each module; None: the formats in a source's `quantization_config`. Raises InputError
+        for an unknown format, and for tensors that do not fit theirs.
         """
         with_weights = (
             stored_weights(self.config, self.tensors) if modules is None else with_formats(modules, self.tensors)
@@ -166,7 +166,7 @@ class SourceCheckpoint:
         return {name: tensors[name] for name in names}
 
     def read_kept(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return as `read` does, but weights that a Lamina checkpoint keeps in their format as their parts."""
+        """Return the results of `read`, but the parts of weights that a Lamina checkpoint keeps in their format."""
         names = list(names)
         kept = {part for name in names if keeps(self._record(name)) for part in self.tensors[name].stored}
         tensors = {record.name: tensor for record, tensor in self._read(kept).items()}
@@ -193,7 +193,7 @@ class SourceCheckpoint:
         return tensors
 
     def copy_bytes(self, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-        """Yield the bytes of a tensor of the files as they are there, in pieces. Raises as `read` does."""
+        """Yield the bytes of a tensor of the files as they are there, in pieces. Raises the errors of `read`."""
         record, num_bytes = self._stored_record(name), 0
         if record.part is not None:
             yield self.read([name])[name].flatten().view(torch.uint8).numpy().tobytes()
@@ -207,7 +207,8 @@ class SourceCheckpoint:
             raise short_read(record, num_bytes)
 
     def equal(self, one: str, other: str) -> bool:
-        """True if two tensors have the same dtype, shape and bytes; reads both in pieces. Raises as `read` does."""
+        """True if two tensors have the same dtype, shape and bytes; reads both in pieces. Raises the errors of
+        `read`."""
         first, second = self._record(one), self._record(other)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False

@@ -52,7 +52,7 @@ def open_storage(place: Place) -> Storage:
 
 
 def open_file(file: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return the storage that holds a file, and its name there. Raises InputError as `open_storage` does."""
+    """Return the storage that holds a file, and its name there. Raises the InputErrors of `open_storage`."""
     folder, name = os.path.split(os.fspath(file))
     return open_storage(folder), name
 

@@ -44,7 +44,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrites links between files of the repository, and the path behind a code block's language."""
+    """Rewrites links between files of the repository, and the path after a code block's language."""
     own = page.file.src_uri
     source = next((path for path, name in OUTSIDE.items() if name == own), f"docs/{own}")
     linked = LINK.sub(lambda match: match[1] + _on_the_site(match[2], source, own) + match[3], markdown)
@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _on_the_site(target: str, source: str, own: str) -> str:
-    """A link of the repository's file `source`, as the page `own` says it."""
+    """Return the link to the repository's file `source` from the page `own`."""
     path, mark, anchor = target.partition("#")
     if not path:
         return target

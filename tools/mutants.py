@@ -48,7 +48,7 @@ def patterns(modules: Sequence[str], tenths: int) -> list[str]:
 
 
 def table(mutants: Mapping[str, Mapping[str, int | None]]) -> Table:
-    """Return the table of mutants by module; a mutant that never ends counts as killed."""
+    """Return the table of mutants by module. A mutant that does not end counts as killed."""
     shown = Table("module", "mutants", "tried", "killed", "timed out", "survived", "no test", "killed / tried")
     total: Counter[str] = Counter()
     for module, codes in mutants.items():

@@ -64,7 +64,7 @@ class StreamedGradients:
         """Yield the gradients (S, D) at the layer's inputs, one of each sample.
 
         `hidden`: the layer's inputs (S, D) of each sample. `gradient_of`: as in `workers.backward`; with
-        `reads_output`, from the values of the layer's output. Raises as `DifferentiableLayer.pull_back`.
+        `reads_output`, from the values of the layer's output. Raises the errors of `DifferentiableLayer.pull_back`.
         """
         samples = self._begun([each.detach().to(residual_dtype(self.layer.dtype)) for each in hidden])
         outputs = self._outputs(samples) if reads_output or self.module.has_role("mlp_out_norm") else None

@@ -117,7 +117,7 @@ def index_arguments(compression: Mapping[str, Any]) -> tuple[dict[str, str], int
 
 
 def shard_record(file: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> ShardRecord:
-    """Return the ledger's form of what the compression record says of a shard and its tensors."""
+    """Return a shard and its tensors, as in the compression record, in the form of the ledger."""
     described = {
         name: TensorDescription(dtype=entry["dtype"], shape=tuple(entry["shape"]), sha256=entry["sha256"])
         for name, entry in tensors.items()

@@ -98,7 +98,7 @@ class _ProductCounter(TorchDispatchMode):
         self.start = self.number
 
     def repeat(self, times: int, *_: Any) -> None:
-        """Count the products since `begin` so many times in all. A forward hook, but for `times`."""
+        """Count the products since `begin` `times` times. Without `times`, this is a forward hook."""
         self.number += (times - 1) * (self.number - self.start)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

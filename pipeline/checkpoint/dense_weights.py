@@ -1,4 +1,4 @@
-"""The dense weights that a compressed layer stands for, whatever its forms.
+"""Rebuilds the dense weights of a compressed layer from any of its forms.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, w width of a value head, N MLP width.
 """
@@ -16,7 +16,7 @@ from manifests.errors import InputError
 from pipeline.families.blocks import AttentionBlock, Copied, Latent, LatentAttentionBlock, MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 
-ROUNDINGS = 64  # units of rounding of the stored numbers, up to which a difference counts as none
+ROUNDINGS = 64  # differences of up to so many units of rounding of the stored numbers count as zero
 
 
 @torch.inference_mode()
@@ -103,7 +103,7 @@ def _copied(layer: DecoderLayer, copied: Copied, attention: LatentAttentionBlock
 
 
 def pad_latent(weights: dict[str, Tensor], latent: Latent, width: int) -> dict[str, Tensor]:
-    """Return the weights with a latent padded to `width` by numbers of zero, which change nothing that is read of it.
+    """Return the weights with a latent padded to `width` by zeros, which its readers ignore.
 
     A norm divides by the mean square, which they lower: the writer makes up for it, and the norm's weight for that.
     """

@@ -65,8 +65,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
 
-    `multiply_out`: store matrices unrounded whose codes stand for levels in a table, in place of refusing them. `stock`
-    keeps normal levels of 4 bits as NF4 weights of bitsandbytes otherwise.
+    `multiply_out`: store matrices with tables of levels unrounded, instead of refusing them. `stock` keeps normal
+    levels of 4 bits as NF4 weights of bitsandbytes otherwise.
 
     Raises:
         InputError: OUTPUT is no Lamina checkpoint, the destination is not empty or not writable, or the target cannot
@@ -256,7 +256,7 @@ def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
 
 
 def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """Open OUTPUT. Raises InputError if it is no Lamina checkpoint, or if the destination is inside of it."""
+    """Open OUTPUT. Raises InputError if it is not a Lamina checkpoint, or if the destination lies inside it."""
     checkpoint, config = read_checkpoint(open_storage(output).at())
     if config.get("model_type") != "lamina":
         raise InputError(

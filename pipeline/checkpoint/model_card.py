@@ -37,7 +37,8 @@ tags: [lamina, compressed]
 
 
 def _loading(config: Mapping[str, Any]) -> str:
-    """Say how to load the checkpoint: by Lamina's code, or by transformers alone where it is of an ordinary class."""
+    """Explain how to load the checkpoint: by Lamina's code, or by transformers alone if its class is an ordinary
+    one."""
     ordinary = config["model_type"] != "lamina"
     trust = "" if ordinary else ", trust_remote_code=True"
     example = f"""Load it with transformers:
@@ -97,7 +98,7 @@ from {next(even):,} cached tokens on (dense), or from {next(even):,} (compressed
 
 
 def _latents(compression: Mapping[str, Any]) -> str:
-    """Say what latent keys cost and where they are faster. Return an empty string without any."""
+    """Describe the cost of latent keys, and where they are faster. Return an empty string without latent keys."""
     keys = [layer["forms"].get("k", {}) for layer in compression["layers"]]
     if not (ranks := [form["rank"] for form in keys if form.get("form") == "latent"]):
         return ""

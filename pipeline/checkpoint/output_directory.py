@@ -78,7 +78,7 @@ def survey_output(output: Place, ledger: Ledger, fresh: bool = False) -> OutputF
 def claim_files(ledger: Ledger, output: Place, names: Iterable[str], shards: Iterable[StagedRecord]) -> None:
     """Record in the ledger that files of these names in OUTPUT are this job's, before any is written or replaced.
 
-    `shards`: records of some of them. Their sizes tell OUTPUT from a folder that replaces it later.
+    `shards`: records of some of them. Their sizes distinguish OUTPUT from a folder that replaces it later.
     """
     storage, names = open_storage(output), sorted(names)
     sizes = {record.size for record in shards}

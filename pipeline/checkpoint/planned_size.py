@@ -43,7 +43,7 @@ def bounded_plan(inputs: Inputs, size: Size | None = None) -> Plan:
 def planned_size(inputs: Inputs) -> Size | None:
     """Return numbers, before rounding, and bytes of OUTPUT's tensors, or None if ranks or forms depend on the data.
 
-    Raises InputError as `plan_of`.
+    Raises the InputErrors of `plan_of`.
     """
     ranks, claimed = known_ranks(inputs), claimed_tensors(inputs)
     if ranks is None or claimed.keys() & inputs.source.stored_bytes().keys():  # unchanged ones stay in their format

@@ -107,7 +107,8 @@ def with_metadata(card: str, metadata: Mapping[str, Any]) -> str:
 
 
 def _results(evaluation: Mapping[str, Any], text: str) -> Iterator[tuple[str, str, str, float]]:
-    """Yield (data, metric, its name, value) of a summary's scores. The names of the dense model's say so."""
+    """Yield (data, metric, its name, value) of a summary's scores. Names of the dense model's scores contain
+    `dense`."""
     for which, suffix in (("perplexity", ""), ("dense", ", dense model")):
         if evaluation.get(which):
             yield text, *_perplexity(evaluation[which], suffix)

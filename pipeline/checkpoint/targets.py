@@ -1,4 +1,4 @@
-"""The limits of each export target: the command refuses what a target cannot express, and the model card leaves it out.
+"""The limits of each export target. The command refuses models that a target cannot express; the card omits the target.
 
 `dense` and `stock` write a config.json of the source's family, which is read back and compared
 (`pipeline.families.source_config`). A GGUF file has the fields that llama.cpp's architectures read, `llama` and
@@ -42,7 +42,7 @@ Rule = Callable[[LayersConfig], str | None]
 def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool = False) -> list[str]:
     """Return everything in a checkpoint with this config.json that the target cannot express.
 
-    `multiply_out`: weights whose codes stand for levels in a table may be multiplied out.
+    `multiply_out`: allow multiplying out weights with tables of levels.
     """
     config = counted(config)
     described = LayersConfig(**config)

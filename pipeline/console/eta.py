@@ -86,7 +86,7 @@ class Eta:
         self.part = 1.0 if layers is None else layers / of
 
     def end(self, seconds: float) -> None:
-        """Notes that the running phase ends after so many seconds."""
+        """Records the duration of the phase that ends."""
         if self.at is not None:
             self.measured = self._with(seconds, 1.0)
             self.at = None
@@ -94,7 +94,7 @@ class Eta:
     def left(self, spent: float, share: float) -> float | None:
         """Returns the seconds to the end of the job, when a `share` of the running phase is done after `spent` seconds.
 
-        None if it cannot be estimated: the phase was not planned, or none of it is done.
+        None if there is no estimate: the phase was not planned, or none of it is done.
         """
         if self.at is None or share <= 0:
             return None

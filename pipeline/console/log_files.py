@@ -111,7 +111,7 @@ def open_log(directory: Place, run: str, state: Callable[[], Mapping[str, Any]])
     RAY.propagate = False
     RAY.handlers = [_LogFile(storage.at(f"{name}.ray.txt"), _LazyFile(storage, f"{name}.ray.txt"))]
     RAY.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    STORES.handlers = [*handlers, logging.StreamHandler()]  # damaged entries, a lock taken over
+    STORES.handlers = [*handlers, logging.StreamHandler()]  # messages about damaged entries and dead lock owners
     return storage.at(f"{name}.log")
 
 

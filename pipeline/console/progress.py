@@ -102,7 +102,7 @@ class JobObserver:
             self._update()
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
-        """Reports a committed layer, or one that is done, if nothing of it is kept."""
+        """Reports a layer as committed, or as done if nothing of it is stored."""
         groups, experts = split_experts(summary)
         lines = [f"{group}: {_group_figures(report)}" for group, report in groups.items()]
         lines += [f"experts: {_expert_figures(experts)}"] if experts else []

@@ -67,7 +67,7 @@ def measure_perplexity(
 
     Args:
         start: called once model and text are checked, before any worker is started.
-        limit: score only the first so many windows.
+        limit: the number of windows to score, from the first on.
         trust_remote_code: run Python of the checkpoint as its tokenizer.
 
     Raises:
@@ -127,7 +127,7 @@ def _score(
 
 
 def perplexity_figures(scored: Scored, windows: int, window: int) -> dict[str, Any]:
-    """Return the score of so many windows as JSON."""
+    """Return the score of a number of windows as JSON."""
     loss = scored.loss / scored.tokens
     figures = {"perplexity": json_perplexity(loss), "loss": loss}
     return {**figures, "tokens": scored.tokens, "windows": windows, "window": window}

@@ -41,7 +41,7 @@ def score_tasks(
         tasks: names of lm-eval's tasks and groups, or YAML files of one task each.
         field: the name of the tasks' option or manifest field, for errors.
         dtype: the name of the forward pass's dtype; auto: as stored.
-        limit: score the first so many documents of each task; None: all.
+        limit: the number of documents to score for each task, from the first on; None: all.
         trust_remote_code: run Python of the checkpoint as its tokenizer; never as the model's class.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The blocks of a decoder layer as data: the matrices of each, what every matrix reads and what it feeds. No weights.
+"""The blocks of a decoder layer as data: their matrices, with the point that each reads and feeds. No weights.
 
 A *point* names values that pass through a layer: `attention.in`, `o.in`, `mlp.in` and `down.in` are what matrices read;
 `mid` and `out` are the residual stream after attention and after the layer.
@@ -89,7 +89,7 @@ class Block:
     Attributes:
         name: unique in the layer.
         reader_group: the name of the readers as one group of matrices; `writer_group`: that of the writer.
-        stream: the residual stream behind the block.
+        stream: the residual stream after the block.
         out_norm: the role of the norm of the block's output, which few families have.
     """
 
@@ -207,7 +207,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class LatentAttentionBlock(Block):
-    """Multi-head latent attention: keys and values are read from one latent of a token, queries perhaps from another.
+    """Multi-head latent attention: keys and values are computed from one latent of a token; queries may have another.
 
     Matrices between the readers of the block's input and its writer read the latents.
 
@@ -268,11 +268,11 @@ class MLPBlock(Block):
 
     @property
     def passing(self) -> str:
-        """Return the point of the values of all tokens, of which the block reads some, perhaps weighed."""
+        """Return the point with the values of all tokens. The block reads some of these tokens, perhaps weighted."""
         return self.weighed or self.input
 
     def numbers(self, width: float) -> float:
-        """Count the numbers, biases included, that the block stores with so many channels."""
+        """Count the numbers, including biases, that the block stores with `width` channels."""
         channel = sum(matrix.inputs + matrix.bias for matrix in self.readers) + self.writer.outputs
         return channel * width + self.writer.biases
 
@@ -287,8 +287,8 @@ class Copied:
     """Tensors of a layer that no method changes.
 
     Attributes:
-        shapes: the end of a tensor's name, behind the module's path -> shape.
-        reads: the point whose values the module sees; empty where it sees none.
+        shapes: the end of a tensor's name, after the module's path -> shape.
+        reads: the point whose values the module reads; empty if there is none.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""Command-R: attention and a gated MLP in parallel behind one LayerNorm without bias; scaled logits."""
+"""Command-R: attention and a gated MLP in parallel after one LayerNorm without bias; scaled logits."""
 
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.llama import ATTENTION_BIAS, BLOCK, MODULES

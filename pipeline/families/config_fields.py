@@ -75,7 +75,7 @@ def standard_fields(family: Family) -> dict[str, str]:
 def kept_fields(family: Family) -> dict[str, str]:
     """Map each kept field, by the family's own name, to the standard field that holds it.
 
-    A field that says the kind of layers (`kind`) follows from all of them.
+    A field with the kind of layers (`kind`) follows from all of them.
     """
     biases = [name for name in family.block["biases"].values() if isinstance(name, str)]
     in_block = [*biases, *family.optional.values(), *family.settings.values()]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import transformers  # its activations, slow to import, are looked up where they are used
+import transformers  # its activations are slow to import, and are looked up at their use
 
 from manifests.errors import InputError
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, with R1 and Kimi-K2: mixtures of experts behind latent attention."""
+"""DeepSeek-V3, R1 and Kimi-K2: latent attention and mixtures of experts."""
 
 from typing import Any
 

@@ -72,7 +72,7 @@ def _faults(fields: Mapping[str, Any]) -> list[str]:
 
 
 def indexed_family(model_type: str) -> Family:
-    """Return a family of V3's mixtures behind latent attention with an indexer."""
+    """Return a family with V3's mixtures and latent attention with an indexer."""
     mixture = deepseek_v3.FAMILY.mixture
     assert isinstance(mixture, MixtureFamily)
     return replace(

@@ -34,9 +34,9 @@ class Family:
         unread: config field -> why it changes no logits. `config_fields` has those of all families.
         unlisted: fields that the family's model in transformers reads though its config class does not list them.
         mixture: the mixtures of experts of its layers; None for a family of dense MLPs.
-        foreign: its attention, where Lamina runs transformers' module and compresses nothing of it.
-        further_layers: the checkpoints on the hub may hold layers behind the last that predict further tokens.
-        rotary_field: the config field that says the rotation.
+        foreign: the attention that Lamina runs by transformers' module and does not compress.
+        further_layers: checkpoints on the hub may hold extra layers after the last, which predict further tokens.
+        rotary_field: the config field of the rotation.
         partial_rotary: the family's model obeys `partial_rotary_factor`.
         variants: the kinds of layers of a family that has several.
         other_names: module path in the layers of some files -> its path in those of the family.

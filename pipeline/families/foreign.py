@@ -42,7 +42,7 @@ class ForeignFamily:
     Attributes:
         model_type: the family's in transformers.
         block: (fields, hidden, heads, roles with a bias) -> the block of a layer.
-        rotary_width: the field that holds the width of the rotation; empty where it is the width of heads.
+        rotary_width: the field with the width of the rotation; empty if that is the width of heads.
         check: fields -> faults.
         layers: of a hybrid, layer type -> the block of such a layer, from the fields of `standard` and `foreign`.
     """
@@ -98,7 +98,7 @@ LATENT_BIASES = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "o_proj"), "att
 
 
 def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased: Collection[str]) -> ForeignBlock:
-    """Return multi-head latent attention: keys and values from one latent per token, queries perhaps from another."""
+    """Return multi-head latent attention: keys and values from one latent per token; queries may have another."""
     latent, nope, rope, value = (fields[name] for name in LATENT_SIZES)
     query, rank = heads * (nope + rope), fields["q_lora_rank"]
     shapes: dict[str, tuple[int, ...]] = {"q_proj": (query, hidden)}

@@ -17,7 +17,7 @@ class Geometry:
         outer: (name, shape) of every tensor outside of the layers.
         outer_bits: name -> bits of a number, for outer tensors in another dtype than the layers.
         outer_bytes: name -> bytes in the source, for outer weights that it stores in a format.
-        latent_faults: what DeepSeek's class with latent attention and dense MLPs cannot say of the model.
+        latent_faults: the properties of the model that DeepSeek's class with latent attention and dense MLPs lacks.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""GPT-J: attention and MLP in parallel behind one LayerNorm, interleaved partial rotation, biases in the MLP."""
+"""GPT-J: attention and MLP in parallel after one LayerNorm, interleaved partial rotation, biases in the MLP."""
 
 from pipeline.families.family import TRAINING, Family
 

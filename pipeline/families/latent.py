@@ -30,7 +30,7 @@ DIFFERENCES = {
 
 
 def latent_faults(standard: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what DeepSeek's class with latent attention and dense MLPs cannot say of a model; empty if it can."""
+    """Return the properties of a model that DeepSeek's class with latent attention and dense MLPs cannot express."""
     return tuple(dict.fromkeys(_faults(standard))) or tuple(_name_faults(standard["block"]))
 
 

@@ -39,7 +39,7 @@ class LayerGeometry:
     Attributes:
         index: the number of the layer, from 0.
         prefix: the prefix of the names of its tensors, with the trailing dot.
-        blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass; perhaps one of both.
+        blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass; a layer may lack one.
         foreign: attention that transformers runs, which is none of the blocks.
         routing: the fields of the rule of its router, by the names of the standard config's `mixture`, and `top_k`.
         copied: further tensors, which no method changes: those of a router and of foreign attention.
@@ -48,7 +48,7 @@ class LayerGeometry:
         own_bits: `role.weight` or `role.bias` -> bits of a number, for tensors that are stored in another dtype.
         own_bytes: `role.weight`, its bytes in the source, and whether it may stay so, for weights in a stored format.
         outer: role -> module path and shape of the matrices outside of the layers that go with this one: `embed` with
-            the first, `head` with the last. They are part of the layer only where they are asked for.
+            the first, `head` with the last. They are part of the layer only on request.
         frequencies: the angle per position of each pair of a head's dimensions; only where `latent_faults` is empty.
     """
 
@@ -112,7 +112,7 @@ class LayerGeometry:
 
     @property
     def score_roles(self) -> tuple[str, ...]:
-        """Return the roles whose outputs make attention scores; behind norms of heads, those of the norms."""
+        """Return the roles whose outputs enter attention scores: q and k, or the norms of their heads."""
         if self.foreign:
             return self.foreign.scores
         roles = (matrix.role for block in self.attentions for matrix in block.query_key)
@@ -288,7 +288,7 @@ class LayerGeometry:
         }
 
     def _in_order(self, roles: Collection[str]) -> list[str]:
-        """Return some roles of the layer in the family's order, those outside of it last."""
+        """Return some roles of the layer in the family's order; roles outside of the layer come last."""
         return sorted({role for role in roles if role in self._places}, key=self._places.__getitem__)
 
     @cached_property
@@ -309,7 +309,7 @@ class LayerGeometry:
         return dict(self.own_bits)
 
     def held_roles(self, experts: int) -> tuple[str, ...]:
-        """Return the roles that are held at a time where a worker holds so many of a layer's experts."""
+        """Return the roles that a worker holds at a time if it holds `experts` of a layer's experts."""
         routed = [block for block in self.mlps if block.roles[0] in self.routed_roles]
         passing = {role for block in routed[experts:] for role in block.roles}
         return tuple(role for role in self.roles if role not in passing)

@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, rotary halves, gated MLP; biases where the config asks for them."""
+"""Llama: RMSNorm, rotary halves, gated MLP; optional biases."""
 
 from typing import Any
 

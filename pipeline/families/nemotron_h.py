@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer is one block behind a norm: Mamba 2, attention, an MLP, or a mixture of experts.
+"""Nemotron-H: each layer is one block after a norm: Mamba 2, attention, an MLP, or a mixture of experts.
 
 Mamba 2 (arXiv 2405.21060) and attention, which rotates nothing, are copied, and transformers' own modules run them.
 """

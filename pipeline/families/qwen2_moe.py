@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with a mixture of experts in some layers, and a shared expert behind a gate."""
+"""Qwen2-MoE: Qwen2 with a mixture of experts in some layers, and a gated shared expert."""
 
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.llama import BLOCK

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import transformers  # its Auto classes and activations, slow to import, are looked up where they are used
+import transformers  # its Auto classes and activations are slow to import, and are looked up at their use
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
@@ -176,7 +176,7 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def family_names(standard: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Map stored names of a source's tensors to those of its family, where they differ."""
+    """Map stored names of a source's tensors to the names of its family, if they differ."""
     others, block = FAMILIES[standard["source_model_type"]].other_names, standard["block"]
     inside = re.compile(rf"({re.escape(block['layers'])}\.\d+)\.(.+)\.(\w+)")
     matches = [(name, match) for name in names if others and (match := inside.fullmatch(name)) and match[2] in others]
@@ -346,14 +346,14 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
 
 
 def _head_dim(family: Family, source: PreTrainedConfig) -> int | None:
-    """Return the config's `head_dim`; None where it is missing or the family's model does not read it."""
+    """Return the config's `head_dim`; None if it is missing or the family's model does not read it."""
     return getattr(source, "head_dim", None) if "head_dim" in kept_fields(family) else None
 
 
 def _layer_sizes(
     family: Family, source: PreTrainedConfig, by_layer: Any, standard: Mapping[str, Any]
 ) -> list[dict[str, int]]:
-    """Return each layer's differing sizes under standard names; an empty list where all layers are alike."""
+    """Return each layer's differing sizes under standard names; an empty list if all layers are equal."""
     count = source.num_hidden_layers
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
         raise InputError(f"config.json: {BY_LAYER}: {by_layer!r:.80} is no mapping of layers to their fields")

@@ -23,7 +23,7 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the config.json of the dense model with this standard config.
 
     Raises:
-        InputError: the family's config cannot say all of it.
+        InputError: the family's config cannot express the model.
     """
     kind = standard["source_model_type"]
     if standard.get("layer_sizes"):
@@ -43,7 +43,8 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def _config_of(
     standard: Mapping[str, Any], dtype: str, family: Family, own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config.json with the fields of one kind of the family's layers, and what it would say otherwise."""
+    """Return the config.json with the fields of one kind of the family's layers, and the properties that it
+    misstates."""
     kind = family.model_type
     fields = {**{name: standard[other] for name, other in standard_fields(family).items()}, **own}
     if family.rotary_field == "rotary_dim":

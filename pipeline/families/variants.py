@@ -23,7 +23,7 @@ class Variant:
 
     @property
     def written(self) -> dict[str, Any]:
-        """Return the fields that say this kind."""
+        """Return the fields that select this kind."""
         return {name: value[0] if isinstance(value, tuple) else value for name, value in self.when.items()}
 
     def fits(self, source: Any) -> bool:

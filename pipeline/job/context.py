@@ -49,7 +49,7 @@ class JobContext:
     Attributes:
         tokens: calibration token ids (samples, sequence); None for a data-free job.
         held_out: token ids (windows, sequence) of the same texts beyond the samples; None if there are none.
-        evaluation: token ids (windows, window) that OUTPUT is scored on; None: no perplexity is asked for.
+        evaluation: token ids (windows, window) on which OUTPUT is scored; None without an evaluation of perplexity.
         source_files: the files that the job reads, by name.
         locks: of the run directory and of OUTPUT, held.
         output_files: the files of OUTPUT at the start.
@@ -262,7 +262,7 @@ def begin(job: JobContext, finished: bool) -> None:
     if not job.fingerprint_check.reuses_entries:
         check_ledger(job)
     replaceable = frozenset() if finished else job.output_files.replaceable()
-    if replaceable:  # with --fresh, the ledger no longer says whose they are
+    if replaceable:  # with --fresh, the ledger no longer lists them
         claim_files(job.ledger, open_storage(job.manifest.output), replaceable, ())
     job.run_dir.storage.replace(MANIFEST, dump_manifest(job.manifest).encode())
     if not finished:

@@ -25,7 +25,7 @@ LAST_BEAT_SECONDS = 10.0  # the longest wait of a job's end for a beat that hang
 class Heartbeat:
     """Renews locks every few seconds, in a thread of its own, within a `with` block.
 
-    If another process has taken a lock, the job ends: `stop` is set, and leaving the block raises InUseError.
+    If another process acquires a lock, the job ends: `stop` is set, and leaving the block raises InUseError.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Heartbeat:
             _show(pool, self.progress())
 
     def beat(self) -> None:
-        """Renews the locks once. Raises InUseError when another process has taken one, StorageError when nothing can be
+        """Renews the locks once. Raises InUseError if another process has one, StorageError if nothing can be
         written."""
         state, pool = dict(self.progress()), self.pool
         if pool is not None:

@@ -1,4 +1,4 @@
-"""The scores of OUTPUT that the manifest asks for: measured once, and entered in the ledger beside all earlier ones.
+"""The scores of OUTPUT in the manifest's evaluation: measured once, and entered in the ledger beside earlier ones.
 
 A score belongs to a checkpoint (by the seal of its compression record, the source by the digests of its files) and to
 token ids, not to the name of a text file: a changed text is another text.

@@ -1,4 +1,4 @@
-"""The loss that curves predict at a size, beside measured ones, which calibrate it.
+"""The loss that curves predict at a size, and its calibration by measured losses.
 
 docs/methods.md#calibrated-losses.
 """
@@ -39,7 +39,7 @@ def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
 
 
 def predicted_at_ranks(job: JobContext) -> float | None:
-    """Returns the predicted loss at the chosen ranks, nats per token; None if not every task has a curve of it."""
+    """Returns the predicted loss at the chosen ranks, in nats per token; None unless every task has a curve."""
     spec, calibration, ranks = driver_job(job.inputs), job.manifest.calibration, job.ledger.get(RANKS)
     if ranks is None or calibration is None or calibration.gradient.kind == "local":
         return None

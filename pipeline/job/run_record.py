@@ -22,7 +22,7 @@ LOG = logging.getLogger("lamina")
 
 @contextmanager
 def recorded(job: JobContext) -> Iterator[None]:
-    """Opens the log of this run. Records how the block ends, unless another process has taken RUN_DIR meanwhile."""
+    """Opens the log of this run. Records how the block ends, unless another process uses RUN_DIR by then."""
     log = open_log(job.run_dir.logs, job.name, lambda: job.observer.state)
     job.observer.say(f"log: {log}")
     try:

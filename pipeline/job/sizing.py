@@ -1,4 +1,4 @@
-"""The size of a job: a given share, or the smallest one whose loss stays below `budget.max_loss`, to within 0.005.
+"""The size of a job: the manifest's share, or the smallest share with a loss below `budget.max_loss`, to within 0.005.
 
 Curves propose a size, held-out text decides. Each try is solved from the statistics of one dense pass, and entered.
 With `evaluation.calibrate_prediction` a job of a given size first tries two others.
@@ -104,7 +104,7 @@ def _try(job: JobContext, size: int, predicted: float, workers: JobWorkers, limi
 
 
 def _aim(job: JobContext, size: int) -> None:
-    """Enters the size to compress to. Undoes the work at another size first, so that it is not taken for this one's."""
+    """Enters the size to compress to. Undoes the work at another size first, so that the two are not confused."""
     target = job.ledger.get(TARGET)
     if target is None or target.size != size:
         retract_changed(job.ledger, job.ledger.keys(), [TARGET])

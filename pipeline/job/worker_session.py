@@ -72,7 +72,7 @@ class StoreCleaner:
         dropping: Background,
         alone: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`dropping`: the thread that drops arrays. `alone`: returns True if nobody else writes hidden states."""
+        """`dropping`: the thread that drops arrays. `alone`: returns True if no other stream writes hidden states."""
         self.run_dir = run_dir
         self.dropping = dropping
         self.alone = alone
@@ -153,7 +153,7 @@ class JobWorkers:
         """
         claimed = layers_of(job.inputs.tasks)
         for attempt in range(REPAIRS + 1):
-            self.pool.forget()  # hidden states behind layers that are made anew
+            self.pool.forget()  # hidden states of layers that are compressed again
             layers = LayersEntered(job.ledger, job.inputs.geometry.num_layers, claimed)
             scheduler = Scheduler(self.pool, job.observer)
             with LayerChecks(job.ledger, job.run_dir.storage, len(layers)) as checks, Background() as preparing:

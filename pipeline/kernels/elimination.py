@@ -71,7 +71,7 @@ def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor
 
     The refit then costs D N for each removed channel, and the error is the sum over all removals. `felt_DN` (W_down in
     the metric of the loss) replaces W_down in the scores; refit and error are always W_down's. If C is singular, W_down
-    is refitted afterwards (`nystrom_refit`). Raises ValueError as `eliminate`.
+    is refitted afterwards (`nystrom_refit`). Raises the ValueErrors of `eliminate`.
     """
     felt_DN = weight_down_DN if felt_DN is None else felt_DN
     state = _Elimination(moment_NN, felt_DN, weight_down_DN, count, None)

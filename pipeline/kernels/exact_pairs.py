@@ -33,7 +33,8 @@ Rows = tuple[Tensor, Tensor]  # x (..., F) and e (..., D), as many rows of each
 
 
 def choose_pair_grid(values_TF: Tensor, errors_TD: Tensor, rows: int) -> Grid:
-    """Choose the grid (1, F + D) for a sum over `rows` rows by a sample of them. Raises ValueError as `choose_grid`.
+    """Choose the grid (1, F + D) for a sum over `rows` rows by a sample of them. Raises the ValueErrors of
+    `choose_grid`.
 
     x and e each have their own mean, which sets the level of silent channels: errors may be small against x.
     """

@@ -173,7 +173,7 @@ class DiagonalSum:
     def add_(self, *parts_TF: Tensor) -> None:
         """Add the squares of values (..., F), band by band, in float32 or, for float64 values, in float64.
 
-        Raises as `MomentSum.add_`; NaN and infinity are left to `exceeding`.
+        Raises the errors of `MomentSum.add_`; NaN and infinity are left to `exceeding`.
         """
         groups, width = self.grid.exponents.shape
         for part_TF in parts_TF:

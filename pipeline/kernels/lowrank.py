@@ -62,7 +62,7 @@ def input_roots(moment_DD: Tensor, floor: float = FLOOR) -> InputRoots:
     """Compute the roots for `weighting: input`, shared by all matrices that read this input.
 
     Eigenvalues below `floor` x the largest are clipped. The moment is normalised, so that factors keep the weights'
-    scale. Raises ValueError as `symmetric_root`.
+    scale. Raises the ValueErrors of `symmetric_root`.
     """
     require_square("moment", moment_DD)
     require_finite("moment", moment_DD)
@@ -77,7 +77,7 @@ def low_rank(weight_mD: Tensor, rank: int, roots: InputRoots | None = None, bala
     docs/methods.md#lorc: S Wᵀ = U Σ Vᵀ with S = M^{1/2} (the identity without `roots`); first = U_rᵀ S⁻¹, second = V_r
     Σ_r. With `balanced` (#joint-rank-k) √Σ goes into each factor. With `roots` the error is that on inputs of mean
     square 1. At full rank the product is W. Computed in float64; the factors are float64 for a float64 weight, else
-    float32. Raises ValueError as `truncated_svd`, and if the roots do not fit.
+    float32. Raises the ValueErrors of `truncated_svd`, and if the roots do not fit.
     """
     first_rD, seconds, values_n = _factors([weight_mD], rank, roots, balanced)
     return LowRank(first_rD, seconds[0], values_n)
@@ -89,8 +89,8 @@ def joint_low_rank(
     """Factor a stack of weights (m_i, D) into one first (r, D) and a second (m_i, r) each; singular values (n,).
 
     docs/methods.md#joint-rank-k: [W_1; W_2; …] ≈ U_r Σ_r V_rᵀ with √Σ in each factor. A tall stack is never built: its
-    Gram matrix is summed block by block. Raises ValueError as `low_rank`, and if the weights do not share their input
-    width.
+    Gram matrix is summed block by block. Raises the ValueErrors of `low_rank`, and if the weights do not share their
+    input width.
     """
     return _factors(weights, rank, roots, balanced=True)
 

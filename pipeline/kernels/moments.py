@@ -27,7 +27,7 @@ def head_moment(
 
     `values_TF` is (..., F) in any floating type; heads of a group are neighbours. Returns (groups, F/heads, F/heads)
     float64; heads = groups = 1 gives the plain F x F moment as (1, F, F). Products of at most 4096 rows are computed in
-    `product_dtype` (float32 or float64) and summed in float64. Raises ValueError as `add_head_moment_` does.
+    `product_dtype` (float32 or float64) and summed in float64. Raises the ValueErrors of `add_head_moment_`.
     """
     width = values_TF.shape[-1] // heads if heads > 0 and values_TF.ndim else 0
     total_Gdd = torch.zeros(max(groups, 0), width, width, dtype=torch.float64, device=values_TF.device)

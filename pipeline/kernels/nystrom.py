@@ -74,7 +74,7 @@ def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> tuple[Tensor, float
 def select_leverage(moment_NN: Tensor, count: int, ridge: float = 1.0) -> Selection:
     """Select the `count` channels of highest ridge leverage scores; of equal scores the lower index is kept.
 
-    Raises ValueError as `ridge_leverage`, and unless 1 <= count <= N.
+    Raises the ValueErrors of `ridge_leverage`, and unless 1 <= count <= N.
     """
     require_rank("count", count, require_square("moment", moment_NN))
     scores_N, jitter = ridge_leverage(moment_NN, ridge)
@@ -134,7 +134,7 @@ def refit_with_error(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tenso
     """`nystrom_refit` and its `output_error`, with D R² multiplications instead of D N².
 
     With the pull P = W_R C[R,S] and the correction X = P (C[S,S] + jI)⁻¹ of the correlations, the error is
-    tr(W_R C[R,R] W_Rᵀ) − ⟨P, X⟩ − j‖X‖². Raises ValueError as `nystrom_refit`.
+    tr(W_R C[R,R] W_Rᵀ) − ⟨P, X⟩ − j‖X‖². Raises the ValueErrors of `nystrom_refit`.
     """
     refit_Dk, report, regained = _refit(weight_down_DN, moment_NN, indices_k)
     removed_R = complement(indices_k, len(moment_NN))

@@ -93,7 +93,7 @@ def route(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None, ab
 
 
 def removals(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) -> Removals:
-    """Route each token again without each of its experts in turn. Raises ValueError as `route`.
+    """Route each token again without each of its experts in turn. Raises the ValueErrors of `route`.
 
     Tokens that do not choose an expert are left out, although a softmax without normalisation changes their weights a
     little, too.

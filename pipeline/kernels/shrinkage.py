@@ -12,7 +12,7 @@ from pipeline.kernels.checks import require_finite, require_square
 def shrink(sum_GFF: Tensor, square_norms_G: Tensor, sequences: int, tokens: int) -> Tensor:
     """Return the mean per token, shrunk towards its diagonal by `shrink_share`. float64.
 
-    A diagonal moment, (G, F), is only divided. Raises ValueError as `shrink_share`, and unless 1 <= tokens.
+    A diagonal moment, (G, F), is only divided. Raises the ValueErrors of `shrink_share`, and unless 1 <= tokens.
     """
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, not {tokens}")

@@ -100,7 +100,7 @@ def head_pca(moment_Gdd: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the `rank` leading eigenvectors Q̃ (G, d, r) of each head's moment, and all eigenvalues (G, d), descending.
 
     docs/methods.md#value-and-output: W̃_v^g = Q̃ᵀ W_v^g, W̃_o^h = W_o^h Q̃; the squared error Σ‖y − Q̃Q̃ᵀy‖² is the sum
-    of the eigenvalues beyond `rank`. float64. Raises ValueError as `eigh_descending`, and unless 1 <= rank <= d.
+    of the eigenvalues beyond `rank`. float64. Raises the ValueErrors of `eigh_descending`, and unless 1 <= rank <= d.
     """
     require_rank("rank", rank, require_square("moment", moment_Gdd))
     values_Gd, vectors_Gdd = eigh_descending(moment_Gdd)
@@ -140,7 +140,7 @@ def weighted_head_pca(
 def output_gram(weight_DF: Tensor, heads: int, groups: int) -> Tensor:
     """M_g = Σ_{h in g} W_o^hᵀ W_o^h (G, d, d) in float64, from W_o (D, H·d) whose columns are the heads in order.
 
-    Raises ValueError as `head_moment`.
+    Raises the ValueErrors of `head_moment`.
     """
     return head_moment(weight_DF, heads, groups, product_dtype=torch.float64)
 

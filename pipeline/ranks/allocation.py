@@ -39,13 +39,13 @@ class Entry:
 
     Attributes:
         where: names it in messages.
-        dense_numbers: stored by what it claims, uncompressed.
+        dense_numbers: the stored numbers of its claimed matrices when dense.
         keep: a budget of its own, of these numbers.
         fixed: its targets at ratio 1 are its ranks; no budget applies.
         variables: the ranks to choose; the group of each is the key of its task.
         targets: common ratio -> the real-valued rank of every variable.
-        prediction: given, ranks follow predicted loss, and there are no variables.
-        followers: task -> the tasks that get its ranks, where they are chosen for several at once.
+        prediction: the curves, if ranks follow predicted loss. There are then no variables.
+        followers: task -> the tasks that get its ranks, if ranks are chosen for several tasks at once.
         most: stored at most by an entry with a size of its own, while what its ranks follow is not measured; else 0.
         heaviest: weight of its numbers within a budget that others share, where its own `keep` counts each as one.
     """
@@ -88,7 +88,7 @@ class Budget:
         return math.floor(numbers + 1e-6 + 1e-12 * abs(numbers))
 
     def least_keep(self, numbers: float) -> float:
-        """Return the smallest `keep`, to three digits, that leaves room for so many numbers."""
+        """Return the smallest `keep`, to three digits, that leaves room for `numbers` numbers."""
         return math.ceil((self.reserved + numbers) / self.total * 1000 - 1e-9) / 1000
 
     def require(self, least: float, dense_numbers: int) -> None:

@@ -12,7 +12,7 @@ from manifests.errors import InputError
 from manifests.schema import Workers
 from workers.hardware import machine_cores
 
-MOST_THREADS = 8  # of a worker beside a GPU
+MOST_THREADS = 8  # of a worker with a GPU
 MOST_WORKERS = 8  # on a node without GPUs
 
 

@@ -1,4 +1,4 @@
-"""Recommends the manifest of a job: looks at the model, the text and the machines, and plans what it writes."""
+"""Recommends the manifest of a job from the model, the text and the machines, and plans the job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipeline.rounding.schemes import FIELD
 from pipeline.rounding.tasks import unfit_inputs
 from stores.corpus import load_tokenizer
 
-DRIVER_BYTES = 2 * 2**30  # left for the driver where it shares a machine with the workers
+DRIVER_BYTES = 2 * 2**30  # reserved for the driver if it shares a machine with workers
 
 
 @dataclass(frozen=True)

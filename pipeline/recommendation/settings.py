@@ -20,7 +20,7 @@ SHORT = 512  # samples are not made shorter than this to save memory
 
 @dataclass(frozen=True)
 class Goal:
-    """The size or the loss that a user asks for.
+    """The size or the loss that a user requests.
 
     `unrounded`: roles that stay as they are where bits are chosen, because no group of scales fits their inputs.
     """
@@ -54,7 +54,7 @@ class Settings:
 
 
 def choose_settings(text: TextUse, nodes: Sequence[Node], plan: Callable[[Settings], Plan]) -> Settings:
-    """Return the first settings with which every node has room for its workers.
+    """Return the first settings whose workers fit on every node.
 
     Tries fewer workers with more threads first, then less memory for hidden states, then shorter samples. If nothing
     fits, returns the settings that need least, so that the plan can say by how much they exceed the memory.

@@ -31,7 +31,7 @@ class TextUse:
     """The use of a text.
 
     Attributes:
-        end: the share of the text before which samples are drawn, and behind which the model is evaluated.
+        end: the share of the text that samples are drawn from; the model is evaluated on the rest.
         length: tokens of a sample, and of a window of the evaluation.
         samples: the number of calibration samples.
         available: tokens of the calibration part, counted up to a million.

@@ -1,4 +1,4 @@
-"""Says in five lines what the plan of a recommended job predicts."""
+"""Summarises the plan of a recommended job in five lines."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def expected(run: Run) -> str:
 
 
 def plan_and_measurement(run: Run) -> str:
-    """Render the amounts of the plan beside the measured ones, as far as they are measured."""
+    """Render the planned amounts beside the measured ones."""
     summary, plan = run.summary or {}, run.plan
     counts, peaks = summary.get("counts", {}), summary.get("peak_bytes", {})
     pairs = {

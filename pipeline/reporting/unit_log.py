@@ -1,4 +1,4 @@
-"""A file beside the log with a JSON line for each finished unit. `report` draws it; other programs may read it."""
+"""A file beside the log with a JSON line for each finished unit, which `report` draws."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fewer bits for what is stored: which matrices of a solution, by which moments, and how a checkpoint says so."""
+"""Rounding of stored matrices to fewer bits: the choice of matrices, the moments, and the checkpoint's schemes."""

@@ -26,7 +26,7 @@ EVERY = "Linear"  # a target that means each module of the class that is not ign
 def packed_tensors(
     path: str, codes_OI: Tensor, scales_OS: Tensor, scheme: Scheme, levels_n: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the packed tensors that replace `PATH.weight`. `levels_n`: the table, if codes stand for its levels."""
+    """Return the packed tensors that replace `PATH.weight`. `levels_n`: the table, if codes are its indices."""
     packed = {
         path + PACKED: pack(codes_OI, scheme.bits),
         path + SCALE: scales_OS,

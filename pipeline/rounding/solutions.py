@@ -1,4 +1,4 @@
-"""Rounds the matrices of a solution, each by the moment of what it reads. docs/methods.md#rounding.
+"""Rounds the matrices of a solution, each by the moment of its input. docs/methods.md#rounding.
 
 Legend: O outputs, I inputs, r latents; C the moment of the inputs, A a first factor, B a second one.
 """
@@ -312,7 +312,7 @@ def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor], read
 
 
 def _refit(second_Or: Tensor, cross_rr: Tensor, latents_rr: Tensor) -> Tensor:
-    """Return B' of least Σ‖B z − B' ẑ‖², with z the latents before and ẑ those behind the rounded first factor."""
+    """Return B' of least Σ‖B z − B' ẑ‖², with the latents z before and ẑ after rounding of the first factor."""
     mean = latents_rr.diagonal().mean()
     if not mean > 0.0:
         return second_Or

@@ -43,7 +43,7 @@ class SweptPoint:
 
     @property
     def walks(self) -> bool:
-        """True if layers are solved or trained behind the compressed ones before them."""
+        """True if layers are solved or trained on outputs of the compressed layers before them."""
         return any(map(walks_behind, self.inputs.tasks))
 
     def ledger(self, whole: Ledger) -> Ledger:

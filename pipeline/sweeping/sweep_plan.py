@@ -96,7 +96,7 @@ def sweep_eta(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> E
 
 
 def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
-    """Return the most bytes in the run directory at a time. `plan`: of what the points share."""
+    """Return the peak of bytes in the run directory. `plan`: the plan of the work that the points share."""
     staged = max(sum(_plan(point.inputs).output_bytes for point in series) for series in series_of(swept))
     return plan.run_dir_bytes + max(0, staged - plan.output_bytes)
 

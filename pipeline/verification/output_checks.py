@@ -109,7 +109,7 @@ def check_counts(
     original: SourceCheckpoint | None,
     standard: Mapping[str, Any],
 ) -> Finding:
-    """Check numbers, bytes and cache sizes. The dense model's are counted if `original` is its checkpoint.
+    """Check numbers, bytes and cache sizes, also those of the dense model if `original` is its checkpoint.
 
     `standard`: the dense model's config, if `original` is given.
     """

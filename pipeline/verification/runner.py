@@ -78,7 +78,7 @@ def _guarded(check: str, function: Callable[..., Finding], *arguments: Any) -> F
     """Run a check. An exception becomes a fault."""
     try:
         return function(*arguments)
-    except Exception as error:  # a forged record may say anything that its schema allows
+    except Exception as error:  # a forged record may hold anything that its schema allows
         fault = str(error) if isinstance(error, LaminaError) else f"{type(error).__name__}: {error}"
         return Finding(check, "could not be finished", (fault,))
 

@@ -65,7 +65,7 @@ class Pair:
 
 
 def check_source(pair: Pair) -> Finding:
-    """Check that the source is the one that OUTPUT was made from, and that config.json describes its layers."""
+    """Check that OUTPUT was compressed from this source, and that config.json describes its layers."""
     original, config, compression = pair.original, pair.config, pair.compression
     recorded = compression["source"]["files"]
     faults = [

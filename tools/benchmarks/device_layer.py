@@ -1,4 +1,4 @@
-"""Measure a layer of a large model on a device, beside the seconds that `plan` predicts at a GPU's rates.
+"""Measure a layer of a large model on a device, and compare with the seconds that `plan` predicts.
 
     python -m tools.benchmarks.device_layer [--model 70B] [--propagate dense compressed] [--device cuda]
         [--memory GIB] [--samples 16] [--narrower 1] [--gpu H200]

@@ -1,4 +1,4 @@
-"""Measure tokens per second, memory and cache of checkpoints in transformers and in vLLM, beside the dense model.
+"""Measure tokens per second, memory and cache of checkpoints and their dense model in transformers and in vLLM.
 
     python -m tools.benchmarks.engine_speed --vllm .engines/vllm/bin/python [--layers 4] [--new 32]
 
@@ -48,7 +48,7 @@ def flat_llm(share: float) -> Forms:
 
 
 def narrow_mlp(share: float) -> Forms:
-    """Fewer channels alone, which the source's class can say."""
+    """Return a manifest that only removes channels, which the source's class can express."""
     channels = {"form": "pruned", "rank": round(SIZES["intermediate_size"] * share / 64) * 64}
     return {role: channels for role in ("gate", "up", "down")}
 
@@ -260,7 +260,7 @@ def in_vllm(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 def measured(python: str, engine: str, folder: Path, options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
-    """Return what a process of the engine measured, a mapping for each batch."""
+    """Return the measurements of a process of the engine, one mapping for each batch."""
     settings = {"child": folder, "engine": engine, "dtype": dtype}
     settings |= {name: getattr(options, name) for name in ("context", "new", "repeats")}
     command = [python, "-m", "tools.benchmarks.engine_speed", *(f"--{name}={each}" for name, each in settings.items())]

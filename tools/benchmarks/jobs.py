@@ -61,7 +61,7 @@ def run_manifest(
 
     Args:
         watch: called with the pid of the command as soon as it runs; must return when the command has ended.
-        fresh: begin anew; otherwise a job that stopped goes on.
+        fresh: start over; otherwise resume a stopped job.
 
     Raises JobFailed.
     """

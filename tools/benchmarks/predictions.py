@@ -40,7 +40,7 @@ JOBS = {  # propagate, method, layers
     "compressed": ("compressed", "flat_llm", 12),
     "loss_aware": ("dense", "loss_aware", 4),
 }
-STARTING = ("checks", "start")  # phases of the job that the plan counts as its start
+STARTING = ("checks", "start")  # the phases that the plan calls `start`
 PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of the job -> of the plan, kinds of simulated units
     "importance": (("importance",), ("importance",)),
     "statistics": (("statistics", "reduce"), ("statistics",)),

@@ -28,7 +28,7 @@ def write_random_model(
     Args:
         architecture: the name of the model's class in transformers.
         layer_shapes: returns the names and shapes of a layer's tensors.
-        tensors_per_file: cuts a layer's tensors into files of so many.
+        tensors_per_file: the number of a layer's tensors in each file.
     """
     directory.mkdir(parents=True)
     config.architectures = [architecture]

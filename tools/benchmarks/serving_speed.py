@@ -1,4 +1,4 @@
-"""Measure prefill, decoding and peak memory of each method's forms in transformers, beside the dense model.
+"""Measure prefill, decoding and peak memory of each method's forms and of the dense model in transformers.
 
     python -m tools.benchmarks.serving_speed [--hidden 1024] [--layers 4] [--keep 0.8] [--contexts 256 1024]
     python -m tools.benchmarks.serving_speed --methods lorc lorc_at_once --batches 1 --contexts 256 2048 4096

@@ -116,7 +116,7 @@ def _forward(
     summed: str | None,
     shards: int | None = None,
 ) -> Units:
-    """Yield a layer's shards, so many of them or all, and a barrier. Returns the barrier."""
+    """Yield a layer's shards, or the first `shards` of them, and a barrier. Returns the barrier."""
     names, shards = [], way.shards if shards is None else shards
     read = "statistics" if kind == "propagate" else kind
     for shard in range(shards):

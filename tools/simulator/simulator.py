@@ -43,7 +43,7 @@ class Unit:
 
     @property
     def of(self) -> int:
-        """The hidden states that it goes on with: 0 for the samples, else the number of a scored model."""
+        """The model whose hidden states the unit needs: 0 for the samples, else the number of a scored model."""
         return 0 if self.shard is None else self.shard // SHARDS_OF_A_MODEL
 
 

@@ -104,7 +104,7 @@ def stopped_job(job: Job, before: str) -> Job | None:
 
 @contextmanager
 def copy_of(whole: Job) -> Iterator[Job]:
-    """Copy a job to the place where it ran; remove the copy when the block ends."""
+    """Copy a job to its original path; remove the copy when the block ends."""
     copied = copy_job(whole, whole.root.with_name("job"))
     try:
         yield copied

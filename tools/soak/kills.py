@@ -1,4 +1,4 @@
-"""Interrupt jobs until they are done: their OUTPUT must have the bytes of a job that nobody disturbed.
+"""Interrupt jobs until they are done. Their OUTPUT must have the bytes of an undisturbed job.
 
     python -m tools.soak.kills [disk] [bucket] [signals] [together] [--times N] [--ray N] [--seed S]
         [--only NAME] [--match TEXT] [--errors SHARE] [--server URL]
@@ -130,8 +130,8 @@ def disturb(
 ) -> tuple[Counter[str], str]:
     """Run jobs until they were interrupted `times` times. Return the interruptions by kind, and what is wrong.
 
-    A job goes on after each interruption. When it ends it is compared, and the next begins; the last is left alone.
-    `live` runs a job once, undisturbed if the flag is True.
+    A job is resumed after each interruption. When it ends, its OUTPUT is compared and the next job begins. The last job
+    is not interrupted. `live` runs a job once, undisturbed if the flag is True.
     """
     struck, job = Counter[str](), begin()
     while True:

@@ -1,4 +1,4 @@
-"""Damage to what a job has written: the ledger, everything else in RUN_DIR, the descriptions in OUTPUT.
+"""Damage to the files of a job: the ledger, everything else in RUN_DIR, the descriptions in OUTPUT.
 
 Each function damages the folder of `World.fresh` as its `Random` says, and returns the commands to run there.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 REQUIRED_ROLES = ("q", "k", "v", "o", "up", "down")
 INPUT_NORM_ROLES = ("input_norm", "mlp_norm")  # of what attention and MLP read
-OUTPUT_NORM_ROLES = ("attention_out_norm", "mlp_out_norm")  # of what they write, before it is added to the stream
+OUTPUT_NORM_ROLES = ("attention_out_norm", "mlp_out_norm")  # norms of a block's output, before the residual addition
 HEAD_NORM_ROLES = ("q_norm", "k_norm")
 SINKS = "sinks"  # the path of the module that holds one score for each query head, to which no value belongs
 OPTIONAL_ROLES = (*INPUT_NORM_ROLES, *OUTPUT_NORM_ROLES, *HEAD_NORM_ROLES, "gate", SINKS)
@@ -40,7 +40,7 @@ BLOCK_DEFAULTS: dict[str, Any] = {
     # The path of an attention module of transformers (foreign_lamina), below which its roles lie; or for some layer
     # types the path of theirs, whose roles are called LAYER_TYPE.NAME.
     "foreign": None,
-    "alone": None,  # layer type -> ATTENTION or MLP, for types whose layers consist of this alone, behind its norm
+    "alone": None,  # layer type -> ATTENTION or MLP, for types whose layers have only this block, after its norm
     "norm_bias": True,  # LayerNorms have a bias
     "head_norms": "each",  # q_norm and k_norm norm each head, or "all" heads together, or each head once "rotated"
     "rotary_layers": None,  # a list with 1 for each layer that rotates queries and keys, or their type; null: all do

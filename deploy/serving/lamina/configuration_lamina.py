@@ -93,9 +93,10 @@ class LayersConfig(PreTrainedConfig):
         unused_tensors: stored tensors of the source that the model does not use.
         wrapper: config.json of the multimodal model that the layers are the text decoder of, see `wrapper_lamina`.
         foreign: fields of the source's config that attention which transformers provides reads, see `foreign_lamina`.
-        level_tables: modules whose codes stand for levels in a table, by path: `bits`, `group`, and the kind of levels.
+        level_tables: modules whose codes are indices of a table of levels, by path: `bits`, `group`, the kind of
+            levels.
         stored_formats: modules that stay in a format of the source, with that format, see `stored_lamina`.
-        source_dtypes: dtypes of the source's factored tensors, by name, where they are not `dtype`; exports use them.
+        source_dtypes: dtypes of the source's factored tensors that differ from `dtype`, by name; exports use them.
 
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
     """
@@ -193,7 +194,7 @@ class LayersConfig(PreTrainedConfig):
 
     @property
     def attention_chunk_size(self) -> int | None:
-        """Return the tokens of a chunk, which masks and caches of transformers ask for; None without chunks."""
+        """Return the number of tokens in a chunk, for transformers' masks and caches; None without chunks."""
         return self.foreign.get(CHUNK)
 
     def attention_scale(self, layer: int) -> float:

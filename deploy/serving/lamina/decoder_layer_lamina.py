@@ -62,7 +62,7 @@ class ScaledEmbedding(Embedding):
 
 
 def make_embedding(config: LayersConfig) -> nn.Embedding:
-    """Build the table (V, D) of token embeddings, scaled if the block says so."""
+    """Build the table (V, D) of token embeddings, scaled if the config has a scale."""
     scale, width = config.block["embed_scale"], config.hidden_size
     if scale is None:
         return Embedding(config.vocab_size, width)
@@ -80,7 +80,7 @@ def make_head(config: LayersConfig) -> nn.Linear:
 
 
 def finish_logits(config: LayersConfig, logits: Tensor) -> Tensor:
-    """Scale and soft-cap the head's outputs (…, V) as the block says."""
+    """Scale and soft-cap the head's outputs (…, V) according to the config."""
     block = config.block
     if block["logit_scale"] is not None:
         logits = logits * block["logit_scale"]
@@ -334,7 +334,7 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
     def _attended(
         self, hidden_states: Tensor, slot_embeddings: Angles | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return what the attention adds to the residual stream, and its normed inputs."""
+        """Return the attention's contribution to the residual stream, and its normed inputs."""
         normed, module = self._normed("input_norm", hidden_states), find(self, self._attention)
         if self.recurrent:
             attention = module(normed, kwargs.get("past_key_values"), kwargs.get("attention_mask"))

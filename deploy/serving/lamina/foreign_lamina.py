@@ -279,7 +279,7 @@ def _join(module: nn.Module, _: Any, stored: Mapping[str, tuple[str, ...]]) -> N
 
 
 def _part(module: nn.Module, _: Any, __: Any, stored: Mapping[str, tuple[str, ...]]) -> None:
-    """Take them away behind the call."""
+    """Remove them after the call."""
     for owner, leaf in (_owner(module, name) for name in stored):
         vars(owner).pop(leaf, None)
 

@@ -89,7 +89,7 @@ def _slot_embeddings(
     """Return LayerInputs.slot_embeddings. Slots count from the first one that attention reads, as in the masks.
 
     Norms of rotated heads make scores depend on positions, not on their differences alone: slots then count from the
-    first token of each sequence behind the padding of `attention_mask` (B, S).
+    first token of each sequence after the padding of `attention_mask` (B, S).
     """
     num_tokens, device = hidden_BTD.shape[1], hidden_BTD.device
     angles = {}

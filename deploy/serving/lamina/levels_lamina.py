@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls
-"""Linears and embeddings whose weights are codes of a few bits that stand for levels in a table.
+"""Linears and embeddings whose weights are codes of a few bits: indices of a table of levels.
 
 The weight (O, I) is level · scale: `weight_packed` (O, W) holds the number of each level, `weight_levels` (n) the
 levels, and `weight_scale` (O, S) a scale for each row and group of columns. Matrices stay packed in memory, and a block
@@ -21,7 +21,7 @@ PACKED, SCALE, SHAPE, LEVELS = PARTS = ("weight_packed", "weight_scale", "weight
 
 
 def level_numbers(packed_OW: Tensor, bits: int, columns: int) -> Tensor:
-    """Return the numbers (O, I) int64 that words hold: lowest bits first, and perhaps continued in the next word."""
+    """Return the numbers (O, I) int64 in the words: lowest bits first. A number may continue in the next word."""
     begins_I = torch.arange(columns, device=packed_OW.device) * bits
     word_I, shift_I = begins_I // WORD_BITS, begins_I % WORD_BITS
     words_OW = nn.functional.pad(packed_OW.long() & 0xFFFFFFFF, (0, 1))

@@ -44,7 +44,7 @@ class SparseCore(Factored):
         initialization.copy_(self.mask, first_bits(self.mask.numel() * 8, self.nnz).to(self.mask.device))
 
     def forward(self) -> Tensor:
-        """Return the dense tensor. Raises ValueError as `check_stored`."""
+        """Return the dense tensor. Raises the ValueErrors of `check_stored`."""
         zeros = torch.zeros(self.shape.numel(), dtype=self.values.dtype, device=self.values.device)
         return zeros.masked_scatter(self.check_stored(), self.values).view(self.shape)
 

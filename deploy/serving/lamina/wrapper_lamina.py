@@ -26,7 +26,8 @@ class LaminaForImageTextToText(LaminaPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load towers and decoder. Raises as `load_whole`, and ValueError for a checkpoint without towers."""
+        """Load towers and decoder. Raises the errors of `load_whole`, and ValueError for a checkpoint without
+        towers."""
         config = kwargs.pop("config", None)
         if not isinstance(config, LaminaConfig):
             names = ("revision", "subfolder", "token", "cache_dir", "local_files_only")
