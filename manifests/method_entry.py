@@ -18,12 +18,15 @@ class Refine(Block):
 
     `steps`: the most steps of a layer; of samples longer than 1024 tokens there are fewer. `tokens`: the most
     calibration tokens to train on. `learning_rate`: the largest relative change of a matrix in a step; `auto` is 0.003,
-    and 0.00075 in a layer that does not gain by it.
+    and 0.00075 in a layer that does not gain by it. `inputs`: the hidden states that a layer is trained on:
+    `compressed`, those behind the refined layers before it, so that one layer is trained after another; `dense`, those
+    of the dense model, so that each worker trains a layer.
     """
 
     steps: Count = 200
     tokens: Count | Literal["all"] = "all"
     learning_rate: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = "auto"
+    inputs: Literal["compressed", "dense"] = "compressed"
 
     @field_validator("tokens", mode="before")
     @classmethod

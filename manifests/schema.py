@@ -278,6 +278,12 @@ class Manifest(Block):
                 raise ValueError(f"{where} holds samples out; give calibration.samples: 2 or more")
             if entry.refine != asking[0][1].refine:
                 raise ValueError(f"{where} differs from that of methods.{asking[0][0]}; a layer is refined once")
+        corrected = any(getattr(entry, "correct", "none") != "none" for entry in self.methods)
+        if corrected and any(entry.refine.inputs == "dense" for _, entry in asking if entry.refine):
+            raise ValueError(
+                "refine: inputs: dense trains layers by themselves, but correct: output follows the layers before; "
+                "leave out one of them"
+            )
         return self
 
     def semantic(self) -> dict[str, Any]:

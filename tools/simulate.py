@@ -39,7 +39,7 @@ def geometry(model: str) -> Geometry:
     return geometry_of(standard_config(config))
 
 
-def job_of(propagate: str, keep: bool | None = None, **entry: str) -> Manifest:
+def job_of(propagate: str, keep: bool | None = None, **entry: Any) -> Manifest:
     """Return a job of 256 × 4096 tokens by one method, by default `flat_llm`. `keep`: of its statistics."""
     calibration = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": LENGTH, "shards": SHARDS}
     return parse_manifest({
@@ -49,7 +49,7 @@ def job_of(propagate: str, keep: bool | None = None, **entry: str) -> Manifest:
     })  # fmt: skip
 
 
-def work_of(model: str, propagate: str, **entry: str) -> LayerWork:
+def work_of(model: str, propagate: str, **entry: Any) -> LayerWork:
     """Return the work of a layer in such a job."""
     manifest, shape = job_of(propagate, None, **entry), geometry(model)
     tasks = claim_tasks(build_methods(manifest), shape)
@@ -64,7 +64,7 @@ def predict(
     cached: bool = False,
     failures_s: Sequence[float] = (),
     keep: bool | None = None,
-    **entry: str,
+    **entry: Any,
 ) -> tuple[Simulated, dict[str, float]]:
     """Predict a job by the simulator, and by the plan's closed form.
 
@@ -103,7 +103,7 @@ def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
     kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "refine", "held-out")
     yield f"| `loss_aware` | GPUs | minutes | in closed form | idle share | {' | '.join(kinds)} |"
     yield f"|---|---|---|---|---|{'---|' * len(kinds)}"
-    entries: tuple[dict[str, Any], ...] = ({}, {"correct": "output"}, {"refine": True})
+    entries: tuple[dict[str, Any], ...] = ({}, {"correct": "output"}, {"refine": True}, {"refine": {"inputs": "dense"}})
     for entry, workers in ((entry, workers) for entry in entries for workers in (1, 8)):
         simulated, phases = predict(
             "70B", "dense", workers, rates, True, failures_s, None, **{"method": "loss_aware", **entry}

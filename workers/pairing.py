@@ -75,15 +75,22 @@ class PairPass:
         self.packed.release()
 
     def _store_targets(self, unit: Pair, inputs: HiddenReader) -> ArrayRecord:
-        """Store the dense layer's outputs beside the compressed model's inputs. Inputs stay held."""
+        """Store the dense layer's outputs beside the compressed model's inputs. Hold these, or the outputs to emit."""
+        assert unit.alike or not unit.emit
         dense, _ = self._blocks(unit.layer, None)
-        shape, dtype = self._shape(unit.shard), self.setup.dtype
+        self.layers.read_ahead(unit.ahead)
+        shape, dtype, shard_key = self._shape(unit.shard), self.setup.dtype, (LINEAGE, unit.layer + 1, unit.shard)
+        hidden = self.hidden.hidden_writer(shard_key, shape, dtype, False, self._batch) if unit.emit else None
         with self.store.writer("targets", unit.layer, unit.shard, shape, dtype, self._batch) as writer:
             for start, stop in self.setup.micro_batches(unit.shard):
                 dense_BSD, packed_BSD = self._read(inputs, start, stop)
                 with self.computing():
                     output_BSD = _run(dense, dense_BSD)
                 writer.append(torch.cat((output_BSD, packed_BSD), dim=-1).cpu())
+                if hidden is not None:
+                    hidden.append(torch.cat((output_BSD, output_BSD), dim=-1))
+            if hidden is not None:
+                self.hidden.keep(shard_key, hidden)
             return writer.commit()
 
     def _replay(self, unit: Pair, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
@@ -114,6 +121,8 @@ class PairPass:
         """Run all micro-batches through both layers, for the values at the unit's points, and for the outputs if
         `emit`."""
         own = layer == unit.layer
+        if own and unit.known is not None:
+            return self._behind_targets(unit, unit.known, inputs)
         dense, packed = self._blocks(layer, staged)
         self.layers.read_ahead(unit.ahead if own else None)
         shard_key = (LINEAGE, layer + 1, unit.shard)
@@ -126,9 +135,24 @@ class PairPass:
                 self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
             with self.computing():
                 if writer is not None:
-                    outputs = (_run(dense, dense_BSD), _run(packed, packed_BSD))
-                    writer.append(torch.cat(outputs, dim=-1))
+                    output_BSD = _run(dense, dense_BSD)
+                    other_BSD = output_BSD if unit.alike else _run(packed, packed_BSD)
+                    writer.append(torch.cat((output_BSD, other_BSD), dim=-1))
         return self.hidden.keep(shard_key, writer) if writer is not None else None
+
+    def _behind_targets(self, unit: Pair, known: ArrayRecord, inputs: HiddenReader) -> ArrayRecord | None:
+        """Hold the outputs of the compressed layer, and those of the dense layer that the targets contain."""
+        self.layers.read_ahead(unit.ahead)
+        packed, targets = self.packed.block(unit.layer, unit.staged), self.store.open(known)
+        shard_key = (LINEAGE, unit.layer + 1, unit.shard)
+        writer = self.hidden.hidden_writer(
+            shard_key, self._shape(unit.shard), self.setup.dtype, unit.store, self._batch
+        )
+        for start, stop in self.setup.micro_batches(unit.shard):
+            (output_BSD, _), (_, packed_BSD) = self._read(targets, start, stop), self._read(inputs, start, stop)
+            with self.computing():
+                writer.append(torch.cat((output_BSD, _run(packed, packed_BSD)), dim=-1))
+        return self.hidden.keep(shard_key, writer)
 
     def _take(
         self, unit: Pair, take: Take, dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor

@@ -210,7 +210,9 @@ def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
     if work.correction_flops or work.refinement.steps:  # one layer at a time, written at four points and when trained
         solves = [solve_seconds(solve, rates) for solve in work.solves]
         written = (4 if work.correction_flops else 1) + (work.refinement.steps > 0)
-        phases["solve"] = layers * (_spread(solves, walk.workers) + written * work.written_bytes / rates.disk)
+        together = min(layers, walk.workers) if work.refinement.apart else 1  # layers that are solved side by side
+        solving = layers / together * _spread(solves * together, walk.workers)
+        phases["solve"] = solving + layers * written * work.written_bytes / rates.disk
     if work.gradient_flops:
         phases["gradient"] = layers * _gradient_layer_seconds(work, rates, walk)
     if work.curves:
@@ -221,7 +223,7 @@ def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
         seconds = correction_seconds(work, rates) * walk.rounds + pair_seconds(work, rates, walk)
         phases["correct"] = layers * seconds
     if work.refinement.steps:
-        phases["refine"] = layers * work.refinement.seconds(rates, walk.rounds, walk.cached)
+        phases["refine"] = work.refinement.seconds(rates, walk.rounds, walk.cached, layers, walk.workers)
     phases |= _scoring_phases(work, rates, walk, phases["solve"])
     phases["assemble"] = ASSEMBLE_SECONDS + work.written_bytes / rates.disk
     return phases

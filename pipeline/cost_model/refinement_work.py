@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from manifests.method_entry import Refine
@@ -24,12 +25,16 @@ class RefineWork:
     """The training of a layer on one worker.
 
     Attributes:
+        apart: each worker trains a layer, on the dense model's hidden states.
         steps: of the training.
         flops: operations of the steps' passes, and of the passes that measure errors.
         descent: float32 operations of the steps, without their passes.
         read_bytes: size of the stored inputs and targets.
-        passes: operations of the passes of all shards that store these, and that go on through the trained layer.
+        passes: operations of the passes of all shards that store these, and that go on through the trained layer,
+            unless layers are trained apart.
     """
+
+    apart: bool = False
 
     steps: int = 0
     flops: float = 0.0
@@ -43,9 +48,10 @@ class RefineWork:
         computing = self.flops / rates.backward + self.descent / rates.single
         return computing + self.steps * LAUNCHES * rates.step_s + reading
 
-    def seconds(self, rates: Rates, rounds: float, cached: bool) -> float:
-        """Return the seconds of a layer. `rounds`: the load of the busiest worker in a pass over all shards."""
-        return self.training_seconds(rates, cached) + self.passes / rates.products * rounds
+    def seconds(self, rates: Rates, rounds: float, cached: bool, layers: int = 1, workers: int = 1) -> float:
+        """Return the seconds of some layers. `rounds`: the load of the busiest worker in a pass over all shards."""
+        trainings = math.ceil(layers / workers) if self.apart else layers
+        return trainings * self.training_seconds(rates, cached) + layers * self.passes / rates.products * rounds
 
 
 UNREFINED = RefineWork()
@@ -69,12 +75,14 @@ def refine_work(
     sequence = calibration.sequence_length
     steps, tokens = training_steps(settings.steps, sequence), calibration.samples * sequence
     measured = MEASURED * held_out_samples(calibration.samples, sequence)
+    apart = settings.inputs == "dense"
     return RefineWork(
+        apart=apart,
         steps=steps,
         flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * packed),
         descent=float(steps * descent),
         read_bytes=2.0 * hidden_bytes,
-        passes=float(tokens * (2 * forward + packed)),
+        passes=float(tokens * (forward if apart else forward + packed)),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 
 from manifests.entries import ActivationsEntry
 from manifests.errors import CorruptError, LostInputError
@@ -28,6 +29,7 @@ from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Refine, RefineDone, Solve, SolvedGroup, SolveDone
 
 Solved = dict[Task, tuple[Solve, SolveDone]]
+Targets = tuple[ArrayRecord, ...]  # of a layer's training, in shard order
 
 
 class CorrectedWalk:
@@ -49,13 +51,17 @@ class CorrectedWalk:
         passes = max(map(len, self.job.points)) * corrects + any(task.refine for task in self.job.tasks) + 1
         self.session.observer.phase("correct", pending[-1] + 1 - base, passes * self.job.shards)
         for layer in range(base, pending[-1] + 1):
+            targets: Targets = ()
             if layer in pending:
-                yield from self._solve(layer, base, ranks)
+                targets = yield from self._solve(layer, base, ranks)
                 self._drop_drafts()
-            if layer < pending[-1] and self.job.is_boundary(layer + 1):
-                base = yield from self._propagate(layer, base)
+            if layer < pending[-1] and (targets or self.job.is_boundary(layer + 1)):
+                base = yield from self._propagate(layer, base, targets)
+            elif targets:
+                self.session.cleaner.drop_activations(targets)
 
-    def _solve(self, layer: int, base: int, ranks: RanksOf) -> TaskStream[None]:
+    def _solve(self, layer: int, base: int, ranks: RanksOf) -> TaskStream[Targets]:
+        """Solves, trains and enters a layer. Returns the targets of its training, which are still stored."""
         tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: Solved = {}
         uncorrected = [task for task in tasks if not task.corrections]
@@ -70,10 +76,13 @@ class CorrectedWalk:
                 pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
                 draft = yield from self._write_draft(layer, list(asking), pairs, ranks, solved)
         assert draft is not None, "a claimed layer has groups"
-        refined = None
+        refined, targets = None, ()
         if any(task.refine for task in tasks):
-            draft, refined = yield from self._refine(layer, base, draft, solved)
+            units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
+            targets = tuple(result.activation for result in (yield units))
+            draft, refined = yield from self._refine(layer, draft, targets, solved)
         self.session.enter_layer(layer, [solved[task] for task in tasks], draft, refined)
+        return targets
 
     def _write_draft(
         self,
@@ -110,12 +119,10 @@ class CorrectedWalk:
         return _staged(layer, record, solved)
 
     def _refine(
-        self, layer: int, base: int, draft: StagedLayer, solved: Solved
+        self, layer: int, draft: StagedLayer, targets: Targets, solved: Solved
     ) -> TaskStream[tuple[StagedLayer, RefinedFigures]]:
         """Trains the groups of a draft that are to be refined, and replaces them in `solved`. Returns the refined
         layer, already written, and the figures of the training."""
-        units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
-        targets = tuple(result.activation for result in (yield units))
         tasks = [task for task in solved if task.refine]
         groups = [(unit, solution) for unit, solution in (solved[task] for task in tasks)]
         unit = Refine(
@@ -136,7 +143,6 @@ class CorrectedWalk:
             results, [unit], lambda results: [write_unit(layer, [*joined(results).values()])]
         )
         solved.update(joined(results))
-        self.session.cleaner.drop_activations(targets)
         return _staged(layer, record, solved), results[0].refined
 
     def _drop_drafts(self) -> None:
@@ -145,11 +151,21 @@ class CorrectedWalk:
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged(tuple(staged for staged in layers if staged))
 
-    def _propagate(self, layer: int, base: int) -> TaskStream[int]:
-        """Commits both models' outputs as the inputs of the next layer. Returns that layer."""
+    def _propagate(self, layer: int, base: int, targets: Targets) -> TaskStream[int]:
+        """Takes both models to the inputs of the next layer, and commits these at a boundary. Returns the last layer
+        whose inputs are committed. `targets`: of the layer's training, in shard order, with the dense layer's outputs;
+        none if it was not trained just now."""
         staged, passes = staged_layer(self.session.journal, layer), len(self.job.points[layer])
-        units = self._units(layer, base, passes, staged, emit=True)
-        activations = tuple(result.activation for result in (yield units))
+        store = self.job.is_boundary(layer + 1)
+        units = self._units(layer, base, passes, staged, emit=True, store=store)
+        units = [replace(unit, known=known) for unit, known in zip_longest(units, targets)]
+        with self._redone(*targets):
+            results = yield units
+        if targets:
+            self.session.cleaner.drop_activations(targets)
+        if not store:
+            return base
+        activations = tuple(result.activation for result in results)
         self.session.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
         self.session.cleaner.retain_activations(activations)
         return layer + 1
@@ -163,6 +179,7 @@ class CorrectedWalk:
         *,
         moments: tuple[Moment, ...] = (),
         emit: bool = False,
+        store: bool = False,
         targets: bool = False,
     ) -> list[Pair]:
         """Returns the units that run all shards through the dense and the compressed layer, in shard order."""
@@ -176,7 +193,7 @@ class CorrectedWalk:
                 staged,
                 moments,
                 emit=emit,
-                store=emit or targets,
+                store=store or targets,
                 base=base,
                 base_record=activations[shard] if activations else None,
                 replay=replay,

@@ -21,12 +21,14 @@ from pipeline.driver.curves import take_curves
 from pipeline.driver.dense_walk import DenseWalk
 from pipeline.driver.forward_pass import dense_entry, joined
 from pipeline.driver.in_flight import LayersInFlight
+from pipeline.driver.independent_walk import IndependentWalk
 from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import (
     Job,
     RanksOf,
     entered_importance,
     entered_scores,
+    trains_apart,
     walks_behind,
 )
 from pipeline.driver.layer_reading import LayerReading
@@ -95,7 +97,9 @@ class Driver:
         in_pass = self.job.solves_in_pass()
         yield from self._prepare(with_moments=not in_pass)
         ranks = self.choose_ranks()
-        if any(map(walks_behind, self.job.tasks)):
+        if any(map(trains_apart, self.job.tasks)):
+            yield from IndependentWalk(self.session, self.stored).run(ranks)
+        elif any(map(walks_behind, self.job.tasks)):
             yield from CorrectedWalk(self.session, self.stored).run(ranks)
         elif self.job.propagate == "dense" or not self.has_moments:
             if in_pass:

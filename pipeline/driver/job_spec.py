@@ -172,6 +172,11 @@ def walks_behind(task: Task) -> bool:
     return bool(task.corrections) or task.refine is not None
 
 
+def trains_apart(task: Task) -> bool:
+    """Returns True if a group is trained on the dense model's hidden states, apart from the layers before it."""
+    return task.refine is not None and task.refine.inputs == "dense"
+
+
 def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
     """Reads from the ledger everything that ranks may depend on. `entry` returns the entry of a key or None, or
     raises."""

@@ -135,7 +135,8 @@ class Pair(Replaying):
         moments: the pairs to sum, all at one point.
         sums, emit, store, ahead: as in `Forward`.
         targets: with `store`, store the data for a refinement of the layer: the dense layer's outputs beside the
-            compressed model's inputs.
+            compressed model's inputs. With `emit`, both models must be the dense one so far.
+        known: the record of these targets of the shard, to read the dense layer's outputs from; None: compute them.
     """
 
     lineage: ClassVar[Lineage] = "paired"
@@ -150,11 +151,17 @@ class Pair(Replaying):
     store: bool = False
     ahead: int | None = None
     targets: bool = False
+    known: ArrayRecord | None = None
     part: ClassVar[int | None] = None
 
     @property
     def key(self) -> str:
         return f"{'targets' if self.targets else 'pair'}/{self.layer}/{self.step}/{self.shard}"
+
+    @property
+    def alike(self) -> bool:
+        """True if both models are the dense one up to here."""
+        return self.staged is None and self.base == 0 and not any(self.replay)
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
         """Returns a unit that takes only these moments of the same shard."""

@@ -23,7 +23,7 @@ def test_a_step_is_three_passes_of_its_samples() -> None:
     measured = 13 * 6 * 256 * 60.0  # errors of six held-out samples, and of six others
     assert work(steps=10).flops == 3 * 10 * 1024 * 60.0 + measured
     assert (work().steps, work(steps=10, learning_rate=0.1).steps) == (200, 10)
-    assert work().passes == 64 * 256 * (2 * 100.0 + 60.0)
+    assert work().passes == 64 * 256 * (100.0 + 60.0)
 
 
 def test_one_worker_trains_and_all_go_through_the_layer() -> None:
@@ -31,6 +31,14 @@ def test_one_worker_trains_and_all_go_through_the_layer() -> None:
     assert one - four == pytest.approx(0.75 * work().passes / NOMINAL_CPU.products)
     assert four > work().training_seconds(NOMINAL_CPU, True) > 0.0
     assert UNREFINED.seconds(NOMINAL_CPU, 1.0, False) == 0.0
+
+
+def test_layers_are_trained_side_by_side_on_dense_inputs() -> None:
+    apart = work(inputs="dense")
+    assert apart.passes == 64 * 256 * 100.0
+    training, passing = apart.training_seconds(NOMINAL_CPU, True), apart.passes / NOMINAL_CPU.products
+    assert apart.seconds(NOMINAL_CPU, 0.25, True, layers=10, workers=4) == pytest.approx(3 * training + 2.5 * passing)
+    assert work().seconds(NOMINAL_CPU, 0.25, True, layers=10, workers=4) > 10 * training
 
 
 def test_memory_is_the_layers_and_a_steps() -> None:

@@ -490,6 +490,8 @@ class SimulatedPool:
             dense, packed = self._through(before, None, dense), self._through(before, staged, packed)
         after = self._through(unit.layer, None, dense), self._through(unit.layer, unit.staged, packed)
         left = (after[0], packed) if unit.targets else after
+        assert unit.known is None or self.world.load("activation", unit.known).split() == [after[0], packed]
+        assert not (unit.targets and unit.emit) or dense == packed
         moments = {moment: digest("pair", moment.key, unit.layer, dense, packed, *after) for moment in unit.moments}
         assert (unit.sums is not None) == bool(moments)
         return ShardDone(
@@ -691,12 +693,17 @@ def make_corrected_job(layers: Sequence[int], groups: Sequence[str] = ("first", 
 
 
 def make_refined_job(
-    layers: Sequence[int], corrected: Sequence[str] = (), groups: Sequence[str] = ("attention",), **settings: Any
+    layers: Sequence[int],
+    corrected: Sequence[str] = (),
+    groups: Sequence[str] = ("attention",),
+    inputs: str = "compressed",
+    **settings: Any,
 ) -> Job:
     """Groups that are trained after their solve, those of `corrected` behind their corrections; "free" is not."""
+    training = Settings.model_validate({"inputs": inputs})
     given = {"num_layers": max(layers) + 1, "propagate": "dense", "keep_statistics": True, "scores": frozenset()}
     tasks = (*make_tasks(layers, groups), *make_corrected_tasks(layers, corrected))
-    trained = (replace(task, refine=None if task.name == "free" else Settings()) for task in tasks)
+    trained = (replace(task, refine=None if task.name == "free" else training) for task in tasks)
     return make_job(tuple(sorted(trained, key=lambda task: task.layer)), **{**given, **settings})
 
 
@@ -777,6 +784,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "refined-every-2": lambda: make_refined_job(range(4), shards=1, every=2, keep_statistics=False),
     "refined-some": lambda: make_refined_job([1, 3], groups=["free", "mlp"], num_layers=5, shards=1),
     "refined-corrected": lambda: make_refined_job(range(2), ["first"], ["free"], shards=1),
+    "refined-apart": lambda: make_refined_job(range(5), inputs="dense"),
+    "refined-apart-some": lambda: make_refined_job(
+        [1, 3], groups=["free", "mlp"], num_layers=5, inputs="dense", keep_statistics=False
+    ),
     "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
     "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
     "free-measured": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset(), measures=measures(ALL)),

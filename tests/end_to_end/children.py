@@ -22,6 +22,7 @@ import psutil
 import torch
 
 import lamina.modeling_lamina  # noqa: F401 - seconds, at the end of each job: once, before children are forked
+from pipeline.kernels.descent import Descent
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS, Job, in_process
@@ -40,7 +41,7 @@ class Hook:
 
     Attributes:
         what: `commit` (a key new to the ledger), `file` (a rename or link to a final name), `remove` (a folder goes),
-            `sync` (an fsync of a file or folder).
+            `sync` (an fsync of a file or folder), `step` (a step of training).
         match: counted only when this is in the ledger key or path.
         after: just after it, instead of just before.
         pause: makes this file and goes on when somebody has removed it, instead of dying.
@@ -221,6 +222,7 @@ def _install(hook: Hook) -> None:
             reached("commit", key, ended=True)
 
     Ledger.commit = commit_new  # type: ignore[method-assign]
+    around("step", Descent, "step", 1, lambda rate: True)
     around("file", os, "replace", 1, lambda path: ".partial" not in path and "lock.json" not in path)
     around("file", os, "link", 1, lambda path: ".partial" not in path)
     around("sync", os, "fsync", 0, lambda path: "lock.json" not in path)

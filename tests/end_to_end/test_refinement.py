@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests.end_to_end.sources import FAMILIES, make_source
 MakeJob = Callable[..., Job]
 LOSS_AWARE = {"method": "loss_aware", "refine": {"steps": 15}}
 REFINED: dict[str, Any] = {"methods": [LOSS_AWARE], "calibration.propagate": "dense", "budget.keep": 0.6}
-ROUNDED = {**REFINED, "calibration.samples": 40, "quantize": {"bits": 4, "group": None}}
+ROUNDED = {**REFINED, "calibration.samples": 40, "calibration.shards": 5, "quantize": {"bits": 4, "group": None}}
+APART = {**ROUNDED, "methods": [{"method": "loss_aware", "refine": {"steps": 15, "inputs": "dense"}}]}
 LAYERS, MOST_RUNS = 3, 60
 SMALL = {"calibration.shards": 2, "calibration.samples": 40}
 METHODS: dict[str, dict[str, Any]] = {
@@ -30,10 +32,18 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module", params=[ROUNDED, APART], ids=["compressed", "dense"])
+def changes(request: pytest.FixtureRequest) -> dict[str, Any]:
+    changes: dict[str, Any] = request.param
+    return changes
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> dict[str, str]:
+def reference(
+    tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path, changes: dict[str, Any]
+) -> dict[str, str]:
     """The output of one run without an interruption."""
-    made = Job(tmp_path_factory.mktemp("clean"), llama, text, ROUNDED).write()
+    made = Job(tmp_path_factory.mktemp("clean"), llama, text, changes).write()
     child = Child("run", [str(made.manifest)], made.root / "log")
     assert child.end() == 0, child.said
     assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
@@ -54,20 +64,61 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     ],
 )
 def test_killed_again_and_again_it_ends_the_same(
-    every: int, hook: Hook, job: MakeJob, reference: dict[str, str]
+    every: int, hook: Hook, job: MakeJob, changes: dict[str, Any], reference: dict[str, str]
 ) -> None:
-    made = job(**ROUNDED, **{"resume.every": every})
+    made = job(**changes, **{"resume.every": every})
     runs = list(killed_again_and_again(made, hook, MOST_RUNS))
     assert runs[-1] >= 3
     assert file_digests(made.output) == reference
 
 
+def killed_in_training(made: Job, kills: int) -> dict[str, str]:
+    """The output after so many kills: most in the first layer in training, two later."""
+    made.write()
+    for number in range(kills):
+        step = 1 + 5 * number % 7 + (15 if number in (kills // 3, 2 * kills // 3) else 0)
+        child = Child("run", [str(made.manifest)], made.root / "log", Hook("step", step))
+        assert child.end() == -signal.SIGKILL, child.said
+    assert Child("run", [str(made.manifest)], made.root / "log").end() == 0
+    return file_digests(made.output)
+
+
+def test_killed_in_training_it_ends_the_same(job: MakeJob, changes: dict[str, Any], reference: dict[str, str]) -> None:
+    assert killed_in_training(job(**changes), 3) == reference
+
+
+@pytest.mark.nightly
+def test_killed_fifty_times_in_training_it_ends_the_same(
+    job: MakeJob, changes: dict[str, Any], reference: dict[str, str]
+) -> None:
+    assert killed_in_training(job(**changes), 50) == reference
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
-def test_bytes_for_any_number_of_workers(job: MakeJob, reference: dict[str, str]) -> None:
-    made = job(**ROUNDED, **{"workers.max": 3})
+def test_bytes_on_three_workers(job: MakeJob, changes: dict[str, Any], reference: dict[str, str]) -> None:
+    made = job(**changes, **{"workers.max": 3})
     assert made.run().code == 0
     assert file_digests(made.output) == reference
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_bytes_for_any_number_of_workers(
+    workers: int, job: MakeJob, changes: dict[str, Any], reference: dict[str, str]
+) -> None:
+    made = job(**changes, **{"workers.max": workers})
+    assert made.run().code == 0
+    assert file_digests(made.output) == reference
+
+
+def test_a_correction_needs_the_layers_before(job: MakeJob) -> None:
+    entry = {"method": "loss_aware", "correct": "output", "refine": {"inputs": "dense"}}
+    ended = job(**{**REFINED, "methods": [entry]}).run()
+    assert ended.code == 2
+    assert "refine: inputs: dense trains layers by themselves" in ended.err
 
 
 @pytest.mark.parametrize("method", METHODS)

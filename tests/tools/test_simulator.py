@@ -251,11 +251,12 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     assert (found.busy["correct"] > 0) == (correct == "output")
 
 
+@pytest.mark.parametrize("inputs", ["compressed", "dense"])
 @pytest.mark.parametrize("workers", [1, 8])
-def test_the_plan_agrees_where_layers_are_refined(workers: int) -> None:
+def test_the_plan_agrees_where_layers_are_refined(workers: int, inputs: str) -> None:
     rates = rates_of("H200")
     way = Pass(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
-    work = work_of("70B", "dense", method="loss_aware", refine=True)
+    work = work_of("70B", "dense", method="loss_aware", refine={"inputs": inputs})
     found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
     assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.25)
     refined = 16 * (work.refinement.training_seconds(rates, way.cached) + work.refinement.passes / rates.products)

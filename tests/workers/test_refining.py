@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from manifests.errors import CorruptError
@@ -144,6 +145,26 @@ def test_matrices_are_rounded_behind_the_training(tmp_path: Path) -> None:
         assert not any("nearest" in group.report for group in done.groups)
         errors[feedback] = max(group.report["rounding_error"] for group in done.groups)
     assert errors[None] < errors[False]
+
+
+def test_the_pass_behind_a_training_reads_the_dense_outputs(tmp_path: Path) -> None:
+    """The stored outputs give the same bits as computed ones."""
+    family, entry, ranks = METHODS["magnitude"]
+    bench = Bench(save_source(tmp_path / "model", family), tmp_path / "run", entry, ranks)
+    onward = Pair(1, 0, 0, bench.staged, emit=True, store=True, replay=(None,))
+    known = replace(onward, known=bench.targets[0])
+    records = [make_worker(bench.worker.setup).execute(unit).activation for unit in (onward, known)]
+    computed, stored = (bench.worker.activations.open(record).read(0, 2) for record in records)
+    assert torch.equal(computed, stored)
+
+
+def test_dense_targets_leave_the_outputs_held(tmp_path: Path) -> None:
+    family, entry, ranks = METHODS["magnitude"]
+    bench = Bench(save_source(tmp_path / "model", family), tmp_path / "run", entry, ranks)
+    units = [Pair(layer, 0, 0, emit=True, store=True, targets=True, replay=(None,) * layer) for layer in range(2)]
+    first, second = (bench.worker.activations.open(bench.worker.execute(unit).activation).read(0, 2) for unit in units)
+    assert torch.equal(first.chunk(2, dim=-1)[0], second.chunk(2, dim=-1)[1])
+    assert torch.equal(second, bench.worker.activations.open(bench.targets[0]).read(0, 2))
 
 
 @pytest.mark.parametrize("what", ["staged", "targets"])
