@@ -86,6 +86,10 @@ class MethodDefaults(ABC):
         """Return None: the budget counts stored numbers."""
         return None
 
+    def least_reason(self, geometry: Geometry) -> str:
+        """Return nothing: steps alone limit the sizes."""
+        return ""
+
     def most_numbers(self, geometry: Geometry) -> float:
         """Count the numbers stored at the largest ranks."""
         return sum(variable.cost(variable.cap) for variable in self.rank_variables(geometry))

@@ -41,11 +41,8 @@ class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """Choose a number of experts."""
         experts, groups = routed(geometry), dict(geometry.routing)["groups"]
-        cost = partial(self._cost, geometry)
-        return (RankVariable(group.layer, group.name, EXPERTS, len(experts), groups, cost),)
-
-    def _cost(self, layer: LayerGeometry, count: float) -> float:
-        return self.numbers(layer, max(count, self.counts(layer)[0]), routed(layer)[0].width)
+        cost, least = partial(self.numbers, geometry, width=experts[0].width), self.counts(geometry)[0]
+        return (RankVariable(group.layer, group.name, EXPERTS, len(experts), groups, cost, least),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Return the ratio of E."""
@@ -54,9 +51,9 @@ class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
     def kept(
         self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
     ) -> Sequence[int]:
-        """Return the experts of highest score, at least as many as a token uses."""
+        """Return the experts of highest score."""
         scores_E = self.score(expert_sums(mixture, inputs_TD))
-        return [int(n) for n in kept_experts(scores_E, max(count, self.counts(layer)[0]), mixture.rule.groups)]
+        return [int(n) for n in kept_experts(scores_E, count, mixture.rule.groups)]
 
     def score(self, sums: ExpertSums) -> Tensor:
         """Return a score for each expert."""
@@ -88,8 +85,7 @@ class MergeExpertsMethod(REAPMethod):
         if ranks[EXPERTS] == len(experts):
             return Solution(dict(weights), {}, {"dense": True})
         inputs_TD = self.inputs(geometry, statistics)
-        count = max(ranks[EXPERTS], self.counts(geometry)[0])
-        clusters = cluster(mean_outputs(mixture, inputs_TD), count, mixture.rule.groups)
+        clusters = cluster(mean_outputs(mixture, inputs_TD), ranks[EXPERTS], mixture.rule.groups)
         tokens_E = (mixture.route(inputs_TD).dense(len(experts)) != 0).sum(dim=0)
         merged, kept = merge(mixture, clusters, tokens_E), busiest(clusters, tokens_E)
         if self.refits:

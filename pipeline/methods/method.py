@@ -287,6 +287,10 @@ class Method(Protocol):
         """Return the real-valued rank of every variable at a common `ratio` in (0, 1]."""
         ...
 
+    def least_reason(self, geometry: Geometry) -> str:
+        """Return why the smallest size is no smaller, for the message on a budget below it; perhaps empty."""
+        ...
+
     def most_numbers(self, geometry: Geometry) -> float:
         """Return a bound on the stored numbers of an entry with a size of its own, before its ranks can be chosen."""
         ...

@@ -283,6 +283,7 @@ def _entry(
         targets=targets,
         prediction=_prediction(position, method, geometry, scores, weights),
         most=_most_numbers(method, geometry, scores),
+        least_reason=method.least_reason(geometry),
     )
     entry = weighed(entry, weights) if weights else entry
     return tied(entry) if method.uniform else entry

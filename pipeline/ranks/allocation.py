@@ -48,6 +48,7 @@ class Entry:
         followers: task -> the tasks that get its ranks, if ranks are chosen for several tasks at once.
         most: stored at most by an entry with a size of its own, while what its ranks follow is not measured; else 0.
         heaviest: weight of its numbers within a budget that others share, where its own `keep` counts each as one.
+        least_reason: why its smallest size is no smaller; empty where nothing but steps limits it.
     """
 
     where: str
@@ -60,6 +61,7 @@ class Entry:
     followers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     most: float = 0.0
     heaviest: float = 1.0
+    least_reason: str = ""
 
     @property
     def has_own_size(self) -> bool:
@@ -91,13 +93,15 @@ class Budget:
         """Return the smallest `keep`, to three digits, that leaves room for `numbers` numbers."""
         return math.ceil((self.reserved + numbers) / self.total * 1000 - 1e-9) / 1000
 
-    def require(self, least: float, dense_numbers: int) -> None:
-        """Raise InputError with the reachable range if even the smallest ranks do not fit."""
+    def require(self, least: float, entries: Sequence[Entry]) -> None:
+        """Raise InputError with the reachable range if even the smallest ranks of the entries do not fit."""
         if self.target < least:
+            dense_numbers = sum(entry.dense_numbers for entry in entries)
+            reasons = [f" ({entry.where}: {entry.least_reason})" for entry in entries if entry.least_reason]
             raise InputError(
                 f"{self.field}: {self.keep:g} leaves {max(0, self.target):,} numbers for what is claimed, which takes "
-                f"{least:,.0f} at the least ({dense_numbers:,} dense); claim more tensors or keep more: "
-                f"reachable is {self.least_keep(least):.3f} to 1"
+                f"{least:,.0f} at the least ({dense_numbers:,} dense){''.join(reasons)}; claim more tensors or keep "
+                f"more: reachable is {self.least_keep(least):.3f} to 1"
             )
 
     def require_room(self) -> None:
@@ -167,7 +171,10 @@ def tied(entry: Entry) -> Entry:
 
     return replace(
         entry,
-        variables=tuple(replace(group[0], cost=partial(_summed_cost, group)) for group in groups),
+        variables=tuple(
+            replace(group[0], cost=partial(_summed_cost, group), floor=max(variable.floor for variable in group))
+            for group in groups
+        ),
         targets=targets,
         prediction=None if entry.prediction is None else _tied_prediction(entry.prediction),
         followers={group[0].group: tuple(variable.group for variable in group) for group in groups},
@@ -232,14 +239,13 @@ def _fit(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
 
 
 def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
-    dense = sum(entry.dense_numbers for entry in entries)
     curves = [prediction.curves for prediction in predictions]
     if any(by_task is None for by_task in curves):
         least = sum(prediction.least for prediction in predictions)
-        budget.require(least, dense)
+        budget.require(least, entries)
         return {}, budget.target
     points = {key: line for by_task in curves if by_task is not None for key, line in by_task.items()}
-    budget.require(sum(lower_hull(line)[0].numbers for line in points.values()), dense)
+    budget.require(sum(lower_hull(line)[0].numbers for line in points.values()), entries)
     chosen = choose(points, budget.target)
     return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())
 
@@ -261,10 +267,10 @@ def _by_cache(entry: Entry, prediction: Prediction, target: float) -> tuple[Chos
 def _by_ratio(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
     """Return the ranks at the largest common ratio whose stored numbers stay within the budget."""
     variables = [variable for entry in entries for variable in entry.variables]
-    least = sum(variable.cost(min(variable.multiple, variable.cap)) for variable in variables)
+    least = sum(variable.cost(variable.least) for variable in variables)
     most = sum(variable.cost(variable.cap) for variable in variables)
     target = budget.target
-    budget.require(least, sum(entry.dense_numbers for entry in entries))
+    budget.require(least, entries)
 
     def targets_at(ratio: float) -> dict[Key, float]:
         return {key: rank for entry in entries for key, rank in entry.targets(ratio).items()}

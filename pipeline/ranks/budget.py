@@ -19,8 +19,9 @@ _NOTHING = 1e-9
 class RankVariable:
     """One integer to choose: the rank or width of one part of one layer.
 
-    Allowed are the multiples of `multiple` up to `cap`, and `cap` itself (the full rank). `cost` gives the numbers
-    stored at a rank: non-decreasing, defined between integers too, and at the cap at most the dense cost.
+    Allowed are the multiples of `multiple` from `floor`, one of them, up to `cap`, and `cap` itself (the full rank).
+    `cost` gives the numbers stored at a rank: non-decreasing, defined between integers too, and at the cap at most the
+    dense cost.
     """
 
     layer: int
@@ -29,6 +30,7 @@ class RankVariable:
     cap: int
     multiple: int
     cost: Callable[[float], float] = field(compare=False)
+    floor: int = 0
 
     def __post_init__(self) -> None:
         if self.cap < 1 or self.multiple < 1:
@@ -42,7 +44,7 @@ class RankVariable:
     @property
     def least(self) -> int:
         """Return the smallest allowed rank."""
-        return min(self.multiple, self.cap)
+        return min(max(self.multiple, self.floor), self.cap)
 
     def nearest(self, want: float) -> int:
         """Return the allowed rank nearest to `want`, the lower of two equally near."""

@@ -1,4 +1,4 @@
-"""Whole jobs on mixtures of experts: every method, killed and resumed, few tokens, wrong checkpoints."""
+"""Whole jobs on mixtures of experts: every method, killed and resumed, few tokens."""
 
 from __future__ import annotations
 
@@ -178,50 +178,6 @@ def test_a_dense_export_is_the_source_s_own_class(tmp_path: Path, job: MakeJob) 
     assert "mixtures of experts" in refused.err
 
 
-def changed(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Rewrites a source as one shard after a change of its tensors."""
-    tensors = read_tensors(source)
-    change(tensors)
-    for path in [*source.glob("*.safetensors"), *source.glob("*.index.json")]:
-        path.unlink()
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-
-
-def _lose_an_expert(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
-
-
-def _narrow_an_expert(tensors: dict[str, torch.Tensor]) -> None:
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    tensors[name] = tensors[name][:-1].clone()
-
-
-def _shorten_a_router(tensors: dict[str, torch.Tensor]) -> None:
-    name = "model.layers.0.mlp.gate.weight"
-    tensors[name] = tensors[name][:-1].clone()
-
-
-@inline
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (_lose_an_expert, r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"),
-        (_narrow_an_expert, r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"),
-        (_shorten_a_router, r"model\.layers\.0\.mlp\.gate\.weight"),
-    ],
-)
-def test_a_damaged_mixture_is_refused_before_work_begins(
-    change: Callable[[dict[str, torch.Tensor]], None], said: str, tmp_path: Path, job: MakeJob
-) -> None:
-    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
-    changed(source, change)
-    made = job(source)
-    ended = made.run()
-    assert ended.code == 2
-    assert re.search(said, ended.err)
-    assert not made.run_dir.exists()
-
-
 @inline
 def test_a_budget_of_experts_touches_nothing_else(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen2_moe", layers=3)
@@ -239,16 +195,6 @@ def test_a_budget_of_experts_needs_experts(job: MakeJob) -> None:
     ended = job(budget={"keep": 0.5, "scope": "experts"}).run()
     assert ended.code == 2
     assert "budget.scope: experts: this llama model has none" in ended.err
-
-
-@inline
-def test_more_chosen_experts_than_there_are_is_refused(tmp_path: Path, job: MakeJob) -> None:
-    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 7}))
-    ended = job(source).run()
-    assert ended.code == 2
-    assert "layer 0 chooses 7 of 6 experts" in ended.err
 
 
 @inline

@@ -226,3 +226,12 @@ def _step_by_step(variables: list[RankVariable], targets: dict[Key, float], targ
         chosen = max(movable, key=lambda v: ((scaled[v.key] - ranks[v.key]) / v.cap, [-part for part in v.key[:1]]))
         ranks[chosen.key] += 1
     return ranks
+
+
+def test_a_floor_is_the_least_rank() -> None:
+    variables = [RankVariable(layer, "experts", "experts", 18, 2, linear(5), floor=8) for layer in range(3)]
+    targets = {variable.key: 4.0 for variable in variables}
+    assert set(fit_ranks(variables, targets, 3 * 8 * 5).values()) == {8}
+    assert [variables[0].nearest(1.0), variables[0].below(8), variables[0].below(10)] == [8, None, 8]
+    with pytest.raises(ValueError, match="least 120"):
+        fit_ranks(variables, targets, 3 * 8 * 5 - 1)

@@ -71,6 +71,16 @@ class ExpertsMethod(MethodBase[E_]):
         least = groups * max(1, 2 if rule["group_score"] == "top2" and groups > 1 else 1)
         return [count for count in most if count >= least and count // groups * top_groups >= rule["top_k"]]
 
+    def least_reason(self, geometry: Geometry) -> str:
+        """Name the layer that must keep most experts because its router chooses so many."""
+        layers = [geometry.layers[group.layer] for group in self.claims(geometry) if group.name == EXPERTS]
+        if not layers:
+            return ""
+        layer = max(layers, key=lambda layer: self.counts(layer)[0])
+        rule, least = dict(layer.routing), self.counts(layer)[0]
+        groups = f" in {rule['groups']} equal groups" if rule["groups"] > 1 else ""
+        return f"a router that chooses {rule['top_k']} experts{groups} leaves {least} of {len(routed(layer))} or more"
+
     @abstractmethod
     def kept(
         self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
