@@ -20,7 +20,8 @@ from manifests.parts import Part
 from stores.headers import DTYPES, TensorRecord
 
 FIELD = "quantization_config"  # of a source's config.json
-WEIGHT, PACKED, CODES, BLOCKS = ".weight", ".weight_packed", ".qweight", "_blocks"
+WEIGHT, PACKED, CODES = ".weight", ".weight_packed", ".qweight"
+BLOCKS, SCALES = "_blocks", "_scales"  # of fused experts, and behind WEIGHT of a matrix
 BYTE_CODES = ("F8_E4M3", "F8_E5M2", "I8")
 MXFP4_GROUP, E8M0_NAN = 32, 255
 LOGICAL_DTYPES = ("bfloat16", "float16", "float32")
@@ -90,7 +91,7 @@ def _paths(tensors: Tensors, ends: tuple[str, ...]) -> list[str]:
 
 def weight_record(path: str, form: StoredFormat, tensors: Tensors) -> TensorRecord:
     """Return the record of a weight. Raises ValueError for parts that are missing, or do not fit the format."""
-    if form.kind == "mxfp4":
+    if form.kind == "mxfp4" and f"{path}{WEIGHT}{BLOCKS}" not in tensors:
         return _experts_record(path, form, tensors)
     shape = _shape(path, form, tensors)
     parts = {}
@@ -106,8 +107,7 @@ def weight_record(path: str, form: StoredFormat, tensors: Tensors) -> TensorReco
 
 def _experts_record(path: str, form: StoredFormat, tensors: Tensors) -> TensorRecord:
     """Return the record of fused experts (E, I, O): blocks (E, O, G, 16) and scales (E, O, G)."""
-    parts = {part: _part(tensors, f"{path}_{part}", form.kind) for part in ("blocks", "scales")}
-    blocks, scales = parts["blocks"], parts["scales"]
+    blocks, scales = (_part(tensors, path + end, form.kind) for end in (BLOCKS, SCALES))
     if (
         len(blocks.shape) != 4
         or blocks.shape[3] != MXFP4_GROUP // 2
@@ -119,6 +119,7 @@ def _experts_record(path: str, form: StoredFormat, tensors: Tensors) -> TensorRe
             "bytes (experts, rows, groups, 16) and (experts, rows, groups)"
         )
     experts, rows, groups, _ = blocks.shape
+    parts = {"weight_blocks": blocks, "weight_scales": scales}
     return _with_parts(path, (experts, groups * MXFP4_GROUP, rows), form, parts)
 
 
@@ -131,7 +132,7 @@ def _with_parts(
 
 def _shape(path: str, form: StoredFormat, tensors: Tensors) -> tuple[int, int]:
     """Return the shape (O, I) of a weight."""
-    names = {"packed": PACKED, "gptq": CODES, "awq": CODES}
+    names = {"packed": PACKED, "gptq": CODES, "awq": CODES, "mxfp4": f"{WEIGHT}{SCALES}"}
     codes = _part(tensors, path + names.get(form.kind, WEIGHT), form.kind)
     if len(codes.shape) != 2:
         raise _FormatError(f"{codes.name}: shape {list(codes.shape)}, expected a matrix")
@@ -142,6 +143,8 @@ def _shape(path: str, form: StoredFormat, tensors: Tensors) -> tuple[int, int]:
         return rows, scales.shape[-1] * group if group and scales.shape else columns * WORD_BITS // form.bits
     if form.kind == "gptq":
         return columns, rows * WORD_BITS // form.bits
+    if form.kind == "mxfp4":
+        return rows, columns * MXFP4_GROUP
     return (columns * WORD_BITS // form.bits, rows) if form.kind == "awq" else (rows, columns)
 
 
@@ -160,7 +163,7 @@ def _dtype_name(dtype: str) -> str:
 
 
 def keeps(record: TensorRecord) -> bool:
-    """Return True for a whole weight in a format that a Lamina checkpoint may keep: all but fused experts."""
+    """Return True for a weight in a format that a Lamina checkpoint keeps: its parts are whole, with its own names."""
     path = record.name.removesuffix(WEIGHT)
     return bool(record.parts) and record.part is None and all(at.name == f"{path}.{part}" for part, at in record.parts)
 
@@ -205,6 +208,8 @@ def decode(record: TensorRecord, parts: Mapping[str, Tensor]) -> Tensor:
 def cut(record: TensorRecord, part: Part) -> TensorRecord:
     """Return the record of a part of a weight. Its stored parts are cut to its rows if the format allows it; whole rows
     in their order can then stay in the format."""
+    if record.form is not None and record.form.kind == "mxfp4":
+        return _cut_expert(record, part)
     row = math.prod(record.shape[1:])
     begin, end = part.begin // row, math.ceil(part.end / row)
     if part.begin % row or part.end % row or (rows := _cut_rows(record, begin, end)) is None:
@@ -218,6 +223,23 @@ def cut(record: TensorRecord, part: Part) -> TensorRecord:
     first, of_rows = next(iter(rows.values())), None if part.is_whole_block else replace(part, begin=0)
     cut_record = replace(record, name=part.name, shape=part.shape, begin=first.begin, end=first.end)
     return replace(cut_record, part=of_rows, parts=tuple(rows.items()))
+
+
+def _cut_expert(record: TensorRecord, part: Part) -> TensorRecord:
+    """Return the record of a matrix of one of the fused experts (E, I, O), whose rows are in stored order or take
+    turns with those of another."""
+    experts, inputs, rows = record.shape
+    assert part.transposed, part
+    assert part.block == (inputs, rows), part
+    expert, path, cut_parts = part.begin // (inputs * rows), part.name.removesuffix(WEIGHT), {}
+    for key, at in record.parts:
+        size, shape = at.num_bytes // experts, (part.shape[0], *at.shape[2:])
+        name, begin = f"{path}.{key}", at.begin + expert * size
+        within = Part(name, shape, 0, at.shape[1:], first=part.first, step=part.step)
+        view = None if within.is_whole_block else within
+        cut_parts[key] = replace(at, name=name, shape=shape, begin=begin, end=begin + size, part=view)
+    begin, end = (getattr(cut_parts["weight_blocks"], name) for name in ("begin", "end"))
+    return replace(record, name=part.name, shape=part.shape, begin=begin, end=end, parts=tuple(cut_parts.items()))
 
 
 def _cut_rows(record: TensorRecord, begin: int, end: int) -> dict[str, TensorRecord] | None:
@@ -249,7 +271,7 @@ def _row_steps(form: StoredFormat) -> dict[str, int]:
     are not stored by rows."""
     if form.kind in ("gptq", "awq"):
         return {}
-    codes = dict.fromkeys(("weight", "weight_packed", "blocks", "scales"), 1)
+    codes = dict.fromkeys(("weight", "weight_packed"), 1)
     scales = dict.fromkeys(("weight_scale_inv", "weight_scale"), form.block[0])
     return {**codes, **scales, "weight_zero_point": WORD_BITS // form.bits if form.kind == "packed" else form.block[0]}
 

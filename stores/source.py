@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -45,6 +45,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CONTENT_FIELDS = ("size", "mtime_ns", "inode")  # of a stamp, without the ctime, which a hard link changes
 
 FileStamp = dict[str, int | str]
+Bring = Callable[[torch.Tensor], torch.Tensor]  # to another device
+
+
+def _stay(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,10 @@ class SourceCheckpoint:
         raise_faults(f"{self.place}: tensors of one module, twice", sorted(met))
         return replace(self, tensors=tensors)
 
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def read(self, names: Iterable[str], bring: Bring = _stay) -> dict[str, torch.Tensor]:
         """Return the tensors on the CPU, each in its own memory, in the order of `names`; reads by file and offset.
+
+        `bring`: moves the stored parts of a weight to the device that decodes it, where the weight then is.
 
         Raises:
             InputError: no such tensor.
@@ -161,7 +168,7 @@ class SourceCheckpoint:
         stored = self._read({part for record in records for part in record.stored})
         tensors = {}
         for record in records:
-            parts = {part: stored[at] for part, at in record.parts}
+            parts = {part: bring(stored[at]) for part, at in record.parts}
             tensors[record.name] = decode(record, parts) if record.parts else stored[record]
         return {name: tensors[name] for name in names}
 
@@ -196,7 +203,9 @@ class SourceCheckpoint:
         """Yield the bytes of a tensor of the files as they are there, in pieces. Raises the errors of `read`."""
         record, num_bytes = self._stored_record(name), 0
         if record.part is not None:
-            yield self.read([name])[name].flatten().view(torch.uint8).numpy().tobytes()
+            numbers = self._read({record})[record] if record.form is None else self.read([name])[name]
+            bytes_N = numbers.flatten().view(torch.uint8).numpy()
+            yield from (bytes_N[at : at + piece_bytes].tobytes() for at in range(0, len(bytes_N), piece_bytes))
             return
         with self.storage.reader(record.file) as file:
             self._check_same(record.file, file)

@@ -8,6 +8,7 @@ B micro-batch, S sequence, D hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -83,6 +84,11 @@ class Copies:
                 pinned = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True).copy_(piece)
                 place.copy_(pinned, non_blocking=True)
             return copied
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread computes on the copies' stream, behind what it brings itself."""
+        context: AbstractContextManager[None] = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        return context
 
     def bring_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy several tensors by several threads; this thread may compute with the results."""

@@ -195,7 +195,8 @@ class LayerReader:
         inside = {name for name in wanted if staged is not None and name in staged.tensors}
         replaced = {name for name in names if packed_names(name) <= inside}
         present = [name for name in wanted - replaced if name in self.setup.source.tensors]
-        tensors, rounded = self._read(present), rounded_modules(self.setup.config, packed_modules(present))
+        tensors = self._arrived({name: self.copies.bring(tensor) for name, tensor in self._read(present).items()})
+        rounded = rounded_modules(self.setup.config, packed_modules(present))
         if staged is not None and inside:
             tensors |= read_staged(self.setup.run_dir, staged, inside)
             rounded |= staged.rounded
@@ -313,11 +314,15 @@ class LayerReader:
     def _read(
         self, names: list[str], shared: Mapping[str, Tensor] = MappingProxyType({}), where: str = "source"
     ) -> dict[str, Tensor]:
-        """Return source tensors, from `shared` if it has them. Raises NumericsError if one is not finite."""
-        read = self.setup.source.read([name for name in names if name not in shared])
-        tensors = {name: shared[name] if name in shared else read[name] for name in names}
-        for name, tensor in tensors.items():
-            _require_finite(name, tensor, where)
+        """Return source tensors, from `shared` if it has them. Raises NumericsError if one is not finite.
+
+        Weights in a stored format are decoded on the device, as `Copies.bring` returns tensors.
+        """
+        with self.copies.ahead():
+            read = self.setup.source.read([name for name in names if name not in shared], self.copies.bring)
+            tensors = {name: shared[name] if name in shared else read[name] for name in names}
+            for name, tensor in tensors.items():
+                _require_finite(name, tensor, where)
         return tensors
 
 

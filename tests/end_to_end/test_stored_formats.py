@@ -106,19 +106,32 @@ def test_experts_of_a_mixture_in_blocks(job: MakeJob, models: Any) -> None:
     assert relative_error(logits_of(load(ran.output), ids), logits_of(load(decoded), ids)) < 1
 
 
-def test_fused_experts_are_decoded_one_by_one(job: MakeJob, models: Any) -> None:
-    """gpt-oss: rows of gate and up take turns, and nothing keeps the format."""
+def test_fused_experts_stay_one_by_one(job: MakeJob, models: Any) -> None:
+    """gpt-oss: rows of gate and up take turns. What a job does not change stays in mxfp4, bit for bit."""
     encoded, decoded = models("mxfp4", "gpt_oss", hidden_size=64, intermediate_size=32)
     ran, plain = (job(source, **EXPERTS, **{"budget.keep": 0.9}) for source in (encoded, decoded))
     planned = command("plan", str(ran.manifest), "--json", "--gpu", "H100").json
     assert [each.run().code for each in (ran, plain)] == [0, 0]
     assert ran.compression()["counts"]["bytes"]["compressed"] <= planned["output_bytes"]
-    output, expected = read_tensors(ran.output), read_tensors(plain.output)
-    assert output.keys() == expected.keys()
+    output, expected, source = (read_tensors(folder) for folder in (ran.output, plain.output, encoded))
+    (group,) = json.loads((ran.output / "config.json").read_text())["stored_formats"]
+    assert len(group["modules"]) == 2 * 6 * 3  # of two layers; the third is compressed
+    for layer, expert in [(layer, expert) for layer in (0, 2) for expert in range(6)]:
+        path = f"model.layers.{layer}.mlp.experts"
+        for name, fused, rows in (
+            ("gate", "gate_up", slice(0, None, 2)),
+            ("up", "gate_up", slice(1, None, 2)),
+            ("down", "down", slice(None)),
+        ):
+            for part in ("blocks", "scales"):
+                stored = source[f"{path}.{fused}_proj_{part}"][expert, rows]
+                assert torch.equal(output.pop(f"{path}.{expert}.{name}_proj.weight_{part}"), stored)
+    assert output.keys() <= expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in output.items())
-    assert "stored_formats" not in json.loads((ran.output / "config.json").read_text())
     verified = command("verify", str(ran.output), "--source", str(encoded))
     assert verified.code == 0, verified.out + verified.err
+    ids = some_tokens(320)
+    assert torch.equal(logits_of(load(ran.output), ids), logits_of(load(plain.output), ids))
 
 
 @pytest.mark.sample(3)
@@ -158,13 +171,19 @@ def test_bytes_are_a_share_of_the_stored_ones(kind: str, quantize: Any, job: Mak
     load(run.output)
 
 
-def test_a_result_that_may_not_be_smaller_is_announced(job: MakeJob, models: Any) -> None:
-    encoded, _ = models("fp8 blocks")
-    run = job(encoded, methods=[{"method": "svd"}], calibration=None, **{"budget.keep": 0.9})
-    ended = command("plan", str(run.manifest), "--gpu", "H100")
-    assert ended.code == 0, ended.err
-    assert "its weights are stored in fp8" in ended.out + ended.err
-    assert "not smaller: give budget.bytes, or quantize" in ended.out + ended.err
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4", "gptq", "mxfp4"])
+def test_a_result_that_may_not_be_smaller_is_announced(kind: str, job: MakeJob, models: Any) -> None:
+    """Against the stored source; a share of its bytes is smaller."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32} if kind == "mxfp4" else {}
+    encoded, _ = models(kind, "gpt_oss" if kind == "mxfp4" else "llama", **sizes)
+    form = {"fp8 blocks": "fp8", "int4": "packed"}.get(kind, kind)
+    for budget in ({"keep": 0.9}, {"bytes": 0.9}):
+        run = job(encoded, methods=[{"method": "svd"}], calibration=None, budget=budget)
+        ended = command("plan", str(run.manifest), "--gpu", "H100")
+        assert ended.code == 0, ended.err
+        said = ended.out + ended.err
+        assert (f"its weights are stored in {form}, " in said) == ("keep" in budget)
+        assert ("not smaller: give budget.bytes, or quantize" in said) == ("keep" in budget)
 
 
 def test_a_weight_that_stays_dense_stays_stored(job: MakeJob, models: Any) -> None:
@@ -254,11 +273,14 @@ def test_experts_of_gpt_oss_are_read_from_mxfp4(tmp_path: Path, job: MakeJob) ->
             assert torch.equal(gate_ND, gate_up_EDF[expert, :, ::2].T)
             assert torch.equal(up_ND, gate_up_EDF[expert, :, 1::2].T)
             assert torch.equal(down_DN, down_END[expert].T)
-    run = job(source, methods=[{"method": "loss_aware"}], **{"calibration.propagate": "dense", "budget.keep": 0.8})
+    attention = {"method": "loss_aware", "mlp": False}
+    run = job(source, methods=[attention], **{"calibration.propagate": "dense", "budget.keep": 0.98})
     ended = run.run()
     assert ended.code == 0, ended.err
+    (group,) = json.loads((run.output / "config.json").read_text())["stored_formats"]
+    assert (group["kind"], len(group["modules"])) == ("mxfp4", 2 * 6 * 3)
     assert command("verify", str(run.output), "--source", str(source), "--bound", "10").code == 0
     ended = command("export", str(run.output), "--to", "dense", str(tmp_path / "dense"))
     assert ended.code == 0, ended.err
     ids = some_tokens(300)
-    assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits_of(load(run.output), ids)) < 0.05
+    assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits_of(load(run.output), ids)) < 0.1

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from stores import source
+from stores.formats import decode
+from stores.headers import TensorRecord
 from tests.emulated_device import EmulatedDevice
+from tests.encoders import encode_model
 from tests.workers.bench import make_setup, save_source
 from workers.layers import LayerReader
 
@@ -65,3 +71,25 @@ def test_a_layer_that_was_read_ahead_in_vain(tmp_path: Path) -> None:
     assert torch.equal(
         reader.block(1, None).run(hidden_BSD), LayerReader(setup, torch.device("cuda")).block(1, None).run(hidden_BSD)
     )
+
+
+@pytest.mark.parametrize("kind", ["fp8 ragged", "float"])
+def test_stored_weights_are_decoded_on_the_device(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read ahead or not; the numbers are a CPU's."""
+    encoded, _ = encode_model(save_source(tmp_path / "model", "llama-gqa", torch.bfloat16), tmp_path, kind)
+    setup = make_setup(encoded, tmp_path / "run")
+    setup = replace(setup, source=setup.source.with_weights())
+    expected = LayerReader(setup, torch.device("cpu")).block(1, None).module.state_dict()
+    decoded_on: set[str] = set()
+
+    def watched(record: TensorRecord, parts: Mapping[str, Tensor]) -> Tensor:
+        decoded_on.update(part.device.type for part in parts.values())
+        return decode(record, parts)
+
+    monkeypatch.setattr(source, "decode", watched)
+    reader = LayerReader(setup, torch.device("cuda"))
+    reader.read_ahead(1)
+    for state in (reader.block(1, None).module.state_dict(), reader.block(1, None).module.state_dict()):
+        assert all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in state.items())
+        reader.release_layer()
+    assert decoded_on == {"cuda"}

@@ -12,9 +12,9 @@ last block of an axis may be smaller. `StoredFormat.kind` names the tensors that
 | packed | weight_packed, weight_scale, weight_shape, weight_zero_point | packed along a row's columns |
 | gptq | qweight, qzeros, scales, g_idx | packed along the columns of a row; g_idx has the group of each column |
 | awq | qweight, qzeros, scales | eight rows in a word, even ones first |
-| mxfp4 | PATH_blocks, PATH_scales | two e2m1 numbers in a byte, with a power of two for every 32 |
+| mxfp4 | weight_blocks, weight_scales | two e2m1 numbers in a byte, with a power of two for every 32 |
 
-O outputs (rows), I inputs (columns), R rows and C columns of the grid, E experts, G groups.
+O outputs (rows), I inputs (columns), R rows and C columns of the grid.
 """
 
 import math
@@ -31,7 +31,7 @@ WORD_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of four-bit codes of each of eight rows
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS = 127
-BLOCK_NUMBERS = 2**17  # decoded at a time on a CPU
+BLOCK_NUMBERS, DEVICE_NUMBERS = 2**17, 2**24  # decoded at a time, on a CPU and elsewhere
 ROUNDED_FIRST, TRANSPOSED = ("float", "int", "packed"), ("gptq", "awq")
 FIELD = "stored_formats"  # of config.json
 
@@ -88,23 +88,27 @@ class StoredFormat:
             zeros = math.ceil(outputs * self.bits / WORD_BITS), grid[1]
             parts |= {"weight_zero_point": (zeros, self.zeros)} if self.zeros else {}
             return parts | {"weight_shape": ((2,), "int64")}
+        if self.kind == "mxfp4":
+            blocks = (*grid, self.block[1] * self.bits // 8)
+            return {"weight_blocks": (blocks, self.codes), "weight_scales": (grid, self.scales)}
         codes = (packed, outputs) if self.kind == "gptq" else (inputs, outputs // words)
         parts = {"qweight": (codes, self.codes), "qzeros": ((grid[1], outputs // words), self.zeros)}
         parts |= {"scales": ((grid[1], outputs), self.scales)}
         return parts | ({"g_idx": ((inputs,), "int32")} if self.ordered else {})
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the weight (O, I) of its parts, rounded once, to `dtype`; fused experts of mxfp4 as (E, I, O).
+        """Return the weight (O, I) of its parts, rounded once, to `dtype`.
 
         With codes, zeros and scales of at most 8, 8 and 11 significant bits the product is exact in float32. Parts by
         compressed-tensors are first rounded to the dtype of their scales, as that package does. Rows of the stored
-        codes are decoded some at a time, so that they stay in a CPU's cache.
+        codes are decoded some at a time, so that they stay in a CPU's cache and take little of a GPU's memory. Runs on
+        the device of the parts, and gives the same numbers on each.
         """
         codes: Codes = getattr(self, f"_{self.kind}")(parts)
         dtype, first = getattr(torch, self.dtype), codes.scales.dtype if self.kind in ROUNDED_FIRST else torch.float32
         weight = torch.empty(codes.shape, dtype=dtype, device=codes.stored.device)
         rows, columns = codes.shape
-        step = max(1, BLOCK_NUMBERS // columns) if weight.device.type == "cpu" else rows
+        step = max(1, (BLOCK_NUMBERS if weight.device.type == "cpu" else DEVICE_NUMBERS) // columns)
         step = max(codes.rows_stored, step // codes.rows_stored * codes.rows_stored)
         scales, zeros = codes.scales.float(), None if codes.zeros is None else codes.zeros.float()
         for begin in range(0, rows, step):
@@ -114,9 +118,6 @@ class StoredFormat:
                 codes.spread(Tensor.sub_, numbers, zeros[codes.groups[begin:end]])
             codes.spread(Tensor.mul_, numbers, scales[codes.groups[begin:end]])
             weight[begin:end] = numbers.to(first)
-        if self.kind == "mxfp4":
-            experts = weight.view(*parts["scales"].shape[:-1], columns)
-            return torch.stack([expert.T.contiguous() for expert in experts])  # several times as fast as all at once
         return weight.T.contiguous() if self.kind in TRANSPOSED else weight
 
     def _bytes(self, parts: Mapping[str, Tensor], scales: Tensor) -> "Codes":
@@ -175,7 +176,7 @@ class StoredFormat:
         return columns // self.block[1] if self.block[1] else torch.zeros_like(columns)
 
     def _mxfp4(self, parts: Mapping[str, Tensor]) -> "Codes":
-        blocks, scales = parts["blocks"].flatten(-2).flatten(0, -2), parts["scales"].flatten(0, -2)
+        blocks, scales = parts["weight_blocks"].flatten(1), parts["weight_scales"]
         read = partial(_halves, _pairs([*E2M1, *(-value for value in E2M1)], blocks.device), 2 * blocks.shape[1])
         powers = torch.ldexp(torch.ones(256), torch.arange(256) - E8M0_BIAS).to(blocks.device)
         return self._rows(blocks, (blocks.shape[0], 2 * blocks.shape[1]), read, powers[scales.int()], None)
