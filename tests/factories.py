@@ -266,7 +266,7 @@ LATENT: dict[str, Any] = {  # no two sizes of the attention alike
 }  # fmt: skip
 OWN_NAMES |= {"deepseek_v2": LATENT, "deepseek_v3": LATENT}
 INDEX: dict[str, Any] = {**LATENT, "index_topk": 300, "index_head_dim": 10, "index_n_heads": 3}
-OWN_NAMES |= {"deepseek_v32": INDEX, "glm_moe_dsa": INDEX}
+OWN_NAMES |= {"deepseek_v32": INDEX, "glm_moe_dsa": {**INDEX, "indexer_types": ("full", "shared")}}
 EXPERTS |= {"deepseek_v32": EXPERTS["deepseek_v3"], "glm_moe_dsa": EXPERTS["deepseek_v3"]}
 OWN_NAMES["kimi_linear"] = {
     **{name: value for name, value in LATENT.items() if name not in ("rope_parameters", "q_lora_rank")},

@@ -18,6 +18,7 @@ from pipeline.console.progress import JobObserver
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.scoring import window_units
 from pipeline.evaluation.losses import json_perplexity
+from pipeline.families.foreign import sequence_limit
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.calibration import window_tokens
 from pipeline.inputs.checkpoints import expected_tensors, read_checkpoint
@@ -90,10 +91,9 @@ def _open_checkpoint(model: str, window: int, code: bool = False) -> tuple[Sourc
     source, config = read_checkpoint(model, code)
     if config.get("model_type") == "lamina":
         source.require(expected_tensors(config))
-    if window > config["max_position_embeddings"]:
-        raise InputError(
-            f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
-        )
+    name, limit = sequence_limit(config)
+    if window > limit:
+        raise InputError(f"window: {window} is longer than the model's {name} {limit}")
     return source, config
 
 

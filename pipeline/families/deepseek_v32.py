@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from lamina.foreign_lamina import INDEX_LAYERS
+from lamina.foreign_lamina import SHARING_LAYERS
 from pipeline.families import deepseek_v3
 from pipeline.families.blocks import Copied
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.foreign import (
     LATENT_BIASES,
     LATENT_ROLES,
+    SHARED,
     ForeignBlock,
     ForeignFamily,
     latent_attention,
@@ -23,7 +25,8 @@ from pipeline.families.mixture import LISTED, MixtureFamily
 
 INDEXED = "indexed_attention"
 INDEXER = {f"index_{name}": f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "k_norm", "weights_proj")}
-INSIDE = {role: f"self_attn.{role}" for role in LATENT_ROLES if role != "q_proj"} | INDEXER
+LATENT = {role: f"self_attn.{role}" for role in LATENT_ROLES if role != "q_proj"}
+INSIDE = LATENT | INDEXER
 INDEXED_BLOCK: dict[str, Any] = BLOCK | {
     "modules": {
         "input_norm": MODULES["input_norm"],
@@ -35,24 +38,25 @@ INDEXED_BLOCK: dict[str, Any] = BLOCK | {
 }
 
 
-def _block(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return latent attention with an indexer."""
+def attention_of_type(sizes: Mapping[str, Any], layer_type: str) -> ForeignBlock:
+    """Return latent attention that is copied, with an indexer in layers of type INDEXED."""
     hidden, heads, width = sizes["hidden_size"], sizes["index_n_heads"], sizes["index_head_dim"]
     biased = LATENT_BIASES if sizes["attention_bias"] else ()
     latent = latent_attention({**sizes, "model_type": "deepseek_v3"}, hidden, sizes["num_attention_heads"], biased)
-    indexer = {
+    indexer: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {
         "index_wq_b": (("weight", (heads * width, sizes["q_lora_rank"])),),
         "index_wk": (("weight", (width, hidden)),),
         "index_k_norm": (("weight", (width,)), ("bias", (width,))),
         "index_weights_proj": (("weight", (heads, hidden)),),
     }
-    copied = (*latent.copied, *(Copied(role, shapes) for role, shapes in indexer.items()))
+    own = indexer.items() if layer_type == INDEXED else ()
+    copied = (*latent.copied, *(Copied(role, shapes) for role, shapes in own))
     return replace(
         latent,
         block=None,
-        copied=tuple(replace(each, role=f"{INDEXED}.{each.role}", reads="") for each in copied),
-        scores=tuple(f"{INDEXED}.{role}" for role in latent.scores),
-        cache_numbers=INDEX_LAYERS[INDEXED].cache_numbers(sizes),
+        copied=tuple(replace(each, role=f"{layer_type}.{each.role}", reads="") for each in copied),
+        scores=tuple(f"{layer_type}.{role}" for role in latent.scores),
+        cache_numbers=SHARING_LAYERS[layer_type].cache_numbers(sizes),
     )
 
 
@@ -64,8 +68,9 @@ def _faults(fields: Mapping[str, Any]) -> list[str]:
         for name in sizes
         if type(fields[name]) is not int or fields[name] < 1
     ]
-    if {*(fields.get("indexer_types") or ())} - {"full"}:
-        faults.append("indexer_types: layers that share the choice of another layer's indexer are not supported")
+    kinds = fields.get("indexer_types") or ["full"]
+    if {*kinds} - {"full", SHARED} or kinds[0] != "full":
+        faults.append(f"indexer_types: {kinds!r:.80}; known are full and {SHARED}, of which the first layer is full")
     if not faults and fields["index_head_dim"] < fields["qk_rope_head_dim"]:
         faults.append(f"index_head_dim: {fields['index_head_dim']} is below qk_rope_head_dim")
     return faults
@@ -74,6 +79,7 @@ def _faults(fields: Mapping[str, Any]) -> list[str]:
 def indexed_family(model_type: str) -> Family:
     """Return a family with V3's mixtures and latent attention with an indexer."""
     mixture = deepseek_v3.FAMILY.mixture
+    layers = {INDEXED: partial(attention_of_type, layer_type=INDEXED)}
     assert isinstance(mixture, MixtureFamily)
     return replace(
         deepseek_v3.FAMILY,
@@ -86,7 +92,7 @@ def indexed_family(model_type: str) -> Family:
             "head_dim": "qk_rope_head_dim replaces it",
             "layer_types": "all layers have an indexer",
         },
-        foreign=ForeignFamily(model_type, None, "qk_rope_head_dim", _faults, {INDEXED: _block}),
+        foreign=ForeignFamily(model_type, None, "qk_rope_head_dim", _faults, layers),
         mixture=replace(mixture, dense_layers=LISTED),
     )
 

@@ -45,6 +45,7 @@ class ForeignFamily:
         rotary_width: the field with the width of the rotation; empty if that is the width of heads.
         check: fields -> faults.
         layers: of a hybrid, layer type -> the block of such a layer, from the fields of `standard` and `foreign`.
+        kinds: a field that lists the kinds of layers, and kind -> layer type, where the config has no layer types.
     """
 
     model_type: str
@@ -52,6 +53,7 @@ class ForeignFamily:
     rotary_width: str
     check: Callable[[Mapping[str, Any]], list[str]]
     layers: Mapping[str, Callable[[Mapping[str, Any]], ForeignBlock]] = field(default_factory=dict)
+    kinds: tuple[str, Mapping[str, str]] | None = None
 
     @property
     def own_fields(self) -> tuple[str, ...]:
@@ -73,10 +75,18 @@ class ForeignFamily:
         blocks = (block({**standard, **standard["foreign"]}) for block in self.layers.values())
         return {each.role for block in blocks for each in block.copied}
 
-    @property
-    def only_type(self) -> str:
-        """Return the type of all layers of a family that lists types but has one; empty for others."""
-        return next(iter(self.layers)) if len(self.layers) == 1 else ""
+    def layer_types(self, standard: Mapping[str, Any]) -> list[str] | None:
+        """Return the types of all layers where the config has none; None if it has them.
+
+        Raises InputError for another number of layers.
+        """
+        count = standard["num_hidden_layers"]
+        if self.kinds is None:
+            return [next(iter(self.layers))] * count if len(self.layers) == 1 else None
+        name, types = self.kinds
+        if len(kinds := standard["foreign"][name]) != count:
+            raise InputError(f"config.json: {name}: has {len(kinds)} entries for {count} layers")
+        return [types[kind] for kind in kinds]
 
     def standard(self, source: Any) -> dict[str, Any]:
         """Return the standard `foreign` of a source's config. Raises InputError for one that cannot be built."""
@@ -86,6 +96,20 @@ class ForeignFamily:
         return {"model_type": self.model_type, **fields}
 
 
+def sequence_limit(standard: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the field that limits the samples of a job, and the most tokens.
+
+    A job runs a layer at a time. One that shares the choice of another layer's indexer then attends to all tokens,
+    which the indexer chooses in samples of at most `index_topk` tokens.
+    """
+    limits = {"max_position_embeddings": standard["max_position_embeddings"]}
+    foreign = standard.get("foreign") or {}
+    if SHARED in (foreign.get("indexer_types") or ()):
+        limits["index_topk"] = foreign["index_topk"]
+    return min(limits.items(), key=lambda limit: limit[1])
+
+
+SHARED = "shared"  # the kind of such a layer
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_ROLES = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
                 "o_proj")  # fmt: skip

@@ -163,8 +163,8 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     standard["rope_parameters"] = rope_parameters(family, source, standard["head_dim"])
     for name in ("sliding_window", "layer_types"):
         standard[name] = getattr(source, name, None) if name in family.windows else None
-    if family.foreign is not None and (only := family.foreign.only_type):
-        standard["layer_types"] = [only] * source.num_hidden_layers
+    if family.foreign is not None:
+        standard["layer_types"] = family.foreign.layer_types(standard) or standard["layer_types"]
     if standard["sliding_window"] is not None and standard["sliding_window"] < 1:
         raise InputError(f"config.json: sliding_window: {standard['sliding_window']} is no positive integer")
     if family.mixture is not None:

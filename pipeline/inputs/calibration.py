@@ -11,6 +11,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.records import Origin
+from pipeline.families.foreign import sequence_limit
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.units.sharding import held_out_windows
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
@@ -76,7 +77,7 @@ def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -
     batch, length = SAMPLE_SHAPE
     if calibration is not None:
         return "calibration", calibration[:batch, :length]
-    length = min(length, config["max_position_embeddings"])
+    length = min(length, sequence_limit(config)[1])
     generator = torch.Generator().manual_seed(0)
     return "random", torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
 

@@ -16,6 +16,7 @@ from manifests.schema import Manifest
 from pipeline.cost_model.bounds import size_bound
 from pipeline.cost_model.estimate import expert_remarks, rank_remarks
 from pipeline.driver.job_spec import Passes, passes_of
+from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.families.registry import geometry_of
@@ -273,13 +274,13 @@ def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods:
 
 
 def _check_sequence(manifest: Manifest, config: Mapping[str, Any]) -> None:
-    limit = config["max_position_embeddings"]
+    name, limit = sequence_limit(config)
     lengths = {"calibration.sequence_length": manifest.calibration.sequence_length if manifest.calibration else 0}
     if manifest.evaluation.perplexity:
         lengths["evaluation.perplexity.window"] = manifest.evaluation.perplexity.window
     for field, length in lengths.items():
         if length > limit:
-            raise InputError(f"{field}: {length} is longer than the model's max_position_embeddings {limit}")
+            raise InputError(f"{field}: {length} is longer than the model's {name} {limit}")
 
 
 def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:

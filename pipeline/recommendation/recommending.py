@@ -15,6 +15,7 @@ from manifests.schema import Manifest
 from pipeline.checkpoint.engines import planned_engines
 from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.cost_model.estimate import Plan
+from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import checkpoint_config, geometry_of
 from pipeline.inputs.job_inputs import Inputs, read_inputs
@@ -58,7 +59,7 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     tokenizer = load_tokenizer(source.storage)
     geometry = geometry_of(config)
     text = parse_block(Text, {"files": tuple(request.texts)}, "--text")
-    use = choose_text_use(text, tokenizer, config["max_position_embeddings"], _channels(geometry))
+    use = choose_text_use(text, tokenizer, sequence_limit(config)[1], _channels(geometry))
     asked = request.goal or usual_goal(bool(source.stored_bytes()))
     places, goal = _places(request, asked), _with_unrounded(asked, geometry)
 

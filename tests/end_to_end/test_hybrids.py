@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.families.registry import geometry_of
+from manifests.errors import InputError
+from pipeline.families.registry import geometry_of, standard_config
 from pipeline.families.source_config import source_config
 from pipeline.inputs.sources import open_dense
 from tests import factories
@@ -100,6 +101,31 @@ def test_what_loses_nothing_is_the_source(entry: dict[str, Any], family: str, jo
     assert relative_error(logits_of(load(tmp_path / "dense"), ids), expected) < 1e-4
     opened, again = (open_dense(str(folder))[0].tensors for folder in (source, tmp_path / "dense"))
     assert opened.keys() == again.keys(), "the export's experts may be fused"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "calibration.sequence_length: 24 is longer than the model's index_topk 20"),
+        ({"calibration.sequence_length": 16, "evaluation.perplexity.window": 22}, "window: 22 is longer than the"),
+    ],
+)
+def test_samples_that_an_indexer_would_choose_from_are_refused(
+    changes: dict[str, Any], reason: str, job: MakeJob, text: Path, tmp_path: Path
+) -> None:
+    """Where layers share its choice: each layer is run alone."""
+    source = factories.make_model(tmp_path / "source", "glm_moe_dsa", index_topk=20)
+    scored = {"evaluation.perplexity.text": {"files": [str(text)]}} if len(changes) > 1 else {}
+    ended = job(source, methods=[{"method": "magnitude"}], **changes, **scored).run()
+    assert ended.code == 2
+    assert reason in ended.err
+
+
+@pytest.mark.parametrize("kinds", [["shared", "full", "full"], ["full", "half", "full"], ["full", "shared"]])
+def test_indexers_that_cannot_be_are_refused(kinds: list[str]) -> None:
+    config = {**factories.make_config("glm_moe_dsa").to_dict(), "indexer_types": kinds}
+    with pytest.raises(InputError, match="indexer_types: "):
+        standard_config(config)
 
 
 def test_kimi_linear_as_on_the_hub(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ ODD: dict[str, dict[str, Any]] = {
         "topk_group": {"n_group": 3, "topk_group": 2},
     },
     "deepseek_v32": INDEXED,
-    "glm_moe_dsa": {**INDEXED, "indexer_types": {"indexer_types": ["full"] * 3, "num_hidden_layers": 3}},
+    "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared"]},
     "kimi_linear": {
         **{name: value for name, value in ODD_LATENT.items() if name not in KIMI_LACKS}, "q_lora_rank": 9,
         "num_local_experts": 9, "norm_topk_prob": False, "n_group": 3, "topk_group": {"n_group": 3, "topk_group": 2},

@@ -126,7 +126,9 @@ def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
         heads = {name: draw.random() < 0.5 for name in ("use_qk_norm", "attention_bias", "norm_topk_prob")}
         return sizes | heads | {"partial_rotary_factor": draw.choice([0.25, 0.5, 1.0])}
     if family in factories.INDEXED:
-        return sizes | {"norm_topk_prob": draw.random() < 0.5, "index_topk": draw.choice([4, 100])}
+        sizes |= {"norm_topk_prob": draw.random() < 0.5, "index_topk": draw.choice([4, 100])}
+        kinds = ["full", *(draw.choice(["full", "shared"]) for _ in range(2))]
+        return sizes | ({"indexer_types": kinds} if family == "glm_moe_dsa" else {})
     sizes["q_lora_rank"] = draw.choice([None, 10])
     if family == "deepseek_v2":
         return sizes | {"topk_method": draw.choice(["greedy", "group_limited_greedy"])}
@@ -153,8 +155,10 @@ def compare(source: Path) -> None:
     with torch.no_grad():
         expected_BTV, logits_BTV = theirs(ids_BT).logits, ours(ids_BT).logits
         their_decoded_BTV, decoded_BTV = (decoded(model, ids_BT) for model in (theirs, ours))
+        their_rest_BTV, rest_BTV = (continued(model, ids_BT) for model in (theirs, ours))
     limit = LIMIT * float(expected_BTV.abs().max())
     assert float((logits_BTV - expected_BTV).abs().max()) <= limit
+    assert float((rest_BTV - their_rest_BTV).abs().max()) <= 2 * limit
     own = float((their_decoded_BTV - expected_BTV[:, 20:]).abs().max())  # of a state's rule for one token
     assert float((decoded_BTV - their_decoded_BTV).abs().max()) <= limit + own
     assert float((decoded_BTV - expected_BTV[:, 20:]).abs().max()) <= limit + own
@@ -163,6 +167,13 @@ def compare(source: Path) -> None:
         with torch.no_grad():
             expected_BTV, logits_BTV = (model(ids_BT, **padded).logits[:, 4:] for model in (theirs, ours))
         assert float((logits_BTV - expected_BTV).abs().max()) <= 5 * limit
+
+
+def continued(model: Any, ids_BT: Tensor) -> Tensor:
+    """The logits of tokens 10 to 23 at once, behind a cache of the first 10."""
+    cached = model(ids_BT[:, :10], use_cache=True).past_key_values
+    logits_BTV: Tensor = model(ids_BT[:, 10:], past_key_values=cached).logits
+    return logits_BTV
 
 
 def decoded(model: Any, ids_BT: Tensor) -> Tensor:

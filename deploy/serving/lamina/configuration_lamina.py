@@ -330,6 +330,9 @@ def _check_fields(config: LayersConfig) -> None:
     if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*known}:
         needed = f"{config.num_hidden_layers} of {', '.join(dict.fromkeys(known))}"
         raise ValueError(f"layer_types must be {needed}, not {layer_types}")
+    sharing = [is_hybrid(config.foreign) and foreign_layer(config.foreign, each).shares for each in layer_types]
+    if True in sharing and INDEXED not in layer_types[: sharing.index(True)]:
+        raise ValueError("layer_types: the first layer has no indexer, and none before it whose choice it could share")
     if "sliding_attention" in layer_types and config.sliding_window is None:
         raise ValueError("layer_types has sliding_attention, but sliding_window is null")
     _check_layer_sizes(config)

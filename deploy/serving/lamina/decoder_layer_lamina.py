@@ -30,7 +30,7 @@ from .block_lamina import (
     foreign_roles,
     has_part,
 )
-from .configuration_lamina import LayersConfig
+from .configuration_lamina import INDEXED, LayersConfig
 from .foreign_lamina import foreign_layer, make_foreign_attention
 from .mixture_lamina import INPUTS, ROUTER, ROUTER_BIAS, SHARED_GATE, Mixing, Router, split_role
 from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
@@ -271,6 +271,8 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         own_foreign = foreign_path(config.block, self.layer_type)
         kind = foreign_layer(config.foreign, self.layer_type) if own_foreign else None
         self.recurrent, self.masked = (False, False) if kind is None else (kind.recurrent, kind.masked)
+        self.indexer = shared_indexer(config, layer_idx) if kind is not None and kind.shares else None
+        self.layer_idx = layer_idx
         self.chunk = config.attention_chunk_size if kind is not None and kind.chunked else None
         self.attends, self.has_mlp = (has_part(config.block, self.layer_type, part) for part in (ATTENTION, MLP))
         if self.attends:
@@ -344,7 +346,12 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
             kwargs["attention_mask"] = whole_mask(normed.shape[1], self.chunk, normed.device)
         if slot_embeddings is not None:
             kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
-        attention, *_ = module(hidden_states=normed, **kwargs)
+        choices = kwargs.pop("choices", None)
+        if self.indexer is not None:
+            kwargs["prev_topk_indices"] = all_tokens(normed) if choices is None else choices[self.indexer]
+        attention, *others = module(hidden_states=normed, **kwargs)
+        if choices is not None and self.indexer is None and others:
+            choices[self.layer_idx] = others[-1]
         return self.written("attention_out_norm", attention), normed
 
     def _normed(self, norm: str, x: Tensor) -> Tensor:
@@ -387,6 +394,18 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
             return None
         bias_E: Tensor = getattr(find(self, self._score_bias[:-1]), self._score_bias[-1])
         return bias_E
+
+
+def shared_indexer(config: LayersConfig, layer_idx: int) -> int:
+    """Return the layer whose indexer chooses the tokens that a layer without one attends to."""
+    types = config.layer_types[:layer_idx]
+    return max(layer for layer, layer_type in enumerate(types) if layer_type == INDEXED)
+
+
+def all_tokens(x_BTD: Tensor) -> Tensor:
+    """Return the choice (B, T, T) of all tokens, as an indexer makes it in sequences of at most `index_topk` tokens."""
+    batch, count = x_BTD.shape[:2]
+    return torch.arange(count, device=x_BTD.device, dtype=torch.int32).expand(batch, count, count)
 
 
 def whole_mask(num_tokens: int, chunk: int | None, device: torch.device) -> Tensor:

@@ -26,6 +26,7 @@ class ForeignLayer:
         masked: it always needs a mask of pairs.
         chunked: tokens attend to those of their chunk, of `attention_chunk_size` tokens.
         cached: the fields whose sum is the count of numbers that it caches per token, if these are not keys and values.
+        shares: it has no indexer, and attends to the tokens that the indexer of an earlier layer chose.
         stored: tensor of the module -> the stored tensors that it consists of, equal parts along its first axis, where
             the files have others than the module.
     """
@@ -35,6 +36,7 @@ class ForeignLayer:
     masked: bool = False
     chunked: bool = False
     cached: tuple[str, ...] = ()
+    shares: bool = False
     stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def cache_numbers(self, sizes: Mapping[str, Any]) -> int:
@@ -111,6 +113,9 @@ INDEX_FIELDS = (*LATENT_FIELDS, "index_topk", "index_head_dim", "index_n_heads")
 INDEX_LAYERS = {  # latent attention to the tokens that an indexer chooses
     "indexed_attention": ForeignLayer("Attention", masked=True, cached=(*LATENT_CACHE, "index_head_dim")),
 }
+SHARING_LAYERS = INDEX_LAYERS | {
+    "full_attention": ForeignLayer("Attention", masked=True, cached=LATENT_CACHE, shares=True),
+}
 CHUNK = "attention_chunk_size"
 CHUNKED_FIELDS = (
     "attention_bias", "use_qk_norm", "no_rope_layers", CHUNK, "attn_temperature_tuning", "floor_scale", "attn_scale",
@@ -123,7 +128,7 @@ FOREIGN = {
     "deepseek_v2": ForeignAttention("DeepseekV2", LATENT_FIELDS, LATENT_CACHE),
     "deepseek_v3": ForeignAttention("DeepseekV3", (*LATENT_FIELDS, "rope_interleave"), LATENT_CACHE),
     "deepseek_v32": ForeignAttention("DeepseekV32", INDEX_FIELDS, layers=INDEX_LAYERS),
-    "glm_moe_dsa": ForeignAttention("GlmMoeDsa", (*INDEX_FIELDS, "indexer_types"), layers=INDEX_LAYERS),
+    "glm_moe_dsa": ForeignAttention("GlmMoeDsa", (*INDEX_FIELDS, "indexer_types"), layers=SHARING_LAYERS),
     "llama4_text": ForeignAttention("Llama4Text", CHUNKED_FIELDS, layers=CHUNKED_LAYERS, rotary=True, package="llama4"),
     "kimi_linear": ForeignAttention("KimiLinear", KIMI_FIELDS, layers=KIMI_LAYERS),
     "nemotron_h": ForeignAttention("NemotronH", MAMBA_FIELDS, layers=MAMBA_LAYERS),
@@ -217,6 +222,11 @@ def has_foreign_rotary(foreign: Mapping[str, Any]) -> bool:
 def foreign_layer(foreign: Mapping[str, Any], layer_type: str) -> ForeignLayer:
     """Return the attention of a layer whose attention is foreign."""
     return FOREIGN[foreign["model_type"]].layers.get(layer_type, ForeignLayer("Attention"))
+
+
+def always_masked(foreign: Mapping[str, Any], layer_type: str) -> bool:
+    """Return True if a layer's attention always needs a mask of pairs."""
+    return bool(foreign) and foreign_layer(foreign, layer_type).masked
 
 
 def foreign_cache_numbers(foreign: Mapping[str, Any]) -> int:

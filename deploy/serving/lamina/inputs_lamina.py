@@ -17,7 +17,7 @@ from transformers.masking_utils import (
 )
 
 from .configuration_lamina import INDEXED, RECURRENT, LaminaConfig
-from .foreign_lamina import has_foreign_rotary
+from .foreign_lamina import always_masked, has_foreign_rotary
 from .layers_lamina import LaminaDecoderLayer
 from .rotary_lamina import Angles, LaminaRotaryEmbedding, rotation_of
 
@@ -143,7 +143,7 @@ def prepare_layer_inputs(
         masks: dict[str, Any] = attention_mask  # generate() builds them before a compiled forward
     else:
         masks = {
-            layer_type: make_mask(
+            layer_type: (create_indexed_mask if always_masked(config.foreign, layer_type) else make_mask)(
                 config=config,
                 inputs_embeds=hidden_BTD,
                 attention_mask=attention_mask,

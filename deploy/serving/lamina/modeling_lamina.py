@@ -253,8 +253,10 @@ class LaminaModel(LaminaPreTrainedModel):
             self.config, self.rotary_emb, hidden_BTD, attention_mask, past_key_values, position_ids
         )
         hidden_BTD = self._add_positions(hidden_BTD, inputs.position_ids)
+        choices: dict[int, Tensor] = {}  # of the indexers of layers, which others share
         for layer in find(self, self._names["layers"]).children():
             options = {**inputs.of(layer), **kwargs}  # type: ignore[arg-type]
+            options |= {"choices": choices} if layer.masked else {}
             hidden_BTD = layer(hidden_BTD, past_key_values=past_key_values, use_cache=use_cache, **options)
         hidden_BTD = find(self, self._names["final_norm"])(hidden_BTD)
         kind = BaseModelOutputWithPast if self.config.mixture is None else MoeModelOutputWithPast
