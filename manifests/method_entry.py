@@ -66,6 +66,10 @@ class MethodEntry(Block):
         """Return the number that divides all chosen ranks, in a model of this hidden size."""
         return self.rank_multiple or (WIDE_MULTIPLE if hidden_size >= WIDE else 1)
 
+    def deciding_multiple(self, hidden_size: int) -> int | None:
+        """Return the number that decides sizes in a model of this hidden size; None if it depends on layers, too."""
+        return self.multiple(hidden_size)
+
     def in_steps_of(self, multiple: int | None) -> Self:
         """Return this entry, with `multiple` as its default `rank_multiple`."""
         return self if self.rank_multiple or not multiple else self.model_copy(update={"rank_multiple": multiple})

@@ -235,6 +235,10 @@ class LossAware(MethodEntry):
         """True: ranks always follow predicted loss."""
         return True
 
+    def deciding_multiple(self, hidden_size: int) -> int | None:
+        """As the entry's; shapes of experts have defaults of their own."""
+        return self.multiple(hidden_size) if self.shapes == "free" else self.rank_multiple
+
     @model_validator(mode="before")
     @classmethod
     def _drops_rounds(cls, fields: Any) -> Any:

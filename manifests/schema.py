@@ -315,5 +315,8 @@ def completed(semantic: Any) -> Any:
         complete = Manifest.model_validate_json(json.dumps(fields)).semantic()
     except ValueError:
         return semantic
-    methods = [{**entry, "rank_multiple": entry["rank_multiple"] or 1} for entry in complete["methods"]]
+    methods = [
+        entry if "rank_multiple" in old else {**entry, "rank_multiple": 1}
+        for old, entry in zip(semantic["methods"], complete["methods"], strict=True)
+    ]
     return {**complete, "methods": methods}

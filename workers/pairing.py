@@ -5,16 +5,18 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch, F features at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lamina.mixture_lamina import ROUTER
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.families.blocks import Block
+from pipeline.families.blocks import Block, MLPBlock
 from pipeline.kernels.checks import require_finite
 from pipeline.kernels.normed import before_norm
 from pipeline.methods.method import Moment
@@ -26,7 +28,7 @@ from workers.copies import HiddenReader
 from workers.embedding_and_head import embedding
 from workers.hidden import HiddenStates
 from workers.layers import LayerReader
-from workers.tapped_layer import TappedLayer, overflow_advice
+from workers.tapped_layer import Tap, TappedLayer, overflow_advice
 
 LINEAGE = "paired"
 Take = Callable[[Moment, Tensor, Tensor], None]  # receives the values at a moment's point: x, and e
@@ -68,7 +70,8 @@ class PairPass:
         """Run the first tokens of a unit's shard to choose grids. Raises the errors of `run`."""
         inputs, (dense, packed) = self._inputs(unit), self._blocks(unit.layer, unit.staged)
         dense_BSD, packed_BSD = (hidden_BSD[:, :GRID_TOKENS] for hidden_BSD in self._read(inputs, 0, 1))
-        self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
+        with packed.every_expert():
+            self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
 
     def release(self) -> None:
         """Release the compressed layer."""
@@ -157,18 +160,16 @@ class PairPass:
     def _take(
         self, unit: Pair, take: Take, dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor
     ) -> None:
-        for moment in unit.moments:
-            with self.computing():
-                values_BSF, errors_BSD = _values(dense, packed, dense_BSD, packed_BSD, moment.point)
+        of_points = {moment.point: moment for moment in unit.moments}
+        with self.computing():
+            for point, values, errors in layer_pairs(dense, packed, dense_BSD, packed_BSD, of_points):
                 try:
-                    require_finite("errors", errors_BSD)
-                    require_finite("values", values_BSF)
+                    require_finite("errors", errors)
+                    require_finite("values", values)
                 except ValueError as error:
-                    advice = overflow_advice(values_BSF.dtype)
-                    raise NumericsError(
-                        f"layer {unit.layer}: both models at {moment.point}: {error}; {advice}"
-                    ) from error
-                take(moment, values_BSF, errors_BSD)
+                    advice = overflow_advice(values.dtype)
+                    raise NumericsError(f"layer {unit.layer}: both models at {point}: {error}; {advice}") from error
+                take(of_points[point], values, errors)
 
     def _inputs(self, unit: Pair) -> HiddenReader:
         return self.hidden.inputs(LINEAGE, unit, partial(self._embedded, unit.shard), partial(self._replay, unit))
@@ -194,6 +195,44 @@ class PairPass:
     @property
     def _batch(self) -> int:
         return self.setup.micro_batch
+
+
+def layer_pairs(
+    dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, points: Collection[str]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each of the points of a step, `LayerGeometry.corrected_points`, with x and e there.
+
+    Of the writers of routed experts, those that tokens pass, with x and e of these tokens.
+    """
+    if {*points} <= {*packed.geometry.expert_points}:
+        yield from _expert_values(dense, packed, dense_BSD, packed_BSD, points)
+    else:
+        for point in points:
+            yield point, *_values(dense, packed, dense_BSD, packed_BSD, point)
+
+
+def _expert_values(
+    dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, points: Collection[str]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield points of experts with x (t, F) and e (t, D): each of a token's k experts is to write a k-th of the error.
+
+    Where every expert sees all tokens, x and e are those of all.
+    """
+    seen: dict[str, list[Tensor]] = {point: [] for point in points}
+    routings: list[Any] = []
+    taps: list[tuple[str, Tap]] = [(point, values.append) for point, values in seen.items()]
+    packed_out = _run(packed, packed_BSD, *taps, (f"{ROUTER}.out", routings.append))
+    ((_, chosen_Tk),) = routings
+    errors_TD = (_wide(_run(dense, dense_BSD)) - _wide(packed_out)).flatten(0, -2) / chosen_Tk.shape[1]
+    gains, norm_eps = packed.module.output_gains(MLPBlock.out_norm)
+    assert norm_eps is None, "no family has a norm behind its mixture"
+    if packed.module.residual_scale is not None:
+        _, errors_TD = before_norm(errors_TD, errors_TD, errors_TD, gains, None)
+    for point, values in seen.items():
+        if values:
+            of_expert_Tk = chosen_Tk == int(point.split(".")[1])
+            all_pass = packed.module.every_expert
+            yield point, values[0], errors_TD if all_pass else errors_TD[of_expert_Tk.any(dim=1)]
 
 
 def _values(

@@ -110,7 +110,11 @@ def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, int]:
     """Return the number of tokens that passed an expert, and again as `few_tokens` if it is too small for its
     channels."""
     width = {block.writer.reads: block.width for block in problem.geometry.mlps if block.routing}
-    counts = {moment.point: tokens for moment, tokens in statistics.passed.items() if moment.point in width}
+    counts = {
+        moment.point: tokens
+        for moment, tokens in statistics.passed.items()
+        if moment.point in width and moment.kind == "value"
+    }
     if len(counts) != 1:  # the group is no single expert
         return {}
     ((point, tokens),) = counts.items()

@@ -17,7 +17,7 @@ from pipeline.cost_model.bounds import Size, bounded_by, size_bound
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.refinement_work import refine_bytes, settings_of
 from pipeline.cost_model.solve_work import moment_width, solve_work
-from pipeline.cost_model.work import forward_flops
+from pipeline.cost_model.work import forward_flops, pair_bytes
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
@@ -208,14 +208,15 @@ def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
 
 
 def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
-    """Return the bytes of the moments that a worker sums at a time: those of a slice of experts, and all others."""
+    """Return the bytes of what a worker sums at a time: moments of a slice of experts and outside of experts, or the
+    pairs of one step of a correction."""
     roles = frozenset(layer.held_roles(experts))
     inside = [(block, (block.writer.reads, block.input if block.weighed else "")) for block in layer.mlps]
     held = {point for block, points in inside if roles.issuperset(block.roles) for point in points}
     passing = {point for _, points in inside for point in points} - held
-    return sum(
-        moment_bytes(moment, layer) for moment in layer_moments(tasks, layer.index) if moment.point not in passing
-    )
+    moments = (moment for moment in layer_moments(tasks, layer.index) if moment.point not in passing)
+    pairs = {moment for task in tasks if task.layer == layer.index for moment in task.corrections}
+    return max(sum(moment_bytes(moment, layer) for moment in moments), *pair_bytes(sorted(pairs), layer), 0)
 
 
 def _worker_peak(

@@ -69,7 +69,7 @@ class LayerWork:
         gradient_bytes: size of the sums of the backward pass.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         sample_bytes: size of a layer's samples of values.
-        pair_bytes, pair_added_bytes: sizes of the sums of each pair of a correction, and bytes moved to sum them.
+        pair_bytes, pair_added_bytes: sizes of the pairs that each step of a correction sums, and bytes moved for all.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
         refinement: the training of the layer.
         held_out_flops: of the dense and of the compressed model on held-out text, in float32 on tensor cores.
@@ -149,7 +149,7 @@ def layer_work(
         curves=busiest.curves(),
         gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in busiest.gradients),
         sample_bytes=sum(moment.tokens * moment_width(moment, layer) * itemsize for moment in busiest.samples),
-        pair_bytes=tuple(_pair_bytes(moment, layer) for moment in busiest.pairs),
+        pair_bytes=pair_bytes(busiest.pairs, layer),
         pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
         correction_flops=float(tokens * _correction_flops(busiest.pairs, layer, forward)),
         refinement=refine_work(
@@ -338,15 +338,17 @@ def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward:
     """Return the operations of a correction per token. `forward`: of a forward pass."""
     if not pairs:
         return 0.0
-    mlp = 2.0 * geometry.numbers([role for block in geometry.mlps for role in block.roles])
+    mlp = 2.0 * sum(block.share * block.numbers(block.width) for block in geometry.mlps)
     walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
     return walked + sum(_pair_flops(moment, geometry) for moment in pairs)
 
 
-def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:
-    """Return the size of one triangle of Σ x xᵀ, and of Σ e xᵀ."""
-    features = geometry.features(moment.point)
-    return 8 * (features * (features + 1) // 2 + geometry.hidden * features)
+def pair_bytes(pairs: Sequence[Moment], geometry: LayerGeometry) -> tuple[int, ...]:
+    """Return the sizes of the pairs of each step: of one triangle of Σ x xᵀ, and of Σ e xᵀ."""
+    sizes = {moment.point: geometry.features(moment.point) for moment in pairs}
+    numbers = {point: width * (width + 1) // 2 + geometry.hidden * width for point, width in sizes.items()}
+    steps = [sum(numbers.get(point, 0) for point in points) for points in geometry.corrected_points]
+    return tuple(8 * step for step in steps if step)
 
 
 def _pair_added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
@@ -361,4 +363,4 @@ def _pair_added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifes
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
     """Return the operations per token of one triangle of Σ x xᵀ, and of Σ e xᵀ in float32 at half the rate."""
     features = geometry.features(moment.point)
-    return features * (features + 4.0 * geometry.hidden)
+    return geometry.share(moment.point) * features * (features + 4.0 * geometry.hidden)

@@ -66,8 +66,8 @@ class CorrectedWalk:
         solved: Solved = {}
         uncorrected = [task for task in tasks if not task.corrections]
         draft: StagedLayer | None = yield from self._write_draft(layer, uncorrected, {}, ranks, solved)
-        for step, point in enumerate(self.job.points[layer]):
-            asking = {task: moment for task in tasks for moment in task.corrections if moment.point == point}
+        for step, points in enumerate(self.job.points[layer]):
+            asking = {task: moment for task in tasks for moment in task.corrections if moment.point in points}
             if asking:
                 units = self._units(layer, base, step, draft, moments=tuple(sorted(set(asking.values()))))
                 with self._redone(draft):

@@ -95,13 +95,14 @@ class Job(Passes):
         held_experts: the number of these that a worker holds at a time.
         measures: the measurements of dense weights that ranks depend on.
         predicts: the groups on whose curves ranks depend.
-        points: for each layer, the points at which a group may be corrected, in the order of the forward pass.
+        points: for each layer the points at which groups may be corrected, in the order of the forward pass; those of
+            one step together.
     """
 
     num_layers: int
     tasks: tuple[Task, ...]
     allocate: Callable[[Scores], dict[str, dict[str, int]]]
-    points: tuple[tuple[str, ...], ...] = ()
+    points: tuple[tuple[tuple[str, ...], ...], ...] = ()
     every: int = 1
     measures: tuple[Task, ...] = ()
     predicts: tuple[Task, ...] = ()

@@ -161,6 +161,17 @@ class LayerGeometry:
         """Return the points that matrices read, in the order of the forward pass."""
         return tuple(dict.fromkeys(matrix.reads for matrix in self.matrices.values()))
 
+    @cached_property
+    def expert_points(self) -> tuple[str, ...]:
+        """Return the points that the writers of routed experts read; none in a layer with a dense MLP."""
+        return tuple(block.writer.reads for block in self.mlps if block.roles[0] in self.routed_roles)
+
+    @property
+    def corrected_points(self) -> tuple[tuple[str, ...], ...]:
+        """Return the points in the order of the forward pass, those of routed experts' writers together."""
+        together = {point: self.expert_points for point in self.expert_points}
+        return tuple(dict.fromkeys(together.get(point, (point,)) for point in self.points))
+
     def features(self, point: str) -> int:
         """Return how many numbers per token pass a point: a matrix's input or output, or the residual stream."""
         return self._features.get(point, self.hidden)

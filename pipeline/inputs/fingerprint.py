@@ -36,5 +36,6 @@ def semantic_fields(inputs: Inputs) -> dict[str, Any]:
     """Returns the manifest's fields that determine bytes, with the multiple of ranks for this model."""
     manifest, fields = inputs.manifest, inputs.manifest.semantic()
     for entry, field in zip(manifest.methods, fields["methods"], strict=True):
-        field["rank_multiple"] = entry.in_steps_of(manifest.rank_multiple).multiple(inputs.geometry.hidden)
+        stepped = entry.in_steps_of(manifest.rank_multiple)
+        field["rank_multiple"] = stepped.deciding_multiple(inputs.geometry.hidden)
     return fields

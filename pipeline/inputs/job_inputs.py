@@ -195,12 +195,24 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
         raise InputError(f"budget.scope: experts: this {geometry.model_type} model has none; give decoder or model")
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
+    _check_held_experts(manifest, geometry, tasks)
     if manifest.quantize is not None:
         tasks = rounded_tasks(tasks, manifest, geometry)
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if field := _measures_sizes(manifest):
         _check_predicted_loss(field, manifest, tasks, predict_tasks(methods, geometry))
     return methods, tasks
+
+
+def _check_held_experts(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> None:
+    """Raises InputError if a mixture is corrected whose experts a worker does not hold together."""
+    for task in tasks:
+        experts, held = geometry.layers[task.layer].num_experts, manifest.workers.experts
+        if task.corrections and experts > held:
+            raise InputError(
+                f"methods.{task.method}.correct: output fits the experts of a layer together; layer {task.layer} has "
+                f"{experts}, and a worker holds {held}: set workers.experts: {experts}, or leave out correct"
+            )
 
 
 def check_copied(inputs: Inputs) -> None:

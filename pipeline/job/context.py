@@ -223,7 +223,7 @@ def driver_job(inputs: Inputs) -> Job:
         num_layers=geometry.num_layers,
         tasks=inputs.tasks,
         allocate=partial(allocate_ranks, manifest, methods, geometry),
-        points=tuple(layer.points for layer in geometry.layers),
+        points=tuple(layer.corrected_points for layer in geometry.layers),
         experts=tuple(layer.num_experts for layer in geometry.layers),
         held_experts=manifest.workers.experts,
         measures=measure_tasks(methods, geometry),

@@ -43,7 +43,8 @@ class Moment:
             Or a pair: (1, F + D, F), Σ x xᵀ and below it Σ e xᵀ, x at the point of a layer that is partly compressed,
             behind compressed ones, and e (D numbers) what the dense layer behind dense ones has more: of
             `attention.in` and `mlp.in` at the same point, of `o.in` in the residual stream after attention, of
-            `down.in` in that after the layer. docs/methods.md#corrections.
+            `down.in` in that after the layer; of an expert's `down.in` the tokens that the compressed layer sends to it
+            count, and a k-th of e, k experts a token. docs/methods.md#corrections.
         diagonal: the sums of squares alone, (groups, F/heads).
         tokens: the most tokens of a sample, spread evenly over the calibration tokens.
     """

@@ -181,7 +181,7 @@ def test_queries_without_a_latent_stay_and_the_rest_shrinks(family: str, job: Ma
 @pytest.mark.nightly
 @pytest.mark.parametrize("change", [{"correct": "output"}, {"refine": {"steps": 10}}], ids=["corrected", "refined"])
 def test_beside_corrections_and_training(change: dict[str, Any], job: MakeJob, tmp_path: Path) -> None:
-    """Of a model with dense MLPs: corrections do not know mixtures."""
+    """Of a model with dense MLPs."""
     source = factories.make_model(tmp_path / "source", "deepseek_v2", first_k_dense_replace=3)
     changes = {"calibration.propagate": "dense", "budget.keep": 0.6}
     run = job(source, methods=[{**LOSS_AWARE, **change}], **changes)

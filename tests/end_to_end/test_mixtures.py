@@ -198,14 +198,6 @@ def test_a_budget_of_experts_needs_experts(job: MakeJob) -> None:
 
 
 @inline
-def test_corrections_of_a_mixture_are_refused(tmp_path: Path, job: MakeJob) -> None:
-    source = make_source(tmp_path / "source", "mixtral", layers=2)
-    ended = job(source, methods=[{"method": "loss_aware", "correct": "output"}], **DENSE).run()
-    assert ended.code == 2
-    assert "a mixture of experts" in ended.err
-
-
-@inline
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

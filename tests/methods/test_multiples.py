@@ -97,6 +97,15 @@ def test_an_entry_s_rank_multiple_goes_before_the_budget_s() -> None:
     assert {variable.multiple for variable in other.rank_variables(llama())} == {8}
 
 
+@pytest.mark.parametrize(("shapes", "decides"), [("free", 1), ("layer", None), ("stock", None)])
+def test_a_default_multiple_of_experts_is_no_number_of_the_model(shapes: str, decides: int | None) -> None:
+    """Widths of one shape have another default than other ranks, so that it is another job than the same number."""
+    document = {"method": "loss_aware", "shapes": shapes}
+    (usual,), (given,) = (manifest(entry, keep=0.8).methods for entry in (document, {**document, "rank_multiple": 8}))
+    assert usual.deciding_multiple(64) == decides
+    assert given.deciding_multiple(64) == 8
+
+
 @pytest.mark.parametrize("allocation", ["uniform", "progressive"])
 @pytest.mark.parametrize(("share", "multiple"), [(0.5, 64), (0.3, 64), (0.61, 32), (0.9, 16)])
 def test_a_share_of_the_cache_in_multiples(allocation: str, share: float, multiple: int) -> None:

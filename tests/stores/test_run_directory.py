@@ -283,6 +283,18 @@ def test_ranks_of_an_older_version_are_multiples_of_one(tmp_path: Path) -> None:
     assert "methods.0.rank_multiple: 1 -> 16" in refused(run, {"manifest": wide})
 
 
+def test_a_multiple_that_depends_on_layers_is_none_and_no_other(tmp_path: Path) -> None:
+    whole = semantic()
+    (entry,) = whole["methods"]
+    by_layer = {**whole, "methods": [{**entry, "rank_multiple": None}]}
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    assert bound(run, {"manifest": by_layer})
+    assert not bound(run, {"manifest": by_layer})
+    fill(run, "m")
+    assert "methods.0.rank_multiple: null -> 1" in refused(run, {"manifest": whole})
+
+
 @pytest.mark.parametrize("strange", [None, [], {"methods": 3}, {"version": 1, "calibration": {"text": 1}}])
 def test_a_manifest_that_no_version_wrote_is_compared_as_it_is(strange: object) -> None:
     assert completed(strange) is strange

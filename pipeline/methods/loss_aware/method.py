@@ -75,8 +75,11 @@ class LossAwareMethod(MethodBase[LossAware]):
         """Claim groups `query_key` (q, k), `attention` (v, o), latent attention and the MLP of every chosen layer."""
         groups: list[Group] = []
         for layer in self.chosen_layers(geometry):
-            if self._corrects and len(layer.mlps) > 1:
-                raise ValueError(f"layer {layer.index} is a mixture of experts, which `correct: output` does not know")
+            if self._corrects and any(block.weighed for block in layer.mlps):
+                raise ValueError(
+                    f"the router of layer {layer.index} weighs the inputs of experts, for which there is no `correct: "
+                    "output`; leave out correct"
+                )
             groups += [group for block in layer.attentions for group in self._attention_groups(layer, block)]
             groups += latents.groups(layer, output=True) if self.entry.attention else ()
             if self.entry.mlp:
