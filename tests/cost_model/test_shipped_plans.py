@@ -76,8 +76,14 @@ def test_a_job(path: Path, rates: tuple[str, ...], tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rates", RATES, ids=["here", "gpu"])
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("path", "rates"),
+    [
+        pytest.param(path, rates, id=f"{path.stem}-{name}", marks=[pytest.mark.nightly] * ((row + column) % 2))
+        for row, path in enumerate(SWEEPS)
+        for column, (name, rates) in enumerate(zip(("here", "gpu"), RATES, strict=True))
+    ],
+)
 def test_a_sweep(path: Path, rates: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a small model in place of its own."""
     model = factories.make_model(tmp_path / "model", hidden_size=64, intermediate_size=160)

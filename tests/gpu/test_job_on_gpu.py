@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [[], ["--memory", "1"]])
+@pytest.mark.parametrize("memory", [pytest.param([], marks=pytest.mark.nightly), ["--memory", "1"]])
 def test_a_job_goes_through(
     memory: list[str], emulated: EmulatedDevice | None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -412,9 +412,9 @@ def curves_of(manifest: Manifest, where: Geometry) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("entries", "keep"),
     [
-        pytest.param(({},), 0.9, marks=pytest.mark.slow),
+        pytest.param(({},), 0.9, marks=pytest.mark.nightly),
         (({},), 0.6),
-        pytest.param(({},), 0.3, marks=pytest.mark.slow),
+        pytest.param(({},), 0.3, marks=pytest.mark.nightly),
         pytest.param(({"query_key": False, "layers": "last:2"},), 0.9, marks=pytest.mark.slow),
         pytest.param(({"layers": [0], "keep": 0.5}, {"layers": [1, 2]}), 0.8, marks=pytest.mark.slow),
         (({"layers": [0], "keep": 0.5}, {"layers": [1, 2]}), 0.4),
