@@ -31,7 +31,7 @@ def test_the_longest_samples_of_which_there_are_enough(num_bytes: int, length: i
 
 
 def test_the_model_limits_the_length(tmp_path: Path) -> None:
-    assert use_of(tmp_path, 400_000, longest=100).length == 100
+    assert use_of(tmp_path, 60_000, longest=100).length == 100
 
 
 @pytest.mark.slow
@@ -42,9 +42,9 @@ def test_wide_models_get_more_samples(tmp_path: Path) -> None:
 
 def test_a_long_text_is_not_counted_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its length is guessed by its bytes, and little of it is held out."""
-    monkeypatch.setattr(text_use, "COUNTED_TOKENS", 10_000)
-    monkeypatch.setattr(text_use, "EVALUATION_TOKENS", 1_000)
-    use = use_of(tmp_path, 400_000, 128)
+    monkeypatch.setattr(text_use, "COUNTED_TOKENS", 2_500)
+    monkeypatch.setattr(text_use, "EVALUATION_TOKENS", 250)
+    use = use_of(tmp_path, 100_000, 128)
     assert 0.99 < use.end < 0.999
 
 
