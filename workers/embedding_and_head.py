@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from lamina.decoder_layer_lamina import finish_logits, make_embedding, make_head, make_positions
+from lamina.embedding_lamina import finish_logits, make_embedding, make_head, make_positions
 from lamina.norms_lamina import make_norm
 from manifests.records import StagedLayer
 from workers.layers import LayerReader

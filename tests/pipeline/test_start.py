@@ -71,7 +71,7 @@ def test_help_status_and_a_wrong_manifest_import_nothing_heavy(tmp_path: Path) -
 def test_workers_and_the_driver_import_nothing_that_only_rare_paths_need() -> None:
     """Each does so once a job; a worker besides nothing that is the driver's alone."""
     program = "import sys, json, torch, workers.actor, workers.worker\n"
-    program += "from lamina.decoder_layer_lamina import LayersConfig, make_embedding\n"
+    program += "from lamina.embedding_lamina import LayersConfig, make_embedding\n"
     program += "with torch.device('meta'): make_embedding(LayersConfig())\n"
     program += "there = list(sys.modules); import pipeline.job.stages\n"
     program += "from pipeline.families.registry import FAMILIES, standard_config\n"

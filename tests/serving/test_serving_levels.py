@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lamina import levels_lamina
-from lamina.decoder_layer_lamina import ScaledEmbedding
+from lamina.embedding_lamina import ScaledEmbedding
 from lamina.levels_lamina import TableEmbedding, TableLinear, attach_tables
 from manifests.records import Scheme
 from pipeline.kernels.packing import code_range, scaled

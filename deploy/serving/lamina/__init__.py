@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lamina.configuration_lamina import LaminaConfig, LayersConfig
+from lamina.configuration_lamina import LaminaConfig
+from lamina.layers_config_lamina import LayersConfig
 
 if TYPE_CHECKING:
     from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel
@@ -40,12 +41,14 @@ MODELLING_FILES = (
     "configuration_lamina.py",
     "conversion_lamina.py",
     "decoder_layer_lamina.py",
+    "embedding_lamina.py",
     "factored_lamina.py",
     "foreign_lamina.py",
     "form_lamina.py",
     "forms_lamina.py",
     "inputs_lamina.py",
     "latent_attention_lamina.py",
+    "layers_config_lamina.py",
     "layers_lamina.py",
     "levels_lamina.py",
     "mixture_lamina.py",

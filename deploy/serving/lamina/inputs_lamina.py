@@ -16,8 +16,9 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from .configuration_lamina import INDEXED, RECURRENT, LaminaConfig
+from .configuration_lamina import LaminaConfig
 from .foreign_lamina import always_masked, has_foreign_rotary
+from .layers_config_lamina import INDEXED, RECURRENT
 from .layers_lamina import LaminaDecoderLayer
 from .rotary_lamina import Angles, LaminaRotaryEmbedding, rotation_of
 

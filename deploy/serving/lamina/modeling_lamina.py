@@ -10,14 +10,15 @@ here. The files need torch and transformers only: they are copied next to a chec
 B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/value heads, d head_dim, r a rank or the
 width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
-The files beside this one: configuration_lamina, block_lamina (the block and the sizes of a layer), activation_lamina,
-form_lamina and forms_lamina (how projections are stored), factored_lamina and tucker_lamina (the modules of factored
-projections), conversion_lamina (names and shapes of stored factors), decoder_layer_lamina (norm, attention and MLP
-over whole sequences), layers_lamina (the same in transformers: caches, attention functions), levels_lamina (weights
-as codes and a table), stored_lamina (weights in formats of other tools), rotary_lamina, latent_attention_lamina (cached
-latents, in blocks), norms_lamina, attention_lamina (whole sequences, soft caps), wrapper_lamina (the decoder inside of
-a multimodal model), vllm_lamina (its limits), processor_lamina (the dtype of products on a CPU), inputs_lamina
-(positions and masks), checking_lamina (checks of a checkpoint's files).
+The files beside this one: configuration_lamina and layers_config_lamina (config.json, and the layers in it),
+block_lamina (the block and the sizes of a layer), activation_lamina, form_lamina and forms_lamina (stored forms of
+projections), factored_lamina and tucker_lamina (the modules of factored projections), conversion_lamina (names and
+shapes of stored factors), decoder_layer_lamina (norm, attention and MLP over whole sequences), layers_lamina (the same
+in transformers: caches, attention functions), embedding_lamina (the embedding table and the head), levels_lamina
+(weights as codes and a table), stored_lamina (weights in formats of other tools), rotary_lamina,
+latent_attention_lamina (cached latents, in blocks), norms_lamina, attention_lamina (whole sequences, soft caps),
+wrapper_lamina (the decoder inside of a multimodal model), vllm_lamina (its limits), processor_lamina (the dtype of
+products on a CPU), inputs_lamina (positions and masks), checking_lamina (checks of a checkpoint's files).
 """
 
 import re
@@ -41,11 +42,13 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .block_lamina import LAYER_FIELDS, attention_path, in_base
 from .checking_lamina import check_checkpoint, check_reader, shown
-from .configuration_lamina import RECURRENT, LaminaConfig
+from .configuration_lamina import LaminaConfig
 from .conversion_lamina import register_conversions
-from .decoder_layer_lamina import attach, find, finish_logits, make_embedding, make_head, make_positions
+from .decoder_layer_lamina import attach, find
+from .embedding_lamina import finish_logits, make_embedding, make_head, make_positions
 from .factored_lamina import stored_factors
 from .inputs_lamina import prepare_layer_inputs
+from .layers_config_lamina import RECURRENT
 from .layers_lamina import LaminaAttention, LaminaDecoderLayer
 from .levels_lamina import attach_tables
 from .norms_lamina import make_norm

@@ -6,7 +6,7 @@ D hidden, d head_dim.
 import torch
 from torch import Tensor, nn
 
-from .configuration_lamina import LayersConfig
+from .layers_config_lamina import LayersConfig
 
 
 class LaminaRMSNorm(nn.Module):

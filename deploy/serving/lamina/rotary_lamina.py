@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
-from .configuration_lamina import LayersConfig
 from .foreign_lamina import has_foreign_rotary, make_foreign_rotary
+from .layers_config_lamina import LayersConfig
 
 Angles = tuple[Tensor, Tensor]  # cos and sin
 

@@ -11,7 +11,7 @@ from .block_lamina import (
     VLLM_LACKS,
     clamp_of,
 )
-from .configuration_lamina import LayersConfig
+from .layers_config_lamina import LayersConfig
 from .mixture_lamina import SHARED
 
 WHOLE_FORMS = ("dense", "pruned")  # of the experts that a fused kernel takes
