@@ -109,6 +109,14 @@ def _gemma(tree: Path) -> None:
     factories.make_tokenizer().save_pretrained(tree / "model")
 
 
+def test_a_family_takes_two_files_besides_its_test() -> None:
+    page = TUTORIALS / "adding-a-family.md"
+    changed = {block.path for block in blocks(page) if block.path.endswith(".py")}
+    assert changed == {"pipeline/families/gemma.py", "pipeline/families/registry.py", "tests/families/test_gemma.py"}
+    said = "two files are written or changed besides its test, and two more are read, `block_lamina.py` and"
+    assert said in " ".join(page.read_text(encoding="utf-8").split())
+
+
 def test_a_hunk_fits_one_place_only() -> None:
     text = "a = [1, 2]\nb = 3\nb = 3\n"
     assert edited(text, ["-a = [… 2]", "+a = [… 2, 4]", "+c = 5"]) == "a = [1, 2, 4]\nc = 5\nb = 3\nb = 3\n"

@@ -24,7 +24,16 @@ from workers.tapped_layer import TappedLayer
 from workers.worker import Worker
 
 LAYER, WHOLE = 1, 100
-FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss", "granitemoe", *factories.FOREIGN, *factories.CHUNKED, "qwen3_5_moe_text")
+FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "gpt_oss",
+    "granitemoe",
+    *factories.FOREIGN,
+    *factories.CHUNKED,
+    "qwen3_5_moe_text",
+    "nemotron_h",
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
