@@ -9,7 +9,7 @@ from manifests.loading import load_manifest
 from manifests.sweep import load_sweep
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Scores
-from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
+from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, predict_tasks
 from pipeline.plan import main as plan
 from tests.published import CONFIGS, PARAMETERS, write_hollow_checkpoint
 
@@ -17,23 +17,27 @@ MANIFESTS = sorted(
     path for path in (Path(__file__).parents[1] / "manifests").glob("*.yaml") if path.stem != "quickstart"
 )
 
-LARGE = ("deepseek-v3", "kimi-k2", "glm-4.5")  # tens of thousands of tensors
+LARGE = ("deepseek-v3", "kimi-k2", "glm-4.5", "mixtures")  # tens of thousands of tensors
 
 
 SWEEPS = sorted((Path(__file__).parents[1] / "manifests" / "sweeps").glob("*.yaml"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in LARGE else []) for path in SWEEPS],
+)
 def test_sweeps_fit_a_model(path: Path) -> None:
     """Every point, against the geometry of a published model, whose headers say all that is asked."""
-    _, points = load_sweep(path)
-    geometry = geometry_of(standard_config(CONFIGS["meta-llama/Llama-2-7b-hf"]))
+    sweep, points = load_sweep(path)
+    geometry = geometry_of(standard_config(CONFIGS.get(sweep.model.source, CONFIGS["meta-llama/Llama-2-7b-hf"])))
     scores = Scores(dict.fromkeys(range(geometry.num_layers), 1.0))
     for point in points:
         methods = build_methods(point.manifest)
         claim_tasks(methods, geometry)
-        assert allocate_ranks(point.manifest, methods, geometry, scores) or point.series == "loss_aware"
+        by_loss = predict_tasks(methods, geometry)  # ranks follow curves, which nobody has computed
+        assert bool(allocate_ranks(point.manifest, methods, geometry, scores)) != bool(by_loss)
 
 
 def test_every_paper_has_its_manifests() -> None:

@@ -31,6 +31,7 @@ MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
 TOKEN_BYTES = 4
+ONE_TEXT_KEEP = 0.7  # of the experts' numbers: below it, one calibration text is too little
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,21 @@ def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
         + (
             "" if enough else f"; {needed:,} samples of {calibration.sequence_length} would give {FEW_TOKENS} a channel"
         ),
+    )
+
+
+def source_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
+    """Warn if experts are cut to a share below `ONE_TEXT_KEEP` by the statistics of one text alone."""
+    cut = {task.method for task in tasks if {*task.roles} & geometry.layers[task.layer].routed_roles}
+    own = [entry.keep for position, entry in enumerate(manifest.methods) if position in cut]
+    common = manifest.budget.share if manifest.budget else 1.0
+    keep = min((common if share is None else share for share in own), default=1.0)
+    if manifest.calibration is None or len(manifest.calibration.texts) > 1 or keep >= ONE_TEXT_KEEP:
+        return ()
+    return (
+        f"calibration.text: one text alone decides which experts keep their work at a budget of {keep:g}; those that "
+        "other text needs may go (published: REAP calibrated on C4 alone collapses on code): give calibration.text a "
+        "list of texts with shares",
     )
 
 

@@ -83,7 +83,8 @@ def text_warnings(texts: Mapping[str, Any] | None) -> list[str]:
 
 def all_warnings(summary: Mapping[str, Any]) -> list[str]:
     """Return all warnings about the texts and the scores of a job's summary."""
-    return [*text_warnings(summary.get("texts")), *damage_warnings(summary)]
+    one_text = [summary["one_text"]] if summary.get("one_text") else []
+    return [*one_text, *text_warnings(summary.get("texts")), *damage_warnings(summary)]
 
 
 def _rises(summary: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:

@@ -17,7 +17,7 @@ from manifests.errors import InputError, reason
 from manifests.schema import Manifest
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
-from pipeline.cost_model.estimate import Plan, expert_remarks, make_plan, rank_remarks
+from pipeline.cost_model.estimate import Plan, expert_remarks, make_plan, rank_remarks, source_remarks
 from pipeline.cost_model.passes import gradient_tokens, pass_of
 from pipeline.cost_model.phases import (
     WORKERS_SECONDS,
@@ -75,6 +75,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         geometry, dtype = _of_config(config)
         _, tasks = fit_methods(manifest, geometry)
         remarks = [*rank_remarks(manifest, geometry, tasks), *expert_remarks(manifest, geometry)]
+        remarks += source_remarks(manifest, geometry, tasks)
         plan = make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
     rates = rates_from(source, manifest, geometry, dtype)
     work, way = planned_work(manifest, geometry, tasks, dtype, plan), pass_of(manifest, geometry, tasks)

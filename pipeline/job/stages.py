@@ -10,6 +10,7 @@ from manifests.importing import quick_imports
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
+from pipeline.cost_model.estimate import source_remarks
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TARGET, TEXTS
 from pipeline.evaluation.losses import all_warnings
 from pipeline.job.context import JobContext, begin, check_output, open_job
@@ -119,6 +120,8 @@ def finish(
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},
         "plan": job.plan.report(),
     }
+    if one_text := source_remarks(job.manifest, job.inputs.geometry, job.inputs.tasks):
+        figures["one_text"] = one_text[0]
     summary = warned(figures)
     complete = CompleteEntry(output=job.output, contract_sha256=compression[SEAL], summary=summary)
     job.ledger.commit(COMPLETE, complete)

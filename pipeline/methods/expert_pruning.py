@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -14,8 +13,14 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
 from pipeline.methods.experts.method import ExpertsMethod, mixture_of, renumbered, routed, sampled
-from pipeline.methods.experts.mixture import Mixture, expert_sums
-from pipeline.methods.experts.scores import ExpertSums, frequency_scores, kept_experts, reap_scores
+from pipeline.methods.experts.mixture import Mixture, expert_sums, expert_tokens
+from pipeline.methods.experts.scores import (
+    SALIENCY_BY_EXPERT,
+    TOKENS_BY_EXPERT,
+    ExpertSums,
+    frequency_scores,
+    reap_scores,
+)
 from pipeline.methods.experts.shapes import EXPERTS
 from pipeline.methods.experts.solutions import solve
 from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
@@ -27,6 +32,7 @@ class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
     """`method: reap`: experts by the mean of p‖f(m)‖ over their tokens, equally many in every layer."""
 
     name: ClassVar[str] = "reap"
+    scored_by: ClassVar[str] = SALIENCY_BY_EXPERT
 
     @property
     def uniform(self) -> bool:
@@ -48,12 +54,11 @@ class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
         """Return the ratio of E."""
         return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
 
-    def kept(
-        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
-    ) -> Sequence[int]:
-        """Return the experts of highest score."""
-        scores_E = self.score(expert_sums(mixture, inputs_TD))
-        return [int(n) for n in kept_experts(scores_E, count, mixture.rule.groups)]
+    def expert_scores(
+        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
+    ) -> Tensor:
+        """Return the score of each expert."""
+        return self.score(expert_sums(mixture, inputs_TD))
 
     def score(self, sums: ExpertSums) -> Tensor:
         """Return a score for each expert."""
@@ -65,6 +70,7 @@ class FrequencyMethod(REAPMethod):
     """`method: frequency`: experts by their number of tokens, equally many in every layer."""
 
     name: ClassVar[str] = "frequency"
+    scored_by: ClassVar[str] = TOKENS_BY_EXPERT
 
     def score(self, sums: ExpertSums) -> Tensor:
         """Return the number of tokens of each expert."""
@@ -86,12 +92,12 @@ class MergeExpertsMethod(REAPMethod):
             return Solution(dict(weights), {}, {"dense": True})
         inputs_TD = self.inputs(geometry, statistics)
         clusters = cluster(mean_outputs(mixture, inputs_TD), ranks[EXPERTS], mixture.rule.groups)
-        tokens_E = (mixture.route(inputs_TD).dense(len(experts)) != 0).sum(dim=0)
+        tokens_E = expert_tokens(mixture, inputs_TD)
         merged, kept = merge(mixture, clusters, tokens_E), busiest(clusters, tokens_E)
         if self.refits:
             merged = refit(mixture, merged, inputs_TD)
         stored = dict(enumerate(mixture.experts)) | dict(zip(kept, merged.experts, strict=True))
         placed = replace(mixture, experts=tuple(stored.values()))
         solution = solve(experts, placed, statistics, sampled(geometry), kept, experts[0].width, refit=False)
-        report = {**solution.report, "clusters": clusters}
+        report = {**solution.report, "clusters": clusters, TOKENS_BY_EXPERT: tokens_E.tolist()}
         return renumbered(replace(solution, report=report), geometry, kept, weights)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.console.expert_groups import expert_number
+from pipeline.console.expert_groups import EXPERTS, expert_number
+from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT, SALIENCY_BY_EXPERT, TOKENS_BY_EXPERT
 from pipeline.methods.method import read_task_key
 from pipeline.reporting.drawing import Plot, draw
 from pipeline.reporting.run_data import Run
@@ -17,6 +19,18 @@ from pipeline.reporting.run_data import Run
 ByExpert = Mapping[tuple[int, int], float]  # (layer, expert) -> value
 HEIGHT_INCHES = 3.1
 LEAST = 1e-12  # nats: smaller losses have the colour of this one
+SCORES = {"removals": REMOVAL_LOSS_BY_EXPERT, "saliencies": SALIENCY_BY_EXPERT}  # map -> field of a report
+MAPS = {  # name -> logarithmic colours, label, caption
+    "tokens": (
+        True,
+        "calibration tokens",
+        "Calibration tokens that the router sent to each expert, among the sampled ones where whole experts go.",
+    ),
+    "widths": (False, "share of channels", "Share of its channels that each expert keeps; 0 where it is gone."),
+    "removals": (True, "nats per token", "Predicted loss of removing each expert; those of the least go first."),
+    "saliencies": (True, "mean of p‖f(m)‖", "Weighted output of each expert; those of the least go first."),
+    "losses": (True, "nats per token", "Predicted loss of the chosen size of each expert."),
+}
 
 
 def expert_plots(run: Run, losses: Mapping[str, float]) -> list[Plot]:
@@ -24,28 +38,46 @@ def expert_plots(run: Run, losses: Mapping[str, float]) -> list[Plot]:
 
     `losses`: task -> predicted loss of the chosen size.
     """
-    tokens, widths = {}, {}
+    by_expert: dict[str, dict[tuple[int, int], float]] = {name: {} for name in ("tokens", "widths", *SCORES)}
     for layer, entry in run.layers.items():
         for group, group_report in entry.groups.items():
-            if (number := expert_number(group)) is None:
-                continue
             report = group_report.as_json()
-            if isinstance(count := report.get("tokens"), int):
-                tokens[layer, number] = float(count)
-            if (width := report["ranks"].get("width")) is not None:
-                full = run.geometry.layers[layer].block(f"experts.{number}").matrices[0].outputs
-                widths[layer, number] = width / full
+            seen = _of_group(run, layer, report) if group == EXPERTS else _of_expert(run, layer, group, report)
+            for name, values in seen.items():
+                by_expert[name] |= {(layer, number): value for number, value in values.items()}
     lost = {}
     for task, loss in losses.items():
         layer, _, group = read_task_key(task)
         if (number := expert_number(group)) is not None:
             lost[layer, number] = max(loss, LEAST)
-    maps = [
-        ("tokens", tokens, True, "calibration tokens", "Calibration tokens that the router sent to each expert."),
-        ("widths", widths, False, "share of channels", "Share of its channels that each expert keeps."),
-        ("losses", lost, True, "nats per token", "Predicted loss of the chosen size of each expert."),
-    ]
-    return [_heat_map(name, *rest) for name, *rest in maps if rest[0]]  # type: ignore[arg-type]
+    by_expert["losses"] = lost
+    return [_heat_map(name, values, *MAPS[name]) for name, values in by_expert.items() if values]
+
+
+def _of_expert(run: Run, layer: int, group: str, report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Return what the report of a group says of the expert that it belongs to."""
+    if (number := expert_number(group)) is None:
+        return {}
+    values: dict[str, dict[int, float]] = {}
+    if isinstance(count := report.get("tokens"), int):
+        values["tokens"] = {number: float(count)}
+    if (width := report["ranks"].get("width")) is not None:
+        values["widths"] = {number: width / _full_width(run, layer, number)}
+    return values
+
+
+def _of_group(run: Run, layer: int, report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Return what the report of all experts of a layer says of each of them; the width of one that is gone is 0."""
+    count = run.geometry.layers[layer].num_experts
+    kept = {int(number) for number in report.get("experts", range(count))}
+    shares = {number: report.get("width", full) / full for number in kept if (full := _full_width(run, layer, number))}
+    values = {"widths": {number: shares.get(number, 0.0) for number in range(count)}}
+    fields = {"tokens": TOKENS_BY_EXPERT} | SCORES
+    return values | {name: dict(enumerate(report[field])) for name, field in fields.items() if field in report}
+
+
+def _full_width(run: Run, layer: int, expert: int) -> int:
+    return run.geometry.layers[layer].block(f"{EXPERTS}.{expert}").matrices[0].outputs
 
 
 def _heat_map(name: str, values: ByExpert, logarithmic: bool, label: str, caption: str) -> Plot:

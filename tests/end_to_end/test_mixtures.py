@@ -165,6 +165,21 @@ def test_an_expert_without_tokens_stays_dense_and_is_named(tmp_path: Path, job: 
 
 
 @inline
+def test_one_text_alone_for_a_small_budget_is_a_warning(tmp_path: Path, job: MakeJob) -> None:
+    source, said = make_source(tmp_path / "source", "qwen3_moe", layers=2), "one text alone decides which experts"
+    made = job(source, methods=[EXPERTS_ALONE], **DENSE, budget={"keep": 0.6, "scope": "experts"})
+    (warning,) = [warning for warning in made.run().json["warnings"] if said in warning]
+    assert "at a budget of 0.6" in warning
+    assert warning in next((made.run_dir / "logs").glob("*.log")).read_text()
+    assert command("report", str(made.run_dir)).code == 0
+    assert f"<b>calibration.text: {said}" in (made.run_dir / "report.html").read_text()
+    file = {"files": [str(made.text)], "share": 0.5}
+    for changes in ({"calibration.text": [file, file]}, {"budget.keep": 0.7}, {"methods": [{"method": "lorc"}]}):
+        changed = job(source, **({"methods": [EXPERTS_ALONE], "budget.keep": 0.6} | DENSE | changes)).write()
+        assert said not in command("plan", str(changed.manifest)).out
+
+
+@inline
 def test_a_dense_export_is_the_source_s_own_class(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen2_moe", layers=2)
     made = job(source, methods=[{"method": "flat_llm"}])
@@ -227,6 +242,36 @@ FEWER: dict[str, list[dict[str, Any]]] = {
 }
 
 
+def shows_experts(made: Job, name: str) -> None:
+    """The ledger says what each dense expert saw and what it was ranked by, and the report draws it."""
+    entries = [json.loads(path.read_text())["record"] for path in (made.run_dir / "ledger").glob("layer.*.json")]
+    reports = [entry["groups"]["experts"] for entry in entries if "experts" in entry["groups"]]
+    report = next(report for report in reports if not report.get("dense"))
+    tokens = report["tokens_by_expert"]
+    assert len(tokens) == 6
+    assert sum(tokens) in (12 * 24, 2 * 12 * 24), "each token passes one expert or two"
+    captions = ["Calibration tokens that the router sent", "Share of its channels"]
+    if name in SCORED:
+        field, caption = SCORED[name]
+        gone = sorted({*range(6)} - {*report["experts"]})
+        assert len(report[field]) == 6
+        assert not gone or min(gone, key=report[field].__getitem__) == report[field].index(min(report[field])), (
+            "the expert of least score goes first"
+        )
+        captions.append(caption)
+    assert command("report", str(made.run_dir)).code == 0
+    page = (made.run_dir / "report.html").read_text()
+    assert not [caption for caption in captions if caption not in page]
+    assert "by expert" not in page, "a table does not list a number for each expert"
+
+
+SCORED = {
+    "reap": ("saliency_by_expert", "Weighted output of each expert"),
+    "layer": ("removal_loss_by_expert", "Predicted loss of removing each expert"),
+    "stock": ("removal_loss_by_expert", "Predicted loss of removing each expert"),
+}
+
+
 @pytest.mark.sample(2)
 @inline
 @pytest.mark.parametrize(
@@ -256,6 +301,7 @@ def test_fewer_experts(name: str, family: str, tmp_path: Path, job: MakeJob) -> 
     counts = [layer["router"]["rank"] if "router" in layer else 6 for layer in forms if layer]
     assert counts
     assert name == "layer" or len(set(counts)) == 1
+    shows_experts(made, name)
     before, after = read_tensors(source), read_tensors(made.output)
     for name_, rows_ED in after.items():
         if re.search(r"(mlp|sparse_moe|mixer)\.(gate|router)\.", name_):

@@ -18,8 +18,8 @@ from pipeline.families.blocks import MLPBlock
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.base import MethodBase
-from pipeline.methods.experts.mixture import Mixture
-from pipeline.methods.experts.scores import expert_counts
+from pipeline.methods.experts.mixture import Mixture, expert_tokens
+from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, expert_counts, kept_experts
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH
 from pipeline.methods.experts.solutions import metric_of, mixture_from, rule_of, sample_of, solve
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
@@ -35,6 +35,7 @@ class ExpertsMethod(MethodBase[E_]):
     """A method whose groups are the routed experts of a layer and their router."""
 
     by_loss: ClassVar[bool] = False
+    scored_by: ClassVar[str]
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Return the claimed groups, which hold nothing but routed experts and their router."""
@@ -82,10 +83,10 @@ class ExpertsMethod(MethodBase[E_]):
         return f"a router that chooses {rule['top_k']} experts{groups} leaves {least} of {len(routed(layer))} or more"
 
     @abstractmethod
-    def kept(
-        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
-    ) -> Sequence[int]:
-        """Return the experts that stay, ascending."""
+    def expert_scores(
+        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
+    ) -> Tensor:
+        """Return a score of each expert (E,): those of largest score stay."""
 
     @property
     @abstractmethod
@@ -95,14 +96,20 @@ class ExpertsMethod(MethodBase[E_]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Keep the best experts under new numbers from 0, in their order."""
+        """Keep the best experts under new numbers from 0, in their order.
+
+        The report has the sampled tokens of each dense expert, and its score by the name of `scored_by`.
+        """
         experts, mixture = routed(geometry), mixture_of(geometry, weights)
         width = ranks.get(WIDTH, experts[0].width)
         if ranks[EXPERTS] == len(experts) and width == experts[0].width:
             return Solution(dict(weights), {}, {"dense": True})
-        kept = self.kept(mixture, self.inputs(geometry, statistics), geometry, statistics, ranks[EXPERTS])
+        inputs_TD = self.inputs(geometry, statistics)
+        scores_E = self.expert_scores(mixture, inputs_TD, geometry, statistics)
+        kept = kept_experts(scores_E, ranks[EXPERTS], mixture.rule.groups).tolist()
         solution = solve(experts, mixture, statistics, sampled(geometry), kept, width, self.refits)
-        return renumbered(solution, geometry, kept, weights)
+        seen = {TOKENS_BY_EXPERT: expert_tokens(mixture, inputs_TD).tolist(), self.scored_by: scores_E.tolist()}
+        return renumbered(replace(solution, report=solution.report | seen), geometry, kept, weights)
 
     def inputs(self, layer: LayerGeometry, statistics: Statistics) -> Tensor:
         """Return the sampled inputs of the mixture (T, D)."""

@@ -129,6 +129,11 @@ class SolvedExpert(NamedTuple):
     tokens: int
 
 
+def expert_tokens(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
+    """Return how many tokens the router sends to each expert (E,)."""
+    return (mixture.route(inputs_TD).dense(len(mixture.experts)) != 0).sum(dim=0)
+
+
 def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
     """Return the sums that expert scores follow."""
     weights_TE = mixture.route(inputs_TD).dense(len(mixture.experts)).double()

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 FEW_TOKENS = 32  # a channel
+TOKENS_BY_EXPERT = "tokens_by_expert"  # fields of a solution's report: a number for each dense expert of the layer
+SALIENCY_BY_EXPERT, REMOVAL_LOSS_BY_EXPERT = "saliency_by_expert", "removal_loss_by_expert"
 
 
 class ExpertSums(NamedTuple):

@@ -5,7 +5,6 @@ docs/methods.md#mixtures, docs/methods.md#latent-attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -19,7 +18,7 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.source_config import shared_padding, shares_width
 from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed
 from pipeline.methods.experts.mixture import Mixture, removal_losses, width_losses
-from pipeline.methods.experts.scores import kept_experts
+from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH, shape_points
 from pipeline.methods.experts.solutions import metric_of
 from pipeline.methods.loss_aware import latents
@@ -39,6 +38,7 @@ class ShapedExperts(ExpertsMethod[LossAware]):
 
     name: ClassVar[str] = "loss_aware"
     by_loss: ClassVar[bool] = True
+    scored_by: ClassVar[str] = REMOVAL_LOSS_BY_EXPERT
 
     @property
     def uniform(self) -> bool:
@@ -122,9 +122,8 @@ class ShapedExperts(ExpertsMethod[LossAware]):
             return latents.solve(self.entry, group, geometry, weights, statistics, ranks)
         return super().compress(group, geometry, weights, statistics, ranks)
 
-    def kept(
-        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics, count: int
-    ) -> Sequence[int]:
-        """Return the experts of largest removal loss."""
-        removal_E = removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(routed(layer))))
-        return [int(number) for number in kept_experts(removal_E, count, mixture.rule.groups)]
+    def expert_scores(
+        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
+    ) -> Tensor:
+        """Return the predicted loss of each expert's removal, nats per token."""
+        return removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(routed(layer))))
