@@ -120,6 +120,8 @@ def _own_class(described: LayersConfig, rounded: bool, tables: bool) -> str:
     if tables:
         looked_up = "levels in tables are multiplied out when vLLM loads the model"
         weights = f"{weights}; {looked_up}" if rounded else f"on the disk; {looked_up}"
+    if described.stored_formats:
+        weights = "on the disk; weights in stored formats of the source are decoded when vLLM loads the model"
     if unlike_experts(described):
         weights += "; experts one after another"
     width, head_dim = described.served_value_width(), described.head_dim

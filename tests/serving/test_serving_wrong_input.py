@@ -364,3 +364,12 @@ def test_a_static_cache_that_was_allocated_too_early() -> None:
             continue
         with pytest.raises(ValueError, match=r"layer 0: a static cache .* cannot hold .* leave out early_init"):
             model(ids, past_key_values=cache)
+
+
+def test_weights_in_stored_formats_that_vllm_does_not_decode() -> None:
+    """Our class decodes them, the Transformers backend knows no such module, and beside codes both give up."""
+    stored = "weights in stored formats of the source"
+    config = LaminaConfig(**describe(make_source("llama-gqa").config), stored_formats=[{}])
+    assert (vllm_lacks(config, own_class=False), vllm_lacks(config, own_class=True)) == (stored, None)
+    config.quantization_config = {"quant_method": "compressed-tensors"}
+    assert vllm_lacks(config, own_class=True) == f"{stored} beside rounded ones"

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lamina.stored_lamina import decoded_weights
 from manifests.errors import InputError, NumericsError
 from stores.disk import Disk
 from stores.formats import decode, stored_weights
@@ -110,5 +111,20 @@ def test_scales_of_zero_are_named(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "fbgemm_fp8", None])
 def test_unknown_formats_are_named(method: str | None) -> None:
-    with pytest.raises(InputError, match=f"format {method or 'unnamed'!r} cannot be read; known are fp8, .* gptq, awq"):
+    with pytest.raises(
+        InputError, match=rf"format {method or 'unnamed'!r} cannot be read; known are fp8, .* gptq, awq"
+    ):
         stored_weights({"quantization_config": {"quant_method": method}}, {})
+
+
+def test_parts_that_come_one_by_one_become_weights(tmp_path: Path) -> None:
+    """As vLLM loads them, in any order, among other tensors; a part that does not come is named."""
+    stored = Stored(tmp_path, "fp8 blocks")
+    form = stored.weight.form
+    assert form is not None
+    coming = [("norm.weight", torch.ones(2)), *sorted(stored.tensors.items(), reverse=True)]
+    read = dict(decoded_weights(coming, {"q_proj": form}))
+    assert read.keys() == {"norm.weight", "q_proj.weight"}
+    assert torch.equal(read["q_proj.weight"], stored.expected)
+    with pytest.raises(ValueError, match="lacks weight of q_proj, which"):
+        dict(decoded_weights(coming[:2], {"q_proj": form}))

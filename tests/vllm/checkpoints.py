@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     GPTJConfig,
     LlamaConfig,
@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from lamina import LaminaConfig, LaminaForCausalLM
+from lamina.stored_lamina import StoredFormat
 from manifests.records import Scheme
 from pipeline.rounding.schemes import packed_tensors, quantization_config
 from tests.serving import serving_factors as kinds
@@ -27,6 +28,7 @@ from tests.serving.serving_factors import factorise, forms_of, low_rank
 from tests.serving.serving_sources import CLASSES, describe
 
 GROUP = 32
+FP8 = ("float8_e4m3fn", "float32")  # codes and scales
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -146,6 +148,30 @@ def write_differing(folder: Path, name: str) -> Path:
     save_file(noisy, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described))
     return folder
+
+
+def write_stored(folder: Path, name: str) -> Path:
+    """The checkpoint of a case whose dense linears are stored in fp8, in blocks that do not divide all of them."""
+    described = json.loads((write(folder, name) / "config.json").read_text())
+    tensors, form = load_file(folder / "model.safetensors"), StoredFormat("fp8", "float32", *FP8, block=(48, 48))
+    with torch.device("meta"):
+        model = LaminaForCausalLM(LaminaConfig(**described))
+    linears = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+    paths = [path for path in linears if f"{path}.weight" in tensors]
+    for path in paths:
+        tensors |= {f"{path}.{part}": tensor for part, tensor in _fp8(tensors[f"{path}.weight"], form).items()}
+    described["stored_formats"] = [{**form.described, "modules": paths}]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def _fp8(weight_OI: torch.Tensor, form: StoredFormat) -> dict[str, torch.Tensor]:
+    (rows, columns), (outputs, inputs) = form.block, weight_OI.shape
+    scales_RC = torch.rand(form.grid(outputs, inputs)) * 2e-4 + 1e-4
+    spread_OI = scales_RC.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+    codes_OI = (weight_OI.float() / spread_OI).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes_OI, "weight_scale_inv": scales_RC}
 
 
 def round_(described: dict[str, Any], tensors: dict[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamina import LaminaForCausalLM
-from tests.vllm.checkpoints import CASES, DIFFERING, write, write_differing
+from tests.vllm.checkpoints import CASES, DIFFERING, write, write_differing, write_stored
 from tests.vllm.generate import LENGTH, PROMPTS
 
 SCRIPT = "tests.vllm.generate"
@@ -25,6 +25,7 @@ BACKEND = [name for name in CASES if name != "lorc-wide"]  # vLLM's Transformers
 SPLIT = ("flat_llm-mha", "lorc", "lestd", "loss_aware", "opt")
 ROUNDED = {"flat_llm": 8, "loss_aware": 8, "lorc": 4, "joint_rank_k": 4}  # bits
 COMPILED = ("loss_aware", "lorc")
+STORED = ("dense", "flat_llm")  # those of dense linears, and of factors beside them
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,23 @@ def rounded_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rounded(rounded_root: Path) -> dict[str, Any]:
     return run("auto", 1, [rounded_root / name for name in ROUNDED])
+
+
+@pytest.fixture(scope="module")
+def stored_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    for name in STORED:
+        write_stored(folder / name, name)
+    return folder
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_in_stored_formats_are_decoded(stored_root: Path, parts: int) -> None:
+    said = run("auto", parts, [stored_root / name for name in STORED])
+    for name in STORED:
+        assert said[name].get("error") is None
+        assert said[name]["class"] == "LaminaForVllm"
+        assert said[name]["tokens"] == expected(stored_root / name)
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,8 @@ def random_parts(form: StoredFormat, size: int) -> dict[str, Tensor]:
             return torch.tensor([size, size])
         if name == "g_idx":
             return torch.arange(size, dtype=torch.int32) // form.block[1]
+        if name == "weight_scales":  # powers of two
+            return torch.full(shape, 120, dtype=torch.uint8)
         kind = getattr(torch, dtype)
         if "scale" in name and kind.is_floating_point:
             return torch.rand(shape, generator=generator).to(kind)
@@ -78,13 +80,6 @@ def random_parts(form: StoredFormat, size: int) -> dict[str, Tensor]:
         low, high = torch.iinfo(kind).min, torch.iinfo(kind).max
         return torch.randint(low, high, shape, generator=generator, dtype=kind)
 
-    if form.kind == "mxfp4":
-        groups = size // 32
-        blocks, scales = (
-            part("blocks", (1, size, groups, 16), "uint8"),
-            torch.full((1, size, groups), 120).to(torch.uint8),
-        )
-        return {"blocks": blocks, "scales": scales}
     return {name: part(name, *of) for name, of in form.parts(size, size).items()}
 
 

@@ -18,7 +18,7 @@ O outputs (rows), I inputs (columns), R rows and C columns of the grid.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -318,3 +318,27 @@ def attach_stored(root: nn.Module, modules: Mapping[str, StoredFormat]) -> None:
         if not isinstance(module, nn.Linear):
             raise ValueError(f"config.json: {FIELD}: {path} is no linear of this model")
         parent.add_module(name, StoredLinear(module, form))
+
+
+def decoded_weights(
+    tensors: Iterable[tuple[str, Tensor]], modules: Mapping[str, StoredFormat]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield named tensors with `PATH.weight` in place of the parts of each of these modules, once all have come.
+
+    Raises ValueError for a module some of whose parts do not come.
+    """
+    places = {f"{path}.{part}": (path, part) for path, form in modules.items() for part in form.parts(1, 1)}
+    coming: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        if name not in places:
+            yield name, tensor
+            continue
+        path, part = places[name]
+        parts, form = coming.setdefault(path, {}), modules[path]
+        parts[part] = tensor
+        if len(parts) == len(form.parts(1, 1)):
+            yield f"{path}.weight", form.decode(coming.pop(path))
+    if coming:
+        path, parts = next(iter(coming.items()))
+        lacking = ", ".join(part for part in modules[path].parts(1, 1) if part not in parts)
+        raise ValueError(f"the checkpoint lacks {lacking} of {path}, which config.json's {FIELD} describes")

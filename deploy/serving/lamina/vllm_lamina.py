@@ -25,7 +25,10 @@ def vllm_lacks(config: LayersConfig, own_class: bool) -> str | None:
     if own_class:
         lacking += [role for role in OUTPUT_NORM_ROLES if role in block["modules"]]
         lacking += ["a rotation for each layer type"] if config.has_own_ropes() else []
-    lacking += ["weights in stored formats of the source"] if config.stored_formats else []
+    if config.stored_formats and not own_class:
+        lacking += ["weights in stored formats of the source"]
+    elif config.stored_formats and getattr(config, "quantization_config", None):
+        lacking += ["weights in stored formats of the source beside rounded ones"]
     return ", ".join(lacking) or None
 
 

@@ -32,6 +32,7 @@ from lamina.factored_lamina import PivotedLinears, stored_state
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.modeling_lamina import LaminaForCausalLM, unused
 from lamina.norms_lamina import make_norm
+from lamina.stored_lamina import decoded_weights, stored_modules
 from lamina.vllm_lamina import foreign_rotation, vllm_lacks
 
 logger = init_logger("vllm.lamina")
@@ -148,6 +149,12 @@ class LaminaForVllm(nn.Module):
             table = find(self, tuple(config.block["embed"].split(".")))
             head = head.tie_weights(cast(VocabParallelEmbedding, table))
         attach(self, config.block["head"], head)
+        self._stored = stored_modules(config.stored_formats)
+        if self._stored:
+            logger.warning(
+                "%d weights in stored formats of the source are decoded: as large in memory as in %s",
+                len(self._stored), next(iter(self._stored.values())).dtype,
+            )  # fmt: skip
         self._rounded_ends: dict[str, Scheme] = {}  # unpacked at loading: vLLM has kernels only for linears of layers
         for path, linear in ((config.block["embed"], False), (config.block["head"], True)):
             if (scheme := scheme_of(config, path, linear)) is not None:
@@ -191,7 +198,7 @@ class LaminaForVllm(nn.Module):
         ignored = [re.compile(pattern) for pattern in unused(self.config)]
         ends: dict[str, Tensor] = {}  # embedding and head of a model that ties them, if both are stored
         loaded: set[str] = set()
-        for name, tensor in weights:
+        for name, tensor in decoded_weights(weights, self._stored):
             if self.config.tie_word_embeddings and name in (head, f"{self.config.block['embed']}.weight"):
                 ends[name] = tensor
             if (self.config.tie_word_embeddings and name == head) or any(p.search(name) for p in ignored):
@@ -222,7 +229,7 @@ class LaminaForVllm(nn.Module):
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
         """Return the shapes of the checkpoint's tensors by name; None for those that only vLLM's quantisation knows."""
         plain = copy.copy(self.config)
-        plain.level_tables = {}
+        plain.level_tables, plain.stored_formats = {}, []
         with torch.device("meta"):
             model = LaminaForCausalLM(plain)
         expected: dict[str, tuple[int, ...] | None] = {n: tuple(t.shape) for n, t in stored_state(model).items()}
