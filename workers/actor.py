@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from manifests.importing import quick_imports
@@ -25,6 +25,7 @@ with quick_imports():
     from torch import Tensor
 
     from manifests.errors import LostInputError
+    from pipeline.kernels.deferred import DeferredTensors
     from workers.device_settings import settle_device
     from workers.memory import map_large_tensors
     from workers.tensor_transfer import Handle, Packed, TensorTransfer, pack, unpack
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
     from pipeline.cost_model.rates import Rates
     from pipeline.units.units import Unit
     from workers.config import WorkerConfig
+    from workers.outcomes import Outcome
 
 
 class _Outbox(threading.local):
-    """Packed tensors that the unit of this thread returns."""
+    """Returns of the unit of this thread: each gives packed tensors."""
 
     def __init__(self) -> None:
-        self.packed: list[Packed | None] = []
+        self.packed: list[Callable[[], Packed]] = []
 
 
 class RayTransfer(TensorTransfer):
@@ -50,7 +52,9 @@ class RayTransfer(TensorTransfer):
         self._outbox = _Outbox()
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
-        self._outbox.packed.append(pack(tensors))
+        deferred = isinstance(tensors, DeferredTensors)
+        packed = None if deferred else pack(tensors)
+        self._outbox.packed.append(lambda: pack(tensors) if packed is None else packed)
         return len(self._outbox.packed) - 1
 
     def get(self, handle: Handle) -> dict[str, Tensor]:
@@ -60,8 +64,12 @@ class RayTransfer(TensorTransfer):
             message = f"the result of {handle.producer} was lost with its node ({type(error).__name__})"
             raise LostInputError(message, (handle.producer,)) from None
 
-    def emptied(self) -> list[Packed | None]:
-        """Return the collected tensors of this thread's unit and forget them."""
+    def aside(self, tensor: Tensor) -> Callable[[], Tensor]:
+        reference, device = ray.put(pack({"": tensor})), tensor.device
+        return lambda: unpack(ray.get(reference))[""].to(device)
+
+    def emptied(self) -> list[Callable[[], Packed]]:
+        """Return what gives the tensors of this thread's unit, and forget it."""
         packed, self._outbox.packed = self._outbox.packed, []
         return packed
 
@@ -112,15 +120,31 @@ class WorkerActor:
         }
 
     def execute(self, unit: Unit) -> Any:
-        """Run one unit. Return its Outcome, followed by `unit.handles` packed tensors if there are any."""
+        """Run one unit. Return its Outcome, behind `unit.handles` packed tensors if there are any."""
         from workers.outcomes import do_unit
 
         outcome = do_unit(self.worker, unit)
+        packed = self.transfer.emptied()
+        if unit.handles:
+            return self._returned(unit, outcome, packed)
+        return self._metered(unit, outcome)
+
+    def _returned(self, unit: Unit, outcome: Outcome, packed: list[Callable[[], Packed]]) -> Iterator[Any]:
+        """Yield the tensors, which Ray stores one after another, and the outcome."""
+        from workers.outcomes import finish
+
+        packed.reverse()
+        for _ in range(unit.handles):
+            tensors = None
+            if packed and outcome.error is None:
+                outcome, tensors = finish(unit, outcome, packed.pop())
+            yield tensors
+        yield self._metered(unit, outcome)
+
+    def _metered(self, unit: Unit, outcome: Outcome) -> Outcome:
         with self.metering:
             self.meters.unit_done(unit, outcome)
-        packed = self.transfer.emptied()
-        count = unit.handles
-        return [outcome, *packed, *[None] * (count - len(packed))] if count else outcome
+        return outcome
 
     def forget(self) -> None:
         """Discard all hidden states."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -32,12 +32,13 @@ from workers.copies import Copies
 from workers.differentiable import DifferentiableLayer
 from workers.expert_slices import ExpertSlices, StreamedExperts, expert_slices
 from workers.memory import return_freed_pages
+from workers.streamed_weights import StreamedWeights
 from workers.tapped_layer import TappedLayer
 
 T = TypeVar("T")
 Shared = Callable[[], Mapping[str, Tensor]]  # returns source tensors that another worker has read, by name
 Read = Callable[[list[str]], dict[str, Tensor]]
-Tensors = Callable[[Callable[[str], bool] | None], Mapping[str, Tensor]]  # those whose names are wanted; None: all
+Tensors = Callable[[Callable[[str], bool]], Mapping[str, Tensor]]  # those whose names are wanted
 BlockKey = tuple[int, str]  # layer, and which version of its weights
 
 
@@ -74,7 +75,7 @@ class LayerReader:
         slices = self._slices(config, layer)
 
         def read(number: int) -> Mapping[str, Tensor]:
-            return tensors(None if slices is None else lambda name: slices.is_read(name, number))
+            return tensors(lambda name: slices is None or slices.is_read(name, number))
 
         key = (layer, f"unwritten {solved.name}")
         block: TappedLayer = self._current_block(key, lambda: self._block(config, layer, solved.rounded, read))
@@ -215,6 +216,26 @@ class LayerReader:
         sizes = {name: records[name].num_bytes for name in names.values() if name not in placed}
         tensors = self._arrived(self._fetched(sizes, partial(self._read, where=f"layer {layer}"))) | placed
         return {role: tensors[name] for role, name in names.items()}
+
+    def group_weights(self, layer: int, roles: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return the dense weights of a group, as `dense_weights` does; an expert at a time if it has too many."""
+        geometry, records = self.setup.geometry.layers[layer], self.setup.source.tensors
+        names = {key: name for key, (name, _) in geometry.tensors(roles).items()}
+        experts = [block.roles for block in geometry.mlps if block.routing and set(block.roles) <= set(roles)]
+        if len(experts) <= self.setup.experts:
+            return self.dense_weights(layer, names)
+        if self._is_current(layer):
+            self.release_layer()
+
+        def begin(keys: Sequence[str]) -> dict[str, Tensor]:
+            sizes = {names[key]: records[names[key]].num_bytes for key in keys}
+            tensors = self._fetched(sizes, partial(self._read, where=f"layer {layer}"))
+            return {key: tensors[names[key]] for key in keys}
+
+        prefixes = [tuple(f"{role}." for role in own) for own in experts]
+        owned = [[key for key in names if key.startswith(own)] for own in prefixes]
+        dtypes = {key: records[name].torch_dtype for key, name in names.items()}
+        return StreamedWeights(dtypes, owned, begin, self._arrived, self.thread)
 
     def _placed_weights(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the source tensors that the current block holds in their stored dtype.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from workers.memory import peak_bytes
 
 if TYPE_CHECKING:
     from workers.worker import Worker
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,30 @@ def do_unit(worker: Worker, unit: Unit) -> Outcome:
     """Run one unit. Errors for users become part of the outcome; all others are raised."""
     started = time.perf_counter()
     compute_before = worker.compute_seconds
-    result, error = None, None
-    try:
-        result = worker.execute(unit)
-    except LaminaError as raised:
-        error = raised
-    except torch.OutOfMemoryError as raised:
-        error = WorkerError(f"{unit.key}: out of GPU memory; {memory_advice(unit)} ({raised})")
+    result, error = _attempt(unit, lambda: worker.execute(unit))
     seconds = time.perf_counter() - started
     compute_seconds = 0.0 if isinstance(unit, BesideUnit) else worker.compute_seconds - compute_before
     return Outcome(result, error, seconds, compute_seconds, peak_bytes())
+
+
+def finish(unit: Unit, outcome: Outcome, compute: Callable[[], T]) -> tuple[Outcome, T | None]:
+    """Compute a deferred part of a unit's result. Return it, and the outcome with its time, or with its error."""
+    started = time.perf_counter()
+    with torch.inference_mode():
+        part, error = _attempt(unit, compute)
+    seconds = outcome.seconds + time.perf_counter() - started
+    result = outcome.result if error is None else None
+    return replace(outcome, result=result, error=error, seconds=seconds, peak_bytes=peak_bytes()), part
+
+
+def _attempt(unit: Unit, run: Callable[[], T]) -> tuple[T | None, LaminaError | None]:
+    """Return a result, or an error for the user."""
+    try:
+        return run(), None
+    except LaminaError as raised:
+        return None, raised
+    except torch.OutOfMemoryError as raised:
+        return None, WorkerError(f"{unit.key}: out of GPU memory; {memory_advice(unit)} ({raised})")
 
 
 def memory_advice(unit: Unit) -> str:

@@ -394,7 +394,7 @@ class RayPool(UnitAccounts):
         if isinstance(unit, BesideUnit):
             options["concurrency_group"] = "giving" if isinstance(unit, Collect) else "beside"
         returned = member.actor.execute.options(**options).remote(unit)
-        outcome, *tensors = returned if count else [returned]
+        *tensors, outcome = returned if count else [returned]
         member.running[outcome] = unit
         member.tensors[outcome] = tensors
         member.started_at[outcome] = time.monotonic()

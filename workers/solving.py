@@ -1,9 +1,11 @@
-"""Solves a group by its method and names the factors as in the checkpoint; collects the tensors of a layer."""
+"""Solves a group by its method and names the factors as in the checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 
 import torch
@@ -13,20 +15,19 @@ from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.blocks import owner_of
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.deferred import DeferredTensors
 from pipeline.methods.capabilities import Correcting, SharingSizes
 from pipeline.methods.experts.scores import few_tokens
 from pipeline.methods.method import Group, Method, Moment, Ranks, Solution, Statistics, stored_dtype
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
-from pipeline.units.units import SolveDone, Write
-from stores.formats import keeps
-from stores.source import SourceCheckpoint
-from workers.config import WorkerConfig
-from workers.tensor_transfer import TensorTransfer, get_all
+from pipeline.units.units import SolveDone
+from workers.streamed_weights import StreamedWeights
+from workers.tensor_transfer import TensorTransfer
 
 # Factors by their names in the checkpoint, their solution, and the schemes of rounded matrices by module path.
-Solved = tuple[dict[str, Tensor], Solution, dict[str, Scheme]]
+Solved = tuple[Mapping[str, Tensor], Solution, dict[str, Scheme]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def solve_group(
     """
     group, geometry, weights = problem.group, problem.geometry, problem.weights
     if statistics.unseen:  # no token has reached these weights: they stay dense
-        solution = Solution({} if before else dict(weights), {}, {"unseen": sorted(set(statistics.unseen))})
+        solution = Solution({} if before else weights, {}, {"unseen": sorted(set(statistics.unseen))})
     elif _pair(statistics) is None:
         solution = problem.method.compress(group, geometry, weights, statistics, ranks)
     else:
@@ -84,10 +85,7 @@ def named_solution(
         solution, schemes, _ = round_solution(solution, quantize, bits, moments, weights, geometry.reads)
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
-    replaced = tuple(f"{geometry.path(role)}." for role in group.roles if _changes(solution, role))
-    factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
-    for key, tensor in solution.tensors.items():
-        factors[geometry.tensor_name(key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights, solution.forms))
+    factors = _stored(problem, before, solution)
     if refitted := _refitted(problem, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
     if passed := _passed(problem, statistics):
@@ -95,14 +93,35 @@ def named_solution(
     return factors, solution, rounded
 
 
+def _stored(problem: GroupProblem, before: Mapping[str, Tensor], solution: Solution) -> Mapping[str, Tensor]:
+    """Return the factors of a group by their names, in the dtypes of the checkpoint.
+
+    Those of streamed weights are computed when they are asked for.
+    """
+    group, geometry, dense = problem.group, problem.geometry, problem.weights
+    described = dense.described if isinstance(dense, StreamedWeights) else dense
+
+    def stored(key: str) -> Tensor:
+        tensor = solution.tensors[key]
+        return tensor.to(stored_dtype(key, tensor, described, solution.forms))
+
+    named = {geometry.tensor_name(key, group.roles): key for key in solution.tensors}
+    if isinstance(dense, StreamedWeights):
+        return DeferredTensors({name: partial(stored, key) for name, key in named.items()})
+    replaced = tuple(f"{geometry.path(role)}." for role in group.roles if _changes(solution, role))
+    kept = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
+    return kept | {name: stored(key) for name, key in named.items()}
+
+
 def _refitted(problem: GroupProblem, factors: Mapping[str, Tensor], solution: Solution) -> list[str]:
     """Return the roles that stay dense but whose weights have changed."""
     changed = set()
-    for key, dense in problem.weights.items():
-        role = owner_of(key, problem.group.roles)
-        factor = factors.get(problem.geometry.tensor_name(key, problem.group.roles))
-        if role not in solution.forms and factor is not None and not torch.equal(factor, dense.to(factor)):
-            changed.add(role)
+    for key in problem.weights:
+        role, name = owner_of(key, problem.group.roles), problem.geometry.tensor_name(key, problem.group.roles)
+        if role not in solution.forms and name in factors:
+            factor = factors[name]
+            if not torch.equal(factor, problem.weights[key].to(factor)):
+                changed.add(role)
     return sorted(changed)
 
 
@@ -131,36 +150,23 @@ def _pair(statistics: Statistics) -> Moment | None:
     return next((moment for moment in statistics.moments if moment.kind == "pair"), None)
 
 
-def solve_done(solved: Solved, transfer: TensorTransfer) -> SolveDone:
-    """Make the factors available to other workers. Return the unit's result."""
-    factors, solution, rounded = solved
-    return SolveDone(transfer.put(factors), solution.forms, solution.report, rounded)
+def with_aside(statistics: Statistics, problem: GroupProblem, transfer: TensorTransfer) -> Statistics:
+    """Return statistics with which a solve of streamed weights puts what it computes outside of this process."""
+    return replace(statistics, aside=transfer.aside) if isinstance(problem.weights, StreamedWeights) else statistics
 
 
-def layer_tensors(
-    write: Write, setup: WorkerConfig, transfer: TensorTransfer, wanted: Callable[[str], bool] | None = None
-) -> dict[str, Tensor]:
-    """Return all tensors of a compressed layer: the factors of its groups, and copies from the source.
+def solve_done(solved: Solved, transfer: TensorTransfer, parts: int = 1) -> SolveDone:
+    """Make the factors available to other workers. Return the unit's result.
 
-    `wanted`: returns True for the names of tensors to return; None: all.
-
-    A weight that the source stores in a format, and that no method has changed, stays as it is stored. Raises
-    LostInputError if factors were lost with their node.
+    Factors that are computed on access go in `parts` parts, one after another.
     """
-    geometry, source = setup.geometry.layers[write.layer], setup.source
-    tensors: dict[str, Tensor] = {}
-    for factors in get_all(transfer, write.factors):
-        tensors.update({name: tensor for name, tensor in factors.items() if wanted is None or wanted(name)})
-    claimed = tuple(f"{geometry.path(role)}." for role in write.roles)
-    names = [name for name in source.tensors if name.startswith(geometry.prefix)]
-    kept = [name for name in names if name in tensors and _unchanged(source, name, tensors[name])]
-    for name in kept:
-        del tensors[name]
-    copied = (name for name in names if not name.startswith(claimed) and (wanted is None or wanted(name)))
-    tensors.update(source.read_kept([*kept, *copied]))
-    return tensors
-
-
-def _unchanged(source: SourceCheckpoint, name: str, tensor: Tensor) -> bool:
-    """Return True for a weight that the source stores in a format, with the numbers that are decoded from it."""
-    return keeps(source.tensors[name]) and torch.equal(tensor.cpu(), source.read([name])[name])
+    factors, solution, rounded = solved
+    if not isinstance(factors, DeferredTensors):
+        return SolveDone(transfer.put(factors), solution.forms, solution.report, rounded)
+    names = [*factors]
+    cuts = [len(names) * part // parts for part in range(parts + 1)]
+    handles = [
+        transfer.put(DeferredTensors({name: partial(factors.__getitem__, name) for name in names[first:end]}))
+        for first, end in pairwise(cuts)
+    ]
+    return SolveDone(tuple(handles), solution.forms, solution.report, rounded)

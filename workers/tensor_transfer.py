@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import LostInputError
+from pipeline.kernels.deferred import in_memory
 
 if TYPE_CHECKING:
     from pipeline.units.units import Unit
@@ -23,11 +24,15 @@ class TensorTransfer(Protocol):
     """Stores named tensors for other workers."""
 
     def put(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Store a copy; return a small picklable handle."""
+        """Store a copy; return a small picklable handle. Deferred tensors are computed when the unit is done."""
         ...
 
     def get(self, handle: Any) -> dict[str, Tensor]:
         """Return the tensors of a handle, on the CPU and read-only. Raise LostInputError if their node is gone."""
+        ...
+
+    def aside(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Keep a tensor outside of this process while the result lives, which brings it back read-only."""
         ...
 
 
@@ -76,6 +81,9 @@ class LocalTransfer(TensorTransfer):
 
     def get(self, handle: dict[str, Tensor]) -> dict[str, Tensor]:
         return handle
+
+    def aside(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return in_memory(tensor)
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Packed:

@@ -68,12 +68,13 @@ from workers.refining import RefinePass
 from workers.score_pass import ScorePass
 from workers.shared_moments import SharedMoments
 from workers.sliced_pass import SlicedPass, SlicedShard
-from workers.solving import GroupProblem, layer_tensors, solve_done, solve_group, solve_sizes
+from workers.solving import GroupProblem, solve_done, solve_group, solve_sizes, with_aside
 from workers.sums import LayerSums, Squares
 from workers.tapped_layer import Tap, TappedLayer, sample_tap
 from workers.tensor_transfer import TensorTransfer, get_all, get_available
 from workers.text_amount import measure_text
 from workers.totals import Totals
+from workers.written_tensors import WrittenTensors
 
 
 class Worker:
@@ -229,9 +230,8 @@ class Worker:
     def _block(self, unit: Forward) -> TappedLayer:
         if isinstance(unit.staged, Unwritten):
             write = unit.staged.write
-            return self.layers.unwritten_block(
-                unit.staged, lambda wanted: layer_tensors(write, self.setup, self.transfer, wanted)
-            )
+            tensors = partial(WrittenTensors, write, self.setup, self.transfer)
+            return self.layers.unwritten_block(unit.staged, tensors)
         return self.layers.block(unit.layer, unit.staged, partial(get_available, self.transfer, unit.weights))
 
     def _read_part(self, unit: ReadLayer) -> ReadDone:
@@ -339,8 +339,7 @@ class Worker:
 
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]
-        names = {key: name for key, (name, _) in geometry.tensors(task.roles).items()}
-        return GroupProblem(method, task, geometry, self.layers.dense_weights(task.layer, names), quantize)
+        return GroupProblem(method, task, geometry, self.layers.group_weights(task.layer, task.roles), quantize)
 
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
@@ -349,8 +348,8 @@ class Worker:
         if unit.task.refine is not None:
             problem = replace(problem, quantize=None)  # rounded after the training
         with self._computing(), tensor_cores(self.setup.dtype):
-            solved = solve_group(problem, statistics, unit.ranks, before)
-        return solve_done(solved, self.transfer)
+            solved = solve_group(problem, with_aside(statistics, problem, self.transfer), unit.ranks, before)
+        return solve_done(solved, self.transfer, unit.parts)
 
     def _refine(self, unit: Refine) -> RefineDone:
         with tensor_cores(self.setup.dtype):
@@ -361,11 +360,11 @@ class Worker:
         problem = self._problem(unit.task)
         statistics = self._statistics(unit.task.layer, unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
-            each = solve_sizes(problem, statistics, unit.sizes)
-            return SizesSolved(tuple(solve_done(solved, self.transfer) for solved in each))
+            each = solve_sizes(problem, with_aside(statistics, problem, self.transfer), unit.sizes)
+            return SizesSolved(tuple(solve_done(solved, self.transfer, unit.parts) for solved in each))
 
     def _write(self, unit: Write) -> Any:
-        tensors = layer_tensors(unit, self.setup, self.transfer)
+        tensors = WrittenTensors(unit, self.setup, self.transfer)
         return write_staged(self.setup.run_dir, unit.layer, tensors, self.setup.threads)
 
     # -- evaluation --------------------------------------------------------------------------------------------------

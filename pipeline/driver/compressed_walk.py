@@ -97,7 +97,7 @@ class CompressedWalk:
     ) -> TaskStream[_Outputs]:
         """Solves every group of a layer, then writes and enters the layer. Kept moments of `result` are entered
         first."""
-        solves = solve_units(self.job.tasks, layer, statistics, ranks)
+        solves = solve_units(self.job, layer, statistics, ranks)
         writes = partial(write_units, layer, solves)
         solutions: list[SolveDone] = yield solves
         writing = self.session.scheduler.spawn(self.session.build_on(solutions, solves, writes))

@@ -184,7 +184,7 @@ class DenseWalk:
             summed = yield from self.reductions.summed(result)
             entered = self.stored.of_dense_pass(layer)
             statistics: dict[str, ArrayRecord | Summed] = {**entered, **result.samples, **summed}
-            layers.append(solve_units(self.job.tasks, layer, statistics, ranks))
+            layers.append(solve_units(self.job, layer, statistics, ranks))
         self.adding = []
         self.queue.begin(layers)
 

@@ -228,7 +228,7 @@ class Driver:
 
         def solves_of(layer: int) -> LayerSolves:
             """Returns the work on a layer."""
-            units = solve_units(self.job.tasks, layer, self.stored.of_layer(layer), ranks, self.session.hint_of)
+            units = solve_units(self.job, layer, self.stored.of_layer(layer), ranks, self.session.hint_of)
             return LayerSolves(units, partial(write_units, layer, units), partial(self._enter_solved, layer, units))
 
         yield from solve_layers(self.session, pending, solves_of, self.stored.retain_only)

@@ -130,6 +130,11 @@ class Job(Passes):
             return int(rest.partition(".")[0]) // self.held_experts
         return parts - 1 if block in ("shared", "head") else 0
 
+    def factor_parts(self, task: Task) -> int:
+        """Returns in how many parts the factors of a task are handed over: one for each slice of its experts."""
+        experts = {role.split(".")[1] for role in task.roles if role.startswith("experts.")}
+        return max(1, len(expert_ranges(len(experts), self.held_experts)))
+
     def in_parts(self) -> bool:
         """Returns True if a layer has more experts than a worker holds."""
         return any(experts > self.held_experts for experts in self.experts)

@@ -128,7 +128,7 @@ class Session:
 
 
 def solve_units(
-    tasks: Sequence[Task],
+    job: Job,
     layer: int,
     statistics: Mapping[str, ArrayRecord | Summed],
     ranks: RanksOf,
@@ -137,8 +137,14 @@ def solve_units(
     """Returns the units that solve the groups of a layer. `statistics`: by the keys of moments. `hint`: the hint of a
     task's curve."""
     return [
-        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, hint=hint(task))
-        for task in tasks
+        Solve(
+            task,
+            ranks[task.key],
+            {moment: statistics[moment.key] for moment in task.moments},
+            hint=hint(task),
+            parts=job.factor_parts(task),
+        )
+        for task in job.tasks
         if task.layer == layer
     ]
 
@@ -149,7 +155,7 @@ def write_unit(layer: int, solved: Sequence[tuple[Solve, SolveDone]], of: str = 
     for _, solution in solved:
         forms.update(solution.forms)
     roles = tuple(role for solve, _ in solved for role in solve.task.roles)
-    return Write(layer, tuple(solution.factors for _, solution in solved), roles, forms, of)
+    return Write(layer, tuple(handle for _, solution in solved for handle in solution.handles), roles, forms, of)
 
 
 def write_units(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
+from pipeline.kernels.deferred import Aside, Deferred, in_memory
 from pipeline.kernels.moments import ROWS_PER_PRODUCT, add_head_moment_, wide_product
 from pipeline.kernels.refit import correction
 
@@ -41,31 +42,35 @@ def refit_mixture(
     weights: Sequence[Tensor],
     sweeps: int = SWEEPS,
     ridge: float = RIDGE,
-) -> list[Tensor]:
+    aside: Aside = in_memory,
+) -> Sequence[Tensor]:
     """Refit each writer (D, k) in turn to the residual that all others leave, `sweeps` times.
 
     Each step minimises E‖r − ΔW v‖² + λ‖ΔW‖², λ = `ridge` · mean of the diagonal of E[v vᵀ]. `served` is called with
-    the number of an expert; an expert without tokens or channels keeps its writer. Products are float32 or better, sums
-    and solutions float64. Raises ValueError on shapes that do not fit, NaN or infinity, or no tokens.
+    the number of an expert; an expert without tokens or channels keeps its writer. One writer at a time is in memory:
+    `weights` may be computed when asked for, and the others lie where `aside` puts them. Products are float32 or
+    better, sums and solutions float64. Raises ValueError on shapes that do not fit, NaN or infinity, or no tokens.
     """
     if target_TD.ndim != 2 or not len(target_TD):
         raise ValueError(f"a refit needs targets (T, D), not {tuple(target_TD.shape)}")
     require_finite("target", target_TD)
     dtype = torch.promote_types(target_TD.dtype, torch.float32)
-    fitted = [weight.detach().to(torch.float64) for weight in weights]
     residual_TD = target_TD.detach().to(dtype).clone()
-    for number, weight_Dk in enumerate(fitted):
+    fitted: list[Callable[[], Tensor]] = []
+    for number, weight in enumerate(weights):
+        weight_Dk = weight.detach().to(torch.float64)
         part = _checked(served(number), weight_Dk, target_TD)
         _subtract_(residual_TD, part, weight_Dk)
+        fitted.append(aside(weight_Dk))
     for _ in range(sweeps):
-        for number, weight_Dk in enumerate(fitted):
+        for number in range(len(fitted)):
             part = served(number)
             if not part.values.numel():
                 continue
             change_Dk = correction(*_sums(residual_TD, part), ridge)
             _subtract_(residual_TD, part, change_Dk)
-            fitted[number] = weight_Dk + change_Dk
-    return fitted
+            fitted[number] = aside(fitted[number]() + change_Dk)
+    return Deferred(fitted)
 
 
 def _checked(part: Served, weight_Dk: Tensor, target_TD: Tensor) -> Served:

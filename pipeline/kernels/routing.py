@@ -54,6 +54,15 @@ class Routing(NamedTuple):
         """Return the weights (T, E), 0 for experts that a token does not choose."""
         return self.weights.new_zeros(len(self.weights), num_experts).scatter(1, self.experts, self.weights)
 
+    def of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens (t,) that choose an expert, ascending, and its weights (t,) on them."""
+        chosen_Tk = (self.experts == expert) & (self.weights != 0.0)
+        return chosen_Tk.any(dim=1).nonzero()[:, 0], self.weights[chosen_Tk]
+
+    def tokens(self, num_experts: int) -> Tensor:
+        """Return the number of tokens (E,) that choose each expert."""
+        return self.experts[self.weights != 0.0].bincount(minlength=num_experts)
+
 
 class Removals(NamedTuple):
     """The `changes` (T, k, E) of routing weights if the j-th expert of a token, `experts` (T, k), is missing.

@@ -11,6 +11,7 @@ from torch import Tensor
 from manifests.methods import REAP, Frequency, MergeExperts
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.deferred import Deferred
 from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
 from pipeline.methods.experts.method import ExpertsMethod, mixture_of, renumbered, routed, sampled
 from pipeline.methods.experts.mixture import Mixture, expert_sums, expert_tokens
@@ -89,15 +90,16 @@ class MergeExpertsMethod(REAPMethod):
         """Store each cluster in the place of its member with most tokens, under new numbers from 0."""
         experts, mixture = routed(geometry), mixture_of(geometry, weights)
         if ranks[EXPERTS] == len(experts):
-            return Solution(dict(weights), {}, {"dense": True})
+            return Solution(weights, {}, {"dense": True})
         inputs_TD = self.inputs(geometry, statistics)
         clusters = cluster(mean_outputs(mixture, inputs_TD), ranks[EXPERTS], mixture.rule.groups)
         tokens_E = expert_tokens(mixture, inputs_TD)
-        merged, kept = merge(mixture, clusters, tokens_E), busiest(clusters, tokens_E)
+        merged, kept = merge(mixture, clusters, tokens_E, statistics.aside), busiest(clusters, tokens_E)
         if self.refits:
-            merged = refit(mixture, merged, inputs_TD)
-        stored = dict(enumerate(mixture.experts)) | dict(zip(kept, merged.experts, strict=True))
-        placed = replace(mixture, experts=tuple(stored.values()))
+            merged = refit(mixture, merged, inputs_TD, statistics.aside)
+        stored = {number: partial(mixture.experts.__getitem__, number) for number in range(len(experts))}
+        stored |= {number: partial(merged.experts.__getitem__, place) for place, number in enumerate(kept)}
+        placed = replace(mixture, experts=Deferred([stored[number] for number in range(len(experts))]))
         solution = solve(experts, placed, statistics, sampled(geometry), kept, experts[0].width, refit=False)
         report = {**solution.report, "clusters": clusters, TOKENS_BY_EXPERT: tokens_E.tolist()}
         return renumbered(replace(solution, report=report), geometry, kept, weights)

@@ -152,7 +152,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         biases = {key: bias for key, bias in weights.items() if key.endswith(".bias")}
         if self.entry.weighting == "loss":
             solution = _by_loss(pair, stacked, rank, statistics)
-            return Solution(solution.tensors | biases, forms, solution.report)
+            return Solution({**solution.tensors, **biases}, forms, solution.report)
         roots = input_roots(statistics.moments[pair.input][0]) if self.entry.weighting == "input" else None
         if pair.form == "separate":
             solution = _separate(stacked, rank, roots)
@@ -161,7 +161,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         else:
             solution = _joint(stacked, rank, roots)
         clipped = {"clipped": roots.clipped} if roots else {}
-        return Solution(solution.tensors | biases, forms, solution.report | clipped)
+        return Solution({**solution.tensors, **biases}, forms, solution.report | clipped)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """Map each role to its form. Roles for which factors would save nothing are left out."""

@@ -19,6 +19,7 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import owner_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.deferred import Aside, in_memory
 from pipeline.kernels.sensitivity import Factored
 from pipeline.ranks.budget import RankVariable
 
@@ -79,6 +80,7 @@ class Statistics:
         hint: `Curve.hint` of the group's curve, if it was computed from the same statistics.
         factors: a cache for `moments.factored_mean`: moment -> it and the factor of its mean. A layer's groups share
             it.
+        aside: stores a tensor until it is read again; solves of many experts put their results there.
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class Statistics:
     hint: str = ""
     passed: Mapping[Moment, int] = field(default_factory=dict)
     factors: dict[Moment, tuple[Tensor, Factored]] = field(default_factory=dict, compare=False, repr=False)
+    aside: Aside = field(default=in_memory, compare=False, repr=False)
 
     def tokens_at(self, moment: Moment) -> int:
         """Return the number of tokens that passed the point of a moment of values."""
@@ -194,6 +197,7 @@ class Solution:
     Attributes:
         tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, or the tensor itself. Tensors without a
             single role are named `GROUP.FORM.…`, by the group's name and form. Integers are stored as they are.
+            Those of a group of many experts may be computed on access.
         forms: role -> form and ranks, as in the checkpoint's config; dense roles are left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
         inputs: role -> a function that computes the second moment (F, F), per token, of the stored matrix's input, if
@@ -203,7 +207,7 @@ class Solution:
             channels.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     forms: dict[str, FormSpec]
     report: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Callable[[], Tensor]] = field(default_factory=dict)

@@ -70,6 +70,7 @@ class _JointSolving:
                 tuple(ranks[index][task.key] for index in missing),
                 {moment: statistics[moment.key] for moment in task.moments},
                 first.session.hint_of(task),
+                first.job.factor_parts(task),
             )
             for task in first.job.tasks
             if task.layer == layer

@@ -240,6 +240,7 @@ class Solve(WorkUnit):
         statistics: stored moments, or moments in memory.
         before: handle of the factors from the group's previous correction.
         hint: `Curve.hint` of the group's curve, if that was computed from the same statistics.
+        parts: largest number of handles of factors; above one if the group has more experts than a worker holds.
     """
 
     task: Task
@@ -247,6 +248,7 @@ class Solve(WorkUnit):
     statistics: Mapping[Moment, ArrayRecord | Summed]
     before: Any | None = None
     hint: str = ""
+    parts: int = 1
 
     @property
     def key(self) -> str:
@@ -254,13 +256,13 @@ class Solve(WorkUnit):
 
     @property
     def handles(self) -> int:
-        return 1
+        return self.parts
 
 
 @dataclass(frozen=True)
 class SolveDone(HandleResult):
-    """A compressed group: a handle of its factors, their forms, figures for the summary, and the rounding scheme of
-    each matrix by module path."""
+    """A compressed group: the handle of its factors, or several, their forms, figures for the summary, and the
+    rounding scheme of each matrix by module path."""
 
     handle_fields: ClassVar[tuple[str, ...]] = ("factors",)
 
@@ -269,15 +271,24 @@ class SolveDone(HandleResult):
     report: Mapping[str, Any]
     rounded: Mapping[str, Scheme] = field(default_factory=dict)
 
+    @property
+    def handles(self) -> tuple[Any, ...]:
+        """Return the handles of its factors."""
+        return self.factors if type(self.factors) is tuple else (self.factors,)
+
 
 @dataclass(frozen=True)
 class SolveSizes(WorkUnit):
-    """Compresses one group at several sizes, without corrections. Shared work is done once."""
+    """Compresses one group at several sizes, without corrections. Shared work is done once.
+
+    `parts`: handles of each size's factors, as in `Solve`.
+    """
 
     task: Task
     sizes: tuple[Mapping[str, int], ...]
     statistics: Mapping[Moment, ArrayRecord]
     hint: str = ""
+    parts: int = 1
 
     @property
     def key(self) -> str:
@@ -285,7 +296,7 @@ class SolveSizes(WorkUnit):
 
     @property
     def handles(self) -> int:
-        return len(self.sizes)
+        return len(self.sizes) * self.parts
 
 
 @dataclass(frozen=True)

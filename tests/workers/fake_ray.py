@@ -110,10 +110,10 @@ class _Remote:
         self.groups = groups if groups is not None else []
 
     def options(self, num_returns: int, name: str, concurrency_group: str | None = None) -> _Remote:
-        """Beside the outcome, references to what the unit leaves behind."""
+        """Before the outcome, references to what the unit leaves behind."""
         self.groups.append(concurrency_group)
         left = [f"tensors {place}" for place in range(num_returns - 1)]
-        return _Remote(lambda *call: [self.function(*call), *left] if left else self.function(*call))
+        return _Remote(lambda *call: [*left, self.function(*call)] if left else self.function(*call))
 
     def remote(self, *call: Any) -> Any:
         return self.function(*call)

@@ -8,12 +8,14 @@ Legend: E experts, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from pipeline.kernels.deferred import Aside, Deferred, in_memory
 from pipeline.kernels.mixture_refit import refit_mixture
 from pipeline.methods.experts.mixture import ExpertWeights, Mixture
 
@@ -61,41 +63,54 @@ def busiest(clusters: Sequence[Sequence[int]], tokens_E: Tensor) -> list[int]:
     return [max(members, key=lambda number: (float(tokens_E[number]), -number)) for members in clusters]
 
 
-def merge(mixture: Mixture, clusters: Sequence[Sequence[int]], tokens_E: Tensor) -> Mixture:
+def merge(mixture: Mixture, clusters: Sequence[Sequence[int]], tokens_E: Tensor, aside: Aside = in_memory) -> Mixture:
     """Return a mixture with one expert for each cluster: the mean of its members' weights, by their tokens.
 
-    The router keeps the row of the member with most tokens. A cluster that no token reached takes plain means.
+    The router keeps the row of the member with most tokens. A cluster that no token reached takes plain means. One
+    member is in memory beside the mean; merged experts lie where `aside` puts them.
     """
     experts = []
     for members in clusters:
         shares = tokens_E[list(members)].double()
         shares = shares / shares.sum() if float(shares.sum()) > 0.0 else torch.full_like(shares, 1.0 / len(members))
-        parts = [mixture.experts[number] for number in members]
-        experts.append(_mean_expert(parts, shares))
+        parts = Deferred([partial(mixture.experts.__getitem__, number) for number in members])
+        experts.append(_put_aside(_mean_expert(parts, shares.tolist()), aside))
     routed = mixture.subset(busiest(clusters, tokens_E))
-    return replace(routed, experts=tuple(experts))
+    return replace(routed, experts=Deferred(experts))
 
 
-def refit(mixture: Mixture, merged: Mixture, inputs_TD: Tensor) -> Mixture:
-    """Return the merged experts with writers fitted to the output of `mixture`."""
-    weights_TE = merged.route(inputs_TD).dense(len(merged.experts))
+def refit(mixture: Mixture, merged: Mixture, inputs_TD: Tensor, aside: Aside = in_memory) -> Mixture:
+    """Return the merged experts with writers fitted to the output of `mixture`, put where `aside` puts them."""
+    routing, experts = merged.route(inputs_TD), merged.experts
     downs = refit_mixture(
-        mixture.output(inputs_TD) - merged.written_biases(weights_TE),
-        lambda number: merged.served(number, inputs_TD, weights_TE),
-        [expert.down for expert in merged.experts],
+        mixture.output(inputs_TD) - merged.written_biases(routing),
+        lambda number: merged.served(number, inputs_TD, routing),
+        Deferred([partial(_writer, experts, number) for number in range(len(experts))]),
+        aside=aside,
     )
-    fitted = zip(merged.experts, downs, strict=True)
-    return replace(merged, experts=tuple(expert._replace(down=down) for expert, down in fitted))
+    fitted = [partial(_with_writer, experts, downs, number) for number in range(len(experts))]
+    return replace(merged, experts=Deferred(fitted))
 
 
-def _mean_expert(parts: Sequence[ExpertWeights], shares: Tensor) -> ExpertWeights:
-    readers = tuple(_mean(some, shares) for some in zip(*(part.readers for part in parts), strict=True))
-    biases = [part.biases for part in parts if part.biases is not None]
-    means = tuple(_mean(some, shares) for some in zip(*biases, strict=True)) if biases else None
-    return ExpertWeights(readers, _mean([part.down for part in parts], shares), means)
+def _writer(experts: Sequence[ExpertWeights], number: int) -> Tensor:
+    return experts[number].down
 
 
-def _mean(weights: Sequence[Tensor], shares: Tensor) -> Tensor:
-    stacked = torch.stack([weight.double() for weight in weights])
-    mean: Tensor = torch.tensordot(shares.to(stacked.device), stacked, dims=1)
-    return mean
+def _with_writer(experts: Sequence[ExpertWeights], downs: Sequence[Tensor], number: int) -> ExpertWeights:
+    return experts[number]._replace(down=downs[number])
+
+
+def _mean_expert(parts: Sequence[ExpertWeights], shares: Sequence[float]) -> ExpertWeights:
+    """Return the sum of some experts times their shares, float64, one after another."""
+    means: list[Tensor] = []
+    for part, share in zip(parts, shares, strict=True):
+        weighed = [tensor.double() * share for tensor in (part.down, *part.readers, *(part.biases or ()))]
+        means = [mean.add_(other) for mean, other in zip(means, weighed, strict=True)] if means else weighed
+    down_DN, *others = means
+    readers = len(parts[0].readers)
+    return ExpertWeights(tuple(others[:readers]), down_DN, tuple(others[readers:]) or None)
+
+
+def _put_aside(expert: ExpertWeights, aside: Aside) -> Callable[[], ExpertWeights]:
+    readers, down, biases = [aside(reader_ND) for reader_ND in expert.readers], aside(expert.down), expert.biases
+    return lambda: ExpertWeights(tuple(reader() for reader in readers), down(), biases)

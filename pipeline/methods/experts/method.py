@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, TypeVar
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from manifests.records import FormSpec
 from pipeline.families.blocks import MLPBlock
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.deferred import DeferredTensors
 from pipeline.methods.base import MethodBase
 from pipeline.methods.experts.mixture import Mixture, expert_tokens
 from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, expert_counts, kept_experts
@@ -103,7 +105,7 @@ class ExpertsMethod(MethodBase[E_]):
         experts, mixture = routed(geometry), mixture_of(geometry, weights)
         width = ranks.get(WIDTH, experts[0].width)
         if ranks[EXPERTS] == len(experts) and width == experts[0].width:
-            return Solution(dict(weights), {}, {"dense": True})
+            return Solution(weights, {}, {"dense": True})
         inputs_TD = self.inputs(geometry, statistics)
         scores_E = self.expert_scores(mixture, inputs_TD, geometry, statistics)
         kept = kept_experts(scores_E, ranks[EXPERTS], mixture.rule.groups).tolist()
@@ -144,7 +146,12 @@ def renumbered(solution: Solution, layer: LayerGeometry, kept: Sequence[int], we
         return key if role is None else names[role] + key.removeprefix(role)
 
     bias = next((key for key in weights if key.startswith(f"{ROUTER_BIAS}.")), "")
-    tensors = {bias if key == ROUTER_BIAS else renamed(key): tensor for key, tensor in solution.tensors.items()}
+    tensors = DeferredTensors(
+        {
+            bias if key == ROUTER_BIAS else renamed(key): partial(solution.tensors.__getitem__, key)
+            for key in solution.tensors
+        }
+    )
     forms = {renamed(role): form for role, form in solution.forms.items()}
     if len(kept) < len(experts):
         forms[ROUTER] = FormSpec(form="experts", rank=len(kept))

@@ -2,7 +2,8 @@
 
 All functions need the weights of the layer's experts and router and `inputs_TD`, a sample of the mixture's inputs
 (`Moment("mlp.in", kind="sample")`). Those that weigh by the loss also need the factor of G, the moment of the gradient
-at the mixture's output. Experts are visited in order, so that the values of one expert at a time are in memory.
+at the mixture's output. Experts are visited in order, so that the weights and the values of one expert at a time are
+in memory: `Mixture.experts` may read an expert when it is asked for.
 
 Legend: T tokens, t those of an expert, D hidden, N channels of an expert, k channels kept, E experts.
 """
@@ -11,21 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.kernels.deferred import Aside, Deferred, in_memory
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.mixture_refit import Served, refit_mixture
 from pipeline.kernels.moments import add_head_moment_
 from pipeline.kernels.nystrom import nested_losses, nested_outputs
-from pipeline.kernels.routing import Routing, RoutingRule, add_change_, removal_sums, removals, route
+from pipeline.kernels.routing import Removals, Routing, RoutingRule, add_change_, removal_sums, removals, route
 from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.experts.scores import ExpertSums
 from pipeline.methods.tensors import channel_priority
 
-BATCH = 4096  # tokens whose changes of all their experts are in memory at a time
+BATCH = 4096  # tokens whose changes are computed by one product an expert
 
 
 class ExpertWeights(NamedTuple):
@@ -47,7 +50,7 @@ class Mixture:
         logit_bias: (E,), added to the router's logits; None without one.
     """
 
-    experts: tuple[ExpertWeights, ...]
+    experts: Sequence[ExpertWeights]
     router: Tensor
     bias: Tensor | None
     rule: RoutingRule
@@ -62,7 +65,8 @@ class Mixture:
 
     def route(self, inputs_TD: Tensor) -> Routing:
         """Choose experts for each token."""
-        return route(self.logits(inputs_TD), self.rule, self.bias)
+        parts = [route(logits_BE, self.rule, self.bias) for logits_BE in self.logits(inputs_TD).split(BATCH)]
+        return Routing(torch.cat([part.experts for part in parts]), torch.cat([part.weights for part in parts]))
 
     def hidden(self, expert: int, inputs_tD: Tensor) -> Tensor:
         """Return the channels (t, N) of one expert, in the dtype of the inputs."""
@@ -78,10 +82,10 @@ class Mixture:
         outputs_tD = self.hidden(expert, inputs_tD) @ weights.down.to(dtype).T
         return outputs_tD if weights.biases is None else outputs_tD + weights.biases[-1].to(dtype)
 
-    def served(self, expert: int, inputs_TD: Tensor, weights_TE: Tensor) -> Served:
+    def served(self, expert: int, inputs_TD: Tensor, routing: Routing) -> Served:
         """Return the tokens that an expert serves, and p h on them, h(p x) where weights multiply inputs."""
-        tokens_t = weights_TE[:, expert].nonzero()[:, 0]
-        weights_t1 = weights_TE[tokens_t, expert, None].to(inputs_TD.dtype)
+        tokens_t, weights_t = routing.of(expert)
+        weights_t1 = weights_t[:, None].to(inputs_TD.dtype)
         if self.rule.weighs_inputs:
             return Served(tokens_t, self.hidden(expert, inputs_TD[tokens_t] * weights_t1))
         return Served(tokens_t, self.hidden(expert, inputs_TD[tokens_t]) * weights_t1)
@@ -97,50 +101,67 @@ class Mixture:
 
     def output(self, inputs_TD: Tensor) -> Tensor:
         """Return the output (T, D) of the routed experts, in float32 or better."""
-        weights_TE = self.route(inputs_TD).dense(len(self.experts))
+        routing = self.route(inputs_TD)
         output_TD = torch.zeros_like(inputs_TD, dtype=torch.promote_types(inputs_TD.dtype, torch.float32))
         for number, expert in enumerate(self.experts):
-            part = self.served(number, inputs_TD, weights_TE)
+            part = self.served(number, inputs_TD, routing)
             written_tD = part.values.to(output_TD.dtype) @ expert.down.to(output_TD.dtype).T
             output_TD.index_add_(0, part.tokens, written_tD)
-        return output_TD + self.written_biases(weights_TE).to(output_TD.dtype)
+        return output_TD + self.written_biases(routing).to(output_TD.dtype)
 
-    def written_biases(self, weights_TE: Tensor) -> Tensor:
+    def written_biases(self, routing: Routing) -> Tensor:
         """Return the sum (T, D) of the experts' biases, weighted by the router: of their writers alone, or zero."""
+        if self.experts[0].biases is None:
+            return routing.weights.new_zeros(1)
         biases = [expert.biases[-1] for expert in self.experts if expert.biases is not None]
-        return weights_TE @ torch.stack(biases).to(weights_TE.dtype) if biases else weights_TE.new_zeros(1)
+        weights_TE = routing.dense(len(self.experts))
+        return weights_TE @ torch.stack(biases).to(weights_TE.dtype)
 
     def subset(self, kept: Sequence[int]) -> Mixture:
         """Return the mixture of some experts: the others leave the router, too."""
         rows = torch.tensor(list(kept), device=self.router.device)
         bias, logit_bias = (None if each is None else each[rows] for each in (self.bias, self.logit_bias))
-        experts = tuple(self.experts[number] for number in kept)
+        experts = Deferred([partial(self.experts.__getitem__, number) for number in kept])
         return replace(self, experts=experts, router=self.router[rows], bias=bias, logit_bias=logit_bias)
 
 
-class SolvedExpert(NamedTuple):
+@dataclass(frozen=True)
+class SolvedExpert:
     """The channels (k,) of the dense expert that stay, ascending, and its new weights on them.
 
-    `tokens`: sampled tokens that it serves; without any, its first channels stay as they are.
+    Attributes:
+        dense: returns the dense expert.
+        down: returns the new writer (D, k).
+        tokens: sampled tokens that it serves; without any, its first channels stay as they are.
     """
 
     channels: Tensor
-    weights: ExpertWeights
+    dense: Callable[[], ExpertWeights]
+    down: Callable[[], Tensor]
     tokens: int
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Return the new weights, computed anew each time."""
+        dense = self.dense()
+        biases = dense.biases
+        if biases is not None:
+            *inner, down_D = biases
+            biases = (*(bias_N[self.channels] for bias_N in inner), down_D)
+        return ExpertWeights(tuple(reader_ND[self.channels] for reader_ND in dense.readers), self.down(), biases)
 
 
 def expert_tokens(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
     """Return how many tokens the router sends to each expert (E,)."""
-    return (mixture.route(inputs_TD).dense(len(mixture.experts)) != 0).sum(dim=0)
+    return mixture.route(inputs_TD).tokens(len(mixture.experts))
 
 
 def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
     """Return the sums that expert scores follow."""
-    weights_TE = mixture.route(inputs_TD).dense(len(mixture.experts)).double()
-    rows = []
+    routing, rows = mixture.route(inputs_TD), []
     for number in range(len(mixture.experts)):
-        tokens_t = weights_TE[:, number].nonzero()[:, 0]
-        weights_t = weights_TE[tokens_t, number]
+        tokens_t, weights_t = routing.of(number)
+        weights_t = weights_t.double()
         inputs_tD, factors_t = mixture.weighed(inputs_TD[tokens_t], weights_t)
         norms_t = mixture.outputs(number, inputs_tD).double().norm(dim=1)
         rows.append((len(tokens_t), float(weights_t.sum()), float(norms_t.sum()), float((factors_t * norms_t).sum())))
@@ -151,20 +172,49 @@ def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Ten
     """Return the predicted loss of each expert's removal (E,), nats per token, its tokens routed anew without it."""
     felt_DD = metric.factor * metric.scale**0.5
     sums_E = torch.zeros(len(mixture.experts), dtype=torch.float64, device=inputs_TD.device)
-    for part_TD in inputs_TD.split(BATCH):
-        without = removals(mixture.logits(part_TD), mixture.rule, mixture.bias)
-        changes_Tkq = torch.zeros(*without.experts.shape, len(felt_DD), dtype=torch.float64, device=part_TD.device)
+    for span_TD in inputs_TD.split(removal_span(len(inputs_TD), mixture.rule.top_k)):
+        parts = [_Change.of(mixture, part_BD, len(felt_DD)) for part_BD in span_TD.split(BATCH)]
         for number in range(len(mixture.experts)):
-            changes_Tk = without.changes[:, :, number]
-            tokens_t = changes_Tk.any(dim=1).nonzero()[:, 0]
-            some_tkq, some_tk = changes_Tkq[tokens_t], changes_Tk[tokens_t]
-            weights_t = some_tk.gather(1, some_tk.abs().argmax(dim=1, keepdim=True))[:, 0]
-            inputs_tD, _ = mixture.weighed(part_TD[tokens_t], weights_t)
-            factors_tk = some_tk.sign() if mixture.rule.weighs_inputs else some_tk
-            add_change_(some_tkq, factors_tk, mixture.outputs(number, inputs_tD).double() @ felt_DD)
-            changes_Tkq[tokens_t] = some_tkq
-        sums_E += removal_sums(without.experts, changes_Tkq, len(mixture.experts))
+            for part in parts:
+                part.add_(mixture, number, felt_DD)
+        for part in parts:
+            sums_E += removal_sums(part.without.experts, part.felt, len(mixture.experts))
     return sums_E / len(inputs_TD)
+
+
+def removal_span(tokens: int, top_k: int) -> int:
+    """Return for how many tokens at a time `removal_losses` visits all experts.
+
+    Their changes, D float64 numbers for each of a token's k experts, take as much memory as the whole sample in
+    float64, or that of one product's tokens.
+    """
+    return BATCH * max(1, tokens // (top_k * BATCH))
+
+
+class _Change(NamedTuple):
+    """How some tokens' outputs change, in the metric of the loss, without each of their experts: `felt` (B, k, q)."""
+
+    inputs: Tensor
+    without: Removals
+    felt: Tensor
+
+    @classmethod
+    def of(cls, mixture: Mixture, inputs_BD: Tensor, outputs: int) -> _Change:
+        """Return the change before any expert has added to it."""
+        without = removals(mixture.logits(inputs_BD), mixture.rule, mixture.bias)
+        shape = (*without.experts.shape, outputs)
+        return cls(inputs_BD, without, torch.zeros(shape, dtype=torch.float64, device=inputs_BD.device))
+
+    def add_(self, mixture: Mixture, number: int, felt_DD: Tensor) -> None:
+        """Add one expert's part."""
+        changes_Bk = self.without.changes[:, :, number]
+        tokens_t = changes_Bk.any(dim=1).nonzero()[:, 0]
+        some_tkq, some_tk = self.felt[tokens_t], changes_Bk[tokens_t]
+        weights_t = some_tk.gather(1, some_tk.abs().argmax(dim=1, keepdim=True))[:, 0]
+        inputs_tD, _ = mixture.weighed(self.inputs[tokens_t], weights_t)
+        factors_tk = some_tk.sign() if mixture.rule.weighs_inputs else some_tk
+        add_change_(some_tkq, factors_tk, mixture.outputs(number, inputs_tD).double() @ felt_DD)
+        self.felt[tokens_t] = some_tkq
 
 
 def weighted_moment(part: Served, tokens: int) -> Tensor:
@@ -177,10 +227,9 @@ def weighted_moment(part: Served, tokens: int) -> Tensor:
 
 def width_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored, widths: Sequence[int]) -> Tensor:
     """Return the predicted loss of each expert at each width (E, n), nats per token, its writer refitted alone."""
-    weights_TE = mixture.route(inputs_TD).dense(len(mixture.experts))
-    rows = []
+    routing, rows = mixture.route(inputs_TD), []
     for number, expert in enumerate(mixture.experts):
-        part, felt_DN = mixture.served(number, inputs_TD, weights_TE), metric.factor.T @ expert.down.double()
+        part, felt_DN = mixture.served(number, inputs_TD, routing), metric.factor.T @ expert.down.double()
         moment_NN = weighted_moment(part, len(inputs_TD))
         order = eliminate(moment_NN, felt_DN, min(widths)).order
         losses = metric.scale * nested_losses(
@@ -191,57 +240,68 @@ def width_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored, widths: 
 
 
 def solve_shape(
-    mixture: Mixture, inputs_TD: Tensor, metric: Factored | None, kept: Sequence[int], width: int, refit: bool = True
+    mixture: Mixture,
+    inputs_TD: Tensor,
+    metric: Factored | None,
+    kept: Sequence[int],
+    width: int,
+    refit: bool = True,
+    aside: Aside = in_memory,
 ) -> list[SolvedExpert]:
     """Keep some experts at one width, the router's other rows gone, and let them take over the work of all.
 
     Channels are eliminated by each expert's moment under the routing that is left, weighted by `metric` if given. With
-    `refit`, writers are fitted to the dense mixture's output, otherwise each to its own expert's. Raises ValueError as
-    `elimination.prune`.
+    `refit`, writers are fitted to the dense mixture's output, otherwise each to its own expert's. New writers lie where
+    `aside` puts them. Raises ValueError as `elimination.prune`.
     """
     stays = mixture.subset(kept)
-    weights_TE = stays.route(inputs_TD).dense(len(kept))
-    solved = [
-        _narrowed(stays.experts[number], stays.served(number, inputs_TD, weights_TE), len(inputs_TD), metric, width)
-        for number in range(len(kept))
-    ]
+    routing = stays.route(inputs_TD)
+    solved = [_narrowed(stays, number, inputs_TD, routing, metric, width, aside) for number in range(len(kept))]
     if not refit:
         return solved
-    narrow = replace(stays, experts=tuple(each.weights for each in solved))
+    narrow = _narrow(stays, solved)
     fitted = refit_mixture(
-        mixture.output(inputs_TD) - stays.written_biases(weights_TE),
-        lambda number: narrow.served(number, inputs_TD, weights_TE),
-        [each.weights.down for each in solved],
+        mixture.output(inputs_TD) - stays.written_biases(routing),
+        lambda number: narrow.served(number, inputs_TD, routing),
+        Deferred([each.down for each in solved]),
+        aside=aside,
     )
-    return [
-        each._replace(weights=each.weights._replace(down=down_Dk)) for each, down_Dk in zip(solved, fitted, strict=True)
-    ]
+    return [replace(each, down=partial(fitted.__getitem__, number)) for number, each in enumerate(solved)]
 
 
 def shape_loss(
     mixture: Mixture, inputs_TD: Tensor, metric: Factored, kept: Sequence[int], solved: Sequence[SolvedExpert]
 ) -> float:
     """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, δ the change of the mixture's output."""
-    stays = mixture.subset(kept)
-    narrow = replace(stays, experts=tuple(each.weights for each in solved))
+    narrow = _narrow(mixture.subset(kept), solved)
     felt_TD = (mixture.output(inputs_TD) - narrow.output(inputs_TD)).double() @ metric.factor
     return 0.5 * metric.scale * float(felt_TD.square().sum()) / len(inputs_TD)
 
 
-def _narrowed(expert: ExpertWeights, part: Served, tokens: int, metric: Factored | None, width: int) -> SolvedExpert:
+def _narrow(stays: Mixture, solved: Sequence[SolvedExpert]) -> Mixture:
+    """Return the mixture of solved experts."""
+    return replace(stays, experts=Deferred([partial(_weights_of, each) for each in solved]))
+
+
+def _weights_of(solved: SolvedExpert) -> ExpertWeights:
+    return solved.weights
+
+
+def _narrowed(
+    stays: Mixture,
+    number: int,
+    inputs_TD: Tensor,
+    routing: Routing,
+    metric: Factored | None,
+    width: int,
+    aside: Aside,
+) -> SolvedExpert:
+    dense = partial(stays.experts.__getitem__, number)
+    part, down_DN = stays.served(number, inputs_TD, routing), dense().down.double()
     whole = part.values.shape[1]
-    down_DN = expert.down.double()
     if width >= whole or not len(part.tokens):
         channels_k = torch.arange(min(width, whole), device=down_DN.device)
-        return SolvedExpert(channels_k, _on(expert, channels_k, down_DN[:, channels_k]), len(part.tokens))
+        return SolvedExpert(channels_k, dense, aside(down_DN[:, channels_k]), len(part.tokens))
     felt_DN = None if metric is None else metric.factor.T @ down_DN
-    pruned = prune(weighted_moment(part, tokens), down_DN, width, felt_DN)
-    return SolvedExpert(pruned.channels, _on(expert, pruned.channels, pruned.weight), len(part.tokens))
-
-
-def _on(expert: ExpertWeights, channels_k: Tensor, down_Dk: Tensor) -> ExpertWeights:
-    biases = None
-    if expert.biases is not None:
-        *inner, down_D = expert.biases
-        biases = (*(bias_N[channels_k] for bias_N in inner), down_D)
-    return ExpertWeights(tuple(reader_ND[channels_k] for reader_ND in expert.readers), down_Dk, biases)
+    pruned = prune(weighted_moment(part, len(inputs_TD)), down_DN, width, felt_DN)
+    return SolvedExpert(pruned.channels, dense, aside(pruned.weight), len(part.tokens))

@@ -8,7 +8,8 @@ Legend: T tokens, D hidden, E experts, k channels kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from manifests.records import FormSpec
 from pipeline.families.blocks import MLPBlock, roles_of
 from pipeline.families.registry import channels_of
+from pipeline.kernels.deferred import Deferred, DeferredTensors, in_memory
 from pipeline.kernels.routing import RoutingRule
 from pipeline.methods.experts.mixture import (
     ExpertWeights,
@@ -47,9 +49,12 @@ def rule_of(routing: Mapping[str, Any]) -> RoutingRule:
 
 
 def mixture_from(experts: Sequence[MLPBlock], weights: Mapping[str, Tensor], rule: RoutingRule) -> Mixture:
-    """Return the mixture of a layer. `weights`: of the routed experts, `router.weight` and perhaps `router_bias.*`."""
+    """Return the mixture of a layer, whose experts are looked up when they are asked for.
+
+    `weights`: of the routed experts, `router.weight` and perhaps `router_bias.*`.
+    """
     bias = next((tensor for key, tensor in weights.items() if key.startswith(f"{ROUTER_BIAS}.")), None)
-    parts, channels = tuple(_expert(block, weights) for block in experts), channels_of(experts[0])
+    parts, channels = Deferred([partial(_expert, block, weights) for block in experts]), channels_of(experts[0])
     return Mixture(parts, weights[ROUTER], bias, rule, channels, weights.get(LOGIT_BIAS))
 
 
@@ -94,25 +99,20 @@ def solve(
     """
     inputs_TD = statistics.moments[sample_of(experts, tokens)][0]
     metric = factored_mean(statistics, metric_of(experts)) if metric_of(experts) in statistics.moments else None
-    solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit)
-    tensors: dict[str, Tensor] = {}
+    solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit, statistics.aside)
+    tensors: dict[str, Callable[[], Tensor]] = {}
     forms: dict[str, FormSpec] = {}
     for number, each in zip(kept, solved, strict=True):
         block = experts[number]
         matrices = (*block.readers, block.writer)
-        tensors |= {
-            matrix.weight_key: part
-            for matrix, part in zip(matrices, (*each.weights.readers, each.weights.down), strict=True)
-        }
-        tensors |= {matrix.bias_key: part for matrix, part in zip(matrices, each.weights.biases or (), strict=False)}
+        tensors |= {matrix.weight_key: partial(_weight, each, place) for place, matrix in enumerate(matrices)}
+        biased = [(place, matrix) for place, matrix in enumerate(matrices) if matrix.bias]
+        tensors |= {matrix.bias_key: partial(_bias, each, place) for place, matrix in biased}
         if width < block.width:
             forms |= dict.fromkeys(roles_of(matrices), FormSpec(form="pruned", rank=width))
     router = mixture.subset(kept)
-    tensors[ROUTER] = router.router
-    if router.bias is not None:
-        tensors[ROUTER_BIAS] = router.bias
-    if router.logit_bias is not None:
-        tensors[LOGIT_BIAS] = router.logit_bias
+    rows = {ROUTER: router.router, ROUTER_BIAS: router.bias, LOGIT_BIAS: router.logit_bias}
+    tensors |= {key: in_memory(tensor) for key, tensor in rows.items() if tensor is not None}
     report: dict[str, Any] = {"experts": list(kept), "width": width, **_thin(experts, kept, solved)}
     if metric is not None:
         report["loss"] = shape_loss(mixture, inputs_TD, metric, kept, solved)
@@ -121,7 +121,18 @@ def solve(
         for number, each in zip(kept, solved, strict=True)
         for reader in experts[number].readers
     }
-    return Solution(tensors, forms, report, outputs=outputs)
+    return Solution(DeferredTensors(tensors), forms, report, outputs=outputs)
+
+
+def _weight(solved: SolvedExpert, place: int) -> Tensor:
+    weights = solved.weights
+    return (*weights.readers, weights.down)[place]
+
+
+def _bias(solved: SolvedExpert, place: int) -> Tensor:
+    biases = solved.weights.biases
+    assert biases is not None
+    return biases[place]
 
 
 def _thin(experts: Sequence[MLPBlock], kept: Sequence[int], solved: Sequence[SolvedExpert]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def solve(
     reduced, based = _based(entry, block, weights, statistics, rank)
     cut = _cut(entry, geometry, reduced.output, reduced.moment, statistics, ranks)
     others = {key: tensor for key, tensor in based.tensors.items() if key != block.writer.weight_key}
-    tensors = others | cut.tensors | biases_of(weights, (block.writer,))
+    tensors = {**others, **cut.tensors, **biases_of(weights, (block.writer,))}
     return Solution(tensors, based.forms | cut.forms, inputs={block.writer.role: lambda: reduced.moment})
 
 
@@ -116,7 +116,7 @@ def correct(
         return _based(entry, block, moved.weights, statistics, ranks[VALUE])[1]
     now = complete(statistics, written, before[block.writer.weight_key])
     cut = _cut(entry, geometry, now.weight, now.moment, statistics, ranks)
-    return Solution(cut.tensors | biases_of(weights, (block.writer,)), cut.forms)
+    return Solution({**cut.tensors, **biases_of(weights, (block.writer,))}, cut.forms)
 
 
 def _based(

@@ -184,7 +184,7 @@ def _solution(solver: Solver, ranks: Ranks) -> Solution:
         report = {**report, "refit_tokens": solver.fitted_tokens(width)}
     written = solver.written(refit_Dk, moment_kk, ranks)
     inputs, outputs = {block.writer.role: lambda: moment_kk}, dict.fromkeys(roles_of(block.readers), kept)
-    return Solution(read.tensors | written.tensors, read.forms | written.forms, report, inputs, outputs)
+    return Solution({**read.tensors, **written.tensors}, read.forms | written.forms, report, inputs, outputs)
 
 
 def correct(
@@ -205,4 +205,4 @@ def correct(
     refit_Dk, report = solver.refit(kept)
     full = {**ranks, block.writer_group: sizes.writer_stack(ranks[WIDTH]).full}
     written = solver.written(refit_Dk, solver.moment(kept), full)
-    return Solution(read.tensors | written.tensors, read.forms | written.forms, report)
+    return Solution({**read.tensors, **written.tensors}, read.forms | written.forms, report)

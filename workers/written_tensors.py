@@ -1,0 +1,71 @@
+"""The tensors of a compressed layer: the factors of its groups, and copies from the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from pipeline.units.units import Write
+from stores.formats import keeps
+from stores.source import SourceCheckpoint
+from workers.config import WorkerConfig
+from workers.tensor_transfer import TensorTransfer, get_all
+
+
+class WrittenTensors(Mapping[str, Tensor]):
+    """Maps the names of a compressed layer's tensors to these, each fetched or read when it is asked for.
+
+    A weight that the source stores in a format, and that no method has changed, stays as it is stored.
+    """
+
+    def __init__(
+        self,
+        write: Write,
+        setup: WorkerConfig,
+        transfer: TensorTransfer,
+        wanted: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """Look up which tensors there are. `wanted`: tells whether the tensor of a name is among them.
+
+        Raises LostInputError if factors were lost with their node.
+        """
+        geometry, self._source, self._transfer = setup.geometry.layers[write.layer], setup.source, transfer
+        self._factors: dict[str, int] = {}  # name -> place of its handle
+        self._handles = write.factors
+        kept: list[str] = []
+        for place, factors in enumerate(get_all(transfer, write.factors)):
+            for name in filter(wanted, factors):
+                if name in self._source.tensors and _unchanged(self._source, name, factors[name]):
+                    kept.append(name)
+                else:
+                    self._factors[name] = place
+        claimed = tuple(f"{geometry.path(role)}." for role in write.roles)
+        names = [name for name in self._source.tensors if name.startswith(geometry.prefix)]
+        copied = [name for name in names if not name.startswith(claimed) and wanted(name)]
+        self._weight_of = {part: name for name in (*kept, *copied) for part in self._parts(name)}
+
+    def _parts(self, name: str) -> list[str]:
+        record = self._source.tensors[name]
+        return [part.name for part in record.stored] if keeps(record) else [name]
+
+    def __len__(self) -> int:
+        return len(self._factors.keys() | self._weight_of.keys())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._factors, **self._weight_of})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._factors or name in self._weight_of
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._weight_of:
+            return self._source.read_kept([self._weight_of[name]])[name]
+        tensor: Tensor = self._transfer.get(self._handles[self._factors[name]])[name]
+        return tensor
+
+
+def _unchanged(source: SourceCheckpoint, name: str, tensor: Tensor) -> bool:
+    """Return True for a weight that the source stores in a format, with the numbers that are decoded from it."""
+    return keeps(source.tensors[name]) and torch.equal(tensor.cpu(), source.read([name])[name])
