@@ -37,15 +37,16 @@ def write_shard(
 ) -> ShardRecord:
     """Writes a safetensors file durably; equal tensors and metadata give equal bytes in any order.
 
-    Returns the record for a ledger entry. `threads`: the number of tensors checked at a time.
+    Returns the record for a ledger entry. `tensors` may be read when they are asked for, which happens twice: few are
+    then in memory at a time. `threads`: the number of tensors checked at a time.
 
     Raises:
         NumericsError: a tensor holds NaN or infinity; nothing is written.
         StorageError: no room, or a failing device; nothing is published.
     """
-    digests = parallel_map(lambda item: _checked_digest(*item, threads > 1), tensors.items(), threads)
-    specs = [(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()]
-    digest_of = {key: digest for key, digest in zip(tensors, digests, strict=True) if digest}
+    checked = parallel_map(lambda key: _checked(key, tensors[key], threads > 1), tensors, threads)
+    digest_of = {spec[0]: digest for spec, digest in checked if digest}
+    specs = [spec for spec, _ in checked]
     return _write(open_storage(place), name, specs, metadata, lambda key: _tensor_bytes(tensors[key]), digest_of)
 
 
@@ -192,10 +193,11 @@ def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield view[start : start + PIECE_BYTES]
 
 
-def _checked_digest(name: str, tensor: torch.Tensor, with_digest: bool) -> str:
-    """Return the digest, or "" without `with_digest`. Raises NumericsError if the tensor is not finite."""
+def _checked(name: str, tensor: torch.Tensor, with_digest: bool) -> tuple[Spec, str]:
+    """Return a tensor's description, and its digest or "". Raises NumericsError if the tensor is not finite."""
     _check_finite(name, tensor)
-    return tensor_digest(tensor) if with_digest else ""
+    spec = (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+    return spec, tensor_digest(tensor) if with_digest else ""
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:

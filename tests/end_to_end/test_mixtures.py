@@ -131,6 +131,29 @@ def test_slices_of_experts_change_no_byte(
     assert file_digests(whole.output) == file_digests(sliced.output)
 
 
+@inline
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("entry", "family"),
+    [
+        ({"method": "loss_aware", "shapes": "stock"}, "qwen3_moe"),
+        ({"method": "merge_experts", "refit": True}, "gpt_oss"),  # with biases
+        ({"method": "loss_aware", "shapes": "layer"}, "deepseek_v3"),
+        ({"method": "reap", "refit": True}, "mixtral"),
+        ({"method": "frequency"}, "qwen3_moe"),
+    ],
+)
+def test_experts_that_are_chosen_together_are_read_one_at_a_time(
+    entry: dict[str, Any], family: str, tmp_path: Path, job: MakeJob
+) -> None:
+    source = make_source(tmp_path / "source", family, layers=2)
+    whole, sliced = (
+        job(source, methods=[entry], **DENSE, **{"budget.scope": "experts", "workers.experts": n}) for n in (100, 1)
+    )
+    assert whole.run().code == sliced.run().code == 0
+    assert file_digests(whole.output) == file_digests(sliced.output)
+
+
 def one_sided(directory: Path, family: str = "qwen3_moe", **sizes: Any) -> Path:
     """A mixture whose router gives all experts one score, so that every token passes the same two."""
     source = make_source(directory, family, layers=2, **sizes)

@@ -43,6 +43,10 @@ CONFIG: dict[str, Any] = {
 }
 METHODS: Mapping[str, dict[str, Any]] = {
     "loss_aware": {"method": "loss_aware", "query_key": False, "attention": False},
+    "stock": {"method": "loss_aware", "shapes": "stock"},
+    "layer": {"method": "loss_aware", "shapes": "layer", "attention": False},
+    "reap": {"method": "reap", "refit": True},
+    "merge_experts": {"method": "merge_experts"},
     "flat_llm": {"method": "flat_llm", "attention": False, "allocation": "uniform"},
 }
 
