@@ -30,6 +30,7 @@ PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
 MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
+SAMPLE_BYTES = 8  # for each number of a sample, beside the sample, where experts are solved together
 TOKEN_BYTES = 4
 ONE_TEXT_KEEP = 0.7  # of the experts' numbers: below it, one calibration text is too little
 
@@ -141,7 +142,14 @@ def _statistics_bytes(geometry: Geometry, tasks: Sequence[Task], layer: int) -> 
 
 def _solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
     """Return the memory of the largest solve or training of a layer."""
-    solves = (_solve_bytes(task, geometry.layers[task.layer]) for task in tasks)
+    calibration, held = manifest.calibration, manifest.workers.experts
+    tokens = calibration.samples * calibration.sequence_length if calibration else 0
+    solves = (
+        _streamed_bytes(task, geometry.layers[task.layer], tokens)
+        if geometry.layers[task.layer].num_experts > held and _experts_of(task, geometry.layers[task.layer]) > held
+        else _solve_bytes(task, geometry.layers[task.layer])
+        for task in tasks
+    )
     trainings = (refine_bytes(manifest, geometry.layers[layer]) for layer in layers_of(tasks))
     return max((*solves, *trainings), default=0)
 
@@ -221,6 +229,32 @@ def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
     return copies * moments + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
+
+
+def _experts_of(task: Task, layer: LayerGeometry) -> int:
+    """Count the experts that a task compresses together."""
+    return len({block.name for block in layer.mlps if block.routing and block.roles[0] in task.roles})
+
+
+def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
+    """Return the memory of a task whose experts are read one at a time.
+
+    Two experts are held and the next is read; one is in float64, with its moment. Of the sampled tokens there are the
+    inputs and two more vectors in float32, the output to fit and its residual, or as many bytes of changes.
+    """
+    expert = next(block for block in geometry.mlps if block.routing and block.roles[0] in task.roles)
+    routed = {role for block in geometry.mlps if block.routing for role in block.roles}
+    outside = [role for role in task.roles if role not in routed]
+    samples = sum(
+        min(1.0, tokens / moment.tokens) * moment_bytes(moment, geometry)
+        + min(moment.tokens, tokens) * SAMPLE_BYTES * moment_width(moment, geometry)
+        for moment in task.moments
+        if moment.kind == "sample"
+    )
+    moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
+    moments += MOMENT_BYTES * expert.width**2
+    weights = 3 * geometry.num_bytes(expert.roles) + 8 * geometry.numbers(expert.roles) + geometry.num_bytes(outside)
+    return round(SOLVE_COPIES * moments + samples + weights)
 
 
 def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:

@@ -18,6 +18,7 @@ from pipeline.cost_model.rounding_work import round_seconds
 from pipeline.cost_model.solve_work import solve_work
 from pipeline.cost_model.work import layer_work
 from pipeline.families.geometry import Geometry
+from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job import plan_report as planning
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
@@ -25,6 +26,7 @@ from pipeline.plan import main
 from pipeline.rounding.tasks import with_moments
 from pipeline.units.sharding import held_out_windows
 from tests.families.geometries import llama, manifest, other
+from tests.published import CONFIGS
 from workers import cluster
 
 TEXT = {"files": ["text.txt"]}
@@ -499,3 +501,15 @@ def test_times_are_said_in_a_unit_in_which_they_are_small() -> None:
     seconds = (0.0, 0.034, 9.96, 99.0, 100.0, 5999.0, 6000.0, 72 * 3600.0, 2_342_858.903)
     shown = ["0 s", "0.034 s", "10 s", "99 s", "2 min", "100 min", "1.7 hours", "3.0 days", "27.1 days"]
     assert [duration(each) for each in seconds] == shown
+
+
+@pytest.mark.parametrize("entry", [{"method": "loss_aware", "shapes": "stock"}, {"method": "merge_experts"}])
+def test_a_worker_needs_no_more_memory_for_more_experts(entry: dict[str, Any]) -> None:
+    config = {**CONFIGS["Qwen/Qwen3-235B-A22B"], "num_hidden_layers": 2}
+    peaks = []
+    for experts in (16, 64):  # for both, 65,536 sampled tokens are enough
+        geometry = geometry_of(standard_config({**config, "num_experts": experts}))
+        cut = calibration(samples=32, sequence_length=1024, propagate="dense")
+        job = manifest(entry, keep=0.8, calibration=cut)
+        peaks.append(plan_of(job, geometry).worker_host_bytes)
+    assert peaks[0] < peaks[1] < 1.05 * peaks[0]
