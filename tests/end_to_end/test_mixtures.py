@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import factories
 from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.clusters import head_node
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_methods import decodes_as_it_prefills
@@ -90,6 +91,31 @@ def test_the_numbers_of_workers_and_of_experts_they_hold_change_no_byte(tmp_path
     )
     assert one.run().code == two.run().code == 0
     assert file_digests(one.output) == file_digests(two.output)
+
+
+@pytest.mark.ray
+@pytest.mark.nightly  # half a minute each
+@pytest.mark.parametrize(
+    ("entry", "propagate"),
+    [
+        ({"method": "loss_aware"}, "dense"),
+        ({"method": "loss_aware", "shapes": "stock"}, "dense"),
+        ({"method": "flat_llm"}, "compressed"),
+    ],
+)
+def test_five_workers_change_no_byte(
+    entry: dict[str, Any], propagate: str, tmp_path: Path, job: MakeJob, inline: None
+) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
+    settings = {"calibration.propagate": propagate, "calibration.shards": 6, "workers.experts": 2}
+    one, *others = (job(source, methods=[entry], **settings, **{"workers.max": n, "workers.min": n}) for n in (1, 2, 5))
+    assert one.run().code == 0
+    with head_node(5, "--include-dashboard=false") as address:
+        for made in others:
+            arguments = [str(made.manifest), "--address", address]
+            child = Child("run", arguments, made.root / "log", inline=False)
+            assert child.end(240) == 0, child.said
+            assert file_digests(made.output) == file_digests(one.output)
 
 
 @inline
