@@ -131,13 +131,9 @@ class Job(Passes):
         return parts - 1 if block in ("shared", "head") else 0
 
     def factor_parts(self, task: Task) -> int:
-        """Returns in how many parts the factors of a task are handed over: one for each slice of its experts."""
+        """Returns the number of parts in which the factors of a task are passed on: one for each slice of its experts."""
         experts = {role.split(".")[1] for role in task.roles if role.startswith("experts.")}
         return max(1, len(expert_ranges(len(experts), self.held_experts)))
-
-    def in_parts(self) -> bool:
-        """Returns True if a layer has more experts than a worker holds."""
-        return any(experts > self.held_experts for experts in self.experts)
 
     def is_boundary(self, layer: int) -> bool:
         """Returns True if hidden states (or gradients) at a layer's inputs are committed."""

@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
+from lamina.block_lamina import LINEAR_ROLES, MLP_ROLES, ROWWISE_ROLES
 from lamina.mixture_lamina import ROUTER
 from pipeline.families.family import Family
 from pipeline.families.registry import FAMILIES
@@ -18,7 +19,6 @@ PART = re.compile(r"(\.weight|\.bias|_bias|_weight)$")
 EXPERT = re.compile(r"(?<=experts)\.\d+(?=\.)")
 SHOWN = 8
 HIDDEN = ("hidden_size", "n_embd", "d_model")  # names of the hidden size in configs
-READERS, WRITERS = ("q", "k", "v", "gate", "up"), ("o", "down")
 Shapes = Mapping[str, tuple[int, ...]]  # of a layer's tensors, by their names inside the layer
 
 
@@ -91,9 +91,9 @@ def _blocks(shapes: Shapes, hidden: int | None) -> Iterator[str]:
 
 def _turned(role: str, shape: tuple[int, ...], hidden: int | None) -> str:
     """Return a remark for a matrix (outputs, inputs) whose inputs, or outputs of a writer, are not the hidden size."""
-    if len(shape) != 2 or hidden is None or role.split(" ")[-1] not in (*READERS, *WRITERS):
+    if len(shape) != 2 or hidden is None or role.split(" ")[-1] not in LINEAR_ROLES:
         return ""
-    side = 0 if role.split(" ")[-1] in WRITERS else 1
+    side = 0 if role.split(" ")[-1] in ROWWISE_ROLES else 1
     if shape[side] == hidden:
         return ""
     return " (transposed)" if shape[1 - side] == hidden else f" (not of hidden size {hidden})"
@@ -104,11 +104,11 @@ def _paths(family: Family) -> dict[str, dict[str, str]]:
     paths: dict[str, dict[str, str]] = {"attention": {}, "MLP": {}, "experts": {}, "norms": {}}
     fused = {role for roles in family.fused.values() for role in roles}
     for role, path in family.block["modules"].items():
-        mlp, norm = role in ("gate", "up", "down"), role.endswith(("norm", "layernorm"))
+        mlp, norm = role in MLP_ROLES, role.endswith(("norm", "layernorm"))
         if role not in fused:
             paths["norms" if norm else "MLP" if mlp else "attention"][path] = role
     for path, roles in family.fused.items():
-        paths["MLP" if "up" in roles else "attention"][path] = ", ".join(roles)
+        paths["MLP" if {*roles} & {*MLP_ROLES} else "attention"][path] = ", ".join(roles)
     if family.mixture is not None:
         mixture = family.mixture.paths
         paths["experts"] = {mixture["router"]: ROUTER}

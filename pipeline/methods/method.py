@@ -90,10 +90,6 @@ class Statistics:
     factors: dict[Moment, tuple[Tensor, Factored]] = field(default_factory=dict, compare=False, repr=False)
     aside: Aside = field(default=in_memory, compare=False, repr=False)
 
-    def tokens_at(self, moment: Moment) -> int:
-        """Return the number of tokens that passed the point of a moment of values."""
-        return self.passed.get(moment, self.tokens)
-
     @property
     def unseen(self) -> tuple[str, ...]:
         """Return the points that no token passed."""

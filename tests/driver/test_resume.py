@@ -73,7 +73,7 @@ def test_killed_again_and_again_it_gets_there(job: Job) -> None:
     most = (
         60 if any(task.corrections or task.refine for task in job.tasks) else 25
     )  # a corrected layer is entered when it is finished
-    most = len(expected.events) if job.solves_in_pass() or job.in_parts() else most  # many units are in hand
+    most = len(expected.events) if job.solves_in_pass() or max(job.experts, default=0) > job.held_experts else most
     for _ in range(10_000):
         world.fuel = source.randrange(5, most)
         try:

@@ -310,7 +310,7 @@ def test_a_point_that_no_token_passes_has_a_sum_of_zeros_and_a_count_of_none(set
     assert torch.equal(worker.statistics.read(records[rare]), torch.zeros(1, width, width, dtype=torch.float64))
     for source in (summed, records):
         statistics = worker._statistics(0, source)
-        assert (statistics.tokens_at(seen), statistics.tokens_at(rare)) == (5, 0)
+        assert {moment: statistics.passed[moment] for moment in (seen, rare)} == {seen: 5, rare: 0}
         assert statistics.unseen == ("down.in",)
 
 
