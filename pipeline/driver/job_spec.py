@@ -131,7 +131,7 @@ class Job(Passes):
         return parts - 1 if block in ("shared", "head") else 0
 
     def factor_parts(self, task: Task) -> int:
-        """Returns the number of parts in which the factors of a task are passed on: one for each slice of its experts."""
+        """Returns the number of parts of a task's factors: one for each slice of its experts."""
         experts = {role.split(".")[1] for role in task.roles if role.startswith("experts.")}
         return max(1, len(expert_ranges(len(experts), self.held_experts)))
 
