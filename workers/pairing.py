@@ -240,7 +240,7 @@ def _values(
 ) -> tuple[Tensor, Tensor]:
     """Return x at a point of the compressed layer, and e as defined in `methods.method.Moment`, in float32 or
     better."""
-    writing = {block.writer.reads: block for block in packed.geometry.blocks}
+    writing = {block.writer.reads: block for block in packed.geometry.matrix_blocks}
     if point not in writing:  # the input of a block: the same point of the dense layer says what is missing
         values_BSF = _at(packed, packed_BSD, point)
         return values_BSF, _wide(_at(dense, dense_BSD, point)) - _wide(values_BSF)

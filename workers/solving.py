@@ -81,7 +81,7 @@ def named_solution(
         bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
         moments = statistics.moments
         if (pair := _pair(statistics)) is not None:
-            moments, quantize = at_correction(pair, moments, quantize, geometry.reads)
+            moments, quantize = at_correction(pair, group.corrections, moments, quantize, geometry.reads)
         solution, schemes, _ = round_solution(solution, quantize, bits, moments, weights, geometry.reads)
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme

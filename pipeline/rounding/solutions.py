@@ -78,14 +78,16 @@ def input_moments(roles: Sequence[str], reads: Reads) -> tuple[Moment, ...]:
 
 
 def at_correction(
-    pair: Moment, moments: Mapping[Moment, Tensor], quantize: Quantize, reads: Reads
+    pair: Moment, pairs: Sequence[Moment], moments: Mapping[Moment, Tensor], quantize: Quantize, reads: Reads
 ) -> tuple[dict[Moment, Tensor], Quantize]:
-    """Return what rounds a correction: the moment of the compressed layer's values at the pair's point, and `quantize`
-    without the roles that read elsewhere, which other corrections give."""
+    """Return what rounds a correction: the moments, at the pair's point that of the compressed layer's values, and
+    `quantize` without the roles that read at another of the group's `pairs`, whose correction gives them.
+    """
     whole_1PF, read = moments[pair], Moment(pair.point)
-    elsewhere = tuple(role for role, point in reads.items() if point != pair.point)
-    skip = (*quantize.skip, *elsewhere)
-    return {read: whole_1PF[:, : whole_1PF.shape[2]]}, quantize.model_copy(update={"skip": skip})
+    others = {other.point for other in pairs} - {pair.point}
+    skip = (*quantize.skip, *(role for role, point in reads.items() if point in others))
+    moments = {**moments, read: whole_1PF[:, : whole_1PF.shape[2]]}
+    return moments, quantize.model_copy(update={"skip": skip})
 
 
 def round_solution(

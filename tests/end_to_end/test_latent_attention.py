@@ -178,6 +178,27 @@ def test_queries_without_a_latent_stay_and_the_rest_shrinks(family: str, job: Ma
     assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits) < 1e-4
 
 
+def test_corrections_of_attention_alone_know_mixtures(job: MakeJob, sources: dict[str, Path]) -> None:
+    """Each matrix is rounded with its correction, or with the first where it has none of its own."""
+    run = job(
+        sources["deepseek_v3"],
+        methods=[{**LOSS_AWARE, "mlp": False, "correct": "output"}],
+        quantize={"bits": 8, "group": None},
+        **{"calibration.propagate": "dense", "budget.keep": 0.85},
+    )
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    stored = read_tensors(run.output)
+    assert all(
+        any(name.startswith(f"model.layers.{layer}.self_attn.{role}.") and "_packed" in name for name in stored)
+        for layer in range(3)
+        for role in MATRICES
+    )
+    verified = command("verify", str(run.output), "--source", str(sources["deepseek_v3"]), "--bound", "10")
+    assert verified.code == 0, verified.out + verified.err
+    assert any(each["kv_lora_rank"] < 12 or each["q_lora_rank"] < 20 for each in ranks(run))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("change", [{"correct": "output"}, {"refine": {"steps": 10}}], ids=["corrected", "refined"])
 def test_beside_corrections_and_training(change: dict[str, Any], job: MakeJob, tmp_path: Path) -> None:

@@ -27,9 +27,10 @@ from pipeline.kernels.sensitivity import (
     output_directions,
 )
 from pipeline.methods.loss_aware.attention import BASES, Heads, ValueFits, solving_metric
+from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.loss_aware.stacks import Stack
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
-from pipeline.methods.moments import input_moment, output_gradient, pull
+from pipeline.methods.moments import input_moment, output_gradient, pair, pull
 from pipeline.methods.tensors import biases_of
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
@@ -41,19 +42,21 @@ NORM_EPS = 1e-6  # of the norms of latents, whatever the config's epsilon
 Weights = Mapping[str, Tensor]
 
 
-def groups(layer: LayerGeometry, output: bool) -> tuple[Group, ...]:
+def groups(layer: LayerGeometry, output: bool, corrects: bool = False) -> tuple[Group, ...]:
     """Return the groups of a layer's latent attention; none of another kind.
 
     `output`: the latent of keys and values forms a group with the output projection, whose rank and values can be cut.
+    `corrects`: they are corrected at what the writers of latents read, and at what the output projection reads.
     """
     block = layer.latent_attention
     if block is None:
         return ()
     written = input_moment(block.writer), output_gradient(block.writer)
+    read, mixed = ((pair(block.input),), (pair(block.writer.reads),)) if corrects else ((), ())
     return tuple(
-        Group(layer.index, VALUES, (*latent.roles, block.writer.role), (*_moments(latent), *written))
+        Group(layer.index, VALUES, (*latent.roles, block.writer.role), (*_moments(latent), *written), (*read, *mixed))
         if latent.cached and output
-        else Group(layer.index, latent.name, latent.roles, _moments(latent))
+        else Group(layer.index, latent.name, latent.roles, _moments(latent), read)
         for latent in block.latents
     )
 
@@ -122,21 +125,58 @@ def solve(
         reader = latent.reader.weight_key
         weights = {**weights, reader: _encoded(block, weights[reader].double(), encode_Hrv)}
     solution = _narrowed(entry, latent, weights, statistics, ranks[LATENT], None if encode_Hrv is None else values)
-    writer, forms = block.writer, dict(solution.forms)
-    tensors = {**solution.tensors, writer.weight_key: reduced.output}
-    if ranks[OUTPUT] < stack.full:
-        metric_DD = solving_metric(entry, statistics.mean(output_gradient(writer))[0])
-        directions = output_directions(reduced.output, reduced.moment, metric_DD)
-        first_rF, second_Dr = directions.encode[: ranks[OUTPUT]] @ reduced.output, directions.decode[:, : ranks[OUTPUT]]
-        factors, factored = stack.store({writer.role: tensors.pop(writer.weight_key)}, first_rF, second_Dr)
-        tensors, forms = tensors | factors, forms | factored
-    elif encode_Hrv is not None:
-        forms[writer.role] = FormSpec(form="narrow", value_rank=values)
-    else:
-        tensors[writer.weight_key] = weights[writer.weight_key]
+    writer = block.writer
+    cut = _cut(entry, block, stack, reduced.output, reduced.moment, statistics, ranks)
+    whole = {} if cut.forms else {writer.weight_key: weights[writer.weight_key]}
+    tensors = {**solution.tensors, **cut.tensors, **whole, **biases_of(weights, (writer,))}
+    forms = {**solution.forms, **cut.forms}
     report = {} if forms else {"dense": True}
     inputs = {**solution.inputs, writer.role: lambda: reduced.moment}
-    return Solution(tensors | biases_of(weights, (writer,)), forms, {**solution.report, **report}, inputs=inputs)
+    return Solution(tensors, forms, {**solution.report, **report}, inputs=inputs)
+
+
+def correct(
+    entry: LossAware,
+    group: Group,
+    geometry: LayerGeometry,
+    weights: Weights,
+    statistics: Statistics,
+    ranks: Ranks,
+    before: Weights,
+) -> Solution:
+    """Fit a latent's writer to the input behind compressed layers, and solve with a full-rank output projection; then
+    fit that to the remaining error, and cut it.
+    """
+    block, latent = _block(geometry), _latent(geometry, group)
+    read, mixed = pair(block.input), pair(block.writer.reads)
+    if read in statistics.moments:
+        moved = carry(statistics, read, weights, (latent.writer,)).weights
+        full = {**ranks, OUTPUT: _stack(entry, block, geometry, ranks[VALUE]).full} if group.name == VALUES else ranks
+        return solve(entry, group, geometry, moved, statistics, full)
+    now = complete(statistics, mixed, before[block.writer.weight_key])
+    stack = _stack(entry, block, geometry, ranks[VALUE])
+    cut = _cut(entry, block, stack, now.weight, now.moment, statistics, ranks)
+    return Solution({**cut.tensors, **biases_of(weights, (block.writer,))}, cut.forms)
+
+
+def _cut(
+    entry: LossAware,
+    block: LatentAttentionBlock,
+    stack: Stack,
+    output_DF: Tensor,
+    moment_FF: Tensor,
+    statistics: Statistics,
+    ranks: Ranks,
+) -> Solution:
+    """Cut the output projection, behind values that are reduced, to its rank."""
+    writer, rank = block.writer, ranks[OUTPUT]
+    if rank < stack.full:
+        metric_DD = solving_metric(entry, statistics.mean(output_gradient(writer))[0])
+        directions = output_directions(output_DF, moment_FF, metric_DD)
+        first_rF, second_Dr = directions.encode[:rank] @ output_DF, directions.decode[:, :rank]
+        return Solution(*stack.store({writer.role: output_DF}, first_rF, second_Dr))
+    narrow = FormSpec(form="narrow", value_rank=ranks[VALUE])
+    return Solution({writer.weight_key: output_DF}, {writer.role: narrow} if ranks[VALUE] < block.value_width else {})
 
 
 def _latent_points(

@@ -81,7 +81,7 @@ class LossAwareMethod(MethodBase[LossAware]):
                     "output`; leave out correct"
                 )
             groups += [group for block in layer.attentions for group in self._attention_groups(layer, block)]
-            groups += latents.groups(layer, output=True) if self.entry.attention else ()
+            groups += latents.groups(layer, output=True, corrects=self._corrects) if self.entry.attention else ()
             if self.entry.mlp:
                 groups += [self._mlp_group(layer, block) for block in layer.mlps]
         return tuple(groups)
@@ -177,4 +177,6 @@ class LossAwareMethod(MethodBase[LossAware]):
         """Apply one correction, as `Correcting.correct`."""
         if group.name in PARTS:
             return PARTS[group.name].correct(self.entry, geometry, weights, statistics, ranks, before)
+        if latents.is_latent(group, geometry):
+            return latents.correct(self.entry, group, geometry, weights, statistics, ranks, before)
         return mlp.correct(self._sizes(group, geometry), weights, statistics, ranks, before)
