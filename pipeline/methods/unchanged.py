@@ -79,7 +79,8 @@ class Unchanged(MethodDefaults):
         groups = []
         for layer in geometry.layers:
             for name, matrices in (group for block in layer.matrix_blocks for group in block.by_input.items()):
-                free = (role for role in roles_of(matrices) if role not in self.skip)
+                inside = (role for role in roles_of(matrices) if not self.routed_only or role in layer.routed_roles)
+                free = (role for role in inside if role not in self.skip)
                 if unclaimed := tuple(role for role in free if (layer.index, role) not in claimed):
                     groups.append(Group(layer.index, name, unclaimed))
         return tuple(groups)

@@ -255,6 +255,17 @@ def test_a_budget_of_experts_touches_nothing_else(tmp_path: Path, job: MakeJob) 
 
 
 @inline
+def test_bits_are_chosen_for_experts_alone(tmp_path: Path, job: MakeJob) -> None:
+    """Of attention, whose moments nobody needs, no curve is computed."""
+    source = factories.make_model(tmp_path / "source", "mixtral", intermediate_size=32)
+    budget = {"bytes": 0.5, "scope": "experts"}
+    made = job(source, methods=[{"method": "loss_aware"}], budget=budget, quantize={"bits": "auto"}, **DENSE)
+    made.run().json  # noqa: B018 - asserts the exit code
+    before, after = read_tensors(source), read_tensors(made.output)
+    assert all(torch.equal(before[name], after[name]) for name in before if "self_attn" in name)
+
+
+@inline
 def test_a_budget_of_experts_needs_experts(job: MakeJob) -> None:
     ended = job(budget={"keep": 0.5, "scope": "experts"}).run()
     assert ended.code == 2

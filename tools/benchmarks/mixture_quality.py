@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from tools.benchmarks.jobs import ROOT, JobFailed, end_on_sigterm, environment, print_table
@@ -38,11 +40,10 @@ ROWS: Mapping[str, dict[str, Any]] = {
     "reap-refit": {"methods": [{"method": "reap", "refit": True}], "keep": REMOVED},
     "heapr": {"methods": [{"method": "heapr"}], "keep": KEEP},
     "stock": {"methods": _loss_aware(shapes="stock"), "keep": STOCK},
-    "stock-fine": {"methods": _loss_aware(shapes="stock", rank_multiple=1), "keep": STOCK},
+    "stock-2": {"methods": _loss_aware(shapes="stock", rank_multiple=2), "keep": STOCK},
     "layer": {"methods": _loss_aware(shapes="layer"), "keep": KEEP},
     "free": {"methods": _loss_aware(), "keep": KEEP},
     "free-corrected": {"methods": _loss_aware(correct="output"), "keep": KEEP},
-    "stock-bits": {"methods": _loss_aware(shapes="stock"), **BITS},
     "free-bits": {"methods": _loss_aware(), **BITS},
 }
 
@@ -62,6 +63,19 @@ def write_texts(stories: Path, model: Path, drawn: bool, directory: Path) -> tup
     calibration.write_text(seen if drawn else first_windows(seen, SAMPLES))
     evaluation.write_text(first_windows(scored, WINDOWS))
     return calibration, evaluation
+
+
+def write_bfloat16(model: Path, directory: Path) -> Path:
+    """Write a copy of a model in bfloat16, of which shares of bytes are usually quoted. Return its directory."""
+    copy = directory / "bfloat16"
+    shutil.copytree(model, copy, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    copy.chmod(0o755)
+    for path in copy.glob("*.safetensors"):
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    config = copy / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
+    return copy
 
 
 def run_sweep(model: Path, texts: tuple[Path, Path], rows: Sequence[str], directory: Path) -> dict[str, Any]:
@@ -106,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="draw the samples from the 400 texts, which leaves others to measure divergence on; default: the first",
     )
+    options.add_argument("--bfloat16", action="store_true", help="compress copies of the models in bfloat16")
     options.add_argument("--directory", type=Path, help="where the sweeps are kept; default: a temporary directory")
     options.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments = options.parse_args(argv)
@@ -117,7 +132,8 @@ def main(argv: list[str] | None = None) -> int:
             folder = (directory / model.name).resolve()
             folder.mkdir(parents=True, exist_ok=True)
             texts = write_texts(arguments.stories, model, arguments.drawn, folder)
-            results.append(run_sweep(model, texts, arguments.rows, folder))
+            source = write_bfloat16(model, folder) if arguments.bfloat16 else model
+            results.append(run_sweep(source, texts, arguments.rows, folder))
     if arguments.json:
         print(json.dumps(results))
         return 0
