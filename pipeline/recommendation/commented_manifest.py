@@ -74,7 +74,9 @@ def _method(goal: Goal) -> Iterator[str]:
         yield "methods:"
         yield "  # Each layer makes up for the error of the layers before it: slower, and better at this size."
         yield "  - {method: loss_aware, correct: output}"
-    elif goal.field == "keep":
+    elif goal.small:
+        yield f"methods: [{{method: loss_aware}}]  # without `correct: output`: {goal.uncorrected}"
+    elif goal.field == "keep" and not goal.uncorrected:
         yield f"methods: [{{method: loss_aware}}]  # below keep {CORRECTED_BELOW}, add `correct: output`"
     else:
         yield "methods: [{method: loss_aware}]"

@@ -11,7 +11,7 @@ from manifests.calibration import Text
 from manifests.errors import InputError
 from manifests.loading import decode_document, parse_block, parse_manifest
 from manifests.quantize import Quantize
-from manifests.schema import Manifest
+from manifests.schema import Manifest, Workers
 from pipeline.checkpoint.engines import planned_engines
 from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.cost_model.estimate import Plan
@@ -61,7 +61,7 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     text = parse_block(Text, {"files": tuple(request.texts)}, "--text")
     use = choose_text_use(text, tokenizer, sequence_limit(config)[1], _channels(geometry))
     asked = request.goal or usual_goal(bool(source.stored_bytes()))
-    places, goal = _places(request, asked), _with_unrounded(asked, geometry)
+    places, goal = _places(request, asked), _fitted(asked, geometry)
 
     def manifest_of(settings: Settings) -> Manifest:
         """Return the manifest with these settings."""
@@ -87,11 +87,26 @@ def _nodes(request: Request) -> list[Node]:
     return cluster_nodes(request.address, request.connect_timeout_s)
 
 
-def _with_unrounded(goal: Goal, geometry: Geometry) -> Goal:
-    """Return the goal with the roles that cannot be rounded, if it is one of bytes."""
+def _fitted(goal: Goal, geometry: Geometry) -> Goal:
+    """Return the goal with what this model cannot have: corrections, or the rounding of some roles for one of bytes.
+
+    Raises InputError for a goal of bytes if experts have widths that no group of scales fits.
+    """
+    goal = replace(goal, uncorrected=_uncorrected(geometry))
     if goal.field != "bytes":
         return goal
-    return replace(goal, unrounded=tuple({role: None for role, _ in unfit_inputs(Quantize(bits="auto"), geometry)}))
+    unfit = dict(unfit_inputs(Quantize(bits="auto"), geometry))
+    if experts := [f"{role} reads {width} numbers" for role, width in unfit.items() if "." in role]:
+        raise InputError(f"--bytes: no group of scales fits the experts ({experts[0]}); give --keep")
+    return replace(goal, unrounded=tuple(unfit))
+
+
+def _uncorrected(geometry: Geometry) -> str:
+    """Return why the layers of a model have no corrections; an empty text if they have."""
+    if any(block.weighed for layer in geometry.layers for block in layer.mlps):
+        return "the router weighs the inputs of experts"
+    most, held = max(layer.num_experts for layer in geometry.layers), Workers.model_fields["experts"].default
+    return f"a worker would hold all {most} experts of a layer for it" if most > held else ""
 
 
 def _channels(geometry: Geometry) -> int:

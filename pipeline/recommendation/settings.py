@@ -22,12 +22,15 @@ SHORT = 512  # samples are not made shorter than this to save memory
 class Goal:
     """The size or the loss that a user requests.
 
-    `unrounded`: roles that stay as they are where bits are chosen, because no group of scales fits their inputs.
+    Attributes:
+        unrounded: roles that stay as they are where bits are chosen, because no group of scales fits their inputs.
+        uncorrected: why the model's layers cannot be solved behind compressed ones; empty if they can.
     """
 
     field: Literal["keep", "bytes", "max_loss"]
     value: float
     unrounded: tuple[str, ...] = ()
+    uncorrected: str = ""
 
     @property
     def label(self) -> str:
@@ -35,9 +38,14 @@ class Goal:
         return f"{self.field.replace('_', '-')}-{self.value:g}"
 
     @property
+    def small(self) -> bool:
+        """True if the loss at this size is large enough for corrections to pay."""
+        return self.field == "bytes" or (self.field == "keep" and self.value < CORRECTED_BELOW)
+
+    @property
     def corrected(self) -> bool:
         """True if each layer should make up for the error of the layers before it."""
-        return self.field == "bytes" or (self.field == "keep" and self.value < CORRECTED_BELOW)
+        return self.small and not self.uncorrected
 
 
 @dataclass(frozen=True)
