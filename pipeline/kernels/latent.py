@@ -142,8 +142,9 @@ def fit_latents(
     """Fit r latents and their decoder after an RMS norm on a sample, starting from a first choice of latents.
 
     Minimises ½ E[eᵀ G e], e = Y x − B N(A x), N(z) = z / rms(z), over A by L-BFGS; B is the least squares fit, whatever
-    G. A begins as latents of mean square 1 and no correlation, scaled one by one so that their norm varies least.
-    float64. Raises ValueError on NaN or infinity.
+    G. A begins as latents of mean square 1 and no correlation, scaled one by one so that their norm varies least;
+    of D latents, as the input scaled so, if that loses less: an RMS norm's output, whose gains that undoes, loses
+    nothing. float64. Raises ValueError on NaN or infinity.
     """
     require_finite("sample", sample_TD)
     moment, metric = factored(moment_DD), factored(metric_mm)
@@ -153,6 +154,9 @@ def fit_latents(
     start_rD = encode_rD.double() @ moment.factor * moment.scale**0.5
     start_rD = _uncorrelated(start_rD)
     start_rD = start_rD * _balance((white_TD @ start_rD.T).square())[:, None].sqrt()
+    if len(start_rD) == len(moment_DD) and (scales_D := _level(sample_TD.double())) is not None:
+        whole_DD = scales_D[:, None] * moment.factor * moment.scale**0.5
+        start_rD = min(start_rD, whole_DD, key=lambda rows: _loss_and_slope(rows, white_TD, weighted_Tm)[0])
     parameter = start_rD.clone()
     optimizer = torch.optim.LBFGS(
         [parameter], max_iter=FIT_STEPS, history_size=HISTORY, line_search_fn="strong_wolfe", tolerance_grad=1e-12,
@@ -263,6 +267,14 @@ def _balance(squares_Tr: Tensor) -> Tensor:
     for _ in range(BALANCE_STEPS):
         weights_r = (weights_r * mean_r / (gram_rr @ weights_r)).clamp_min(1e-6)
     return weights_r
+
+
+def _level(sample_TD: Tensor) -> Tensor | None:
+    """Return scales (D) of the inputs of least E[(Σ s² x² − 1)²], or None if a square would be negative."""
+    squares_TD = sample_TD.square()
+    squares_TD = squares_TD / squares_TD.mean()
+    weights_D = torch.linalg.lstsq(squares_TD, squares_TD.new_ones(len(squares_TD), 1)).solution[:, 0]
+    return weights_D.sqrt() if bool((weights_D > 0.0).all()) else None
 
 
 def _normed(latent_Tr: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from lamina import MODELLING_FILES
 from tests import factories
-from tests.end_to_end.jobs import Job, command, file_digests, some_tokens
+from tests.end_to_end.jobs import Job, command, file_digests, logits_of, relative_error, some_tokens
 
 MakeJob = Callable[..., Job]
 METHODS = [{"method": "mla", "cache_keep": 0.5}]
@@ -64,6 +64,19 @@ def test_a_tied_output_embedding_becomes_one_of_its_own(tmp_path: Path, job: Mak
     model, loaded = AutoModelForCausalLM.from_pretrained(made.output, output_loading_info=True)
     assert not any(loaded.values())
     assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+def test_full_rank_gives_the_source_s_logits(tmp_path: Path, job: MakeJob) -> None:
+    """One key head keeps its rotations; latents of the whole hidden state undo the norm before, and lose nothing."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2, **sizes)
+    methods = [{"method": "mla", "cache_keep": 1.0}]
+    made = job(source, methods=methods, budget=None, **{"calibration.propagate": "dense"})
+    made.run().json  # noqa: B018 - asserts the exit code
+    after, before = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (made.output, source))
+    assert (after.config.kv_lora_rank, after.config.qk_rope_head_dim) == (32, 64)
+    ids_BT = some_tokens(320)
+    assert relative_error(logits_of(after, ids_BT), logits_of(before, ids_BT)) < 1e-3
 
 
 def test_narrow_mlps_of_one_width_stay(tmp_path: Path, job: MakeJob) -> None:

@@ -130,6 +130,16 @@ def test_inputs_of_constant_norm_lose_nothing_at_full_rank() -> None:
     assert latents.loss < 1e-5 * whole
 
 
+def test_the_output_of_a_norm_with_gains_loses_nothing_at_full_rank() -> None:
+    x_TD = draw(2000, D, seed=1) * draw(D, seed=4).exp()  # tokens of correlated numbers
+    x_TD = x_TD @ draw(D, D, seed=5)
+    x_TD = x_TD / x_TD.square().mean(dim=1, keepdim=True).sqrt() * draw(D, seed=3).exp()
+    outputs, metric = draw(12, D, seed=2), torch.eye(12, dtype=torch.float64)
+    latents = fit_latents(x_TD, x_TD.T @ x_TD / 2000, outputs, metric, outputs.T @ outputs)
+    whole = 0.5 * float((x_TD @ outputs.T).square().sum(dim=1).mean())
+    assert latents.loss < 1e-10 * whole
+
+
 def test_rows_of_heads() -> None:
     decode = draw(2 * 2 * WIDTH, 3)
     rows = head_rows(decode, HEADS, 2).view(HEADS, 2, WIDTH, 3)
