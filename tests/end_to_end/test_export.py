@@ -135,7 +135,7 @@ def test_what_cannot_be_is_refused_with_what_would_change_it(job: MakeJob, llama
         assert (ended.code, "uniform: true" in ended.err) == (2, True), ended.err
         assert not destination.exists()
     ended = command("export", str(llama), "--to", "dense", str(tmp_path / "nothing"))
-    assert (ended.code, "not compressed by Lamina" in ended.err) == (2, True), ended.err
+    assert (ended.code, "an ordinary checkpoint (llama)" in ended.err) == (2, True), ended.err
     assert "give the `output` of a job's manifest" in ended.err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")

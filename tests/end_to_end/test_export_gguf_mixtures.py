@@ -164,3 +164,18 @@ def check_llama_cpp(made: Job, vocabulary: int) -> None:
     expected = logits_of(load(made.output), ids_BT)[0]
     assert relative_error(got, expected) < 0.005
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.slow
+def test_rounded_experts_are_written_as_their_values(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "mixtral", layers=2, **FAMILIES["mixtral"][1])
+    made = job(source, methods=[], budget=None, quantize={"bits": 8, "group": None})
+    assert made.run().code == 0
+    assert any(name.endswith("weight_packed") for name in read_tensors(made.output) if ".experts." in name)
+    ended, destination = export(made, "gguf", "model.gguf")
+    assert ended.code == 0, ended.err
+    assert command("export", "--to", "dense", str(made.output), str(tmp_path / "dense")).code == 0
+    dense, tensors = read_tensors(tmp_path / "dense"), read_gguf(destination)[1]
+    assert {name for name in tensors if "_exps" in name}
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, own_tensor(name, dense, "mixtral", {"attn_q": 4, "attn_k": 2})), name
