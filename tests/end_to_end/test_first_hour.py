@@ -17,11 +17,10 @@ import pytest
 from deploy.quickstart.__main__ import main as quickstart
 from tests.docs.walkthrough import ROOT, blocks
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Ended, command
+from tests.end_to_end.jobs import command
 
 PAGE = ROOT / "docs" / "first_hour.md"
 MODEL = Path("lamina/runs/quickstart")
-KILLED = "kill -9 %1"
 
 
 class Shown(NamedTuple):
@@ -47,19 +46,16 @@ def test_what_is_installed_is_there() -> None:
     ((*_, constraints, project),) = [each.words for each in shown() if each.words[:2] == ("pip", "install")]
     assert (ROOT / Path(constraints).relative_to("lamina")).is_file()
     assert set(re.findall(r"\[(.*)\]", project)[0].split(",")) <= {*extras}
-    (serving,) = [each.words for each in shown() if each.words[0].endswith("bin/pip")]
-    assert (ROOT / Path(serving[-1]).relative_to("lamina") / "pyproject.toml").is_file()
 
 
 def test_the_model_is_made_by_the_command_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ((*_, module, option),) = [each.words for each in shown() if each.words[:2] == ("python", "-m")]
-    assert module == "deploy.quickstart"
+    ((*_, module, option),) = [each.words for each in shown() if "deploy.quickstart" in each.words]
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit):
         quickstart()
-    assert option in capsys.readouterr().out
+    assert option.removesuffix(")") in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -73,13 +69,18 @@ def test_the_job_and_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert following == ["init", "run", "status", "run", "verify", "report", "export"]
     for one in commands_of("lamina"):
         _, name, *options = one.words
-        if options[-1] == "&":
-            child = Child(name, options[:-1], tmp_path / "log", Hook("commit", 4))
-            assert child.end() == -signal.SIGKILL, child.said
+        if name == "run":
+            killed = options[-1] == "&"
+            words = [*options[:1], "--set", "workers.max=1"]
+            child = Child(
+                name, words, tmp_path / f"{killed}.log", Hook("commit", 2, "dense/", after=True) if killed else None
+            )
+            assert child.end() == (-signal.SIGKILL if killed else 0), child.said
+            assert killed or missing(one, child.said) == []
             continue
-        ended = command(name, *options, *(["--in-process", "--set", "workers.max=1"] if name == "run" else []))
+        ended = command(name, *options)
         assert ended.code == 0, ended.err
-        assert missing(one, ended) == []
+        assert missing(one, ended.out + ended.err) == []
     (script,) = [block for block in blocks(PAGE) if block.language == "python"]
     assert commands_of("python")[-1].words == ("python", script.path)
     paths = os.pathsep.join(path for path in sys.path if not Path(path, "lamina").is_dir())
@@ -91,9 +92,9 @@ def test_the_job_and_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert said.stdout.strip()
 
 
-def missing(one: Shown, ended: Ended) -> list[str]:
+def missing(one: Shown, said: str) -> list[str]:
     """The lines of the page that begin with a word with which no printed line begins."""
-    printed = {first for line in (ended.out + ended.err).splitlines() if (first := first_word(line))}
+    printed = {first for line in said.splitlines() if (first := first_word(line))}
     heads = [(line, first_word(line)) for line in one.lines]
     return [line for line, head in heads if head and head not in printed]
 
