@@ -173,15 +173,16 @@ def test_points_behind_their_own_layers_share_the_dense_pass(
         "plain": {"method": "loss_aware"},
         "corrected": {"method": "loss_aware", "correct": "output"},
         "refined": {"method": "loss_aware", "refine": {"steps": 6}},
+        "apart": {"method": "loss_aware", "refine": {"steps": 6, "inputs": "dense"}},
     }
     points = [{"name": name, "methods": [entry], "save": "all"} for name, entry in entries.items()]
     made = sweep(*points, keep=[0.6])
     found = made.run().json
     assert len(made.forwards()) == len(set(made.forwards()))
-    assert len([unit for unit in made.units() if unit.startswith("refine/")]) == 3
+    assert len([unit for unit in made.units() if unit.startswith("refine/")]) == 6
     dense = {"calibration.propagate": "dense", "evaluation": made.document["evaluation"], "budget.keep": 0.6}
     rows = {row["point"]: row for row in found["points"]}
-    for name in ("corrected", "refined"):
+    for name in ("corrected", "refined", "apart"):
         single = job(**dense, methods=[entries[name]])
         assert single.run().code == 0
         assert file_digests(Path(rows[f"{name}-0.6"]["output"])) == file_digests(single.output)
