@@ -260,8 +260,8 @@ def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceChec
     checkpoint, config = read_checkpoint(open_storage(output).at())
     if config.get("model_type") != "lamina":
         raise InputError(
-            f"{checkpoint.place}: not compressed by Lamina: an ordinary checkpoint ({config['source_model_type']}), which "
-            "engines read without an export, and llama.cpp after its own convert_hf_to_gguf.py; give the "
+            f"{checkpoint.place}: not compressed by Lamina: an ordinary checkpoint ({config['source_model_type']}); "
+            "engines read it without an export, and llama.cpp after its own convert_hf_to_gguf.py; give the "
             "`output` of a job's manifest"
         )
     if contains(checkpoint.storage.address, open_storage(destination).address):
