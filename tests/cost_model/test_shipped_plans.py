@@ -86,15 +86,18 @@ def test_a_job(path: Path, rates: tuple[str, ...], tmp_path: Path, capsys: pytes
 )
 def test_a_sweep(path: Path, rates: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a small model in place of its own."""
-    model = factories.make_model(tmp_path / "model", hidden_size=64, intermediate_size=160)
+    if path.stem == "mixtures":
+        model = factories.make_model(tmp_path / "model", "qwen3_moe", num_experts=8, num_experts_per_tok=2)
+    else:
+        model = factories.make_model(tmp_path / "model", hidden_size=64, intermediate_size=160)
     text = factories.write_text(tmp_path / "text.txt", 60_000)
     settings = {
         "model.source": model,
         "output": tmp_path / "output",
         "run_dir": tmp_path / "run",
-        "calibration.text.files": f"[{text}]",
+        "calibration.text": f"{{files: [{text}]}}",
         "calibration.sequence_length": 64,
-        "evaluation.perplexity.text.files": f"[{text}]",
+        "evaluation.perplexity.text": f"{{files: [{text}]}}",
         "evaluation.perplexity.window": 64,
     }
     options = [part for field, value in settings.items() for part in ("--set", f"{field}={value}")]
