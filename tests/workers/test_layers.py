@@ -29,10 +29,10 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = SourceCheckpoint.read
 
-    def reading(source: SourceCheckpoint, wanted: Any) -> dict[str, Tensor]:
+    def reading(source: SourceCheckpoint, wanted: Any, *bring: Any) -> dict[str, Tensor]:
         wanted = list(wanted)
         names.extend(wanted)
-        return real(source, wanted)
+        return real(source, wanted, *bring)
 
     monkeypatch.setattr(SourceCheckpoint, "read", reading)
     return names
