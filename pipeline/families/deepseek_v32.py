@@ -19,6 +19,7 @@ from pipeline.families.foreign import (
     ForeignFamily,
     latent_attention,
     latent_faults,
+    size_faults,
 )
 from pipeline.families.llama import BLOCK, MODULES
 from pipeline.families.mixture import LISTED, MixtureFamily
@@ -63,11 +64,7 @@ def attention_of_type(sizes: Mapping[str, Any], layer_type: str) -> ForeignBlock
 def _faults(fields: Mapping[str, Any]) -> list[str]:
     sizes = ("q_lora_rank", "index_topk", "index_head_dim", "index_n_heads")
     faults = latent_faults({name: fields[name] for name in fields if name != "q_lora_rank"} | {"q_lora_rank": None})
-    faults += [
-        f"{name}: {fields[name]!r:.80} is no positive integer"
-        for name in sizes
-        if type(fields[name]) is not int or fields[name] < 1
-    ]
+    faults += size_faults(fields, sizes)
     kinds = fields.get("indexer_types") or ["full"]
     if {*kinds} - {"full", SHARED} or kinds[0] != "full":
         faults.append(f"indexer_types: {kinds!r:.80}; known are full and {SHARED}, of which the first layer is full")

@@ -11,7 +11,7 @@ from typing import Any
 
 from lamina.foreign_lamina import DELTA_FIELDS
 from pipeline.families.blocks import Copied
-from pipeline.families.foreign import ForeignBlock, ForeignFamily
+from pipeline.families.foreign import ForeignBlock, ForeignFamily, size_faults, switch_faults
 from pipeline.families.llama import BLOCK, MODULES
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -99,16 +99,10 @@ def _gated_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
 def _faults(fields: Mapping[str, Any]) -> list[str]:
     """Return the fields that no module can have."""
     sizes = {name: fields[name] for name in DELTA_FIELDS if name != "attention_bias"}
-    faults = [
-        f"{name}: {size!r:.80} is no positive integer"
-        for name, size in sizes.items()
-        if type(size) is not int or size < 1
-    ]
+    faults = size_faults(sizes, sizes)
     if not faults and sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
         faults.append(
             f"linear_num_value_heads: {sizes['linear_num_value_heads']} is no multiple of linear_num_key_heads: "
             f"{sizes['linear_num_key_heads']}"
         )
-    if not isinstance(fields["attention_bias"], bool):
-        faults.append(f"attention_bias: {fields['attention_bias']!r:.80} is neither true nor false")
-    return faults
+    return faults + switch_faults(fields, ["attention_bias"])

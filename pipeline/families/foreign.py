@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,15 +168,25 @@ def latent_faults(fields: Mapping[str, Any]) -> list[str]:
     sizes = {name: fields[name] for name in LATENT_SIZES}
     if fields["q_lora_rank"] is not None:
         sizes["q_lora_rank"] = fields["q_lora_rank"]
-    faults = [
-        f"{name}: {size!r:.80} is no positive integer"
-        for name, size in sizes.items()
-        if type(size) is not int or size < 1
+    switches = [name for name in ("attention_bias", "rope_interleave") if name in fields]
+    return size_faults(sizes, sizes) + switch_faults(fields, switches)
+
+
+def size_faults(fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return a fault for each named field that is no positive integer."""
+    return [
+        f"{name}: {fields[name]!r:.80} is no positive integer"
+        for name in names
+        if type(fields[name]) is not int or fields[name] < 1
     ]
-    return faults + [
+
+
+def switch_faults(fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return a fault for each named field that is neither true nor false."""
+    return [
         f"{name}: {fields[name]!r:.80} is neither true nor false"
-        for name in ("attention_bias", "rope_interleave")
-        if name in fields and not isinstance(fields[name], bool)
+        for name in names
+        if not isinstance(fields[name], bool)
     ]
 
 

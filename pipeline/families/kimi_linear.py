@@ -20,6 +20,7 @@ from pipeline.families.foreign import (
     ForeignFamily,
     latent_attention,
     latent_faults,
+    size_faults,
 )
 from pipeline.families.llama import BLOCK, MODULES
 from pipeline.families.mixture import LISTED, MixtureFamily
@@ -57,11 +58,7 @@ def _latent_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
     """Return the fields that no module can have."""
-    return latent_faults(fields) + [
-        f"{name}: {fields[name]!r:.80} is no positive integer"
-        for name in DELTA_SIZES
-        if type(fields[name]) is not int or fields[name] < 1
-    ]
+    return latent_faults(fields) + size_faults(fields, DELTA_SIZES)
 
 
 def _as_the_hub_has_it(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lamina.foreign_lamina import CHUNKED_LAYERS
 from lamina.mixture_lamina import INPUTS
 from pipeline.families.blocks import Copied
 from pipeline.families.family import TRAINING, Family
-from pipeline.families.foreign import ForeignBlock, ForeignFamily
+from pipeline.families.foreign import ForeignBlock, ForeignFamily, size_faults, switch_faults
 from pipeline.families.llama import BLOCK, MODULES
 from pipeline.families.mixture import GATE_UP, MIXED, ROUTING, FusedExperts, MixtureFamily
 from pipeline.families.qwen3_moe import PROJECTIONS
@@ -44,16 +44,7 @@ def _attention(sizes: Mapping[str, Any], layer_type: str) -> ForeignBlock:
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
     """Return the fields that no module can have."""
-    faults = [
-        f"{name}: {fields[name]!r:.80} is no positive integer"
-        for name in COUNTS
-        if type(fields[name]) is not int or fields[name] < 1
-    ]
-    return faults + [
-        f"{name}: {fields[name]!r:.80} is neither true nor false"
-        for name in SWITCHES
-        if not isinstance(fields[name], bool)
-    ]
+    return size_faults(fields, COUNTS) + switch_faults(fields, SWITCHES)
 
 
 FAMILY = Family(

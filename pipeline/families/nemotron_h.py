@@ -13,7 +13,7 @@ from pipeline.families.blocks import Copied
 from pipeline.families.deepseek_v3 import GROUPS, SIGMOID, SIZES
 from pipeline.families.delta import FULL, LINEAR
 from pipeline.families.family import TRAINING, Family
-from pipeline.families.foreign import ForeignBlock, ForeignFamily
+from pipeline.families.foreign import ForeignBlock, ForeignFamily, size_faults, switch_faults
 from pipeline.families.llama import BLOCK
 from pipeline.families.mixture import BY_TYPE, MixtureFamily
 
@@ -56,18 +56,10 @@ def _attention(sizes: Mapping[str, Any]) -> ForeignBlock:
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
     """Return the fields that no module can have."""
-    faults = [
-        f"{name}: {fields[name]!r:.80} is no positive integer"
-        for name in COUNTS
-        if type(fields[name]) is not int or fields[name] < 1
-    ]
+    faults = size_faults(fields, COUNTS)
     if not faults and fields["mamba_num_heads"] % fields["n_groups"]:
         faults.append(f"mamba_num_heads: {fields['mamba_num_heads']} is no multiple of n_groups: {fields['n_groups']}")
-    return faults + [
-        f"{name}: {fields[name]!r:.80} is neither true nor false"
-        for name in SWITCHES
-        if not isinstance(fields[name], bool)
-    ]
+    return faults + switch_faults(fields, SWITCHES)
 
 
 def _as_engines_read(fields: Mapping[str, Any]) -> dict[str, Any]:
