@@ -172,12 +172,15 @@ class SourceCheckpoint:
             tensors[record.name] = decode(record, parts) if record.parts else stored[record]
         return {name: tensors[name] for name in names}
 
-    def read_kept(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the results of `read`, but the parts of weights that a Lamina checkpoint keeps in their format."""
-        names = list(names)
-        kept = {part for name in names if keeps(self._record(name)) for part in self.tensors[name].stored}
-        tensors = {record.name: tensor for record, tensor in self._read(kept).items()}
-        return tensors | self.read(name for name in names if not keeps(self.tensors[name]))
+    def read_kept(self, weight: str, name: str) -> torch.Tensor:
+        """Return the part `name` of a weight that a Lamina checkpoint keeps in its format, or any other weight itself.
+
+        Raises the errors of `read`.
+        """
+        if not keeps(self._record(weight)):
+            return self.read([weight])[weight]
+        part = self.stored[name]
+        return self._read({part})[part]
 
     def decoded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors of a layer with weights in place of their parts, if these are as stored here."""

@@ -61,7 +61,7 @@ class WrittenTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._weight_of:
-            return self._source.read_kept([self._weight_of[name]])[name]
+            return self._source.read_kept(self._weight_of[name], name)
         tensor: Tensor = self._transfer.get(self._handles[self._factors[name]])[name]
         return tensor
 
