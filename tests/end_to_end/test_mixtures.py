@@ -20,6 +20,7 @@ from tests.end_to_end.clusters import head_node
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_methods import decodes_as_it_prefills
+from workers import cluster
 
 inline = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
@@ -113,7 +114,7 @@ def test_five_workers_change_no_byte(
     with head_node(5, "--include-dashboard=false") as address:
         for made in others:
             arguments = [str(made.manifest), "--address", address]
-            child = Child("run", arguments, made.root / "log", inline=False)
+            child = Child("run", arguments, made.root / "log", inline=False, prepare=cluster._listen_on_loopback)
             assert child.end(240) == 0, child.said
             assert file_digests(made.output) == file_digests(one.output)
 
