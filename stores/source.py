@@ -29,13 +29,14 @@ from stores.checkpoint_files import (
     short_read,
 )
 from stores.durable import storage_error
-from stores.formats import cut, decode, holds_parts, keeps, stored_weights, with_formats
+from stores.formats import decode, holds_parts, keeps, stored_weights, with_formats
 from stores.headers import TensorRecord
 from stores.hub import open_hub
 from stores.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from stores.node_cache import NodeCache
 from stores.storage import Readable, Storage, is_address, open_storage
 from stores.threads import parallel_map
+from stores.weight_parts import cut
 
 __all__ = [
     "CONFIG_FILE", "INDEX_FILE", "SINGLE_FILE", "SourceCheckpoint", "is_hub_id", "open_source", "raise_faults",

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from pipeline.units.reads import ReadLayer
 from pipeline.units.scores import Score, WindowForward, shards_each
 from pipeline.units.sums import Add, Collect
-from pipeline.units.units import BesideUnit, ReadLayer, ShardUnit, Unit
+from pipeline.units.units import BesideUnit, ShardUnit, Unit
 
 Shard = tuple[str, int]  # the model being scored, or "" for calibration samples; the number of the shard
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -40,7 +40,8 @@ from workers.hardware import differing, software_versions, thread_fault
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
 from workers.outcomes import Outcome, UnitAccounts, result_of, unit_kind
-from workers.placement import Shard, choose, shard_of
+from workers.placement import choose, shard_of
+from workers.pool_member import Member
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles
 
@@ -49,35 +50,6 @@ POLL_SECONDS = 0.5  # how soon a signal is noticed
 FULL = (OutOfDiskError, ObjectStoreFullError)
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError, OutOfMemoryError, *FULL)
 MEMORY_PAUSE_SECONDS = 5.0  # the first pause before a worker starts again after a lack of memory
-
-
-@dataclass
-class _Member:
-    actor: Any
-    ready: Any
-    live: bool = False
-    where: dict[str, Any] = field(default_factory=dict)
-    shards: set[Shard] = field(default_factory=set)
-    running: dict[Any, Unit] = field(default_factory=dict)
-    tensors: dict[Any, list[Any]] = field(default_factory=dict)  # the tensors that a running unit will return
-    started_at: dict[Any, float] = field(default_factory=dict)  # by the clock of `time.monotonic`
-    leaving: bool = False  # receives no more units, and ends after its last
-    sums: set[str] = field(default_factory=set)  # passes whose sums it holds until they are collected
-
-    @property
-    def name(self) -> str:
-        """The worker's name, once it is ready."""
-        return str(self.where.get("worker", ""))
-
-    @property
-    def idle(self) -> bool:
-        """True if the worker runs no unit, or only `BesideUnit`s."""
-        return self.unit_count(beside=False) == 0
-
-    def unit_count(self, beside: bool) -> int:
-        """Return how many `BesideUnit`s, or how many other units, the worker has; `Collect` units do not count."""
-        running = (unit for unit in self.running.values() if not isinstance(unit, Collect))
-        return sum(isinstance(unit, BesideUnit) == beside for unit in running)
 
 
 class RayPool(UnitAccounts):
@@ -112,7 +84,7 @@ class RayPool(UnitAccounts):
         self.pause = Pause(MEMORY_PAUSE_SECONDS, workers.start_timeout_s)
         self.most = setup.shards
         self.wanted = min(workers.max, self.most)
-        self.members: list[_Member] = []
+        self.members: list[Member] = []
         self.meters = PoolMeters(metrics, run_name(setup))
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
         self.memory_bytes = declared_memory(workers, setup.memory_bytes)
@@ -204,11 +176,11 @@ class RayPool(UnitAccounts):
 
     # -- members -----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> _Member:
+    def _start(self) -> Member:
         actor = self.actor_class.remote(self.pickled_setup)
-        return _Member(actor, actor.ready.remote())
+        return Member(actor, actor.ready.remote())
 
-    def _ready(self) -> list[_Member]:
+    def _ready(self) -> list[Member]:
         return [member for member in self.members if member.live and not member.leaving]
 
     def _await_members(self, count: int) -> None:
@@ -262,7 +234,7 @@ class RayPool(UnitAccounts):
         starts = [at for member in self.members for at in member.started_at.values()]
         return time.monotonic() - min(starts) if starts else 0.0
 
-    def _take(self, member: _Member, ref: Any) -> None:
+    def _take(self, member: Member, ref: Any) -> None:
         try:
             value = ray.get(ref)
         except LOST as error:
@@ -285,7 +257,7 @@ class RayPool(UnitAccounts):
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
 
-    def _welcome(self, member: _Member, where: dict[str, Any]) -> None:
+    def _welcome(self, member: Member, where: dict[str, Any]) -> None:
         """Accept a worker that is ready.
 
         A worker that would compute other bytes than the first, or has more threads than its node has cores, is rejected
@@ -309,7 +281,7 @@ class RayPool(UnitAccounts):
         self.wanted -= 1
         self.note(f"{refused}; the job goes on with at most {self.wanted} workers")
 
-    def _refusal(self, member: _Member) -> str | None:
+    def _refusal(self, member: Member) -> str | None:
         """Return why a worker that is ready is rejected, or None."""
         name, where = worker_name(member.where), member.where
         if fault := thread_fault(self.workers.cpus, where["cores"], f"the node of worker {name}"):
@@ -321,7 +293,7 @@ class RayPool(UnitAccounts):
             )
         return None
 
-    def _replace(self, member: _Member, error: Exception) -> None:
+    def _replace(self, member: Member, error: Exception) -> None:
         """Queue a dead worker's units again; `_fit` starts another worker."""
         self.members.remove(member)
         ray.kill(member.actor)  # it may still live, if only its result was lost, but other workers take its shards
@@ -336,7 +308,7 @@ class RayPool(UnitAccounts):
         self.waiting.extendleft(reversed([unit for unit in lost if not isinstance(unit, Collect)]))
         self._finish_gone([unit for unit in lost if isinstance(unit, Collect)])
 
-    def _wait_for_memory(self, member: _Member, error: Exception) -> None:
+    def _wait_for_memory(self, member: Member, error: Exception) -> None:
         first = str(error).partition("\n")[0]
         if self.pause.begin():
             raise WorkerError(
@@ -380,7 +352,7 @@ class RayPool(UnitAccounts):
     def _finish_gone(self, units: list[Collect]) -> None:
         self.finished.extend((unit, Outcome(None, None, 0.0, 0.0, 0)) for unit in units)
 
-    def _assign(self, member: _Member, live: list[_Member], index: int) -> None:
+    def _assign(self, member: Member, live: list[Member], index: int) -> None:
         unit = self.waiting[index]
         del self.waiting[index]
         if isinstance(unit, ShardUnit):

@@ -23,6 +23,7 @@ from pipeline.methods.capabilities import Measuring
 from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
+from pipeline.units.reads import ReadDone, ReadLayer
 from pipeline.units.scores import Compare, CompareDone, Score, WindowForward
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
@@ -33,8 +34,6 @@ from pipeline.units.units import (
     Forward,
     Measure,
     Pair,
-    ReadDone,
-    ReadLayer,
     Reduce,
     Refine,
     RefineDone,

@@ -18,8 +18,6 @@ from pipeline.units.scores import scorers, shards_each
 START_SECONDS = 5.0  # start of a local Ray and its workers, measured on a CPU
 WORKERS_SECONDS = 3.0  # the workers' part of it, which every evaluated model costs again
 ASSEMBLE_SECONDS = 0.5  # besides the last layer
-COMMIT_SHARE = 0.05  # the largest share of a pass's time for commits of hidden states
-REPEATED_SECONDS = 600.0  # the most work that a kill may cost
 DIGEST_THREADS = 16  # as `stores.threads`
 COPIES = 2  # a shard's hidden states are copied to the device and back
 
@@ -334,41 +332,6 @@ def compare_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
     dense = work.weight_bytes / (rates.link if shared else rate)
     building = 2 * work.built_bytes / rates.memory
     return max(dense, work.written_bytes / rate + building + work.compare_flops / rates.single)
-
-
-def committing_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
-    """Return the time that one commit of all hidden states costs the workers: its bytes and its files.
-
-    In a dense pass, the layer's sums are committed with it and must be stored before.
-    """
-    waiting = 0.0
-    if not walk.compressed:
-        waiting = collect_seconds(work, rates) + add_seconds(work, rates, walk) + store_seconds(work, rates, walk)
-    return work.hidden_bytes / walk.nodes(rates) / rates.disk + walk.rounds * walk.shards * rates.commit_s + waiting
-
-
-def layers_per_commit(work: LayerWork, rates: Rates, walk: Pass) -> int:
-    """Return the number of layers between two commits of hidden states, for `resume.every: auto`.
-
-    It is the smallest number for which commits take at most `COMMIT_SHARE` of every pass. It is lower, but at least
-    one, if a kill would otherwise cost more than `REPEATED_SECONDS` of work.
-    """
-    phases = phase_seconds(work, rates, walk)
-    seconds = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
-    seconds += phases["solve"] if walk.from_memory else 0.0  # otherwise layers are solved after the pass
-    # The pass for importance commits only the hidden states of its shards, so its time is scaled to all shards.
-    importance = phases.get("importance", 0.0) * walk.shards / max(1, walk.importance)
-    passes = [each / walk.layers for each in (importance, seconds) if each]
-    if not passes:
-        return 1
-    rare = math.ceil(committing_seconds(work, rates, walk) / (COMMIT_SHARE * min(passes)))
-    return max(1, min(rare, walk.layers, int(REPEATED_SECONDS / max(passes))))
-
-
-def committed_bytes(work: LayerWork, walk: Pass, every: int) -> int:
-    """Return the bytes of all commits of hidden states: one for every `every` layers, except the last."""
-    commits = (walk.layers - 1) // every
-    return commits * work.hidden_bytes + commits * work.hidden_bytes * walk.importance // walk.shards
 
 
 def object_store_bytes(work: LayerWork, rates: Rates, walk: Pass) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.driver.scheduler import Task, TaskStream, batch
 from pipeline.driver.session import Session
-from pipeline.units.units import ReadDone, ReadLayer
+from pipeline.units.reads import ReadDone, ReadLayer
 
 LAYERS_AHEAD = 2  # layers that are read ahead of the one being computed
 Handles = tuple[Any, ...]

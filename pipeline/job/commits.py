@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from manifests.entries import ScheduleEntry
+from pipeline.cost_model.commits import layers_per_commit
 from pipeline.cost_model.passes import pass_of
-from pipeline.cost_model.phases import layers_per_commit
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import GPUS, Rates
 from pipeline.cost_model.work import layer_work

@@ -17,17 +17,10 @@ from manifests.errors import InputError, reason
 from manifests.schema import Manifest
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
+from pipeline.cost_model.commits import committed_bytes, layers_per_commit
 from pipeline.cost_model.estimate import Plan, expert_remarks, make_plan, rank_remarks, source_remarks
 from pipeline.cost_model.passes import gradient_tokens, pass_of
-from pipeline.cost_model.phases import (
-    WORKERS_SECONDS,
-    Pass,
-    committed_bytes,
-    evaluate_seconds,
-    layers_per_commit,
-    object_store_bytes,
-    phase_seconds,
-)
+from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, evaluate_seconds, object_store_bytes, phase_seconds
 from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.texts import amount_seconds, texts_seconds

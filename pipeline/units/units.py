@@ -13,6 +13,7 @@ from manifests.records import ArrayRecord, FormSpec, RefinedFigures, Scheme, Sta
 from pipeline.methods.method import Moment, Task
 from pipeline.units.base import HandleResult, Replaying, WorkUnit, place_of
 from pipeline.units.curves import CurveUnit
+from pipeline.units.reads import ReadLayer
 from pipeline.units.scores import Compare, Score, WindowForward
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
 from pipeline.units.text_amount import MeasureText
@@ -69,36 +70,6 @@ class Forward(Replaying):
         """Returns a unit that sums only these moments of the same shard, without handles of source tensors."""
         unit = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
         return replace(unit, ahead=None, weights=(), ahead_weights=())
-
-
-@dataclass(frozen=True)
-class ReadLayer(WorkUnit):
-    """Reads one of `parts` parts of a layer's source tensors for the workers of all nodes.
-
-    `near`: the workers of one node, one of which runs the unit.
-    """
-
-    layer: int
-    part: int
-    parts: int
-    near: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> str:
-        return f"readlayer/{self.layer}/{self.part}"
-
-    @property
-    def handles(self) -> int:
-        return 1
-
-
-@dataclass(frozen=True)
-class ReadDone(HandleResult):
-    """A handle of source tensors, by name."""
-
-    handle_fields: ClassVar[tuple[str, ...]] = ("tensors",)
-
-    tensors: Any
 
 
 @dataclass(frozen=True)

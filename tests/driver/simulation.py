@@ -32,6 +32,7 @@ from pipeline.driver.job_spec import Job
 from pipeline.driver.scheduler import Scheduler
 from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
+from pipeline.units.reads import ReadDone, ReadLayer
 from pipeline.units.scores import Score, Scored, WindowForward
 from pipeline.units.sums import (
     SUMMED,
@@ -51,8 +52,6 @@ from pipeline.units.units import (
     Forward,
     Measure,
     Pair,
-    ReadDone,
-    ReadLayer,
     Reduce,
     Refine,
     RefineDone,

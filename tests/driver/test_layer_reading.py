@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from manifests.errors import LostInputError
+from pipeline.units.reads import ReadLayer
 from pipeline.units.sums import ChooseGrids
-from pipeline.units.units import ReadLayer, Unit
+from pipeline.units.units import Unit
 from tests.driver.simulation import SimulatedPool, World, forwards, make_job, make_tasks, run
 
 LAYERS = range(5)

@@ -11,7 +11,8 @@ from typing import Any
 import ray
 
 from workers.actor import BESIDE, WorkerActor
-from workers.pool import RayPool, _Member
+from workers.pool import RayPool
+from workers.pool_member import Member
 
 SECONDS = 20.0
 
@@ -33,11 +34,11 @@ class KeptPool(RayPool):
 
     idle: list[Any]
 
-    def _start(self) -> _Member:
+    def _start(self) -> Member:
         beside: Any = ray.remote(concurrency_groups=BESIDE)
         actor_class = beside(KeptActor)
         actor = self.idle.pop() if self.idle else actor_class.options(num_cpus=1).remote()
-        return _Member(actor, actor.begin.remote(self.pickled_setup))
+        return Member(actor, actor.begin.remote(self.pickled_setup))
 
     def close(self) -> None:
         """Keeps the actors that live and have nothing more to do."""

@@ -12,14 +12,8 @@ import pytest
 import torch
 
 from manifests.schema import Manifest
-from pipeline.cost_model.phases import (
-    REPEATED_SECONDS,
-    Pass,
-    committed_bytes,
-    committing_seconds,
-    layers_per_commit,
-    phase_seconds,
-)
+from pipeline.cost_model.commits import REPEATED_SECONDS, committed_bytes, committing_seconds, layers_per_commit
+from pipeline.cost_model.phases import Pass, phase_seconds
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.driver.ledger_keys import SCHEDULE

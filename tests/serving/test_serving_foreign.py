@@ -193,8 +193,7 @@ def test_a_factored_output_projection_is_its_product(form: str, seed: int) -> No
     for layer, dense in zip(model.model.layers, source.model.layers, strict=True):
         output = layer.self_attn.o_proj
         if form == "pivoted":
-            first, second = output.pivoted.plain_factors()
-            product = second["out"] @ first
+            product = output.pivoted(torch.eye(output.pivoted.rows.in_features)[None])["out"][0].T
         else:
             product = output.second.weight @ output.first.weight
         dense.self_attn.o_proj.weight.data.copy_(product.detach())

@@ -84,17 +84,20 @@ def test_products_are_those_of_the_stored_numbers() -> None:
     assert sum(p.numel() for p in layer.parameters() if p.ndim == 2) == sum(x.weight.numel() for x in linears)
 
 
-def test_plain_factors_are_the_same_matrix() -> None:
+def test_coefficients_are_of_the_rows() -> None:
     torch.manual_seed(0)
     for rank in (1, 3, 7):
         group = PivotedLinears(9, {"q": 5, "k": 2}, rank)
         group.indices.copy_(torch.randperm(7)[:rank].sort().values)
         group.eval().requires_grad_(False)
         x_BTD = torch.randn(2, 4, 9)
-        first, seconds = group.plain_factors()
-        assert first.shape == (rank, 9)
-        for role, out_BTC in group(x_BTD).items():
-            assert torch.allclose(out_BTC, x_BTD @ first.T @ seconds[role].T, atol=1e-6)
+        weight_mI = torch.empty(7, 9)
+        others = [output for output in range(7) if output not in group.indices.tolist()]
+        weight_mI[group.indices] = group.rows.weight
+        if group.coefficients is not None:
+            weight_mI[others] = group.coefficients.weight @ group.rows.weight
+        for out_BTC, rows_CI in zip(group(x_BTD).values(), weight_mI.split([5, 2]), strict=True):
+            assert torch.allclose(out_BTC, x_BTD @ rows_CI.T, atol=1e-6)
 
 
 def test_other_indices_are_seen() -> None:

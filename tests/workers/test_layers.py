@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lamina import processor_lamina
 from manifests.errors import LostInputError, NumericsError
-from pipeline.units.units import Forward, ReadLayer
+from pipeline.units.reads import ReadLayer
+from pipeline.units.units import Forward
 from stores.source import SourceCheckpoint
 from tests.workers.bench import SAMPLES, SEQUENCE, held, layer_names, make_setup, make_worker, save_source, solve_layer
 from workers.layers import LayerReader

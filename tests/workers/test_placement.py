@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.methods.method import Moment, Task
+from pipeline.units.reads import ReadLayer
 from pipeline.units.scores import WindowForward, Windows
 from pipeline.units.sums import Add, Collect
-from pipeline.units.units import Forward, ReadLayer, Solve, Unit, Write
+from pipeline.units.units import Forward, Solve, Unit, Write
 from workers.placement import choose
 
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())

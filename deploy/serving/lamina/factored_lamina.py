@@ -264,16 +264,6 @@ class PivotedLinears(Derived):
             out_BTm = torch.cat((out_BTm, self.coefficients(out_BTm)), dim=-1).index_select(-1, self._order())
         return dict(zip(self.out_features, out_BTm.split([*self.out_features.values()], dim=-1), strict=True))
 
-    @torch.no_grad()
-    def plain_factors(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `first` (r, in), and `second` (out, r) by role: W = [I; C] W_P as two plain factors."""
-        rank = self.rows.weight.shape[0]
-        second_mr = torch.eye(rank, dtype=self.rows.weight.dtype, device=self.rows.weight.device)
-        if self.coefficients is not None:
-            second_mr = torch.cat((second_mr, self.coefficients.weight))[self._order()]
-        parts = second_mr.split([*self.out_features.values()])
-        return self.rows.weight.detach(), dict(zip(self.out_features, parts, strict=True))
-
     def _order(self) -> Tensor:
         """Return the position (m) of each output among the rows' outputs followed by the others."""
         if torch.compiler.is_compiling() or is_offloaded(self):

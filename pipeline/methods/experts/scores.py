@@ -69,13 +69,3 @@ def expert_counts(num_experts: int, top_k: int, groups: int = 1, multiple: int =
 def few_tokens(tokens: int, width: int, least: int = FEW_TOKENS) -> bool:
     """Tell whether an expert saw fewer than `least` tokens a channel, but some."""
     return 0 < tokens < least * width
-
-
-def median_tokens(calibration_tokens: int, num_experts: int, top_k: int) -> float:
-    """Return the tokens that an expert sees if routing is even."""
-    return calibration_tokens * top_k / num_experts
-
-
-def tokens_needed(width: int, num_experts: int, top_k: int, least: int = FEW_TOKENS) -> int:
-    """Return the calibration tokens that give an expert `least` tokens a channel if routing is even."""
-    return -(-least * width * num_experts // top_k)

@@ -11,12 +11,12 @@ Legend: E experts, N channels of an expert, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from pipeline.methods.experts.scores import kept_experts
-from pipeline.ranks.curves import Point, choose, frontier, summed
+from pipeline.ranks.curves import Point
 
 EXPERTS, WIDTH = "experts", "width"
 
@@ -48,21 +48,3 @@ def shape_points(
             for width, loss in zip(widths, by_width, strict=True)
         ]
     return points
-
-
-def choose_by_layer(layers: Mapping[str, Sequence[Point]], target: float) -> dict[str, Point]:
-    """Choose a shape for each layer, of least total loss within `target` stored numbers."""
-    return choose(layers, target)
-
-
-def choose_stock(layers: Mapping[str, Sequence[Point]], target: float) -> dict[str, Point]:
-    """Choose the one shape for all layers of least total loss within `target` stored numbers.
-
-    Every shape that all layers have is compared. Raises ValueError if even the smallest stores more than the target.
-    """
-    within = [point for point in frontier(summed([*layers.values()])) if point.numbers <= target]
-    if not within:
-        least = min(point.numbers for point in summed([*layers.values()]))
-        raise ValueError(f"target {target:,.0f} is out of reach: one shape for all layers takes {least:,.0f} at least")
-    best = dict(within[-1].ranks)
-    return {key: next(point for point in points if dict(point.ranks) == best) for key, points in layers.items()}

@@ -23,7 +23,6 @@ from pipeline.methods.experts.mixture import (
     ExpertWeights,
     Mixture,
     SolvedExpert,
-    removal_losses,
     shape_loss,
     solve_shape,
 )
@@ -72,14 +71,6 @@ def sample_of(experts: Sequence[MLPBlock], tokens: int) -> Moment:
 def metric_of(experts: Sequence[MLPBlock]) -> Moment:
     """Return the moment of the gradient at the mixture's output."""
     return output_gradient(experts[0].writer)
-
-
-def removals_on_sample(
-    experts: Sequence[MLPBlock], mixture: Mixture, statistics: Statistics, tokens: int
-) -> list[float]:
-    """Return the predicted loss of each expert's removal, nats per token."""
-    inputs_TD = statistics.moments[sample_of(experts, tokens)][0]
-    return [float(loss) for loss in removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(experts)))]
 
 
 def solve(

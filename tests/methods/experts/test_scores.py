@@ -11,9 +11,7 @@ from pipeline.methods.experts.scores import (
     few_tokens,
     frequency_scores,
     kept_experts,
-    median_tokens,
     reap_scores,
-    tokens_needed,
 )
 
 
@@ -54,6 +52,3 @@ def test_counts_leave_enough_for_the_router() -> None:
 
 def test_few_tokens_are_below_the_least_for_each_channel() -> None:
     assert [few_tokens(tokens, 10) for tokens in (0, 1, 319, 320)] == [False, True, True, False]
-    assert median_tokens(1024, 8, 2) == 256.0
-    assert tokens_needed(10, 8, 2) == 1280
-    assert tokens_needed(10, 7, 2) == 1120

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from pipeline.families.blocks import Matrix, MLPBlock
 from pipeline.kernels.routing import RoutingRule
-from pipeline.methods.experts.mixture import shape_loss, solve_shape
+from pipeline.methods.experts.mixture import removal_losses, shape_loss, solve_shape
 from pipeline.methods.experts.solutions import (
     metric_of,
     mixture_from,
-    removals_on_sample,
     rule_of,
     sample_of,
     solve,
@@ -92,8 +91,9 @@ def test_experts_with_few_tokens_or_none_are_named() -> None:
     weights, statistics = make_layer()
     weights["router_bias.e_score_correction_bias"] = torch.tensor([5.0, 5.0, -5.0, 0.0])
     mixture = mixture_from(BLOCKS, weights, RoutingRule("sigmoid", 2))
-    losses = removals_on_sample(BLOCKS, mixture, statistics, TOKENS)
-    assert losses[2:] == [0.0, 0.0]
+    inputs_TD = statistics.moments[sample_of(BLOCKS, TOKENS)][0]
+    losses_E = removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(BLOCKS)))
+    assert losses_E[2:].tolist() == [0.0, 0.0]
     report = solve(BLOCKS, mixture, statistics, TOKENS, range(EXPERTS), 4).report
     assert report["unseen"] == ["experts.2", "experts.3"]
     assert report["few_tokens"] == {}
