@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import field_validator, model_validator
@@ -12,11 +13,18 @@ from manifests.records import LevelKind
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 Skipped = Literal[
     "q", "k", "v", "o", "gate", "up", "down", "embed", "head",
+    "experts.gate", "experts.up", "experts.down", "shared.gate", "shared.up", "shared.down",
     "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
 ]  # fmt: skip
 OUTER_ROLES = ("embed", "head")
 LEVEL_KINDS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
+
+
+def is_skipped(role: str, skip: Collection[str]) -> bool:
+    """Tell whether `skip` names a role: `experts.3.down` is also called `experts.down` and `down`."""
+    block, _, local = role.rpartition(".")
+    return not {role, local, f"{block.partition('.')[0]}.{local}"}.isdisjoint(skip)
 
 
 class Quantize(Block):
@@ -27,9 +35,11 @@ class Quantize(Block):
     (quantiles of the normal distribution) and `learned` ones (fitted to each matrix) lose less, and lie in a table
     beside each matrix; `auto` chooses the kind of least error for each matrix. `group`: columns that share a scale;
     null: one scale for each row. `what: all` also rounds token embeddings and the head, to 8 bits with `bits: auto`.
-    `skip`: roles that keep the checkpoint's dtype; those of latent attention are called as in the source. `feedback`:
-    later columns compensate the error of each column (GPTQ), which needs calibration text. null: with feedback if there
-    is calibration text, else to the nearest code.
+    `skip`: roles that keep the checkpoint's dtype; those of latent attention are called as in the source. `gate`, `up`
+    and `down` are those of MLPs and of all experts of a mixture; `experts.down` and its like those of routed experts
+    alone, `shared.down` and its like those of the shared expert alone. `feedback`: later columns compensate the error
+    of each column (GPTQ), which needs calibration text. null: with feedback if there is calibration text, else to the
+    nearest code.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
@@ -58,6 +68,10 @@ class Quantize(Block):
         if set(self.skip) >= {*QUANTIZED_ROLES, *self.outer_roles}:
             raise ValueError("skip: names every role, so that nothing would be rounded; leave out `quantize`")
         return self
+
+    def skips(self, role: str) -> bool:
+        """Tell whether a role keeps the checkpoint's dtype."""
+        return is_skipped(role, self.skip)
 
     @property
     def kinds_of_levels(self) -> tuple[LevelKind, ...]:

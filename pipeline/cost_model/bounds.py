@@ -131,7 +131,7 @@ def _bits(quantize: Quantize | None, layer: LayerGeometry, role: str) -> float:
 
 
 def _is_rounded(quantize: Quantize, layer: LayerGeometry, role: str) -> bool:
-    return role in (*layer.matrices, *quantize.outer_roles) and role not in quantize.skip
+    return role in (*layer.matrices, *quantize.outer_roles) and not quantize.skips(role)
 
 
 def _code_bits(quantize: Quantize, role: str) -> int:

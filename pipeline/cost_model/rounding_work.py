@@ -56,7 +56,7 @@ def rounding_work(
     works = []
     for task in tasks:
         layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
-        rounded = {*layer.matrices, *manifest.quantize.outer_roles} - {*manifest.quantize.skip}
+        rounded = {role for role in (*layer.matrices, *quantize.outer_roles) if not quantize.skips(role)}
         sizes = [_stored_shape(role, layer, cut) for role in task.roles if role in rounded]
         points = {*layer.reads.values()}
         inputs = {moment.point for moment in task.moments if moment.point in points and moment.kind == "value"}

@@ -60,7 +60,7 @@ def overcounted(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str], 
 
 def _is_counted(manifest: Manifest, role: str, layer: LayerGeometry) -> bool:
     """Return True if the bytes of a role's matrix are ρ times its numbers: nothing is rounded, or it is."""
-    return manifest.quantize is None or (role in layer.matrices and role not in manifest.quantize.skip)
+    return manifest.quantize is None or (role in layer.matrices and not manifest.quantize.skips(role))
 
 
 def scope_units(geometry: Geometry, scope: str) -> float:
@@ -188,5 +188,4 @@ def _total_overhead(manifest: Manifest, geometry: Geometry) -> float:
 
 
 def _rounded_shapes(manifest: Manifest, layer: LayerGeometry) -> list[tuple[int, ...]]:
-    skip = manifest.quantize.skip if manifest.quantize else ()
-    return [layer.weight_shape(role) for role in layer.linear_roles if role not in skip]
+    return [layer.weight_shape(role) for role in layer.linear_roles if _is_counted(manifest, role, layer)]

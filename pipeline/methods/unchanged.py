@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from manifests.quantize import is_skipped
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import roles_of
 from pipeline.families.geometry import Geometry
@@ -80,7 +81,7 @@ class Unchanged(MethodDefaults):
         for layer in geometry.layers:
             for name, matrices in (group for block in layer.matrix_blocks for group in block.by_input.items()):
                 inside = (role for role in roles_of(matrices) if not self.routed_only or role in layer.routed_roles)
-                free = (role for role in inside if role not in self.skip)
+                free = (role for role in inside if not is_skipped(role, self.skip))
                 if unclaimed := tuple(role for role in free if (layer.index, role) not in claimed):
                     groups.append(Group(layer.index, name, unclaimed))
         return tuple(groups)

@@ -70,7 +70,7 @@ def with_bits(
     same matrices are factors. `solve`: ranks -> solution.
     """
     bits, choices = geometry.bits, quantize.choices
-    roles = [role for role in group.roles if role in geometry.matrices and role not in quantize.skip]
+    roles = [role for role in group.roles if role in geometry.matrices and not quantize.skips(role)]
     others = [weight for name, weight in weights.items() if name.removesuffix(".weight") not in roles]
     plain = sum(weight.numel() for weight in others)
     wider = math.ceil(sum(weight.numel() * (8 * weight.itemsize - bits) for weight in others) / bits)
@@ -164,7 +164,7 @@ class _Predictor:
         # By role, of the dense one: predicted loss, share of squares lost.
         self.whole: dict[str, tuple[float, float]] = {}
         self.reading = [matrix for matrix in self.matrices.values() if not matrix.writes_stream]
-        for matrix in (matrix for matrix in self.reading if matrix.role not in quantize.skip):
+        for matrix in (matrix for matrix in self.reading if not quantize.skips(matrix.role)):
             role, read = matrix.role, input_moment(matrix)
             weight_OI = weights[matrix.weight_key].to(torch.float64)
             moment_II, felt_O = statistics.mean(read)[0], statistics.mean(output_gradient(matrix))[0]

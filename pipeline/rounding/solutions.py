@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifests.quantize import Quantize
+from manifests.quantize import Quantize, is_skipped
 from manifests.records import LevelKind, Scheme
 from pipeline.kernels.gptq import Feedback, Rounded, error_feedback, round_with_feedback, rounding_error
 from pipeline.kernels.packing import scaled
@@ -243,7 +243,7 @@ def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
         owner = key.removesuffix(f".{part}")
         shared = tuple(role for role, form in solution.forms.items() if form.group == owner)
         roles = shared if part in (ROWS, COEFFICIENTS) else (owner,)
-        if not roles or any(role in skip for role in roles):
+        if not roles or any(is_skipped(role, skip) for role in roles):
             continue
         if part in ("weight", FIRST, ROWS):
             matrices.append(Matrix(key, roles))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from manifests.errors import InputError
 from manifests.method_entry import MethodEntry
 from manifests.methods import LeSTD, OfExperts
-from manifests.quantize import OUTER_ROLES, Quantize
+from manifests.quantize import OUTER_ROLES, Quantize, is_skipped
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
@@ -38,7 +38,7 @@ def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
     """Add to a task the moments for rounding it and for choosing its bits."""
     if manifest.quantize is None or not manifest.rounds_by_feedback:
         return task
-    roles = [role for role in task.roles if role not in manifest.quantize.skip]
+    roles = [role for role in task.roles if not manifest.quantize.skips(role)]
     needed = input_moments(roles, layer.reads)
     if manifest.quantize.bits == "auto" and roles:
         needed += gradient_moments(task.roles, layer)  # a skipped role may share a rounded factor
@@ -61,8 +61,10 @@ def _refuse_methods(manifest: Manifest) -> None:
 
 def _check_skipped(quantize: Quantize, geometry: Geometry) -> None:
     roles = {role: None for layer in geometry.layers for role in (*layer.matrices, *OUTER_ROLES)}
-    if absent := [role for role in quantize.skip if role not in roles]:
-        known = [role for role in roles if "." not in role]
+    if absent := [name for name in quantize.skip if not any(is_skipped(role, (name,)) for role in roles)]:
+        known = dict.fromkeys(
+            role if "." not in role else f"{role.split('.')[0]}.{role.split('.')[-1]}" for role in roles
+        )
         raise InputError(
             f"quantize.skip: this {geometry.model_type} model has no matrix {', '.join(absent)}; it has "
             f"{', '.join(known)}"
@@ -100,7 +102,7 @@ def _check_value_ranks(manifest: Manifest, geometry: Geometry) -> None:
             continue
         for block in (block for layer in geometry.layers for block in layer.attentions):
             read, role = block.heads * rank, block.writer.role
-            if rank < block.head_dim and role not in quantize.skip and math.gcd(read, group) < LEAST_GROUP:
+            if rank < block.head_dim and not quantize.skips(role) and math.gcd(read, group) < LEAST_GROUP:
                 least = LEAST_GROUP // math.gcd(block.heads, LEAST_GROUP)
                 raise InputError(
                     f"methods.{position}.ranks.value: {block.heads} heads of {rank} are {read} numbers that {role} "
@@ -140,7 +142,7 @@ def _odd_widths(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]
         (role, layer.weight_shape(role)[1]): None
         for layer in geometry.layers
         for role in (*layer.linear_roles, *(outer for outer, _, _ in layer.outer if outer in quantize.outer_roles))
-        if role not in quantize.skip
+        if not quantize.skips(role)
     }
     return [(role, width) for role, width in widths if quantize.group and width % quantize.group]
 
