@@ -19,6 +19,7 @@ from typing import Any
 import manifests
 from manifests.errors import InputError, StorageError, reason
 from pipeline.console.arguments import add_address, parser, run_command
+from pipeline.console.calling import as_called
 from pipeline.console.wrapping import say
 
 SHIPPED = Path(manifests.__file__).parent
@@ -58,7 +59,7 @@ def _body(arguments: Any, words: list[str]) -> int:
     goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss)
     folder = os.path.relpath(path.parent)
     request = Request(arguments.model, arguments.text, goal, folder, arguments.address, arguments.connect_timeout)
-    text, verdict = recommend(request, f"python -m pipeline.init {shlex.join(words)}")
+    text, verdict = recommend(request, as_called(f"python -m pipeline.init {shlex.join(words)}"))
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

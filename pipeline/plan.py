@@ -20,6 +20,7 @@ from manifests.errors import InputError
 from manifests.loading import read_document
 from pipeline.console.amounts import duration
 from pipeline.console.arguments import add_address, add_manifest, parser, read_manifest, read_sweep, run_command
+from pipeline.console.wrapping import say
 
 if TYPE_CHECKING:
     from pipeline.job.plan_report import RateSource
@@ -72,8 +73,8 @@ def _show_model(model: str) -> int:
     """Print a description of a model. Raises InputError, also with a description, for an unknown family."""
     from pipeline.inputs.sources import describe_model  # slow import
 
-    print(describe_model(model))
-    print(f"A manifest for it: python -m pipeline.init {model} --text FILE")
+    say(describe_model(model))
+    say(f"A manifest for it: python -m pipeline.init {model} --text FILE")
     return 0
 
 
@@ -98,7 +99,7 @@ def _print(plan: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     for line in verdict_lines(plan):
-        print(line)
+        say(line)
     table = Table(title="plan", show_header=False)
     for phase, seconds in plan["phases"].items():
         table.add_row(f"time, {phase}", duration(seconds))
@@ -110,7 +111,7 @@ def _print(plan: Mapping[str, Any]) -> None:
         _print_points(plan["points"])
     for remark in plan["remarks"]:
         if remark not in plan["limits"]:
-            print(remark)
+            say(remark)
 
 
 def verdict_lines(plan: Mapping[str, Any]) -> Iterator[str]:

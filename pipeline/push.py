@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.console.arguments import parser, run_command
+from pipeline.console.wrapping import say
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,9 +43,12 @@ def _body(arguments: Any) -> int:
         private=arguments.private,
         run_dir=arguments.run_dir,
         base_model=arguments.base_model,
-        say=partial(print, file=sys.stderr),
+        say=partial(say, stream=sys.stderr),
     )
-    print(json.dumps({"commit": commit}) if arguments.json else f"done: {commit}")
+    if arguments.json:
+        print(json.dumps({"commit": commit}))
+    else:
+        say(f"done: {commit}")
     return 0
 
 

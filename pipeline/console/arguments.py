@@ -15,6 +15,7 @@ from manifests.errors import InputError, LaminaError
 from manifests.loading import load_manifest
 from manifests.schema import Manifest
 from manifests.sweep import Point, Sweep, load_sweep
+from pipeline.console.calling import as_called
 from pipeline.console.exit_status import ending_of
 from pipeline.console.paths import resolve_paths
 from pipeline.console.wrapping import say
@@ -25,7 +26,9 @@ EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
     """Returns a command's parser with the options that all commands have."""
-    options = argparse.ArgumentParser(prog=f"python -m pipeline.{command}", description=description, epilog=EXIT_CODES)
+    options = argparse.ArgumentParser(
+        prog=as_called(f"python -m pipeline.{command}"), description=description, epilog=EXIT_CODES
+    )
     options.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     options.add_argument("--version", action="version", version=f"Lamina {VERSION}", help="print the version")
     return options

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manifests import VERSION
+from pipeline.console.calling import SCRIPT
 
 INDENT = 4
 
@@ -27,7 +28,7 @@ def main() -> None:
     descriptions = commands()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in descriptions:
-        sys.argv = [f"python -m pipeline.{name}", *sys.argv[2:]]
+        sys.argv = [f"{SCRIPT}{name}", *sys.argv[2:]]
         runpy.run_module(f"pipeline.{name}", run_name="__main__", alter_sys=False)
         return
     if name in ("-h", "--help"):
@@ -49,7 +50,7 @@ def _description(source: str) -> str:
 
 
 def _help(descriptions: dict[str, str]) -> Iterator[str]:
-    yield "usage: python -m pipeline.COMMAND …, or lamina COMMAND …, which is the same"
+    yield "usage: lamina COMMAND …, or python -m pipeline.COMMAND …, which is the same"
     yield ""
     width = max(map(len, descriptions)) + INDENT
     for name, description in descriptions.items():
@@ -57,4 +58,4 @@ def _help(descriptions: dict[str, str]) -> Iterator[str]:
         first, rest = f"  {name:{width - 2}}", " " * width
         yield textwrap.fill(description, columns, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
     yield ""
-    yield "python -m pipeline.COMMAND --help lists a command's arguments; --version says which Lamina this is"
+    yield "lamina COMMAND --help lists a command's arguments; --version says which Lamina this is"

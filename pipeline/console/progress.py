@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
+from pipeline.console.calling import as_called
 from pipeline.console.eta import Eta, Paces
 from pipeline.console.expert_groups import extent, named, split_experts
 from pipeline.console.wrapping import wrapped
@@ -119,6 +120,7 @@ class JobObserver:
     def say(self, line: str, level: int = logging.INFO) -> None:
         """Writes a line to the log file and to the terminal."""
         LOG.log(level, line)
+        line = as_called(line)
         if self.progress is not None:
             line = wrapped(line, self.console.width)
             self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)  # without breaks in paths

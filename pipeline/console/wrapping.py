@@ -7,6 +7,8 @@ import sys
 import textwrap
 from typing import TextIO
 
+from pipeline.console.calling import as_called
+
 
 def wrapped(text: str, width: int) -> str:
     """Wraps each line of `text` to `width` columns; continued lines are indented by two."""
@@ -14,7 +16,11 @@ def wrapped(text: str, width: int) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints a text on standard output, or another stream; wraps it if that is a terminal."""
+    """Prints a text on standard output, or another stream; wraps it if that is a terminal.
+
+    Commands are spelled as this process was called.
+    """
+    text = as_called(text)
     stream = stream or sys.stdout
     width = shutil.get_terminal_size().columns if stream.isatty() else 0
     print(wrapped(text, width) if width else text, file=stream, flush=True)

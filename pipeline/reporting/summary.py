@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.console.calling import as_called
 from pipeline.console.expert_groups import EXPERTS, extent, named, split_experts
 from pipeline.console.wrapping import wrapped
 from pipeline.evaluation.losses import all_warnings, shown_perplexity, texts_line
@@ -31,6 +32,7 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     console = console or Console()
 
     def say(line: str, style: str | None = None) -> None:
+        line = as_called(line)
         line = wrapped(line, console.width) if console.is_terminal else line
         # A path stays one word on one line.
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

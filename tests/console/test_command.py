@@ -66,6 +66,13 @@ def test_every_command_says_its_version(
     assert capsys.readouterr().out == f"Lamina {VERSION}\n"
 
 
+def test_a_command_runs_under_the_name_it_was_called_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(command.runpy, "run_module", lambda module, **_: run.append((module, sys.argv)))
+    assert lamina(monkeypatch, "plan", "job.yaml", "--json") == 0
+    assert run == [("pipeline.plan", ["lamina plan", "job.yaml", "--json"])]
+
+
 def messages(tree: ast.AST) -> list[str]:
     """Every string of a module that is no docstring and no name of a module to import."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -77,7 +84,7 @@ def messages(tree: ast.AST) -> list[str]:
 
 @pytest.mark.slow
 def test_help_and_messages_spell_commands_in_one_way() -> None:
-    """`python -m pipeline.run`; `lamina run` is the same command and named in its own help alone."""
+    """`python -m pipeline.run`, which `pipeline.console.calling` replaces by `lamina run` where that was called."""
     wrong = {
         f"{path}: {text}"
         for folder in FOLDERS

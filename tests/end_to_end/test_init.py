@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,22 @@ def test_the_manifest_is_planned_and_run_as_it_is(init: Init, llama: Path, text:
         summary = command("run", "job.yaml", "--set", "workers.max=1", "--json").json
     assert {*summary["evaluation"]} == {"dense", "perplexity"}
     assert (tmp_path / manifest.output / "model.safetensors.index.json").exists()
+
+
+def test_lamina_names_commands_as_it_was_called(
+    init: Init, llama: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lamina init` names `lamina run`, and a finished job that is run again names `lamina verify`."""
+    monkeypatch.setattr(sys, "argv", ["lamina init"])
+    written = init(llama, "--text", text)
+    assert written.out.splitlines()[-1] == "Wrote job.yaml; run it with: lamina run job.yaml"
+    assert f"lamina init {llama} --text {text}" in Path("job.yaml").read_text()
+    monkeypatch.setattr(sys, "argv", ["lamina run"])
+    with without_ray():
+        first, again = (command("run", "job.yaml", "--set", "workers.max=1") for _ in range(2))
+    assert [first.code, again.code] == [0, 0]
+    assert "nothing to do (`lamina verify` reads every byte)" in again.out
+    assert "python -m pipeline" not in "".join((written.out, first.out, first.err, again.out, again.err))
 
 
 def test_a_source_in_a_stored_format_shrinks_by_the_usual_goal(init: Init, text: Path, tmp_path: Path) -> None:
