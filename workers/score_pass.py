@@ -78,10 +78,11 @@ class ScorePass:
         """Run one shard through one layer. Raises the errors of `Worker.execute`."""
         shard = _Shard(self, unit)
         inputs = shard.inputs()
-        record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged))
-        if unit.store and unit.layer + 1 == self.setup.geometry.num_layers:
+        record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged), unit.part)
+        stored = record if unit.store else None
+        if stored is not None and unit.layer + 1 == self.setup.geometry.num_layers:
             self.hidden.release_shard(shard.lineage, unit.shard)
-        return ShardDone({}, None, record if unit.store else None, shard.windows_M * shard.length)
+        return ShardDone({}, None, stored, shard.windows_M * shard.length)
 
     def score(self, unit: Score) -> Scored:
         """Score one shard. Raises the errors of `Worker.execute`."""
@@ -135,10 +136,12 @@ class _Shard:
         inputs: HiddenReader,
         store: bool = False,
         ahead: tuple[int | None, StagedLayer | None] = (None, None),
+        part: int | None = None,
     ) -> ArrayRecord | None:
-        """Run a layer and hold its outputs. Return their record if they were stored."""
+        """Run a layer and hold its outputs, or run a part of it. Return the record of the outputs if they were
+        stored."""
         block = self.layers.block(layer, staged)
-        if block.streamed is None:
+        if block.streamed is None or part is not None:
             self.layers.read_ahead(*ahead)
 
         def outputs() -> Iterator[Tensor]:
@@ -147,7 +150,7 @@ class _Shard:
                 key, batches = (self.lineage, layer, self.unit.shard), self._micro_batches()
                 at = SlicedShard(block, key, self.layers.version, inputs, shape_MSD, batches)
                 with tensor_cores(self.owner.setup.dtype):
-                    yield from (output_BSD for _, output_BSD in self.owner.sliced.run(at))
+                    yield from (output_BSD for _, output_BSD in self.owner.sliced.run(at, part=part))
                 return
             for start, stop in self._micro_batches():
                 with self.owner.computing(), tensor_cores(self.owner.setup.dtype):
@@ -155,7 +158,11 @@ class _Shard:
                 assert output_BSD is not None
                 yield output_BSD
 
-        return self._keep(layer + 1, outputs(), store=store)
+        if block.ends_with(part):
+            return self._keep(layer + 1, outputs(), store=store)
+        for _ in outputs():
+            raise AssertionError("only the last part of a layer has outputs")
+        return None
 
     def logits(self, *outputs: tuple[HiddenReader, StagedLayer | None]) -> Iterator[LogitRows]:
         """Yield logits (T, V) for each of the last layers' outputs, and the next tokens, some rows at a time."""

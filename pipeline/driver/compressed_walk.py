@@ -126,10 +126,8 @@ class CompressedWalk:
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, store: bool
     ) -> TaskStream[list[ShardDone]]:
         """Pass all shards through a layer with its compressed weights, part by part."""
-        forms = staged.write.forms if isinstance(staged, Unwritten) else staged.forms if staged else {}
-        experts = forms["router"].rank if "router" in forms else None
         done: list[list[ShardDone]] = []
-        for part in self.job.parts(layer, (), experts):
+        for part in self.job.parts(layer, (), staged):
             units = self.session.forwards.units(
                 "compressed", layer, staged, (), base, part=part.number, store=store and part.last
             )

@@ -12,7 +12,14 @@ from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
 from pipeline.methods.method import Method, Moment, Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
-from pipeline.units.sharding import expert_ranges, gradient_count, gradient_samples, importance_shards
+from pipeline.units.sharding import (
+    expert_parts,
+    expert_ranges,
+    gradient_count,
+    gradient_samples,
+    importance_shards,
+)
+from pipeline.units.units import Unwritten
 
 RanksOf = Mapping[str, Mapping[str, int]]
 
@@ -109,22 +116,22 @@ class Job(Passes):
     experts: tuple[int, ...] = ()
     held_experts: int = 1
 
-    def parts(self, layer: int, moments: Sequence[Moment], experts: int | None = None) -> list[Part]:
+    def parts(self, layer: int, moments: Sequence[Moment], staged: StagedLayer | Unwritten | None = None) -> list[Part]:
         """Returns the parts of a pass through a layer, with their moments: slices of its experts, or the whole layer.
 
-        `experts`: the number of experts left in a compressed layer; None: all.
+        `staged`: the compressed layer; None: the dense one.
         """
-        dense = self.experts[layer] if self.experts else 0
-        ranges = expert_ranges(dense if experts is None else experts, self.held_experts)
-        if len(ranges) < 2:
-            return [Part(None, tuple(moments))]
-        of_part: list[list[Moment]] = [[] for _ in ranges]
+        numbers = layer_parts(self.experts, self.held_experts, layer, staged)
+        of_part: list[list[Moment]] = [[] for _ in numbers]
         for moment in moments:
-            of_part[self._part_of(moment, len(ranges))].append(moment)
-        return [Part(number, tuple(own), number + 1 == len(ranges)) for number, own in enumerate(of_part)]
+            of_part[self._part_of(moment, len(numbers))].append(moment)
+        last = numbers[-1]
+        return [Part(number, tuple(own), number == last) for number, own in zip(numbers, of_part, strict=True)]
 
     def _part_of(self, moment: Moment, parts: int) -> int:
         """Returns the part that passes a moment's point. The shared expert and the head belong to the last part."""
+        if parts == 1:
+            return 0
         block, _, rest = moment.point.partition(".")
         if block == "experts":
             return int(rest.partition(".")[0]) // self.held_experts
@@ -167,6 +174,20 @@ def solves_in_pass(propagate: str, tasks: Collection[Task], *, waits: bool) -> b
     moments = {moment for task in tasks for moment in task.moments}
     more = any(moment.kind == "gradient" for moment in moments) or any(walks_behind(task) for task in tasks)
     return propagate == "dense" and bool(moments) and not more and not waits
+
+
+def layer_parts(
+    experts: Sequence[int], held: int, layer: int, staged: StagedLayer | Unwritten | None = None
+) -> tuple[int | None, ...]:
+    """Returns the numbers of the parts of a pass through a layer, as `expert_parts`.
+
+    `experts`: of each dense layer. `held`: the experts that a worker holds at a time. `staged`: the compressed layer,
+    which may have fewer experts.
+    """
+    forms = staged.write.forms if isinstance(staged, Unwritten) else staged.forms if staged else {}
+    dense = experts[layer] if experts else 0
+    left = forms["router"].rank if "router" in forms else None
+    return expert_parts(dense if left is None else left, held)
 
 
 def walks_behind(task: Task) -> bool:

@@ -35,6 +35,7 @@ class Scorer:
     Attributes:
         every: the number of layers between two commits of hidden states.
         alone: returns True if no other work runs. Only then are hidden states committed and phases reported.
+        parts: returns the parts of a pass through a layer, dense or staged, as `pipeline.units.sharding.expert_parts`.
     """
 
     scheduler: Scheduler
@@ -43,6 +44,7 @@ class Scorer:
     num_layers: int
     every: int = 1
     alone: Callable[[], bool] = lambda: True
+    parts: Callable[[int, StagedLayer | None], Sequence[int | None]] = lambda *_: (None,)
 
     def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
         """Returns the stored outputs of a model's last layer, by shard.
@@ -92,11 +94,13 @@ def window_units(
     layers: Layers,
     layer: int,
     *,
+    part: int | None = None,
     store: bool = False,
     base: int = 0,
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
-    """Returns the units that run all shards through a layer. `records`: the inputs of layer `base`, if committed."""
+    """Returns the units that run all shards through a layer, or a part of it. `records`: the inputs of layer `base`, if
+    committed."""
     ahead = layer + 1 if layer + 1 < len(layers) and _is_final(layers, layer + 1) else None
     return [
         WindowForward(
@@ -106,6 +110,7 @@ def window_units(
             shard,
             staged=layers[layer],
             store=store,
+            part=part,
             base=base,
             base_record=records[shard] if records else None,
             replay=tuple(layers[base:layer]),
@@ -185,8 +190,11 @@ class _Model:
                 observed = True
             above = layer + 1
             store = keep_outputs if above == last else above % scorer.every == 0 and scorer.alone()
+            *earlier, ending = scorer.parts(layer, self.layers[layer])
+            for part in earlier:
+                yield window_units(self.windows, self.name, self.layers, layer, part=part, base=base, records=records)
             results: list[ShardDone] = yield window_units(
-                self.windows, self.name, self.layers, layer, store=store, base=base, records=records
+                self.windows, self.name, self.layers, layer, part=ending, store=store, base=base, records=records
             )
             if store:
                 records = tuple(result.activation for result in results if result.activation is not None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lamina import LayersConfig
 from manifests.calibration import Text
 from manifests.errors import InputError
 from manifests.schema import Workers
@@ -24,6 +25,7 @@ from pipeline.inputs.calibration import window_tokens
 from pipeline.inputs.checkpoints import expected_tensors, read_checkpoint
 from pipeline.inputs.job_inputs import layer_dtype
 from pipeline.units.scores import Score, Scored, Windows
+from pipeline.units.sharding import expert_parts
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
 from workers.config import WorkerConfig
@@ -122,7 +124,8 @@ def _score(
         windows = Windows.even(num_windows, setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
         observer.stage("start")
         with worker_pool(setup, workers, scoring.stop, observer.say, scoring.in_process) as pool:
-            scored = Scheduler(pool, observer).run(_score_windows(windows, geometry.num_layers, observer))
+            parts = _parts(config, workers.experts)
+            scored = Scheduler(pool, observer).run(_score_windows(windows, parts, observer))
     return perplexity_figures(scored, num_windows, window)
 
 
@@ -145,12 +148,23 @@ def sweep_scratch(run_dir: Storage) -> None:
             run_dir.delete_folder(folder)
 
 
-def _score_windows(windows: Windows, num_layers: int, observer: JobObserver) -> TaskStream[Scored]:
-    """Score all windows through the layers and the head. Scores are added in shard order."""
+def _parts(config: Mapping[str, Any], held: int) -> list[Sequence[int | None]]:
+    """Return the parts of each layer, as `expert_parts`. `held`: the experts that a worker holds at a time."""
+    layers = LayersConfig(**config)
+    mixtures = map(layers.layer_mixture, range(layers.num_hidden_layers))
+    return [expert_parts(sizes.experts if sizes else 0, held) for sizes in mixtures]
+
+
+def _score_windows(
+    windows: Windows, parts: Sequence[Sequence[int | None]], observer: JobObserver
+) -> TaskStream[Scored]:
+    """Score all windows through the layers, part by part, and the head. Scores are added in shard order."""
+    num_layers = len(parts)
     observer.phase("evaluate", num_layers, windows.shards)
     layers = (None,) * num_layers
-    for layer in range(num_layers):
-        yield window_units(windows, MODEL, layers, layer)
+    for layer, numbers in enumerate(parts):
+        for part in numbers:
+            yield window_units(windows, MODEL, layers, layer, part=part)
         observer.layer_done("evaluate", layer, {})
     scores = yield [Score(windows, MODEL, num_layers, shard, replay=layers) for shard in range(windows.shards)]
     return sum(scores, Scored(0.0, 0))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from pipeline.console.signals import catch_signals, interrupt_on_signals, interr
 from pipeline.cost_model.rates import known_rates
 from pipeline.driver.driver import Driver
 from pipeline.driver.interfaces import BusyPool, Journal
-from pipeline.driver.job_spec import Job, LayersEntered
+from pipeline.driver.job_spec import Job, LayersEntered, layer_parts
 from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.driver.recovery import REPAIRS
 from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, TaskStream
@@ -135,10 +136,12 @@ class JobWorkers:
     ) -> Scorer:
         """Returns a scorer of models. `scheduler`: its background streams score. They commit hidden states only when no
         other streams run, for the `first` of the models that are scored side by side."""
-        runs, layers = scheduler or Scheduler(self.pool, job.observer), job.inputs.geometry.num_layers
+        runs, geometry = scheduler or Scheduler(self.pool, job.observer), job.inputs.geometry
         cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: scheduler is None)
         alone = (lambda: runs.alone and first()) if scheduler else first
-        return Scorer(runs, job.ledger, cleaner, layers, self.every, alone)
+        experts = tuple(layer.num_experts for layer in geometry.layers)
+        parts = partial(layer_parts, experts, job.manifest.workers.experts)
+        return Scorer(runs, job.ledger, cleaner, geometry.num_layers, self.every, alone, parts)
 
     def prepare(self, job: JobContext, work: Job | None = None) -> None:
         """Enters everything that ranks depend on. `work`: a part of the job."""

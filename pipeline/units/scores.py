@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.units.base import HandleResult, Replaying, WorkUnit
+from pipeline.units.base import HandleResult, Replaying, WorkUnit, place_of
 from pipeline.units.sharding import shard_range
 
 COMPARED_LAYERS = 4  # layers of both models in one `Compare`
@@ -62,7 +62,7 @@ class WindowForward(Replaying):
 
     Attributes:
         model: the name of the model being scored, among all models on the same windows.
-        staged, store, ahead: as in `pipeline.units.units.Forward`.
+        staged, store, part, ahead: as in `pipeline.units.units.Forward`.
         ahead_staged: the layer to read ahead, if it is staged.
     """
 
@@ -72,12 +72,13 @@ class WindowForward(Replaying):
     shard: int
     staged: StagedLayer | None = None
     store: bool = False
+    part: int | None = None
     ahead: int | None = None
     ahead_staged: StagedLayer | None = None
 
     @property
     def key(self) -> str:
-        return f"windowforward/{self.model}/{self.layer}/{self.shard}"
+        return f"windowforward/{self.model}/{place_of(self.layer, self.part)}/{self.shard}"
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,12 @@ def expert_ranges(experts: int, size: int) -> tuple[range, ...]:
     return tuple(range(first, min(first + size, experts)) for first in range(0, experts, size))
 
 
+def expert_parts(experts: int, size: int) -> tuple[int | None, ...]:
+    """Return the numbers of the parts in which a layer with so many experts is passed; None alone: as a whole."""
+    count = len(expert_ranges(experts, size))
+    return tuple(range(count)) if count > 1 else (None,)
+
+
 def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
     """Return how many samples of a shard are chosen, if `chosen` samples are spread evenly over all shards. These are
     the shard's first samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,20 @@ def scored(world: World, windows: Windows, layers: list[Any], every: int = 1, or
 
 def entered(world: World) -> list[str]:
     return [key for event, key in world.events if event == "commit"]
+
+
+def test_all_shards_pass_a_part_of_a_layer_before_the_next() -> None:
+    world, windows, layers = make_world()
+    whole = scored(world, windows, layers)
+    again, windows, layers = make_world()
+    scorer = replace(make_scorer(again, windows), parts=lambda layer, _: (0, 1) if layer == 2 else (None,))
+    dense = scorer.outputs(windows, "dense", [None] * LAYERS)
+    scorer.cleaner.always.extend(dense)  # type: ignore[attr-defined]
+    assert scorer.score(windows, "made", layers, dense) == whole
+    passed = [unit for unit in again.done if isinstance(unit, WindowForward) and unit.model == "dense"]
+    parts = [(unit.layer, unit.part, unit.shard) for unit in passed if unit.layer in (2, 3)]
+    assert parts == [(2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, None, 0), (3, None, 1)]
+    assert [unit.store for unit in passed if unit.layer == 2] == [False, False, True, True]
 
 
 def test_entered_layer_by_layer() -> None:

@@ -14,8 +14,11 @@ from torch.nn import functional
 from manifests.errors import CorruptError
 from pipeline.driver.scoring import window_units
 from pipeline.units.scores import Score, WindowForward, Windows
+from pipeline.units.sharding import expert_parts
 from pipeline.units.units import Forward
 from stores.activations import ActivationStore
+from stores.source import SourceCheckpoint
+from tests import factories
 from tests.workers.bench import (
     EVERYTHING,
     LOW,
@@ -129,6 +132,26 @@ def test_a_layer_in_between_reads_no_tokens_and_embedding_and_head_come_once(
         worker.execute(Score(windows, "m", layers, shard, replay=(None,) * layers))
     assert [names[0] for names in read][-1] == "model.norm.weight"
     assert len(read) <= 3, "the embeddings before and with the first layer, the head"
+
+
+def test_slices_of_experts_are_read_once_for_all_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = factories.make_model(tmp_path / "model", "qwen3_moe"), list[str]()
+    setup = make_setup(model, tmp_path / "run", experts=2)
+    whole, worker = make_worker(replace(setup, experts=100)), make_worker(setup)
+    reading = SourceCheckpoint.read
+    monkeypatch.setattr(
+        SourceCheckpoint, "read", lambda source, names, *of: read.extend(names) or reading(source, names, *of)
+    )
+    windows = windows_of(setup)
+    for part in expert_parts(setup.geometry.layers[0].num_experts, 2):
+        for shard in range(2):
+            worker.execute(WindowForward(windows, "m", 0, shard, part=part))
+    experts = [name for name in read if name.startswith("model.layers.0.mlp.experts.")]
+    assert len(experts) == len({*experts}) == 3 * 6
+    for shard in range(2):
+        whole.execute(WindowForward(windows, "m", 0, shard))
+        assert torch.equal(held(worker, "windows-m", 1, shard), held(whole, "windows-m", 1, shard))
+    assert len(worker.hidden.held) == 2, "nothing is left between slices"
 
 
 def test_windows_that_came_with_the_setup(llama: Path, tmp_path: Path) -> None:
