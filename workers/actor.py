@@ -64,7 +64,7 @@ class RayTransfer(TensorTransfer):
             message = f"the result of {handle.producer} was lost with its node ({type(error).__name__})"
             raise LostInputError(message, (handle.producer,)) from None
 
-    def aside(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def offload(self, tensor: Tensor) -> Callable[[], Tensor]:
         reference, device = ray.put(pack({"": tensor})), tensor.device
         return lambda: unpack(ray.get(reference))[""].to(device)
 

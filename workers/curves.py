@@ -27,7 +27,7 @@ def curve_result(unit: CurveUnit, problem: GroupProblem, read: Read) -> Any:
     if isinstance(unit, BeginCurve):
         return method.begin_curve(problem.group, problem.geometry, problem.weights, statistics)
     assert isinstance(unit, CurvePieces)
-    return method.curve_pieces(problem.group, problem.geometry, problem.weights, statistics, unit.begun, unit.numbers)
+    return method.curve_pieces(problem.group, problem.geometry, problem.weights, statistics, unit.shared, unit.numbers)
 
 
 def _curve(unit: Predict, problem: GroupProblem, read: Read) -> Curve:
@@ -37,7 +37,7 @@ def _curve(unit: Predict, problem: GroupProblem, read: Read) -> Curve:
     statistics = read(unit.statistics) if quantize is not None or not unit.pieces else Statistics()
     if unit.pieces:
         assert isinstance(method, Dividing)
-        curve = method.join_curve(group, geometry, unit.begun, unit.pieces)
+        curve = method.join_curve(group, geometry, unit.shared, unit.pieces)
     else:
         curve = method.curve(group, geometry, weights, statistics)
     counts = {moment: record.tokens for moment, record in unit.statistics.items() if isinstance(record, CountedRecord)}

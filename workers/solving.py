@@ -150,9 +150,9 @@ def _pair(statistics: Statistics) -> Moment | None:
     return next((moment for moment in statistics.moments if moment.kind == "pair"), None)
 
 
-def with_aside(statistics: Statistics, problem: GroupProblem, transfer: TensorTransfer) -> Statistics:
+def with_offload(statistics: Statistics, problem: GroupProblem, transfer: TensorTransfer) -> Statistics:
     """Return statistics with which a solve of streamed weights puts what it computes outside of this process."""
-    return replace(statistics, aside=transfer.aside) if isinstance(problem.weights, StreamedWeights) else statistics
+    return replace(statistics, offload=transfer.offload) if isinstance(problem.weights, StreamedWeights) else statistics
 
 
 def solve_done(solved: Solved, transfer: TensorTransfer, parts: int = 1) -> SolveDone:

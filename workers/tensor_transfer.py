@@ -31,7 +31,7 @@ class TensorTransfer(Protocol):
         """Return the tensors of a handle, on the CPU and read-only. Raise LostInputError if their node is gone."""
         ...
 
-    def aside(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def offload(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Keep a tensor outside of this process while the result lives, which brings it back read-only."""
         ...
 
@@ -82,7 +82,7 @@ class LocalTransfer(TensorTransfer):
     def get(self, handle: dict[str, Tensor]) -> dict[str, Tensor]:
         return handle
 
-    def aside(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def offload(self, tensor: Tensor) -> Callable[[], Tensor]:
         return in_memory(tensor)
 
 

@@ -67,7 +67,7 @@ from workers.refining import RefinePass
 from workers.score_pass import ScorePass
 from workers.shared_moments import SharedMoments
 from workers.sliced_pass import SlicedPass, SlicedShard
-from workers.solving import GroupProblem, solve_done, solve_group, solve_sizes, with_aside
+from workers.solving import GroupProblem, solve_done, solve_group, solve_sizes, with_offload
 from workers.sums import LayerSums, Squares
 from workers.tapped_layer import Tap, TappedLayer, sample_tap
 from workers.tensor_transfer import TensorTransfer, get_all, get_available
@@ -347,7 +347,7 @@ class Worker:
         if unit.task.refine is not None:
             problem = replace(problem, quantize=None)  # rounded after the training
         with self._computing(), tensor_cores(self.setup.dtype):
-            solved = solve_group(problem, with_aside(statistics, problem, self.transfer), unit.ranks, before)
+            solved = solve_group(problem, with_offload(statistics, problem, self.transfer), unit.ranks, before)
         return solve_done(solved, self.transfer, unit.parts)
 
     def _refine(self, unit: Refine) -> RefineDone:
@@ -359,7 +359,7 @@ class Worker:
         problem = self._problem(unit.task)
         statistics = self._statistics(unit.task.layer, unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
-            each = solve_sizes(problem, with_aside(statistics, problem, self.transfer), unit.sizes)
+            each = solve_sizes(problem, with_offload(statistics, problem, self.transfer), unit.sizes)
             return SizesSolved(tuple(solve_done(solved, self.transfer, unit.parts) for solved in each))
 
     def _write(self, unit: Write) -> Any:

@@ -43,7 +43,7 @@ class SolveWork:
         steps: removals of channels, one after another.
         sample_flops: operations on a sample, in the checkpoint's dtype.
         pieces: the number of pieces into which a curve may be cut.
-        begun: the part of this work before the pieces; None if the curve is not cut.
+        shared: the part of this work before the pieces; None if the curve is not cut.
         eigen_flops: float64 operations of eigenproblems.
         factor_flops: float64 operations of Cholesky, LU, QR, triangular solves, and updates by few columns.
         moved_bytes: bytes of device memory that elementwise work moves.
@@ -55,7 +55,7 @@ class SolveWork:
     steps: int
     sample_flops: float = 0.0
     pieces: int = 1
-    begun: SolveWork | None = None
+    shared: SolveWork | None = None
     eigen_flops: float = 0.0
     factor_flops: float = 0.0
     moved_bytes: float = 0.0
@@ -254,8 +254,8 @@ def _mlp_curve(task: Task, block: MLPBlock, tokens: int) -> SolveWork:
     hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     widths = [inner * place / task.pieces for place in range(1, task.pieces + 1)]
     ordered = hidden**3 / 3 + 2.0 * hidden**2 * inner + inner**3 / 3 + hidden * inner**2
-    begun = replace(_elimination(block, 1 - 1 / task.pieces), name="begun")
-    begun = begun.plus(SolveWork("", ordered, 0, factor_flops=(hidden**3 + inner**3) / 3))
+    shared = replace(_elimination(block, 1 - 1 / task.pieces), name="shared")
+    shared = shared.plus(SolveWork("", ordered, 0, factor_flops=(hidden**3 + inner**3) / 3))
     flops, seen = hidden**3 / 3 + (4.0 * readers + 2.0) * inner * hidden**2, 0.0
     probed = _spaced([width for width in widths if tokens >= FIT_TOKENS * width])
     eigen = (2 * task.pieces * VALUES_FLOPS + len(probed) * (EIGEN_FLOPS - VALUES_FLOPS)) * hidden**3
@@ -270,7 +270,7 @@ def _mlp_curve(task: Task, block: MLPBlock, tokens: int) -> SolveWork:
     moved = WIDTH_BYTES * task.pieces * float(hidden) ** 2
     grown = SolveWork("", flops + eigen, 0, seen, eigen_flops=eigen, moved_bytes=moved)
     again = ordered + hidden**3 / 3
-    return replace(begun.plus(grown), name=task.name, pieces=task.pieces, begun=begun, again_flops=again)
+    return replace(shared.plus(grown), name=task.name, pieces=task.pieces, shared=shared, again_flops=again)
 
 
 def _spaced(widths: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Values that are computed, or brought back, when they are asked for, so that few are in memory at a time."""
+"""Sequences and mappings whose values are computed or loaded on access, so that few are in memory at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, overload
@@ -6,19 +6,19 @@ from typing import TypeVar, overload
 from torch import Tensor
 
 T = TypeVar("T")
-Aside = Callable[[Tensor], Callable[[], Tensor]]  # puts a tensor aside; the result brings it back
+Offload = Callable[[Tensor], Callable[[], Tensor]]  # moves a tensor out of memory; the result loads it
 
 
 def in_memory(tensor: Tensor) -> Callable[[], Tensor]:
-    """Put a tensor aside in this process's memory."""
+    """Keep a tensor in this process's memory."""
     return lambda: tensor
 
 
 class Deferred(Sequence[T]):
-    """A sequence whose items are computed each time they are asked for."""
+    """A sequence whose items are computed on each access."""
 
     def __init__(self, items: Sequence[Callable[[], T]]) -> None:
-        """`items`: compute one item each."""
+        """`items`: functions that compute one item each."""
         self._items = list(items)
 
     def __len__(self) -> int:
@@ -35,10 +35,10 @@ class Deferred(Sequence[T]):
 
 
 class DeferredTensors(Mapping[str, Tensor]):
-    """Tensors by name, each computed when it is asked for."""
+    """Tensors by name, each computed on access."""
 
     def __init__(self, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
-        """`tensors`: name -> computes the tensor."""
+        """`tensors`: name -> a function that computes the tensor."""
         self._tensors = dict(tensors)
 
     def __len__(self) -> int:

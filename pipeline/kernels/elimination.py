@@ -66,20 +66,20 @@ def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int 
     return Elimination(state.run(), state.jitter)
 
 
-def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor | None = None) -> Pruned:
-    """`eliminate` and refit W_down in one: B is updated with each removal.
+def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, weighted_DN: Tensor | None = None) -> Pruned:
+    """Eliminate channels and refit W_down at the same time: B is updated with each removal.
 
-    The refit then costs D N for each removed channel, and the error is the sum over all removals. `felt_DN` (W_down in
-    the metric of the loss) replaces W_down in the scores; refit and error are always W_down's. If C is singular, W_down
-    is refitted afterwards (`nystrom_refit`). Raises the ValueErrors of `eliminate`.
+    The refit then costs D N for each removed channel, and the error is the sum over all removals. `weighted_DN`, W_down
+    in the metric of the loss, replaces W_down in the scores; refit and error are always W_down's. If C is singular,
+    W_down is refitted afterwards (`nystrom_refit`). Raises the ValueErrors of `eliminate`.
     """
-    felt_DN = weight_down_DN if felt_DN is None else felt_DN
-    state = _Elimination(moment_NN, felt_DN, weight_down_DN, count, None)
+    weighted_DN = weight_down_DN if weighted_DN is None else weighted_DN
+    state = _Elimination(moment_NN, weighted_DN, weight_down_DN, count, None)
     kept_k, jitter = complement(state.run(), len(moment_NN)), state.jitter
     if state.lost is None:
         refit_Dk, report, error = refit_with_error(weight_down_DN, moment_NN, kept_k)
         return Pruned(kept_k, refit_Dk, error, jitter, report)
-    whole = state.energy if felt_DN is weight_down_DN else output_energy(weight_down_DN, moment_NN)
+    whole = state.energy if weighted_DN is weight_down_DN else output_energy(weight_down_DN, moment_NN)
     error = 0.0 if state.lost <= 0.0 else state.lost / whole if whole > 0.0 else float("inf")
     report = RefitReport(jitter=0.0, condition=state.condition(kept_k), fallback=False, dropped=0)
     return Pruned(kept_k, state.refit_Dn.index_select(1, state.last_k) / state.scale_N[kept_k], error, jitter, report)
@@ -91,9 +91,9 @@ class _Elimination:
     lost: float | None = None  # output error so far; None without a refit
 
     def __init__(
-        self, moment_NN: Tensor, felt_DN: Tensor, weight_DN: Tensor | None, count: int, block: int | None
+        self, moment_NN: Tensor, weighted_DN: Tensor, weight_DN: Tensor | None, count: int, block: int | None
     ) -> None:
-        size = check_down(moment_NN, felt_DN)
+        size = check_down(moment_NN, weighted_DN)
         require_rank("count", count, size)
         self.panel = (64 if size < 4096 else 128) if block is None else block
         if self.panel < 1:
@@ -113,7 +113,7 @@ class _Elimination:
             INVERSE_JITTERS,
         )
         inverse_(self.array[:, :size])
-        self.energy = self._fill_gram(felt_DN)
+        self.energy = self._fill_gram(weighted_DN)
         if weight_DN is not None and not self.jitter:
             check_down(moment_NN, weight_DN)
             self.refit_Dn: Tensor = weight_DN.detach().to(torch.float64) * self.scale_N
@@ -161,15 +161,15 @@ class _Elimination:
     def _gram(self) -> Tensor:
         return self.array[:, 1:]
 
-    def _fill_gram(self, felt_DN: Tensor) -> float:
+    def _fill_gram(self, weighted_DN: Tensor) -> float:
         """Fill in BᵀB of the scores' weight; returns tr(B C Bᵀ). A dead channel gets b = 0: it is removed first."""
         # Only ratios of scores matter: normalising both scales keeps the squares in range.
         scale_N = torch.where(self.live_N, self.scale_N, 0.0)
-        largest, widest = felt_DN.detach().abs().max().double() or 1.0, scale_N.max() or 1.0
-        felt_DN = (felt_DN.detach().double() / largest).mul_(scale_N / widest)
+        largest, widest = weighted_DN.detach().abs().max().double() or 1.0, scale_N.max() or 1.0
+        weighted_DN = (weighted_DN.detach().double() / largest).mul_(scale_N / widest)
         energy = 0.0
         for rows in blocks_of(self.size):
-            upper_bn = felt_DN[:, rows].mT @ felt_DN[:, rows.start :]
+            upper_bn = weighted_DN[:, rows].mT @ weighted_DN[:, rows.start :]
             part_bn = self.moment_NN.detach()[rows, rows.start :] / self.scale_N[rows, None]
             part_bn.div_(self.scale_N[rows.start :]).mul_(upper_bn)
             energy += float(triangle_sum(part_bn, rows.stop - rows.start))

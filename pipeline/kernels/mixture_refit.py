@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
-from pipeline.kernels.deferred import Aside, Deferred, in_memory
+from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.moments import ROWS_PER_PRODUCT, add_head_moment_, wide_product
 from pipeline.kernels.refit import correction
 
@@ -42,13 +42,13 @@ def refit_mixture(
     weights: Sequence[Tensor],
     sweeps: int = SWEEPS,
     ridge: float = RIDGE,
-    aside: Aside = in_memory,
+    offload: Offload = in_memory,
 ) -> Sequence[Tensor]:
     """Refit each writer (D, k) in turn to the residual that all others leave, `sweeps` times.
 
     Each step minimises E‖r − ΔW v‖² + λ‖ΔW‖², λ = `ridge` · mean of the diagonal of E[v vᵀ]. `served` is called with
     the number of an expert; an expert without tokens or channels keeps its writer. One writer at a time is in memory:
-    `weights` may be computed when asked for, and the others lie where `aside` puts them. Products are float32 or
+    `weights` may be computed when asked for, and the others lie where `offload` puts them. Products are float32 or
     better, sums and solutions float64. Raises ValueError on shapes that do not fit, NaN or infinity, or no tokens.
     """
     if target_TD.ndim != 2 or not len(target_TD):
@@ -61,7 +61,7 @@ def refit_mixture(
         weight_Dk = weight.detach().to(torch.float64)
         part = _checked(served(number), weight_Dk, target_TD)
         _subtract_(residual_TD, part, weight_Dk)
-        fitted.append(aside(weight_Dk))
+        fitted.append(offload(weight_Dk))
     for _ in range(sweeps):
         for number in range(len(fitted)):
             part = served(number)
@@ -69,7 +69,7 @@ def refit_mixture(
                 continue
             change_Dk = correction(*_sums(residual_TD, part), ridge)
             _subtract_(residual_TD, part, change_Dk)
-            fitted[number] = aside(fitted[number]() + change_Dk)
+            fitted[number] = offload(fitted[number]() + change_Dk)
     return Deferred(fitted)
 
 

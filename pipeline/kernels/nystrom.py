@@ -110,12 +110,12 @@ def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> 
     return outputs_DN
 
 
-def nested_losses(felt_DN: Tensor) -> Tensor:
+def nested_losses(weighted_DN: Tensor) -> Tensor:
     """(N + 1,): ½ tr(G ΔW C ΔWᵀ) of the best refit of W on the first k channels, for k = 0 … N. docs/methods.md#curves.
 
     Takes the `nested_outputs` of Fᵀ W, G = F Fᵀ.
     """
-    return tail_sums(0.5 * felt_DN.square().sum(dim=0))
+    return tail_sums(0.5 * weighted_DN.square().sum(dim=0))
 
 
 def nystrom_refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport]:

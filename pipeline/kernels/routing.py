@@ -116,16 +116,16 @@ def removals(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None)
     return Removals(now.experts, torch.stack(changes, dim=1))
 
 
-def add_change_(into_Tkq: Tensor, changes_Tk: Tensor, felt_Tq: Tensor) -> None:
-    """Add one expert's part to the changes of a mixture's output: its `changes` of weight, times its felt outputs.
+def add_change_(into_Tkq: Tensor, changes_Tk: Tensor, weighted_Tq: Tensor) -> None:
+    """Add one expert's part to the changes of a mixture's output: its `changes` of weight, times its weighted outputs.
 
-    `felt_Tq` is f(m) R for the expert f, where R Rᵀ is the loss's metric G at the mixture's output. Only tokens with
-    `changes_Tk` other than 0 count; the others may hold zeros.
+    `weighted_Tq` is f(m) R for the expert f, where R Rᵀ is the loss's metric G at the mixture's output. It may be zero
+    for tokens without `changes_Tk`.
     """
-    if into_Tkq.shape != (*changes_Tk.shape, felt_Tq.shape[-1]) or len(felt_Tq) != len(changes_Tk):
-        shapes = f"{tuple(into_Tkq.shape)}, {tuple(changes_Tk.shape)} and {tuple(felt_Tq.shape)}"
+    if into_Tkq.shape != (*changes_Tk.shape, weighted_Tq.shape[-1]) or len(weighted_Tq) != len(changes_Tk):
+        shapes = f"{tuple(into_Tkq.shape)}, {tuple(changes_Tk.shape)} and {tuple(weighted_Tq.shape)}"
         raise ValueError(f"changes (T, k, q), weights (T, k) and outputs (T, q) do not fit: {shapes}")
-    into_Tkq += changes_Tk[:, :, None].to(into_Tkq.dtype) * felt_Tq[:, None, :].to(into_Tkq.dtype)
+    into_Tkq += changes_Tk[:, :, None].to(into_Tkq.dtype) * weighted_Tq[:, None, :].to(into_Tkq.dtype)
 
 
 def removal_sums(experts_Tk: Tensor, changes_Tkq: Tensor, num_experts: int) -> Tensor:

@@ -12,7 +12,7 @@ from manifests.methods import ASVD
 from pipeline.kernels.lowrank import InputRoots
 from pipeline.methods.separate import SeparateMethod
 
-FLOOR = 1e-5  # of the largest size: inputs that are always zero would be scaled by zero
+FLOOR = 1e-5  # smallest size, relative to the largest: an input that is always zero would be scaled by zero
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class ASVDMethod(SeparateMethod[ASVD]):
     name: ClassVar[str] = "asvd"
 
     def roots(self, moment_FF: Tensor) -> InputRoots:
-        """Return S = diag(s)^alpha, s_i the root mean square of input i over their mean; clipped inputs are counted.
+        """Return S = diag(s)^alpha, where s_i is the root mean square of input i divided by the mean over inputs.
 
-        The paper uses the mean magnitude of an input; a second moment gives the root mean square.
+        The result counts clipped inputs. The paper uses the mean magnitude of an input, which a second moment does not
+        give.
         """
         size_F = moment_FF.diagonal().double().clamp_min(0.0).sqrt()
         largest = float(size_F.max())

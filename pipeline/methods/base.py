@@ -22,7 +22,7 @@ class MethodDefaults(ABC):
 
     name: ClassVar[str]
     own_class: ClassVar[bool] = False
-    routed_only: bool  # the budget counts routed experts alone, and nothing else is claimed
+    routed_only: bool  # claim only routed experts, because the budget counts only them
 
     @property
     def keep(self) -> float | None:
@@ -46,12 +46,12 @@ class MethodDefaults(ABC):
 
     @property
     def scores(self) -> frozenset[str]:
-        """Return nothing: ranks do not depend on calibration text."""
+        """Return an empty set: ranks do not depend on calibration text."""
         return frozenset()
 
     @property
     def config_fields(self) -> Mapping[str, Any]:
-        """Return nothing: the forms describe the checkpoint."""
+        """Return an empty mapping: the forms describe the checkpoint."""
         return {}
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -87,7 +87,7 @@ class MethodDefaults(ABC):
         return None
 
     def least_reason(self, geometry: Geometry) -> str:
-        """Return nothing: steps alone limit the sizes."""
+        """Return an empty string: only the steps of ranks limit the sizes."""
         return ""
 
     def most_numbers(self, geometry: Geometry) -> float:

@@ -1,4 +1,4 @@
-"""Losses, factors and curves of groups with one rank, weighted by the model's loss. docs/methods.md#curves.
+"""Losses, factors and curves of groups with a single rank, weighted by the model's loss. docs/methods.md#curves.
 
 Legend: D inputs, m rows of a stack, r rank.
 """
@@ -17,7 +17,7 @@ from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 
 def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD: Tensor) -> Directions:
-    """Order the directions of a stack's input by its weights (`none`), its outputs (`input`) or the loss (`loss`)."""
+    """Order the directions of a stack's input by the energy of weights (`none`) or outputs (`input`), or by `loss`."""
     if weighting == "loss":
         return input_directions(moment_DD, pull_DD)
     gram_DD = torch.zeros_like(moment_DD)
@@ -35,7 +35,7 @@ def losses(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD
 
 
 def factors(order: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a shared first (r, D) and a second (m, r) for each weight. √ of a direction's size goes into both."""
+    """Return a shared first factor (r, D) and a second (m, r) for each weight. Both get √ of each direction's norm."""
     decode_Dr, encode_rD = order.decode[:, :rank], order.encode[:rank]
     seconds = [weight.double() @ decode_Dr for weight in weights]
     sizes_r = torch.stack([second.square().sum(dim=0) for second in seconds]).sum(dim=0).sqrt()

@@ -18,7 +18,7 @@ class Measuring(Protocol):
     """A method whose ranks depend on a measurement of the dense weights."""
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The groups to measure. They claim nothing, and may include groups that the method does not claim."""
+        """Return the groups to measure. They may include groups that the method does not claim."""
         ...
 
     def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> Any:
@@ -29,7 +29,7 @@ class Measuring(Protocol):
 
 @runtime_checkable
 class Remarking(Protocol):
-    """A method that may have to remark, before anything is computed, that a setting of its entry cannot be met."""
+    """A method that can tell before the job starts that a setting of its entry cannot be met."""
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
         """Return a remark for each setting that cannot be met, with the reason and the value used instead."""
@@ -41,7 +41,7 @@ class Predicting(Protocol):
     """A method that can predict the model's loss at each size of a group, before it compresses the group."""
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The groups whose curves are needed: the claimed ones with `allocation: loss`, else none."""
+        """Return the groups whose curves are needed: the claimed ones with `allocation: loss`, else none."""
         ...
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
@@ -60,13 +60,13 @@ class Predicting(Protocol):
 
 @runtime_checkable
 class Dividing(Predicting, Protocol):
-    """A method whose curves several workers may share (`Group.pieces`). The split does not change the result.
+    """A method whose curves can be computed in pieces by several workers (`Group.pieces`), with the same result.
 
-    The results of `begin` and `piece` are JSON.
+    The results of `begin_curve` and `curve_pieces` are JSON.
     """
 
     def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Any:
-        """Compute the part that all pieces share."""
+        """Compute the values that all pieces need."""
         ...
 
     def curve_pieces(
@@ -75,13 +75,13 @@ class Dividing(Predicting, Protocol):
         geometry: LayerGeometry,
         weights: Weights,
         statistics: Statistics,
-        begun: Any,
+        shared: Any,
         numbers: Sequence[int],
     ) -> list[Any]:
-        """Compute some of the pieces, numbered from 0. Pieces are in descending order of work."""
+        """Compute the pieces with these numbers, from 0. Pieces are in descending order of work."""
         ...
 
-    def join_curve(self, group: Group, geometry: LayerGeometry, begun: Any, pieces: Sequence[Any]) -> Curve:
+    def join_curve(self, group: Group, geometry: LayerGeometry, shared: Any, pieces: Sequence[Any]) -> Curve:
         """Return the curve from all pieces in order."""
         ...
 
@@ -91,13 +91,13 @@ class Shaped(Protocol):
     """A method whose ranks determine the shapes of all stored tensors."""
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Role -> form, as `Solution.forms`; a role that stays dense is left out."""
+        """Map each role to its form, as `Solution.forms`. Dense roles are left out."""
         ...
 
 
 @runtime_checkable
 class SharingSizes(Protocol):
-    """A method that does the shared work of several sizes of a group once. The results equal those of `compress`."""
+    """A method that shares work between several sizes of a group. The results equal those of `compress`."""
 
     def compress_sizes(
         self,
@@ -107,7 +107,7 @@ class SharingSizes(Protocol):
         statistics: Statistics,
         sizes: Sequence[Ranks],
     ) -> Iterator[Solution]:
-        """Do the work of `compress` for each of `sizes` in turn."""
+        """Yield the results of `compress` for each of `sizes`."""
         ...
 
 
@@ -124,8 +124,9 @@ class Correcting(Protocol):
         ranks: Ranks,
         before: Mapping[str, Tensor],
     ) -> Solution:
-        """Return the changes from the one pair among the statistics. A role's tensors and form replace its earlier
-        ones.
+        """Return the corrected tensors of the roles that one pair, the only one among the statistics, determines.
+
+        They replace the roles' earlier tensors and forms.
 
         `before`: `role.weight` and `role.bias` after the previous correction, for roles that are stored in this form.
         """

@@ -30,7 +30,7 @@ from pipeline.ranks.budget import RankVariable
 
 @dataclass(frozen=True)
 class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
-    """`method: reap`: experts by the mean of p‖f(m)‖ over their tokens, equally many in every layer."""
+    """`method: reap`: keeps the experts with the largest mean of p‖f(m)‖ over their tokens, as many in each layer."""
 
     name: ClassVar[str] = "reap"
     scored_by: ClassVar[str] = SALIENCY_BY_EXPERT
@@ -52,23 +52,23 @@ class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
         return (RankVariable(group.layer, group.name, EXPERTS, len(experts), groups, cost, least),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the ratio of E."""
+        """Return `ratio` times the number of experts."""
         return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
 
     def expert_scores(
         self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
     ) -> Tensor:
-        """Return the score of each expert."""
+        """Return the scores of experts from their sums over the sample."""
         return self.score(expert_sums(mixture, inputs_TD))
 
     def score(self, sums: ExpertSums) -> Tensor:
-        """Return a score for each expert."""
+        """Return the mean of p‖f(m)‖ of each expert."""
         return reap_scores(sums)
 
 
 @dataclass(frozen=True)
 class FrequencyMethod(REAPMethod):
-    """`method: frequency`: experts by their number of tokens, equally many in every layer."""
+    """`method: frequency`: keeps the experts with the most tokens, as many in each layer."""
 
     name: ClassVar[str] = "frequency"
     scored_by: ClassVar[str] = TOKENS_BY_EXPERT
@@ -80,23 +80,23 @@ class FrequencyMethod(REAPMethod):
 
 @dataclass(frozen=True)
 class MergeExpertsMethod(REAPMethod):
-    """`method: merge_experts`: experts of nearest mean outputs become one, equally many stay in every layer."""
+    """`method: merge_experts`: merges the experts with the closest mean outputs, to as many in each layer."""
 
     name: ClassVar[str] = "merge_experts"
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Store each cluster in the place of its member with most tokens, under new numbers from 0."""
+        """Merge clusters of experts. The router keeps the row of each cluster's member with the most tokens."""
         experts, mixture = routed(geometry), mixture_of(geometry, weights)
         if ranks[EXPERTS] == len(experts):
             return Solution(weights, {}, {"dense": True})
         inputs_TD = self.inputs(geometry, statistics)
         clusters = cluster(mean_outputs(mixture, inputs_TD), ranks[EXPERTS], mixture.rule.groups)
         tokens_E = expert_tokens(mixture, inputs_TD)
-        merged, kept = merge(mixture, clusters, tokens_E, statistics.aside), busiest(clusters, tokens_E)
+        merged, kept = merge(mixture, clusters, tokens_E, statistics.offload), busiest(clusters, tokens_E)
         if self.refits:
-            merged = refit(mixture, merged, inputs_TD, statistics.aside)
+            merged = refit(mixture, merged, inputs_TD, statistics.offload)
         stored = {number: partial(mixture.experts.__getitem__, number) for number in range(len(experts))}
         stored |= {number: partial(merged.experts.__getitem__, place) for place, number in enumerate(kept)}
         placed = replace(mixture, experts=Deferred([stored[number] for number in range(len(experts))]))

@@ -59,7 +59,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
         """Claim groups `attention` (v, o), `query_key` (q, k) and the MLP of every chosen layer.
 
-        Raises ValueError on layers that do not exist, and on ranks given for what is off or beyond the full rank.
+        Raises ValueError on layers that do not exist, and on ranks of parts that are off or above the full rank.
         """
         groups = []
         for layer in self.chosen_layers(geometry):
@@ -86,18 +86,18 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             if rank is not None and name not in full:
                 raise ValueError(f"ranks.{name}: {rank} is given, but {foreign_attention_fault([geometry])}")
             if rank is not None and rank > full[name]:
-                raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]} of layer {geometry.index}")
+                raise ValueError(f"ranks.{name}: {rank} is above the full rank {full[name]} of layer {geometry.index}")
 
     def _attention_moments(self, block: AttentionBlock) -> tuple[Moment, ...]:
-        felt = (input_moment(block.writer), output_gradient(block.writer)) if self.entry.needs_gradient else ()
-        return (self._value_moment(block), *felt)
+        by_loss = (input_moment(block.writer), output_gradient(block.writer)) if self.entry.needs_gradient else ()
+        return (self._value_moment(block), *by_loss)
 
     def _mlp_moments(self, block: MLPBlock) -> tuple[Moment, ...]:
-        felt = (output_gradient(block.writer),) if self.entry.needs_gradient else ()
-        return (input_moment(block.writer), *felt)
+        gradients = (output_gradient(block.writer),) if self.entry.needs_gradient else ()
+        return (input_moment(block.writer), *gradients)
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss by rank of the values, or by width of the MLP."""
+        """Predict the loss at each rank of the values, or at each width of the MLP."""
         (variable,) = self.group_variables(group, geometry)
         block = geometry.block_of(group.roles[0])
         writer = block.writer
@@ -105,10 +105,10 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         output_DF = weights[writer.weight_key].double()
         if isinstance(block, MLPBlock):
             metric, down_DN, hidden_NN = factored(metric_DD), output_DF, input_FF
-            felt_DN = metric.factor.T @ down_DN
-            chooses_DN = felt_DN if self.entry.weighting == "loss" else down_DN
+            weighted_DN = metric.factor.T @ down_DN
+            chooses_DN = weighted_DN if self.entry.weighting == "loss" else down_DN
             priority_N = self._priority(hidden_NN, chooses_DN, variable.least)
-            losses = metric.scale * nested_losses(nested_outputs(hidden_NN, felt_DN, priority_N))
+            losses = metric.scale * nested_losses(nested_outputs(hidden_NN, weighted_DN, priority_N))
             return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: 0)
         attention = geometry.attention
         encode_Gdd, decode_Gdd, _, _ = self._basis(attention, output_DF, statistics, attention.head_dim)
@@ -116,7 +116,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: attention.kv_heads * rank)
 
     def _priority(self, hidden_NN: Tensor, chooses_DN: Tensor, least: int) -> Tensor:
-        """Return the channels in the order in which growing widths include them."""
+        """Return the channels by priority: a width keeps the first ones."""
         if self.entry.selection == "leverage":
             scores_N, _ = ridge_leverage(hidden_NN, self.entry.ridge)
             return torch.sort(scores_N, descending=True, stable=True).indices
@@ -127,7 +127,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return (_rank_variable(group, geometry, self.entry.multiple(geometry.hidden)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return w_l · cap, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the entry's ranks."""
+        """Return the entry's ranks, or w_l · cap, where w_l is from Algorithm 1 (IPRS) or is the ratio."""
         variables = self.rank_variables(geometry)
         if self.entry.ranks is not None:
             fixed = self.entry.ranks.model_dump()
@@ -209,10 +209,10 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             kept_k, jitter = select_leverage(moment_NN, rank, self.entry.ridge)
             refit_Dk, fallbacks, error = refit_with_error(down_DN, moment_NN, kept_k)
         else:
-            felt_DN = None
+            weighted_DN = None
             if self.entry.weighting == "loss":
-                felt_DN = factored(statistics.mean(output_gradient(writer))[0]).factor.T @ down_DN.double()
-            kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, felt_DN)
+                weighted_DN = factored(statistics.mean(output_gradient(writer))[0]).factor.T @ down_DN.double()
+            kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, weighted_DN)
         tensors = {writer.weight_key: refit_Dk}
         tensors |= {reader.weight_key: weights[reader.weight_key][kept_k].double() for reader in block.readers}
         tensors |= {key: bias[kept_k] for key, bias in biases_of(weights, block.readers).items()}

@@ -1,4 +1,4 @@
-"""A baseline: the channels of all MLPs in one ranking by the loss of removing each alone. docs/methods.md#baselines.
+"""A baseline: ranks the channels of all MLPs together by the loss of removing each alone. docs/methods.md#baselines.
 
 Legend: D hidden, N intermediate, k channels kept.
 """
@@ -21,7 +21,7 @@ from pipeline.methods.moments import input_moment, output_gradient
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, steps, to_columns
 
-WIDTH = "width"  # a point's choice
+WIDTH = "width"  # the rank of a point
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HEAPrMethod(MethodBase[HEAPr]):
         return round(block.numbers(min(self.entry.multiple(geometry.hidden), block.width)))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Return by width the sum of the losses of the removed channels."""
+        """Return the sum of the losses of the removed channels at each width."""
         block = geometry.mlp_of(group.roles[0])
         losses = _ranked(block, weights, statistics).losses.tolist()
         widths = steps(block.width, self.entry.multiple(geometry.hidden))
@@ -67,7 +67,7 @@ class HEAPrMethod(MethodBase[HEAPr]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Keep the channels of largest loss; with `refit`, fit the writer to them."""
+        """Keep the channels with the largest losses; with `refit`, refit the writer to them."""
         block, width = geometry.mlp_of(group.roles[0]), ranks[WIDTH]
         if width >= block.width:
             return Solution(dict(weights), {}, {"dense": True})

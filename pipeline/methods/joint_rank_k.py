@@ -100,14 +100,14 @@ class JointRankKMethod(MethodBase[JointRankK]):
         """Predict the loss by rank. For separate weights it is the sum, as if their errors were uncorrelated."""
         pair = self._pairs(geometry)[group.name]
         input_DD = statistics.mean(pair.input)[0]
-        lines = []
+        curves = []
         for matrices, stack in zip(pair.stacks, self._stacks(geometry, pair), strict=True):
             parts, _ = equalize([weights[matrix.weight_key] for matrix in matrices])
             pull_DD = statistics.mean(pull(matrices))[0]
-            lines.append((stack, losses(parts, self.entry.weighting, input_DD, pull_DD)))
+            curves.append((stack, losses(parts, self.entry.weighting, input_DD, pull_DD)))
 
         def loss_at(rank: int) -> float:
-            return sum(0.0 if _saves_nothing(stack, rank) else float(lost[rank]) for stack, lost in lines)
+            return sum(0.0 if _saves_nothing(stack, rank) else float(by_rank[rank]) for stack, by_rank in curves)
 
         cache = geometry.attention.key.outputs if pair.variable == QUERY_KEY else 0
         (variable,) = self.group_variables(group, geometry)
@@ -117,7 +117,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         """Choose one rank for each group."""
         pair, multiple = self._pairs(geometry)[group.name], self.entry.multiple(geometry.hidden)
         stacks = self._stacks(geometry, pair)
-        cap = max(-(-dense // per_rank) for dense, per_rank in stacks)  # the smallest rank at which all stays dense
+        cap = max(-(-dense // per_rank) for dense, per_rank in stacks)  # the smallest rank at which all stay dense
         cost = _cost(stacks, sum(matrix.biases for matrix in pair.matrices))
         return (RankVariable(group.layer, group.name, pair.variable, cap, multiple, cost),)
 
@@ -197,7 +197,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         return min((dense - 1) // per_rank for dense, per_rank in self._stacks(geometry, pair))
 
     def _stacks(self, geometry: LayerGeometry, pair: _Pair) -> list[Stack]:
-        """Return the sizes of each weight, or of the pair. The pairs of all heads count as one."""
+        """Return the sizes of each stack: each weight by itself, or the pair. The pairs of all heads count as one."""
         D, rows = geometry.hidden, [matrix.outputs for matrix in pair.matrices]
         if pair.form == "separate":
             return [(m * D, m + D) for m in rows]
@@ -225,8 +225,7 @@ def _by_loss(pair: _Pair, stacked: Mapping[str, Tensor], rank: int, statistics: 
         first_rD, seconds = factors(order, rank, weights)
         tensors[f"{roles[0]}.first.weight"] = first_rD
         tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
-        lost = float(losses_by_rank(order, input_DD, pull_DD)[rank])
-        report["_".join((*roles, "predicted"))] = lost
+        report["_".join((*roles, "predicted"))] = float(losses_by_rank(order, input_DD, pull_DD)[rank])
     return Solution(tensors, {}, report)
 
 

@@ -43,12 +43,12 @@ from pipeline.methods.moments import input_moment
 from pipeline.ranks.budget import RankVariable
 
 SIZE = "size"
-SAFE_EXPONENT = 40  # of a core's largest entry: squares of all relevant entries are then normal float32 numbers
+SAFE_EXPONENT = 40  # bound on the exponent of a core's largest entry, so that relevant squares are normal in float32
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A problem's decomposition; `energies` are those of Stage I, sweep by sweep."""
+    """A problem's decomposition. `energies`: those of Stage I after each sweep."""
 
     choice: Choice
     tucker: Tucker
@@ -84,11 +84,11 @@ class LeSTDMethod(MethodBase[LeSTD]):
     def _group(self, layer: LayerGeometry, block: Block) -> Group:
         self._check(layer, block)
         own = (input_moment(block.readers[0]), _context(layer.attention)) if self._own_output else ()
-        felt = lestd_loss.moments(block) if self.entry.needs_gradient else ()
-        return Group(layer.index, block.name, block.roles, tuple(dict.fromkeys((*own, *felt))))
+        by_loss = lestd_loss.moments(block) if self.entry.needs_gradient else ()
+        return Group(layer.index, block.name, block.roles, tuple(dict.fromkeys((*own, *by_loss))))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss by size, with cores that are not refined."""
+        """Predict the loss at each size, without refining cores."""
         block = geometry.block_of(group.roles[0])
         problems = self._problems(block, geometry, weights, statistics.moments)
         plain = replace(self, entry=self.entry.model_copy(update={"refine_sweeps": 0}))
@@ -96,8 +96,8 @@ class LeSTDMethod(MethodBase[LeSTD]):
         def loss_at(size: int) -> float:
             errors: dict[str, Tensor] = {}
             for problem, part_size in zip(problems, self._split(geometry, block, size), strict=True):
-                again = rebuild(plain._solve(problem, self._rule(geometry, block), part_size).tucker)
-                errors |= errors_of(problem, again, self._stacked_roles(block, problem))
+                rebuilt = rebuild(plain._solve(problem, self._rule(geometry, block), part_size).tucker)
+                errors |= errors_of(problem, rebuilt, self._stacked_roles(block, problem))
             return lestd_loss.loss_of(lestd_loss.matrix_changes(block, errors), statistics)
 
         (variable,) = self.group_variables(group, geometry)
@@ -116,15 +116,14 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return [(query,) if self._own_output else (query, output), (key, value)]
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Choose `size`, the numbers stored with the index and without biases; the cap is the largest useful size."""
+        """Choose `size`, the stored numbers including the index, without biases; the cap is the largest useful size."""
         block = geometry.block_of(group.roles[0])
         least, cap = self._bounds(geometry, block)
         biases = sum(matrix.biases for matrix in block.matrices)
         return (RankVariable(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the share `ratio` of the dense numbers for every layer, or sizes at a common threshold that sum to
-        it."""
+        """Return `ratio` of the dense numbers of every layer, or sizes with the same sum at a common threshold."""
         variables = self.rank_variables(geometry)
         if self.fixed_ranks:
             return {variable.key: float(variable.cap) for variable in variables}
@@ -133,7 +132,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         dense = [self._dense(layer, layer.block(variable.group)) for layer, variable in named]
         even = [min(ratio * numbers, variable.cap) for numbers, variable in zip(dense, variables, strict=True)]
         if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
-            return {variable.key: want for variable, want in zip(variables, even, strict=True)}
+            return {variable.key: size for variable, size in zip(variables, even, strict=True)}
         curves = [scores.measured[group_key(variable.layer, variable.group)] for variable in variables]
         sizes = sizes_at_common_threshold(curves, [variable.cap for variable in variables], sum(even))
         return {variable.key: size for variable, size in zip(variables, sizes, strict=True)}
@@ -143,7 +142,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return self.claims(geometry) if self.entry.threshold == "model" else ()
 
     def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> dict[str, Any]:
-        """Return the size to choose at every threshold."""
+        """Return the best size at every threshold."""
         block = geometry.block_of(group.roles[0])
         (problem,) = self._problems(block, geometry, weights, {})
         squares, exponent = _squares(self._whole(problem))
@@ -155,7 +154,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
     ) -> Solution:
         """Return `GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values`, `.core.mask`) and the biases.
 
-        At the size of the dense weights, return these.
+        From the size of the dense weights on, return the dense weights.
         """
         size, block = ranks[SIZE], geometry.block_of(group.roles[0])
         if size >= self._dense(geometry, block):
@@ -174,7 +173,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
 
     @property
     def _own_output(self) -> bool:
-        """Return True if o, whose input is not that of q, k and v, is decomposed by itself."""
+        """Return True if o is decomposed by itself, because its input differs from that of q, k and v."""
         return self.entry.weighting == "input"
 
     def _rule(self, geometry: LayerGeometry, block: Block) -> Rule:
@@ -226,8 +225,8 @@ class LeSTDMethod(MethodBase[LeSTD]):
             raise ValueError(f"ranks: {ranks} for {block.name}; this model allows up to {list(limits)}")
         stored, dense = self._bounds(geometry, block)[0], self._dense(geometry, block)
         if stored >= dense:
-            what = "with one core entry" if self.entry.prune else "and a dense core"
-            raise ValueError(f"ranks: {ranks} {what} store {stored:,} numbers, no fewer than the weights' {dense:,}")
+            core = "with one core entry" if self.entry.prune else "and a dense core"
+            raise ValueError(f"ranks: {ranks} {core} store {stored:,} numbers, no fewer than the weights' {dense:,}")
 
     def _problems(
         self, block: Block, geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
@@ -258,8 +257,8 @@ class LeSTDMethod(MethodBase[LeSTD]):
     def _solve(self, problem: Problem, rule: Rule, size: int) -> Solved:
         """Run both stages at the ranks with the least predicted error.
 
-        After refinement, the next larger R1 often has a smaller error of the weights, at twice the work. Measured on
-        `wiki-llama-mha-6m`, it raises the perplexity as often as it lowers it, so it is not tried.
+        After refinement, the next larger R1 often has a smaller error of the weights, at twice the work. On
+        `wiki-llama-mha-6m` it raises the perplexity as often as it lowers it, so it is not tried.
         """
         part = problem.layout.part
         if rule.ranks is not None:

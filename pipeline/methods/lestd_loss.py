@@ -18,7 +18,7 @@ from pipeline.methods.moments import input_moment, output_gradient
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, steps, to_columns
 
-SEEN = (0.03, 0.06, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)  # shares of the way from the least size to the largest
+SOLVED = (0.03, 0.06, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)  # solved sizes: 0 is the least size, 1 the largest
 CHOICES = 64
 
 
@@ -57,7 +57,7 @@ def curve(variable: RankVariable, cache: int, loss_at: Callable[[int], float]) -
     least, cap = variable.least, variable.cap
     while variable.cost(least) == variable.cost(min(least * 2, cap)) and least * 2 < cap:
         least *= 2  # sizes below the smallest that can be stored cost the same
-    sizes = sorted({round(least + share * (cap - least)) for share in SEEN} - {cap})
+    sizes = sorted({round(least + share * (cap - least)) for share in SOLVED} - {cap})
     solved = [(size, loss_at(size)) for size in sizes]
     choices = [size for size in steps(cap, variable.multiple, CHOICES, sizes[0]) if size < cap]
     points = [

@@ -28,11 +28,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Problem:
-    """The weighted tensors of a layout, and the means to undo the weighting.
+    """The weighted tensors of a layout, with the weightings that a solution must undo.
 
     Attributes:
         rows: the weighting of mode 1 (D × D); `columns` that of mode 2; `scales` (h) that of the heads.
-        parts: for each tensor, the divisors of its projections (mode 3), which differ too much in size.
+        parts: for each tensor, the divisors by which its projections (mode 3) were brought to a similar size.
     """
 
     layout: Layout
@@ -61,12 +61,14 @@ def weighted_output(layout: Layout, tensor_Dd1H: Tensor, moment_Hdd: Tensor) -> 
     return Problem(layout, [weighted], columns=roots, scales=scales_H)
 
 
-def errors_of(problem: Problem, again: Sequence[Tensor], roles: Sequence[tuple[str, ...]]) -> dict[str, Tensor]:
+def errors_of(
+    problem: Problem, approximations: Sequence[Tensor], roles: Sequence[tuple[str, ...]]
+) -> dict[str, Tensor]:
     """Map each role to the error (D, width, H) of its part, without weighting and scales."""
     rows = problem.rows.inverse if problem.rows is not None else None
     columns = problem.columns.inverse if problem.columns is not None else None
     errors: dict[str, Tensor] = {}
-    for tensor, rebuilt, names, sizes in zip(problem.tensors, again, roles, problem.parts, strict=True):
+    for tensor, rebuilt, names, sizes in zip(problem.tensors, approximations, roles, problem.parts, strict=True):
         error = _unweighted(tensor.double() - rebuilt, rows, columns, problem.scales)
         errors |= {name: error[:, :, place] * sizes[place] for place, name in enumerate(names)}
     return errors

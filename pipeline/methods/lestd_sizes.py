@@ -1,4 +1,4 @@
-"""Sizes of sparse Tucker decompositions, and the ranks of least error at a size. docs/methods.md#lestd.
+"""Sizes of sparse Tucker decompositions, and the ranks with the least error at a size. docs/methods.md#lestd.
 
 Legend: D hidden, W width of mode 2 (head_dim d, or N), t projections stacked, h heads, R1 R2 R3 ranks, g core entries.
 """
@@ -27,7 +27,7 @@ class Part:
 
     Attributes:
         stacks: (t, h) of every tensor; R3 is cut to t.
-        bits: of a stored number; the index of a sparse core is one bit for each of its positions, in whole bytes.
+        bits: bits of a stored number. The index of a sparse core has one bit for each position, in whole bytes.
     """
 
     hidden: int
@@ -37,7 +37,7 @@ class Part:
 
     @property
     def full(self) -> Ranks3:
-        """Return the ranks at which nothing is cut off."""
+        """Return the full ranks."""
         return self.hidden, self.width, max(t for t, _ in self.stacks)
 
     @property
@@ -62,7 +62,7 @@ class Part:
         return self.factors(ranks) + sum(self.positions(ranks))
 
     def sparse_room(self, ranks: Ranks3, size: int) -> int:
-        """Return the number of core entries that fit into a size, minus one for each further core: no core may be
+        """Return the number of core entries that fit into a size, less one for each further core, as none may be
         empty."""
         return size - self.factors(ranks) - self.index(ranks) - (len(self.stacks) - 1)
 
@@ -102,7 +102,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Choice:
-    """Ranks, and the number of core entries that stay; None: all, stored whole."""
+    """Ranks, and the number of core entries that are kept; None: all, stored whole."""
 
     ranks: Ranks3
     count: int | None
@@ -127,16 +127,16 @@ def choices(part: Part, rule: Rule, size: int) -> Iterator[Choice]:
 
 
 def best_choice(options: Sequence[Choice], squares: Sequence[Tensor]) -> Choice:
-    """Return the choice whose cores keep the most energy; of equals the first.
+    """Return the choice whose cores keep the most energy; among equals, the first.
 
-    `squares`: g² of the cores at full rank, in the basis of the HOSVD, whose leading blocks stand for the cores at
-    smaller ranks (exactly so for R1 alone).
+    `squares`: g² of the cores at full rank, in the basis of the HOSVD. Their leading blocks approximate the cores at
+    smaller ranks; for R1 alone they are exact.
     """
     return max(options, key=lambda choice: _kept_energy(_blocks(squares, choice.ranks), choice.count))
 
 
 def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the size to choose at thresholds τ = 2^(j / GRID_PER_OCTAVE), j = first, first + 1, …; it falls with τ.
+    """Return the best size at thresholds τ = 2^(j / GRID_PER_OCTAVE), j = first, first + 1, …; it falls with τ.
 
     At every τ, the size minimises squared error + τ² · stored numbers over all ranks. Cores are cut at τ, and a number
     of the factors or the index must reduce the error as much as a core entry does. `squares` as in `best_choice`.
@@ -213,7 +213,7 @@ def _widths(part: Part, rule: Rule) -> list[int]:
 
 
 def _steps(limit: int, multiple: int) -> list[int]:
-    """Return eighths of a limit and, below the first, halvings, each cut to a multiple except the limit."""
+    """Return the eighths of a limit and, below the first, halvings, rounded down to multiples except the limit."""
     even = {limit * eighth // 8 for eighth in range(1, 9)} | {limit >> half for half in range(3, 32)}
     cut = {step // multiple * multiple for step in even} | {min(multiple, limit), limit}
     return sorted(step for step in cut if step >= min(multiple, limit))
@@ -234,7 +234,7 @@ def _kept_energy(blocks: Sequence[Tensor], count: int | None) -> float:
 
 
 def _bins(square: Tensor, first: int, count: int) -> Tensor:
-    """Return the number, from 1, of the largest threshold that |g| reaches; 0 below the first."""
+    """Return the index, from 1, of the largest threshold that |g| reaches; 0 below the first."""
     place = torch.floor(0.5 * GRID_PER_OCTAVE * square.log2()) - first + 1
     return place.clamp_(0, count).to(torch.int16)
 
@@ -243,7 +243,7 @@ def _above(bins: Sequence[Tensor], squares: Sequence[Tensor], count: int) -> tup
     """Count the entries that reach each threshold, and sum their energy."""
     places = torch.cat(list(bins)).long()
     numbers = torch.bincount(places, minlength=count + 1).double().cpu()
-    # Not by weights of `bincount`, which a GPU adds in another order in each run.
+    # `bincount` with weights would add in a different order in each run on a GPU.
     energies = torch.zeros(count + 1, dtype=torch.float64, device=places.device)
     energies = energies.index_add_(0, places, torch.cat(list(squares)).double()).cpu()
     return numbers.flip(0).cumsum(0).flip(0)[1:], energies.flip(0).cumsum(0).flip(0)[1:]

@@ -1,4 +1,4 @@
-"""LoRC: the cache holds latents instead of keys and values, with progressive ranks. docs/methods.md#lorc.
+"""LoRC: caches latents instead of keys and values, with progressive ranks. docs/methods.md#lorc.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r latents.
 """
@@ -32,7 +32,7 @@ from pipeline.ranks.progressive import cumulative_log_conditions, progressive_sh
 
 KEY, VALUE = "key", "value"  # names of groups and of their rank variables
 CONDITION = "condition"
-_ROUNDING = 1e-9  # of a mean of shares
+_ROUNDING = 1e-9  # rounding error of a mean of shares
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class LoRCMethod(MethodBase[LoRC]):
         return (input_moment(matrix),) if self.entry.weighting == "input" else ()
 
     def cache_target(self, geometry: Geometry) -> float | None:
-        """Return the share `cache_keep` of the claimed part of the dense cache."""
+        """Return `cache_keep` times the claimed part of the dense cache."""
         share = self.entry.cache_keep
         cached = sum(_cached(geometry.layers[group.layer]) for group in self.claims(geometry))
         return None if share is None else share * cached
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss by rank; the cache holds the latents."""
+        """Predict the loss at each rank, with the numbers that a token caches."""
         matrix = geometry.matrices[group.roles[0]]
         input_DD, pull_DD = statistics.mean(input_moment(matrix))[0], statistics.mean(pull((matrix,)))[0]
-        lost = losses([weights[matrix.weight_key]], self.entry.weighting, input_DD, pull_DD)
+        by_rank = losses([weights[matrix.weight_key]], self.entry.weighting, input_DD, pull_DD)
 
         def dense(rank: int) -> bool:
             return self._stays_dense(geometry, group.name, rank)
@@ -93,7 +93,7 @@ class LoRCMethod(MethodBase[LoRC]):
         (variable,) = self.group_variables(group, geometry)
         return curve_of(
             variable,
-            lambda rank: 0.0 if dense(rank) else float(lost[min(rank, geometry.hidden)]),
+            lambda rank: 0.0 if dense(rank) else float(by_rank[min(rank, geometry.hidden)]),
             lambda rank: _cached(geometry) if dense(rank) else rank,
         )
 
@@ -112,16 +112,16 @@ class LoRCMethod(MethodBase[LoRC]):
         return [Point({}, variable.cost(rank), 0.0, full if rank >= full else rank) for rank in ranks]
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Choose one rank for each group: `key`, `value`, cap min(C, D). At rank C the group stays dense."""
+        """Choose a rank for `key` and one for `value`, at most min(C, D). At rank C the group stays dense."""
         cap, multiple = min(geometry.attention.key.shape), self.entry.multiple(geometry.hidden)
         cost = partial(self._cost, geometry, group.name)
         return (RankVariable(group.layer, group.name, group.name, cap, multiple, cost),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return ranks by eq. 13 (progressive) or the same share everywhere.
+        """Return ranks by eq. 13 (progressive), or the same share in every layer.
 
-        Their mean is `cache_keep` of the dense cache, or else the ratio of the cap. No latent is wider than D; the
-        excess of a layer goes to the others.
+        Their mean is `cache_keep` of the dense cache if that is set, else `ratio` of the cap. No latent is wider than
+        D; a layer's excess is shared among the others.
         """
         keep, variables = self.entry.cache_keep, self.rank_variables(geometry)
         layers = self.chosen_layers(geometry)
@@ -133,7 +133,7 @@ class LoRCMethod(MethodBase[LoRC]):
             }
         most = {layer.index: _exact_share(layer) for layer in layers}
         shares = self._shares(geometry, keep, most, scores)
-        if keep < 1.0 and min(most.values()) < 1.0:  # what the layers at their most leave is the others'
+        if keep < 1.0 and min(most.values()) < 1.0:  # share the excess of layers at their limit among the others
             part = solve_ratio(
                 lambda part: fmean(self._shares(geometry, keep + part * (1.0 - keep), most, scores).values()),
                 keep + _ROUNDING,
@@ -144,8 +144,8 @@ class LoRCMethod(MethodBase[LoRC]):
         return _cache_ranks(variables, targets, cached, keep)
 
     def _shares(self, geometry: Geometry, mean: float, most: Mapping[int, float], scores: Scores) -> dict[int, float]:
-        """Map each layer to its share. The shares have this mean before they are cut to `most`, except in dense
-        layers."""
+        """Map each layer to its share. The shares have this mean before they are limited to `most`; dense layers are
+        not limited."""
         layers = self.entry.chosen_layers(geometry.num_layers)
         if mean == 1.0 == self.entry.cache_keep:
             return dict.fromkeys(layers, 1.0)
@@ -160,8 +160,7 @@ class LoRCMethod(MethodBase[LoRC]):
         }
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
-        """Remark on a cache share that is not reached because smaller latents are exact, and on the cost of
-        decoding."""
+        """Explain a cache share that is not reached because smaller latents are exact, and the cost of decoding."""
         return tuple(dict.fromkeys(remark for layer in self.chosen_layers(geometry) for remark in self._remarks(layer)))
 
     def _remarks(self, geometry: LayerGeometry) -> Iterator[str]:
@@ -173,18 +172,18 @@ class LoRCMethod(MethodBase[LoRC]):
             )
         if self.entry.key and keep != 1.0:
             rank, cached = round(min(keep or 1.0, most) * _cached(geometry)), _cached(geometry)
-            upto = "up to " if keep is None else ""
+            bound = "up to " if keep is None else ""
             yield (
-                f"keys of rank {upto}{rank:,} take {upto}{rank * cached:,} products for each cached token and layer of "
-                f"a decoding step; that is faster than to read dense ones on devices of more than "
-                f"{rank / (geometry.bits / 8):,.0f} operations per byte (a GPU has some 300, a CPU 10), else slower; "
-                "the cache is smaller everywhere (docs/methods.md#when-latents-pay)"
+                f"keys of rank {bound}{rank:,} take {bound}{rank * cached:,} products for each cached token and layer "
+                f"of a decoding step. This is faster than reading dense keys on devices with more than "
+                f"{rank / (geometry.bits / 8):,.0f} operations per byte (a GPU has about 300, a CPU 10), and slower on "
+                "others; the cache is smaller on all (docs/methods.md#when-latents-pay)"
             )
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
         """Measure W_k and W_v of all layers, because progressive ranks follow κ̃_l, a product over depth.
 
-        Nothing is measured if the whole cache stays.
+        Return none if the whole cache is kept.
         """
         if self.entry.allocation != "progressive" or self.entry.cache_keep == 1.0:
             return ()
@@ -198,7 +197,7 @@ class LoRCMethod(MethodBase[LoRC]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Factor k or v: first (r × D) gives the latents, second (C × r) rebuilds the heads or is absorbed into W_o."""
+        """Factor k or v: first (r × D) gives the latents; second (C × r) rebuilds the heads, or W_o absorbs it."""
         rank, matrix, forms = ranks[group.name], geometry.matrices[group.roles[0]], self.forms(group, geometry, ranks)
         if not forms:
             return Solution(dict(weights), {}, {"dense": True})
@@ -213,7 +212,7 @@ class LoRCMethod(MethodBase[LoRC]):
         return Solution(tensors, forms, report)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map k or v to `latent`, and o to `absorbed` if it absorbs v's second factor. Dense roles are left out."""
+        """Map k or v to `latent`, and o to `absorbed` if W_o absorbs v's second factor. Dense roles are left out."""
         rank = ranks[group.name]
         if self._stays_dense(geometry, group.name, rank):
             return {}
@@ -244,8 +243,10 @@ class LoRCMethod(MethodBase[LoRC]):
         return full or (not self.fixed_ranks and _factored(geometry, name, rank) >= _dense(geometry, name))
 
     def _full(self, geometry: LayerGeometry) -> int:
-        """Return the rank from which a group stays dense. If D < C, latents of D numbers are exact, with a smaller
-        cache."""
+        """Return the smallest rank at which a group stays dense.
+
+        With `cache_keep` this is C, because if D < C latents of D numbers are exact and smaller.
+        """
         return _cached(geometry) if self.fixed_ranks else min(geometry.attention.key.shape)
 
     def _cost(self, geometry: LayerGeometry, name: str, rank: float) -> float:
@@ -261,8 +262,8 @@ def _cache_ranks(
 ) -> dict[Key, float]:
     """Return allowed ranks near the targets that cache no more than the targets do together.
 
-    A group at its layer's `dense` numbers stays dense. If layers differ in size, shares with mean `keep` do not keep
-    `keep` of the cache; the ranks then add up to it.
+    A group whose target is its layer's `dense` numbers stays dense. If layers differ in size, shares with mean `keep`
+    do not add up to `keep` of the cache; then the total is set to it.
     """
     latent = [
         replace(variable, cost=lambda rank: rank)
@@ -317,19 +318,19 @@ def _matrices(block: AttentionBlock, name: str) -> tuple[Matrix, ...]:
 
 
 def _absorbs(block: AttentionBlock, rank: float) -> bool:
-    """Return True if W_o absorbs the second factor: if latents are no wider than a value head.
+    """Return True if W_o absorbs the second factor, which it does if latents are no wider than a value head.
 
-    D·r numbers per query head are then fewer than those of the second factor and W_o together, and so are a token's
-    products; heads of r <= d numbers move no more data than before. Somewhat wider latents would still store less, but
+    W_o then has D·r numbers per query head, fewer than the second factor and W_o together, and a token takes fewer
+    products. Heads of r <= d numbers move no more data than before. Slightly wider latents would still store less, but
     a prefill pads queries and keys to their width. If v has a bias, W_o needs a bias to absorb it, and attention
     weights must sum to 1.
     """
-    has_room = not block.value.bias or (block.writer.bias and not block.sinks)
-    return has_room and rank <= block.head_dim
+    absorbs_bias = not block.value.bias or (block.writer.bias and not block.sinks)
+    return absorbs_bias and rank <= block.head_dim
 
 
 def _absorbed_output(block: AttentionBlock, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
-    """Return W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
+    """Return W̃_o^h = W_o^h B^{g(h)}, (D, H·r). v's bias passes the softmax unchanged and is added to o's."""
     H, G, (value, writer) = block.heads, block.kv_heads, block.value_output
     output_DF = weights[writer.weight_key].double()
     tensors = {writer.weight_key: project_heads(output_DF, repeat_groups(second_Cr.double().unflatten(0, (G, -1)), H))}

@@ -37,12 +37,12 @@ class MagnitudeMethod(MethodBase[Magnitude]):
         )
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Choose a width, N at most."""
+        """Choose a width, at most N."""
         block, multiple = geometry.mlp_of(group.roles[0]), self.entry.multiple(geometry.hidden)
         return (RankVariable(group.layer, group.name, WIDTH, block.width, multiple, block.numbers),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the ratio of N."""
+        """Return `ratio` times N."""
         return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:

@@ -19,7 +19,7 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import owner_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.deferred import Aside, in_memory
+from pipeline.kernels.deferred import Offload, in_memory
 from pipeline.kernels.sensitivity import Factored
 from pipeline.ranks.budget import RankVariable
 
@@ -30,24 +30,26 @@ Key = tuple[int, str, str]
 
 @dataclass(frozen=True, order=True)
 class Moment:
-    """A statistic: the uncentred second moment, summed over tokens, of what passes a point of the layer.
+    """A statistic of the values at a point of a layer, usually their uncentred second moment, summed over tokens.
 
     Attributes:
         point: `role.in` or `role.out`; roles with the same input share the moment (`attention.in`, `mlp.in`). Gradients
             also have `mid` and `out`, the residual stream after attention and after the layer (the same in a parallel
             block), and `pull:ROLE+ROLE`, the gradient Σ W_roleᵀ g_role at the roles' shared input.
-        heads: the number of equal parts of the F features; each has a moment of its own.
-        groups: the moments of consecutive heads are summed into `groups` of them: (groups, F/heads, F/heads).
-        kind: of the activations, over the calibration tokens; or of the gradients of the samples' log-likelihood,
-            labels drawn from the model, over the gradient tokens. docs/methods.md#gradient-moments.
-            Or a sample: no moment at all, but the values themselves, (1, tokens, F) in the forward's dtype.
-            Or a pair: (1, F + D, F), Σ x xᵀ and below it Σ e xᵀ, x at the point of a layer that is partly compressed,
-            behind compressed ones, and e (D numbers) what the dense layer behind dense ones has more: of
-            `attention.in` and `mlp.in` at the same point, of `o.in` in the residual stream after attention, of
-            `down.in` in that after the layer; of an expert's `down.in` the tokens that the compressed layer sends to it
-            count, and a k-th of e, k experts a token. docs/methods.md#corrections.
-        diagonal: the sums of squares alone, (groups, F/heads).
-        tokens: the most tokens of a sample, spread evenly over the calibration tokens.
+        heads: the number of equal parts of the F features; each has its own moment.
+        groups: the moments of consecutive heads are summed into this many: (groups, F/heads, F/heads).
+        kind: one of
+            `value`: the second moment of the activations over the calibration tokens.
+            `gradient`: the second moment, over the gradient tokens, of the gradients of the samples' log-likelihood,
+            with labels drawn from the model. docs/methods.md#gradient-moments.
+            `sample`: the values themselves, (1, tokens, F) in the forward's dtype.
+            `pair`: (1, F + D, F), Σ x xᵀ and below it Σ e xᵀ. x is the value at the point in the model compressed so
+            far. e (D) is the dense model's value minus the compressed model's: at the same point for `attention.in` and
+            `mlp.in`, in the residual stream after attention for `o.in`, and after the layer for `down.in`. For an
+            expert's `down.in`, the sums run over the tokens that the compressed layer sends to it, and e is divided by
+            the number of experts per token. docs/methods.md#corrections.
+        diagonal: store only the sums of squares, (groups, F/heads).
+        tokens: the largest size of a sample, whose tokens are spread evenly over the calibration tokens.
     """
 
     point: str
@@ -59,7 +61,7 @@ class Moment:
 
     @property
     def key(self) -> str:
-        """A name for files."""
+        """Return a name for files."""
         point = re.sub(r"[:+]", "-", self.point)
         if self.kind == "sample":
             return f"sample-{point}-{self.tokens}"
@@ -74,13 +76,13 @@ class Statistics:
     Attributes:
         moments: the moments that the group needs. Values are summed over the tokens that pass their point. Gradients
             are means per token, shrunk towards their diagonal (`kernels.shrinkage`). Samples are unchanged.
-        tokens: the number of calibration tokens; 0 for a data-free group. All means divide by it, so that a point that
-            few tokens pass counts for little.
-        passed: moment -> the number of tokens that passed its point, for points that not all of them passed.
+        tokens: the number of calibration tokens; 0 for a data-free group. All means divide by it, so that a point with
+            few tokens counts for little.
+        passed: moment -> the number of tokens that passed its point, for points that some tokens bypass.
         hint: `Curve.hint` of the group's curve, if it was computed from the same statistics.
-        factors: a cache for `moments.factored_mean`: moment -> it and the factor of its mean. A layer's groups share
-            it.
-        aside: stores a tensor until it is read again; solves of many experts put their results there.
+        factors: the cache of `moments.factored_mean`, shared by a layer's groups: moment -> its sum and the factor of
+            its mean.
+        offload: stores a tensor until it is read again, for the results of solves of many experts.
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class Statistics:
     hint: str = ""
     passed: Mapping[Moment, int] = field(default_factory=dict)
     factors: dict[Moment, tuple[Tensor, Factored]] = field(default_factory=dict, compare=False, repr=False)
-    aside: Aside = field(default=in_memory, compare=False, repr=False)
+    offload: Offload = field(default=in_memory, compare=False, repr=False)
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -96,7 +98,7 @@ class Statistics:
         return tuple(moment.point for moment, tokens in self.passed.items() if not tokens)
 
     def mean(self, moment: Moment) -> Tensor:
-        """Return a moment per calibration token, float64, whatever its kind."""
+        """Return a moment per calibration token, float64."""
         total = self.moments[moment].to(torch.float64)
         return total if moment.kind == "gradient" else total / self.tokens
 
@@ -110,7 +112,7 @@ class Scores:
     """Scores that ranks may follow; only those that a method of the job needs are present.
 
     Attributes:
-        importance: layer -> t_l, the angle by which it turns its input on calibration text. docs/methods.md#importance.
+        importance: layer -> t_l, the angle between its input and output. docs/methods.md#importance.
         measured: results of `Measuring.measure`, by `Task.key`. A method gets its own results, by `group_key`. None
             before the measurement: all layers then count the same.
         curves: results of `Predicting.curve`, by `Task.key`. None before they are computed.
@@ -153,7 +155,7 @@ class Task(Group):
 
     @classmethod
     def of(cls, method: int, group: Group, refine: Refine | None = None) -> Task:
-        """The group, claimed by the method at this position."""
+        """Return the task of a group that the method at this position claims."""
         return cls(**{each.name: getattr(group, each.name) for each in fields(Group)}, method=method, refine=refine)
 
     @property
@@ -193,14 +195,13 @@ class Solution:
     Attributes:
         tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, or the tensor itself. Tensors without a
             single role are named `GROUP.FORM.…`, by the group's name and form. Integers are stored as they are.
-            Those of a group of many experts may be computed on access.
+            The tensors of a group of many experts may be computed on access.
         forms: role -> form and ranks, as in the checkpoint's config; dense roles are left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
         inputs: role -> a function that computes the second moment (F, F), per token, of the stored matrix's input, if
-            it differs from the dense matrix's input and is known from calibration text: `o` after a value basis, `down`
-            after removed channels. Only rounding uses it.
-        outputs: role -> the dense matrix's outputs that are kept, if not all: those of gate and up on the kept
-            channels.
+            it differs from the dense matrix's input and can be computed from the statistics: `o` after a value basis,
+            `down` after removed channels. Only rounding uses it.
+        outputs: role -> the kept outputs of the dense matrix, if not all are kept: gate and up after removed channels.
     """
 
     tensors: Mapping[str, Tensor]
@@ -243,7 +244,7 @@ class Method(Protocol):
 
     @property
     def own_class(self) -> bool:
-        """Return True if OUTPUT is an ordinary checkpoint of a class that cannot hold the results of other methods."""
+        """Return True if OUTPUT is an ordinary checkpoint whose class cannot hold the results of other methods."""
         ...
 
     @property
@@ -289,7 +290,7 @@ class Method(Protocol):
         ...
 
     def least_reason(self, geometry: Geometry) -> str:
-        """Return why the smallest size is no smaller, for the message on a budget below it; perhaps empty."""
+        """Return the reason for the smallest size, for the message on a budget below it; may be empty."""
         ...
 
     def most_numbers(self, geometry: Geometry) -> float:

@@ -1,4 +1,4 @@
-"""Latent attention of the DeepSeek type: keys and values from one latent, position in a few shared dimensions.
+"""Latent attention of the DeepSeek type: one latent for keys and values, with position in a few shared dimensions.
 
 docs/methods.md#mla.
 
@@ -30,8 +30,8 @@ from pipeline.ranks.curves import Point, steps, to_columns
 
 RANK, ROPE = "rank", "rope"  # kv_lora_rank, qk_rope_head_dim
 _ROUNDING = 1e-9  # of a share of the cache
-CHOICES = 16  # the most numbers of rotated dimensions to compare
-SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # tokens of the sample for each hidden number, and at least in all
+CHOICES = 16  # how many numbers of rotated dimensions are compared at most
+SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # tokens of the sample per hidden dimension, and in all at least
 
 
 class _Problem(NamedTuple):
@@ -40,7 +40,7 @@ class _Problem(NamedTuple):
     Attributes:
         query, key, value: (Q, D), (C, D) and (C, D).
         moment: (D, D), of the input. `gradient`: (C, C), at the keys. `metric`: (2C, 2C), at keys and values.
-        sample: (T, D), inputs. `frequencies`: (J,). `shares`: (G, W), of attention by distance.
+        sample: (T, D), inputs. `frequencies`: (J,). `shares`: (G, W), attention by distance.
     """
 
     block: AttentionBlock
@@ -55,7 +55,7 @@ class _Problem(NamedTuple):
     shares: Tensor
 
     def split(self, shared: int) -> SplitKeys:
-        """Return the keys with so many rotated dimensions."""
+        """Split keys into `shared` rotated dimensions and parts without rotation."""
         return split_keys(self.key, self.moment, self.gradient, self.frequencies, shared, self.shares)
 
     def outputs(self, keys: SplitKeys) -> Tensor:
@@ -77,7 +77,7 @@ class MLAMethod(MethodBase[MLA]):
 
     @property
     def uniform(self) -> bool:
-        """Return True: the class has one size for all layers."""
+        """Return True: DeepSeek's class has one size for all layers."""
         return True
 
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -87,11 +87,11 @@ class MLAMethod(MethodBase[MLA]):
         """
         if geometry.latent_faults:
             raise ValueError(
-                f"OUTPUT is of the DeepSeek type, which has no place for what this {geometry.model_type} model has: "
+                f"OUTPUT is of the DeepSeek type, which cannot express this {geometry.model_type} model: "
                 f"{'; '.join(geometry.latent_faults)}; use lorc for its cache"
             )
         if geometry.outer_bytes or any(layer.own_bytes for layer in geometry.layers):
-            raise ValueError("OUTPUT would mix weights as the source stores them, in a format, with others")
+            raise ValueError("OUTPUT would mix weights in the source's storage format with decoded ones")
         self._check(geometry.layers[0])
         return tuple(self._group(layer) for layer in geometry.layers)
 
@@ -105,18 +105,18 @@ class MLAMethod(MethodBase[MLA]):
         return Group(layer.index, block.name, roles_of(block.readers), moments)
 
     def _check(self, layer: LayerGeometry) -> None:
-        """Raise ValueError if no choice fits."""
+        """Raise ValueError if no size fits the entry."""
         cached, turned = self._cached(layer), 2 * plain_pairs(layer.frequencies)
         if self.entry.rope is not None and self.entry.rope > turned:
             raise ValueError(
-                f"rope: {self.entry.rope} is more than {turned}: of heads of {layer.attention.head_dim} dimensions, "
-                "that many turn by powers of one angle"
+                f"rope: {self.entry.rope} is more than {turned}, the rotated dimensions of heads of "
+                f"{layer.attention.head_dim} whose angles are powers of one base"
             )
         least = self._shared(layer)[0] + self._ranks(layer)[0]
         if cached < least:
             raise ValueError(
                 f"cache_keep: {self.entry.cache_keep:g} of {layer.cache_numbers} cached numbers leaves {cached}, and "
-                f"the smallest latent beside rotated dimensions takes {least}; keep more"
+                f"the smallest latent with its rotated dimensions takes {least}; keep more"
             )
 
     def _cached(self, layer: LayerGeometry) -> int:
@@ -145,7 +145,7 @@ class MLAMethod(MethodBase[MLA]):
         return sum(self._cached(layer) for layer in geometry.layers)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the largest latents as a bound; curves determine the choice."""
+        """Return the largest latent that fits into the cache; curves choose among smaller ones."""
         return {variable.key: variable.cap for variable in self.rank_variables(geometry)}
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
@@ -153,15 +153,18 @@ class MLAMethod(MethodBase[MLA]):
         return round(_numbers(geometry, self._ranks(geometry)[0], self._shared(geometry)[0]))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss of every rank with every number of rotated dimensions, whatever `cache_keep`."""
+        """Predict the loss of every rank with every number of rotated dimensions, for any `cache_keep`."""
         problem, points = _problem(geometry, weights, statistics), []
         for rope in self._shared(geometry):
             keys = problem.split(rope)
             outputs_mD = problem.outputs(keys)
-            lost = least_losses(problem.metric, outputs_mD @ problem.moment @ outputs_mD.T).tolist()
+            losses = least_losses(problem.metric, outputs_mD @ problem.moment @ outputs_mD.T).tolist()
             points += [
                 Point(
-                    {RANK: rank, ROPE: rope}, round(_numbers(geometry, rank, rope)), keys.loss + lost[rank], rank + rope
+                    {RANK: rank, ROPE: rope},
+                    round(_numbers(geometry, rank, rope)),
+                    keys.loss + losses[rank],
+                    rank + rope,
                 )
                 for rank in self._ranks(geometry)
             ]
@@ -170,8 +173,8 @@ class MLAMethod(MethodBase[MLA]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Return the query with its rows for shared keys, the latents with shared keys, their norm, and their
-        decoder."""
+        """Return the query with rows for the shared keys, the encoder of latents and shared keys, the latents' norm,
+        and their decoder."""
         problem, rank, rope = _problem(geometry, weights, statistics), ranks[RANK], ranks[ROPE]
         keys = problem.split(rope)
         outputs_mD = problem.outputs(keys)
@@ -194,7 +197,7 @@ class MLAMethod(MethodBase[MLA]):
             "cut": cut,
             "normed": latents.loss,
             "normed_before": latents.before,
-            "error": float(2.0 * latents.loss / max(1e-300, float(_felt(outputs_mD, problem)))),
+            "error": float(2.0 * latents.loss / max(1e-300, float(_weighted_energy(outputs_mD, problem)))),
         }
         return Solution(
             {key: tensor.contiguous() for key, tensor in tensors.items()}, self.forms(group, geometry, ranks), report
@@ -245,6 +248,6 @@ def _problem(geometry: LayerGeometry, weights: Weights, statistics: Statistics) 
     )
 
 
-def _felt(outputs_mD: Tensor, problem: _Problem) -> Tensor:
-    """Return E[yᵀ G y] of the outputs y."""
+def _weighted_energy(outputs_mD: Tensor, problem: _Problem) -> Tensor:
+    """Return E[yᵀ G y] for the outputs y."""
     return ((outputs_mD @ problem.moment @ outputs_mD.T) * problem.metric).sum()

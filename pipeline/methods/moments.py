@@ -25,21 +25,20 @@ def output_gradient(matrix: Matrix) -> Moment:
 
 
 def pull(matrices: Iterable[Matrix]) -> Moment:
-    """Return the moment of the gradient at the shared input of these matrices; only the part through them counts."""
+    """Return the moment of the gradient at the shared input of these matrices, of the part that passes through them."""
     return Moment(f"pull:{'+'.join(roles_of(matrices))}", kind="gradient")
 
 
 def pair(point: str) -> Moment:
-    """Return the joint moment of the dense and the compressed model at a point. docs/methods.md#corrections."""
+    """Return the pair of a point, `Moment.kind`. docs/methods.md#corrections."""
     return Moment(point, kind="pair")
 
 
 def factored_mean(statistics: Statistics, moment: Moment) -> Factored:
-    """Return the factor of a moment's mean. It is computed once, because the experts of a layer share moments of its
-    stream."""
+    """Return the factor of a moment's mean, cached because the experts of a layer share moments."""
     total = statistics.moments[moment]
-    kept = statistics.factors.get(moment)
-    if kept is None or kept[0] is not total:  # other statistics may have been made of these
-        kept = total, factored(statistics.mean(moment)[0])
-        statistics.factors[moment] = kept
-    return kept[1]
+    cached = statistics.factors.get(moment)
+    if cached is None or cached[0] is not total:  # `with_mean` shares the cache, but not the moment
+        cached = total, factored(statistics.mean(moment)[0])
+        statistics.factors[moment] = cached
+    return cached[1]

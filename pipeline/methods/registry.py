@@ -1,4 +1,4 @@
-"""Builds the methods of a manifest, collects their claims, and allocates ranks that meet the budget."""
+"""Builds the methods of a manifest, collects their claims, and allocates ranks within the budget."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Weights = Mapping[str, float]  # task -> weight of each of its numbers in the bu
 
 
 def loss_aware(entry: LossAware, routed_only: bool) -> Method:
-    """Return the method for an entry's `shapes`."""
+    """Return the method of an entry: experts of free sizes, or of one shape."""
     return (LossAwareMethod if entry.shapes == "free" else ShapedExperts)(entry, routed_only)
 
 
@@ -65,7 +65,7 @@ METHODS: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
 
 
 def build_methods(manifest: Manifest) -> tuple[Method, ...]:
-    """Return the methods of a manifest in its order, and with `quantize` an `Unchanged` for the unclaimed roles."""
+    """Return the methods in the manifest's order and, with `quantize`, an `Unchanged` for the unclaimed roles."""
     multiple, routed_only = manifest.rank_multiple, manifest.budget is not None and manifest.budget.scope == "experts"
     methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple), routed_only) for entry in manifest.methods)
     if manifest.quantize is None:
@@ -75,7 +75,7 @@ def build_methods(manifest: Manifest) -> tuple[Method, ...]:
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
-    """Return every group of every method, by layer. Raises InputError on tensors claimed twice or impossible claims."""
+    """Return the groups of all methods, by layer. Raises InputError on tensors claimed twice or impossible claims."""
     tasks: list[Task] = []
     owner: dict[tuple[int, str], str] = {}
     _refuse_beside_own_class(methods)
@@ -99,19 +99,19 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
 
 
 def _refuse_beside_own_class(methods: Sequence[Method]) -> None:
-    """Raise InputError if a method that writes a class of its own shares the job with others."""
+    """Raise InputError if a method with its own checkpoint class shares the job with others."""
     owner = next((method for method in methods if method.own_class), None)
     for position, method in enumerate(methods):
         if owner is not None and method is not owner:
-            what = "quantize" if isinstance(method, Unchanged) else f"methods.{position} ({method.name})"
+            entry = "quantize" if isinstance(method, Unchanged) else f"methods.{position} ({method.name})"
             raise InputError(
-                f"{what}: OUTPUT of {owner.name} is an ordinary checkpoint of another class, which has no place for "
-                "it; leave it out, or compress OUTPUT in a second job"
+                f"{entry}: OUTPUT of {owner.name} is an ordinary checkpoint of another class, which cannot hold its "
+                "results; leave it out, or compress OUTPUT in a second job"
             )
 
 
 def _refuse_idle(where: str, geometry: Geometry) -> None:
-    """Raise InputError if a method claims nothing because the model's attention is foreign."""
+    """Raise InputError, because a method claims nothing, if some of the model's attention is foreign."""
     if any(layer.foreign for layer in geometry.layers):
         raise InputError(
             f"{where}: nothing to compress: {foreign_attention_fault(geometry.layers)}, and the entry leaves out "
@@ -186,7 +186,7 @@ def allocate_ranks(
         if by_task
     )
     claimed = {(group.layer, role) for method in methods for group in method.claims(geometry) for role in group.roles}
-    entries = [entry for entry in entries if entry.dense_numbers]  # nothing may be left to round alone
+    entries = [entry for entry in entries if entry.dense_numbers]  # `Unchanged` may have nothing to round
     _check_max_loss(manifest, entries)
 
     def shared(own_numbers: float) -> Budget | None:
@@ -214,18 +214,18 @@ def allocate_ranks(
 
 
 def _check_max_loss(manifest: Manifest, entries: Sequence[Entry]) -> None:
-    """Raises InputError if `budget.max_loss` has no size to choose."""
+    """Raise InputError if `budget.max_loss` has no size to choose."""
     limit = manifest.budget.max_loss if manifest.budget else None
     if limit is not None and all(entry.has_own_size for entry in entries):
         raise InputError(
-            f"budget.max_loss: {limit:g} has no size to choose, as every entry has one of its own "
+            f"budget.max_loss: {limit:g} has no size to choose, because every entry sets its own "
             f"({', '.join(entry.where for entry in entries)}); leave out budget.max_loss, or `keep` or `cache_keep` in "
             "an entry"
         )
 
 
 def _outer_ranks(methods: Sequence[Method], geometry: Geometry) -> dict[str, dict[str, int]]:
-    """Return the ranks of groups outside of the layers, which the budget does not count."""
+    """Return the ranks of groups outside the layers, which the budget does not count."""
     return {
         task_key(layer, position, group): ranks
         for position, method in enumerate(methods)
@@ -248,7 +248,7 @@ def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
 
 
 def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
-    """Map each layer to t_l, from its mean cosine between input and output. docs/methods.md#importance."""
+    """Map each layer to t_l, from the mean cosine between its input and output. docs/methods.md#importance."""
     return dict(enumerate(angular_importance(mean_cosines)))
 
 
@@ -260,11 +260,11 @@ def _entry(
     weights: Weights = MappingProxyType({}),
 ) -> Entry:
     """Return a method as an entry of the allocation, with groups named by the keys of their tasks."""
-    own = _own(scores, position, method, geometry)
+    method_scores = _scores_of(scores, position, method, geometry)
 
     def targets(ratio: float) -> dict[Key, float]:
         try:
-            ranks = method.target_ranks(geometry, ratio, own)
+            ranks = method.target_ranks(geometry, ratio, method_scores)
         except ValueError as error:  # fields contradict each other on this model
             raise InputError(f"methods.{position} ({method.name}): {error}") from error
         return {(layer, task_key(layer, position, group), name): rank for (layer, group, name), rank in ranks.items()}
@@ -290,7 +290,7 @@ def _entry(
 
 
 def _weights(manifest: Manifest, position: int, method: Method, geometry: Geometry) -> Weights:
-    """Map each task to the weight of its numbers under a budget of bytes with several dtypes; else nothing."""
+    """Map each task to the weight of its numbers, under a budget of bytes with several dtypes; else return {}."""
     mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
     chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
     weighed_already = chosen_bits and isinstance(method, Predicting) and method.predicts(geometry)
@@ -336,13 +336,13 @@ def _prediction(
 
 
 def _most_numbers(method: Method, geometry: Geometry, scores: Scores) -> float:
-    """Bound the numbers of a method with a size of its own while its measurements or curves are missing; else 0."""
+    """Bound the numbers of a method that sets its own size, while its measurements or curves are missing; else 0."""
     measures = isinstance(method, Measuring) and scores.measured is None and method.measures(geometry)
     predicts = isinstance(method, Predicting) and scores.curves is None and method.predicts(geometry)
     return method.most_numbers(geometry) if method.fixed_ranks and (measures or predicts) else 0.0
 
 
-def _own(scores: Scores, position: int, method: Method, geometry: Geometry) -> Scores:
+def _scores_of(scores: Scores, position: int, method: Method, geometry: Geometry) -> Scores:
     """Return the scores for one method, with only its own measurements."""
     if scores.measured is None or not isinstance(method, Measuring):
         return scores

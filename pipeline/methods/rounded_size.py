@@ -1,7 +1,7 @@
-"""Converts `budget.bytes` of rounded numbers into the share of numbers that ranks follow.
+"""Converts `budget.bytes` of rounded weights into a number of stored numbers, from which ranks follow.
 
-A rounded number of a matrix takes ρ = bits / (bits of the dtype) + 1 / group of what it took before, its share of a
-scale counted; norms, biases, skipped roles and what lies outside the layers take all of it.
+A rounded number takes the share ρ = bits / (bits of the dtype) + 1 / group of its previous size, including its part of
+a scale. Norms, biases, skipped roles and tensors outside the layers keep their size.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.packing import WORD_BITS, words_of
 
-SHAPE_BYTES = 16  # of each rounded matrix, two int64
+SHAPE_BYTES = 16  # the stored shape of a rounded matrix, two int64
 MOST_BITS = 8
-MATRICES = 2  # the most matrices that a role is stored as
+MATRICES = 2  # the largest number of matrices that store a role
 Claimed = Collection[tuple[int, str]] | None  # layers and roles
-PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of their indices
+PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and the bits of an index
 
 
 def rounded_share(bits: int, group: int | None, dtype_bits: int, scale: float = 1.0) -> float:
-    """Return ρ for codes of `bits` bits. `scale`: the size of a scale, in numbers of the dtype."""
+    """Return ρ for codes of `bits` bits. `scale`: the size of a scale, relative to a number of the dtype."""
     return bits / dtype_bits + (scale / group if group else 0.0)
 
 
 def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) -> float:
-    """Return f: n numbers of these roles' matrices take at most the bytes of f n numbers of `numbers_of_bytes`.
+    """Return f such that n numbers of these roles' matrices take at most the bytes of f n numbers of
+    `numbers_of_bytes`.
 
-    It follows from the widest matrix that is factored or rounded.
+    f is determined by the widest dtype of the matrices that are factored or rounded.
     """
     matrices = [role for role in roles if _is_counted(manifest, role, layer)]
     widest = max((layer.bits_of(f"{role}.weight") / layer.bits for role in matrices), default=1.0)
@@ -42,10 +43,10 @@ def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) ->
 
 
 def overcounted(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str], weight: float) -> float:
-    """Return the excess of `weight` times these roles' numbers, plus their reserved numbers, over their size.
+    """Return how far `weight` times these roles' numbers, plus their reserved numbers, exceeds their size.
 
     A tensor of p numbers that is neither factored nor rounded, such as a bias, takes ω p, of which `numbers_of_bytes`
-    reserves (ω - 1) p. A bias that may be cut and weighs less than the matrices counts as they do.
+    reserves (ω - 1) p. A bias that may be cut and has a smaller ω than `weight` is counted with `weight`.
     """
     excess = 0.0
     for key, (_, shape) in layer.tensors(roles).items():
@@ -59,20 +60,20 @@ def overcounted(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str], 
 
 
 def _is_counted(manifest: Manifest, role: str, layer: LayerGeometry) -> bool:
-    """Return True if the bytes of a role's matrix are ρ times its numbers: nothing is rounded, or it is."""
+    """Return True if a role's matrix takes ρ of its size, because it is rounded or because nothing is (ρ = 1)."""
     return manifest.quantize is None or (role in layer.matrices and not manifest.quantize.skips(role))
 
 
 def scope_units(geometry: Geometry, scope: str) -> float:
-    """Return the source's bytes of which the budget is a share, in numbers of the most common dtype."""
+    """Return the source's bytes that the budget counts, in numbers of the most common dtype."""
     return 8 * geometry.scope_bytes(scope) / geometry.bits
 
 
 def rounding_overhead(shapes: Sequence[tuple[int, ...]], bits: int, quantize: Quantize, dtype_bits: int) -> float:
-    """Return the overhead of rounded matrices of these dense shapes beyond ρ of their numbers, in numbers of the dtype.
+    """Return the size of rounded matrices of these dense shapes beyond ρ of their numbers, in numbers of the dtype.
 
-    It holds their shapes, the padding of rows, tables of levels, and further scales where the groups do not divide the
-    columns; without groups, a scale for each row, of a first factor too.
+    It consists of their shapes, the padding of rows, tables of levels, and the additional scales where groups do not
+    divide the columns. Without groups, each row has a scale, also those of a first factor.
     """
     extra, group = 0.0, quantize.group
     for rows, columns in shapes:
@@ -86,10 +87,10 @@ def rounding_overhead(shapes: Sequence[tuple[int, ...]], bits: int, quantize: Qu
 
 
 def numbers_of_bytes(manifest: Manifest, geometry: Geometry, claimed: Claimed = None) -> tuple[float, float]:
-    """Return the number of rounded numbers that fit into the dense bytes, and the reserved part of it.
+    """Return how many rounded numbers fit into the dense bytes, and how many of them are reserved.
 
-    Reserved are the excess of numbers that keep their dtype, the excess of wider dtypes, and the overhead of codes.
-    `claimed`: layers and roles that methods claim; None: all.
+    Reserved are the excess of unrounded tensors, of wider dtypes, and the overhead of codes. `claimed`: layers and
+    roles that methods claim; None: all.
     """
     assert manifest.budget is not None
     share, total = _share(manifest, geometry.bits), scope_units(geometry, manifest.budget.scope)
@@ -97,7 +98,7 @@ def numbers_of_bytes(manifest: Manifest, geometry: Geometry, claimed: Claimed = 
 
 
 def _reserved(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float:
-    """Return the size beyond ρ of the numbers, with matrices weighed by `weight_of`, in numbers of the dtype."""
+    """Return the size beyond ρ times the numbers, with matrices weighted by `weight_of`, in numbers of the dtype."""
     assert manifest.budget is not None
     scope = manifest.budget.scope
     numbers, units = geometry.scope_numbers(scope), scope_units(geometry, scope)
@@ -111,8 +112,8 @@ def _reserved(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float
 
 
 def _decoded_bytes(geometry: Geometry, scope: str, claimed: Claimed) -> int:
-    """Return the bytes by which decoded weights are larger than in the source. Decoded are claimed weights, and weights
-    in formats that no checkpoint keeps."""
+    """Return the bytes by which decoded weights are larger than in the source. Claimed weights are decoded, and those
+    in formats that OUTPUT cannot keep."""
     if claimed is None:
         return geometry.saved_bytes(scope)
     roles: dict[int, set[str]] = {}
@@ -153,8 +154,7 @@ def most_by_bits(quantize: Quantize | None, dtype_bits: int) -> float:
 
 
 def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
-    """Return the numbers of the dtype that rounding saves outside of the layers, if the budget counts the whole
-    model."""
+    """Return the numbers of the dtype that rounding saves outside the layers, if the budget counts the whole model."""
     saved, quantize = 0.0, manifest.quantize
     for layer, role, shape in _outer(manifest, geometry):
         assert quantize is not None
@@ -165,7 +165,7 @@ def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
 
 
 def _outer(manifest: Manifest, geometry: Geometry) -> list[tuple[LayerGeometry, str, tuple[int, ...]]]:
-    """Return layer, role and shape of each matrix rounded outside of the layers, if the budget counts it."""
+    """Return layer, role and shape of each rounded matrix outside the layers, if the budget counts it."""
     if manifest.quantize is None or manifest.budget is None or manifest.budget.scope != "model":
         return []
     roles = manifest.quantize.outer_roles

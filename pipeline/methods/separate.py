@@ -1,4 +1,4 @@
-"""The base class of the SVD baselines: each linear weight of a layer becomes two factors, with a common share.
+"""The base class of the SVD baselines, which factor each linear weight by itself, to a common share of its numbers.
 
 docs/methods.md#baselines. Legend: m outputs, D inputs of a weight, F features of a moment, r rank.
 """
@@ -27,7 +27,7 @@ from pipeline.ranks.budget import RankVariable
 
 @dataclass(frozen=True)
 class SeparateMethod(MethodBase[E]):
-    """Factors each weight by itself; subclasses define `roots`, the weighting of its inputs."""
+    """Factors each weight by itself. Subclasses define `roots`, the weighting of inputs."""
 
     needs_inputs: ClassVar[bool] = True
 
@@ -45,7 +45,7 @@ class SeparateMethod(MethodBase[E]):
         )
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Choose a rank for each role. At its cap the weight stays dense, because two factors would store no less."""
+        """Choose a rank for each role. At its cap the weight stays dense, because factors would save nothing."""
         multiple = self.entry.multiple(geometry.hidden)
         variables = []
         for role in group.roles:
@@ -66,19 +66,19 @@ class SeparateMethod(MethodBase[E]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Factor each weight into first (r, D) and second (m, r). Biases, and weights with ranks above `rank_limit`,
-        stay."""
+        """Factor each weight into first (r, D) and second (m, r). Biases and weights with ranks above `rank_limit` are
+        unchanged."""
         return next(self.compress_sizes(group, geometry, weights, statistics, [ranks]))
 
     def compress_sizes(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, sizes: Sequence[Ranks]
     ) -> Iterator[Solution]:
-        """Compress to several sizes; the roots of the inputs are computed once."""
+        """Compress to several sizes, with the roots of the inputs computed once."""
         roots = self.roots(statistics.moments[group.moments[0]][0]) if self.needs_inputs else None
         return (self._cut(weights, roots, self.forms(group, geometry, ranks)) for ranks in sizes)
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map each weight whose two factors store less than it does to `low_rank`."""
+        """Map each role whose factors store less than the dense weight to `low_rank`."""
         cut = (role for role in group.roles if ranks[role] <= rank_limit(*geometry.weight_shape(role)))
         return {role: FormSpec(form="low_rank", rank=ranks[role]) for role in cut}
 

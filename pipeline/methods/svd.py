@@ -20,5 +20,5 @@ class SVDMethod(SeparateMethod[SVD]):
     needs_inputs: ClassVar[bool] = False
 
     def roots(self, moment_FF: Tensor) -> InputRoots:
-        """Raise NotImplementedError: without `needs_inputs`, inputs have no weights, and this is never called."""
+        """Raise NotImplementedError. It is never called, because inputs are not weighted."""
         raise NotImplementedError

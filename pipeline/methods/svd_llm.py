@@ -19,5 +19,5 @@ class SVDLLMMethod(SeparateMethod[SVDLLM]):
     name: ClassVar[str] = "svd_llm"
 
     def roots(self, moment_FF: Tensor) -> InputRoots:
-        """Return S = M^{1/2}. Any S with S Sᵀ = M gives the same product, also the paper's Cholesky factor."""
+        """Return S = M^{1/2}. Any S with S Sᵀ = M gives the same product, such as the paper's Cholesky factor."""
         return input_roots(moment_FF)

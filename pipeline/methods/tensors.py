@@ -23,7 +23,7 @@ def biases_of(weights: Mapping[str, Tensor], matrices: Iterable[Matrix]) -> dict
 
 
 def encoded_values(weights: Mapping[str, Tensor], value: Matrix, encode_Grd: Tensor) -> dict[str, Tensor]:
-    """Return the weight and the bias of the values behind an encoder for each head, E W_v and E b_v."""
+    """Return the weight and the bias of the values after an encoder of each head, E W_v and E b_v."""
     tensors = {value.weight_key: encode_heads(encode_Grd, weights[value.weight_key])}
     if value.bias:
         tensors[value.bias_key] = encode_heads(encode_Grd, weights[value.bias_key][:, None])[:, 0]
@@ -31,7 +31,7 @@ def encoded_values(weights: Mapping[str, Tensor], value: Matrix, encode_Grd: Ten
 
 
 def factors_of(role: str, weight_mD: Tensor, rank: int, roots: InputRoots | None) -> Solution:
-    """Return first (r, D) and second (m, r) of one weight, without forms; the report has its error and spectrum."""
+    """Return the factors first (r, D) and second (m, r) of a weight, with its error and spectrum, without forms."""
     first_rD, second_mr, values = low_rank(weight_mD, rank, roots, balanced=True)
     energies = values.square()
     report = {f"{role}_error": dropped_share(energies, rank), f"{role}_spectrum": spectrum(energies)}
@@ -40,5 +40,5 @@ def factors_of(role: str, weight_mD: Tensor, rank: int, roots: InputRoots | None
 
 def channel_priority(eliminated_n: Tensor, channels: int) -> Tensor:
     """Return all channels (N,): first the kept ones, ascending, then the eliminated ones, the last eliminated first."""
-    stays_N = torch.ones(channels, dtype=torch.bool, device=eliminated_n.device)
-    return torch.cat((stays_N.index_fill_(0, eliminated_n, False).nonzero()[:, 0], eliminated_n.flip(0)))
+    kept_N = torch.ones(channels, dtype=torch.bool, device=eliminated_n.device)
+    return torch.cat((kept_N.index_fill_(0, eliminated_n, False).nonzero()[:, 0], eliminated_n.flip(0)))

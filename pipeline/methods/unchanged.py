@@ -1,4 +1,4 @@
-"""Matrices that no method claims stay dense, in groups, so that they can be rounded. docs/methods.md#rounding."""
+"""Claims the matrices that no method compresses, so that they can be rounded. docs/methods.md#rounding."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ WHOLE, BITS = "whole", "bits"
 class Unchanged(MethodDefaults):
     """Claims every linear role that `others` do not claim, except those of `skip`.
 
-    `outer`: further roles, outside of the layers. They have no ranks to choose, and the budget does not count them: see
-    `outer_ranks`.
+    `outer`: further roles outside the layers, whose ranks are fixed (`outer_ranks`).
     """
 
     others: Sequence[Method]
@@ -39,21 +38,21 @@ class Unchanged(MethodDefaults):
 
     @property
     def fixed_ranks(self) -> bool:
-        """Return True, as no budget applies, unless bits are chosen."""
+        """Return True unless bits are chosen, because no budget applies."""
         return not self.chosen_bits
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Return all groups of the layers if bits are chosen, else none."""
+        """Return all groups inside the layers if bits are chosen, else none."""
         return self._inside(geometry) if self.chosen_bits else ()
 
     def curve(
         self, group: Group, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics
     ) -> Curve:
-        """Return one point, at which nothing is lost."""
+        """Return a single point, with loss 0."""
         return to_columns([Point({WHOLE: 1}, geometry.numbers(group.roles), 0.0)])
 
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim the rest: matrices that read the same input as one group, and each outer role by itself.
+        """Claim the remaining matrices: those with a common input as one group, and each outer role by itself.
 
         Raises the ValueErrors of the other methods.
         """
@@ -64,12 +63,12 @@ class Unchanged(MethodDefaults):
         return tuple(Group(layer, role, (role,)) for layer, role in outer)
 
     def outer_ranks(self, geometry: Geometry, bits: int) -> dict[tuple[int, str], dict[str, int]]:
-        """Map layer and group, of roles outside of the layers, to ranks, including `bits` if bits are chosen."""
+        """Map layer and group of each role outside the layers to its ranks, with `bits` if bits are chosen."""
         ranks = {WHOLE: 1, BITS: bits} if self.chosen_bits else {WHOLE: 1}
         return {(group.layer, group.name): dict(ranks) for group in self._outside(geometry)}
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """Return the variables of the groups inside of the layers."""
+        """Return the variables of the groups inside the layers."""
         inside = self._inside(geometry)
         return tuple(v for group in inside for v in self.group_variables(group, geometry.layers[group.layer]))
 
@@ -91,11 +90,11 @@ class Unchanged(MethodDefaults):
         return (RankVariable(group.layer, group.name, WHOLE, 1, 1, partial(_numbers, geometry, group.roles)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return 1 for every variable: nothing is cut."""
+        """Return 1 for every variable."""
         return {variable.key: 1.0 for variable in self.rank_variables(geometry)}
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Return none: all stay dense."""
+        """Return none: all roles stay dense."""
         return {}
 
     def compress(

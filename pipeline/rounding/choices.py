@@ -44,13 +44,13 @@ def gradient_moments(roles: Sequence[str], geometry: LayerGeometry) -> tuple[Mom
     """Return the gradients by which rounding of these roles is predicted: at their outputs, and for the readers of an
     MLP at their common input. (Methods that factor q and k ask for theirs.)"""
     matrices = [geometry.matrices[role] for role in roles if role in geometry.matrices]
-    felt = tuple(map(output_gradient, matrices))
+    gradients = tuple(map(output_gradient, matrices))
     pulls = [
         pull(readers)
         for block in geometry.mlps
         if (readers := [matrix for matrix in block.readers if matrix.role in roles])
     ]
-    return (*felt, *pulls)
+    return (*gradients, *pulls)
 
 
 def with_bits(
@@ -167,18 +167,18 @@ class _Predictor:
         for matrix in (matrix for matrix in self.reading if not quantize.skips(matrix.role)):
             role, read = matrix.role, input_moment(matrix)
             weight_OI = weights[matrix.weight_key].to(torch.float64)
-            moment_II, felt_O = statistics.mean(read)[0], statistics.mean(output_gradient(matrix))[0]
+            moment_II, gradient_O = statistics.mean(read)[0], statistics.mean(output_gradient(matrix))[0]
             columns = fitting_group(weight_OI.shape[1], quantize.group)
             feedback, dtype = feedbacks.of(read, moment_II), weights[matrix.weight_key].dtype
             rounded = round_with_feedback(weight_OI, feedback, bits, columns, dtype, quantize.kinds_of_levels[-1])
             errors_O = _squares(rounded.values - weight_OI, moment_II)
             share = float(errors_O.sum()) / max(float(_squares(weight_OI, moment_II).sum()), TINY)
-            self.whole[role] = 0.5 * float(errors_O @ felt_O), share
+            self.whole[role] = 0.5 * float(errors_O @ gradient_O), share
 
     def loss_of(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor], rounded: RoundedSolution) -> float:
         """Predict the loss of a rounded solution. `before`: the exact one, multiplied out."""
-        felt = self._felt_outputs(solution, before)
-        firsts = self._first_errors(solution, rounded, felt)
+        gradients = self._output_gradients(solution, before)
+        firsts = self._first_errors(solution, rounded, gradients)
         total = sum(first.loss for first in firsts.values())
         for roles, after_OI in multiplied(solution, rounded.rounded).items():
             role, change_OI = roles[0], after_OI - before[roles]
@@ -189,33 +189,33 @@ class _Predictor:
             if role in solution.inputs:
                 moment_II = solution.inputs[role]().to(torch.float64)
             if matrix.writes_stream:
-                felt_OO = self.statistics.mean(output_gradient(matrix))[0]
-                total += 0.5 * float(((felt_OO @ change_OI) * (change_OI @ moment_II)).sum())
+                metric_OO = self.statistics.mean(output_gradient(matrix))[0]
+                total += 0.5 * float(((metric_OO @ change_OI) * (change_OI @ moment_II)).sum())
                 continue
             if role in firsts:
                 change_OI = change_OI - before[roles] @ firsts[role].turn
             errors_O = _squares(change_OI, moment_II)
-            felt_O = torch.cat([felt[role] for role in roles])
-            if len(felt_O) == len(errors_O):
-                total += 0.5 * float(errors_O @ felt_O)
+            gradient_O = torch.cat([gradients[role] for role in roles])
+            if len(gradient_O) == len(errors_O):
+                total += 0.5 * float(errors_O @ gradient_O)
             else:
                 loss, share = self.whole[role]
                 lost = float(errors_O.sum()) / max(float(_squares(before[roles], moment_II).sum()), TINY)
                 total += loss * lost / share if share > 0.0 else 0.0
         return max(0.0, total)
 
-    def _felt_outputs(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
+    def _output_gradients(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
         """Map each role that reads the stream to G of each output that the solution gives."""
-        felt, gains = (
+        gradients, gains = (
             {},
             {role: gain for block in self.mlps for role, gain in self._gains(block, solution, before).items()},
         )
         for matrix in self.reading:
-            felt_O = self.statistics.mean(output_gradient(matrix))[0]
+            gradient_O = self.statistics.mean(output_gradient(matrix))[0]
             if matrix.role in solution.outputs:
-                felt_O = felt_O[solution.outputs[matrix.role]]
-            felt[matrix.role] = felt_O * gains[matrix.role] if matrix.role in gains else felt_O
-        return felt
+                gradient_O = gradient_O[solution.outputs[matrix.role]]
+            gradients[matrix.role] = gradient_O * gains[matrix.role] if matrix.role in gains else gradient_O
+        return gradients
 
     def _gains(
         self, block: MLPBlock, solution: Solution, before: Mapping[tuple[str, ...], Tensor]
@@ -227,18 +227,18 @@ class _Predictor:
         writer = block.writer
         if (writer.role,) not in before:
             return {}
-        felt_DD = self.statistics.mean(output_gradient(writer))[0]
+        metric_DD = self.statistics.mean(output_gradient(writer))[0]
         dense_DN = self.weights[writer.weight_key].to(torch.float64)
         channels_k = solution.outputs.get(block.readers[-1].role)
         dense_Dk = dense_DN if channels_k is None else dense_DN[:, channels_k]
         if dense_Dk.shape != before[writer.role,].shape:
             return {}
-        now_k, then_k = (((felt_DD @ down_Dk) * down_Dk).sum(dim=0) for down_Dk in (before[writer.role,], dense_Dk))
+        now_k, then_k = (((metric_DD @ down_Dk) * down_Dk).sum(dim=0) for down_Dk in (before[writer.role,], dense_Dk))
         gain_k = (now_k / then_k.clamp_min(TINY)).clamp(max=MOST_GAIN)
         return {reader.role: gain_k for reader in block.readers}
 
     def _first_errors(
-        self, solution: Solution, rounded: RoundedSolution, felt: Mapping[str, Tensor]
+        self, solution: Solution, rounded: RoundedSolution, gradients: Mapping[str, Tensor]
     ) -> dict[str, _FirstError]:
         """Map the roles whose first factor is rounded, and whose common input has a gradient moment, to its error.
 
@@ -257,12 +257,12 @@ class _Predictor:
             turn_II.diagonal().sub_(1.0)
             change_II = _projection(solution.tensors[key].to(torch.float64), moment_II) @ turn_II
             loss = 0.5 * float(((pull_II @ change_II) * (change_II @ moment_II)).sum())
-            share = self._share(solution, matrices, moment_II, felt)
+            share = self._share(solution, matrices, moment_II, gradients)
             errors |= {role: _FirstError(share * loss if role == roles[0] else 0.0, turn_II) for role in roles}
         return errors
 
     def _share(
-        self, solution: Solution, matrices: Sequence[Matrix], moment_II: Tensor, felt: Mapping[str, Tensor]
+        self, solution: Solution, matrices: Sequence[Matrix], moment_II: Tensor, gradients: Mapping[str, Tensor]
     ) -> float:
         """Return the share of Σ_o G_o E[y_o²] over the dense outputs y that the solution's outputs have."""
         now = dense = 0.0
@@ -271,7 +271,7 @@ class _Predictor:
             squares_O = _squares(self.weights[matrix.weight_key].to(torch.float64), moment_II)
             dense += float(squares_O @ self.statistics.mean(output_gradient(matrix))[0])
             squares_O = squares_O[solution.outputs[role]] if role in solution.outputs else squares_O
-            now += float(squares_O @ felt[role]) if len(squares_O) == len(felt[role]) else 0.0
+            now += float(squares_O @ gradients[role]) if len(squares_O) == len(gradients[role]) else 0.0
         return now / dense if dense > 0.0 else 1.0
 
 

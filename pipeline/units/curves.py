@@ -29,7 +29,7 @@ class CurvePieces(WorkUnit):
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]
-    begun: Any
+    shared: Any
     numbers: tuple[int, ...]
 
     @property
@@ -41,12 +41,12 @@ class CurvePieces(WorkUnit):
 class Predict(WorkUnit):
     """Computes the curve of one group: the predicted loss at each size. The result is a `Curve`.
 
-    `begun`, `pieces`: the results of `BeginCurve` and of all `CurvePieces`, in order, if workers share the curve.
+    `shared`, `pieces`: the results of `BeginCurve` and of all `CurvePieces`, in order, if workers share the curve.
     """
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]
-    begun: Any = None
+    shared: Any = None
     pieces: tuple[Any, ...] = ()
 
     @property

@@ -132,7 +132,7 @@ def test_what_following_the_loss_takes() -> None:
     assert one.correction_flops == 0
     rest, seen = zip(*((curve.flops, curve.sample_flops) for curve in one.curves), strict=True)
     cube, square, ordered = 48**3, 48**2, 48**3 / 3 + 2 * 48**2 * 80 + 80**3 / 3 + 48 * 80**2
-    begun = 80**3 + 80**3 - 10**3 + 48 * 80**2 + ordered
+    shared = 80**3 + 80**3 - 10**3 + 48 * 80**2 + ordered
     grown = cube / 3 + (4 * 2 + 2) * 80 * square + (2 * 8 * 4 + 3 * 6) * cube
     looked, tokens = 0.0, 0.0
     for width in (10, 40, 80):
@@ -147,10 +147,10 @@ def test_what_following_the_loss_takes() -> None:
         fits += 4 * refit + 3 * (2 * 48 * reduced**2 + steps) + 4 * 48 * reduced**2
         fits += 2 * 48 * reduced * min(reduced, 48) + 4 * min(reduced, 48) ** 3
     pulled = 25 / 3 * cube
-    assert sorted(rest) == pytest.approx(sorted([fits, begun + grown + looked, pulled]))
+    assert sorted(rest) == pytest.approx(sorted([fits, shared + grown + looked, pulled]))
     assert max(curve.steps for curve in one.curves) == 15 * 3 * 14 * 2
     assert seen == pytest.approx([0, 320 * tokens, 0])
-    assert (one.curves[1].pieces, one.curves[1].begun.flops if one.curves[1].begun else None) == (8, begun)
+    assert (one.curves[1].pieces, one.curves[1].shared.flops if one.curves[1].shared else None) == (8, shared)
     again = manifest({"method": "loss_aware", "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))

@@ -381,12 +381,12 @@ class SimulatedPool:
     def _curve(self, unit: BeginCurve | CurvePieces | Predict) -> Any:
         """The same whether it is made of pieces or not."""
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
-        begun = digest("begun", unit.task.key, read)
+        shared = digest("shared", unit.task.key, read)
         if isinstance(unit, BeginCurve):
-            return begun
+            return shared
         numbers = unit.numbers if isinstance(unit, CurvePieces) else range(unit.task.pieces)
-        assert getattr(unit, "begun", None) in (None, begun)
-        pieces = [digest("piece", begun, number) for number in numbers]
+        assert getattr(unit, "shared", None) in (None, shared)
+        pieces = [digest("piece", shared, number) for number in numbers]
         if isinstance(unit, CurvePieces):
             return pieces
         assert unit.pieces in ((), tuple(pieces))

@@ -74,7 +74,7 @@ def test_windows_and_other_rotations_are_refused() -> None:
 def test_sizes_out_of_reach_are_refused() -> None:
     with pytest.raises(ValueError, match="rope: 18 is more than 16"):
         made(rope=18).claims(llama("gqa"))
-    with pytest.raises(ValueError, match="leaves 1, and the smallest latent beside rotated dimensions takes 3"):
+    with pytest.raises(ValueError, match="leaves 1, and the smallest latent with its rotated dimensions takes 3"):
         made(cache_keep=0.03).claims(llama("gqa"))
     for fields, said in (({"rope": 3}, "odd"), ({"layers": "last:2"}, "one size"), ({"refine": True}, "not trained")):
         with pytest.raises(ValidationError, match=said):

@@ -119,8 +119,8 @@ def test_disjoint_claims_of_one_layer() -> None:
     [
         ({"layers": [0, 6]}, "methods.0 (flat_llm): layers: [0, 6]; the model has layers 0 to 5"),
         ({"layers": "last:7"}, "layers: last:7 asks for 7 of 6"),
-        ({"ranks": {"value": 17}}, "ranks.value: 17 is beyond the full rank 16"),
-        ({"ranks": {"mlp": 81}}, "ranks.mlp: 81 is beyond the full rank 80"),
+        ({"ranks": {"value": 17}}, "ranks.value: 17 is above the full rank 16"),
+        ({"ranks": {"mlp": 81}}, "ranks.mlp: 81 is above the full rank 80"),
         ({"ranks": {"query_key": 4}}, "ranks.query_key: 4 is given, but this entry does not compress it"),
         ({"mlp": False, "ranks": {"value": 4, "mlp": 3}}, "ranks.mlp: 3 is given"),
     ],

@@ -266,7 +266,7 @@ def test_the_plan_agrees_where_layers_are_refined(workers: int, inputs: str) -> 
 def test_workers_without_a_layer_share_its_long_curve() -> None:
     """Two layers of one curve of 2 + 12 seconds on two workers, and on eight: 2, then four parts of 3."""
     begun = SolveWork("mlp", 20, 0)
-    work = replace(WORK, curves=(SolveWork("mlp", 140, 0, pieces=6, begun=begun),))
+    work = replace(WORK, curves=(SolveWork("mlp", 140, 0, pieces=6, shared=begun),))
     seconds = {}
     for workers in (2, 8):
         way = Pass(layers=2, shards=1, workers=workers, importance=0, compressed=False, cached=True)

@@ -42,13 +42,13 @@ class _Making:
         return Statistics({moment: value.clone() for moment, value in self.found.moments.items()}, self.found.tokens)
 
     def cut(self, parts: list[tuple[int, ...]]) -> object:
-        begun = self.do(BeginCurve(self.task, {}))
+        shared = self.do(BeginCurve(self.task, {}))
         pieces = {}
         for numbers in parts:
-            found = self.do(CurvePieces(self.task, {}, begun, numbers))
+            found = self.do(CurvePieces(self.task, {}, shared, numbers))
             assert isinstance(found, list)
             pieces |= dict(zip(numbers, found, strict=True))
-        return self.do(Predict(self.task, {}, begun, tuple(pieces[number] for number in range(self.task.pieces))))
+        return self.do(Predict(self.task, {}, shared, tuple(pieces[number] for number in range(self.task.pieces))))
 
 
 @pytest.mark.sample(2)

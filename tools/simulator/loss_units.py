@@ -186,7 +186,7 @@ def _curves(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) ->
         ordered = sorted(enumerate(work.curves), key=lambda curve: -curve[1].pieces)  # the long ones first
         for (number, curve), layer in itertools.product(ordered, layers):
             name, read = f"curve {layer} {number}", _reread(layer, work, rates, way)
-            if share == 1 or curve.begun is None:
+            if share == 1 or curve.shared is None:
                 yield from read(name, after)
                 yield Unit(name, "curves", solve_seconds(curve, rates), (f"{name} reread",))
             else:
@@ -205,9 +205,9 @@ def _cut(
     read: Callable[[str, tuple[str, ...]], Iterator[Unit]],
 ) -> Iterator[Unit]:
     """Yield the common start of a curve, then a part of its pieces for each of some workers."""
-    assert curve.begun is not None
+    assert curve.shared is not None
     begun, whole, again = (
-        solve_seconds(curve.begun, rates),
+        solve_seconds(curve.shared, rates),
         solve_seconds(curve, rates),
         curve.again_flops / rates.double,
     )

@@ -1,1 +1,1 @@
-"""Experts of a mixture: which stay, how wide, and how those that stay take over the work of the others."""
+"""Pruning of a mixture's experts: which are kept, at which width, and how they are refitted to the dense output."""

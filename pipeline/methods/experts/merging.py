@@ -1,7 +1,7 @@
-"""Experts merged into fewer by what they compute: a baseline after HC-SMoE. docs/methods.md#mixtures.
+"""Merging of experts with similar outputs: a baseline after HC-SMoE. docs/methods.md#mixtures.
 
-Statistics of a layer: the mean output of each expert over all sampled tokens (E, D), routed or not, and the number of
-tokens of each expert.
+Statistics of a layer: the mean output of each expert over all sampled tokens (E, D), routed to it or not, and the
+number of tokens routed to each expert.
 
 Legend: E experts, D hidden.
 """
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipeline.kernels.deferred import Aside, Deferred, in_memory
+from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.mixture_refit import refit_mixture
 from pipeline.methods.experts.mixture import ExpertWeights, Mixture
 
@@ -27,11 +27,11 @@ def mean_outputs(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
 
 
 def cluster(outputs_ED: Tensor, count: int, groups: int = 1) -> list[list[int]]:
-    """Join experts into `count` clusters, step by step the two whose members lie nearest on average.
+    """Cluster experts by average linkage, until `count` clusters are left.
 
-    Each of the router's groups, of consecutive experts, gets equally many. Clusters of a group and their members
-    ascend; of equal distances, the first pair is joined. Raises ValueError on NaN or infinity, or unless E and `count`
-    are multiples of `groups` and 0 < count <= E.
+    Each of the router's groups, of consecutive experts, gets the same number of clusters. Clusters of a group and their
+    members ascend; among equal distances, the first pair is joined. Raises ValueError on NaN or infinity, or unless E
+    and `count` are multiples of `groups` and 0 < count <= E.
     """
     num_experts = len(outputs_ED)
     if not 0 < count <= num_experts or count % groups or num_experts % groups:
@@ -59,34 +59,36 @@ def _joined(distances_EE: Tensor, experts: Sequence[int], count: int) -> list[li
 
 
 def busiest(clusters: Sequence[Sequence[int]], tokens_E: Tensor) -> list[int]:
-    """Return the member of each cluster with most tokens, the first of equal ones."""
+    """Return the member of each cluster with the most tokens; among equals, the first."""
     return [max(members, key=lambda number: (float(tokens_E[number]), -number)) for members in clusters]
 
 
-def merge(mixture: Mixture, clusters: Sequence[Sequence[int]], tokens_E: Tensor, aside: Aside = in_memory) -> Mixture:
-    """Return a mixture with one expert for each cluster: the mean of its members' weights, by their tokens.
+def merge(
+    mixture: Mixture, clusters: Sequence[Sequence[int]], tokens_E: Tensor, offload: Offload = in_memory
+) -> Mixture:
+    """Return a mixture with one expert for each cluster: the mean of its members' weights, weighted by their tokens.
 
-    The router keeps the row of the member with most tokens. A cluster that no token reached takes plain means. One
-    member is in memory beside the mean; merged experts lie where `aside` puts them.
+    The router keeps the row of the member with the most tokens. A cluster without tokens gets the unweighted mean. One
+    member at a time is in memory beside the mean; merged experts are stored by `offload`.
     """
     experts = []
     for members in clusters:
         shares = tokens_E[list(members)].double()
         shares = shares / shares.sum() if float(shares.sum()) > 0.0 else torch.full_like(shares, 1.0 / len(members))
         parts = Deferred([partial(mixture.experts.__getitem__, number) for number in members])
-        experts.append(_put_aside(_mean_expert(parts, shares.tolist()), aside))
+        experts.append(_offloaded(_mean_expert(parts, shares.tolist()), offload))
     routed = mixture.subset(busiest(clusters, tokens_E))
     return replace(routed, experts=Deferred(experts))
 
 
-def refit(mixture: Mixture, merged: Mixture, inputs_TD: Tensor, aside: Aside = in_memory) -> Mixture:
-    """Return the merged experts with writers fitted to the output of `mixture`, put where `aside` puts them."""
+def refit(mixture: Mixture, merged: Mixture, inputs_TD: Tensor, offload: Offload = in_memory) -> Mixture:
+    """Fit the writers of merged experts to the output of `mixture`; they are stored by `offload`."""
     routing, experts = merged.route(inputs_TD), merged.experts
     downs = refit_mixture(
         mixture.output(inputs_TD) - merged.written_biases(routing),
         lambda number: merged.served(number, inputs_TD, routing),
         Deferred([partial(_writer, experts, number) for number in range(len(experts))]),
-        aside=aside,
+        offload=offload,
     )
     fitted = [partial(_with_writer, experts, downs, number) for number in range(len(experts))]
     return replace(merged, experts=Deferred(fitted))
@@ -101,7 +103,7 @@ def _with_writer(experts: Sequence[ExpertWeights], downs: Sequence[Tensor], numb
 
 
 def _mean_expert(parts: Sequence[ExpertWeights], shares: Sequence[float]) -> ExpertWeights:
-    """Return the sum of some experts times their shares, float64, one after another."""
+    """Return the weighted sum of experts, float64, read one after another."""
     means: list[Tensor] = []
     for part, share in zip(parts, shares, strict=True):
         weighed = [tensor.double() * share for tensor in (part.down, *part.readers, *(part.biases or ()))]
@@ -111,6 +113,6 @@ def _mean_expert(parts: Sequence[ExpertWeights], shares: Sequence[float]) -> Exp
     return ExpertWeights(tuple(others[:readers]), down_DN, tuple(others[readers:]) or None)
 
 
-def _put_aside(expert: ExpertWeights, aside: Aside) -> Callable[[], ExpertWeights]:
-    readers, down, biases = [aside(reader_ND) for reader_ND in expert.readers], aside(expert.down), expert.biases
+def _offloaded(expert: ExpertWeights, offload: Offload) -> Callable[[], ExpertWeights]:
+    readers, down, biases = [offload(reader_ND) for reader_ND in expert.readers], offload(expert.down), expert.biases
     return lambda: ExpertWeights(tuple(reader() for reader in readers), down(), biases)

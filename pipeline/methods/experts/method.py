@@ -27,20 +27,20 @@ from pipeline.methods.experts.solutions import metric_of, mixture_from, rule_of,
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
 
 ROUTER, ROUTER_BIAS = "router", "router_bias"
-LEAST_SAMPLE = 65_536  # tokens, where there are so many
-SAMPLE_TOKENS = 4  # for each channel of an expert, if routing is even
+LEAST_SAMPLE = 65_536  # tokens, if the text has that many
+SAMPLE_TOKENS = 4  # per channel of an expert, if routing is even
 E_ = TypeVar("E_", bound=MethodEntry)
 
 
 @dataclass(frozen=True)
 class ExpertsMethod(MethodBase[E_]):
-    """A method whose groups are the routed experts of a layer and their router."""
+    """Base class of methods that prune or merge the routed experts of a layer, with their router."""
 
     by_loss: ClassVar[bool] = False
     scored_by: ClassVar[str]
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Return the claimed groups, which hold nothing but routed experts and their router."""
+        """Return the claimed groups. Routers belong to their experts, so `routed_only` keeps them."""
         return self.claimable(geometry)
 
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -57,17 +57,17 @@ class ExpertsMethod(MethodBase[E_]):
         return Group(layer.index, EXPERTS, (*roles, *own), self.moments(layer))
 
     def moments(self, layer: LayerGeometry) -> tuple[Moment, ...]:
-        """Return the sample of the mixture's inputs, and what else the method needs."""
+        """Return the sample of the mixture's inputs and, with `by_loss`, the gradient's moment at its output."""
         sample = sample_of(routed(layer), sampled(layer))
         return (sample, metric_of(routed(layer))) if self.by_loss else (sample,)
 
     def numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
-        """Count the numbers that so many experts of a width and the rows of their router store."""
+        """Count the numbers stored for `count` experts of a width and their rows of the router."""
         bias = (ROUTER_BIAS in layer.roles) + ("bias" in layer.role_shapes(ROUTER))
         return count * (routed(layer)[0].numbers(width) + layer.hidden + bias)
 
     def counts(self, layer: LayerGeometry) -> list[int]:
-        """Return the numbers of experts that may stay, ascending."""
+        """Return the allowed numbers of experts, ascending."""
         rule = dict(layer.routing)
         groups, top_groups = rule["groups"], rule["top_groups"]
         most = expert_counts(len(routed(layer)), rule["top_k"], groups)
@@ -75,7 +75,7 @@ class ExpertsMethod(MethodBase[E_]):
         return [count for count in most if count >= least and count // groups * top_groups >= rule["top_k"]]
 
     def least_reason(self, geometry: Geometry) -> str:
-        """Name the layer that must keep most experts because its router chooses so many."""
+        """Explain the smallest number of experts, for the layer whose router chooses the most."""
         layers = [geometry.layers[group.layer] for group in self.claims(geometry) if group.name == EXPERTS]
         if not layers:
             return ""
@@ -88,19 +88,19 @@ class ExpertsMethod(MethodBase[E_]):
     def expert_scores(
         self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
     ) -> Tensor:
-        """Return a score of each expert (E,): those of largest score stay."""
+        """Return a score of each expert (E,); the experts with the highest scores are kept."""
 
     @property
     @abstractmethod
     def refits(self) -> bool:
-        """Return True if the writers of the experts that stay are fitted to the output of all."""
+        """Return True if the writers of the kept experts are fitted to the output of all experts."""
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Keep the best experts under new numbers from 0, in their order.
+        """Keep the experts with the highest scores, in their order, renumbered from 0.
 
-        The report has the sampled tokens of each dense expert, and its score by the name of `scored_by`.
+        The report has the sampled tokens of each dense expert and, under the key `scored_by`, its score.
         """
         experts, mixture = routed(geometry), mixture_of(geometry, weights)
         width = ranks.get(WIDTH, experts[0].width)
@@ -110,8 +110,8 @@ class ExpertsMethod(MethodBase[E_]):
         scores_E = self.expert_scores(mixture, inputs_TD, geometry, statistics)
         kept = kept_experts(scores_E, ranks[EXPERTS], mixture.rule.groups).tolist()
         solution = solve(experts, mixture, statistics, sampled(geometry), kept, width, self.refits)
-        seen = {TOKENS_BY_EXPERT: expert_tokens(mixture, inputs_TD).tolist(), self.scored_by: scores_E.tolist()}
-        return renumbered(replace(solution, report=solution.report | seen), geometry, kept, weights)
+        figures = {TOKENS_BY_EXPERT: expert_tokens(mixture, inputs_TD).tolist(), self.scored_by: scores_E.tolist()}
+        return renumbered(replace(solution, report=solution.report | figures), geometry, kept, weights)
 
     def inputs(self, layer: LayerGeometry, statistics: Statistics) -> Tensor:
         """Return the sampled inputs of the mixture (T, D)."""
@@ -119,12 +119,12 @@ class ExpertsMethod(MethodBase[E_]):
 
 
 def routed(layer: LayerGeometry) -> list[MLPBlock]:
-    """Return the experts that a router chooses from."""
+    """Return the blocks of a layer's routed experts."""
     return [block for block in layer.mlps if block.roles[0] in layer.routed_roles]
 
 
 def sampled(layer: LayerGeometry) -> int:
-    """Return the number of sampled tokens."""
+    """Return the number of tokens to sample."""
     experts, rule = routed(layer), dict(layer.routing)
     return max(LEAST_SAMPLE, SAMPLE_TOKENS * experts[0].width * len(experts) // int(rule["top_k"]))
 
@@ -135,7 +135,7 @@ def mixture_of(layer: LayerGeometry, weights: Mapping[str, Tensor]) -> Mixture:
 
 
 def renumbered(solution: Solution, layer: LayerGeometry, kept: Sequence[int], weights: Weights) -> Solution:
-    """Name experts by their places among those that stay, and the router's tensors as its layer does."""
+    """Renumber the kept experts from 0, and name the router's tensors as the layer does."""
     experts = routed(layer)
     names: dict[str, str] = {}
     for place, number in enumerate(kept):

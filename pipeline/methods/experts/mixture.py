@@ -1,11 +1,11 @@
-"""The experts of one layer on sampled tokens: outputs, what removing one costs, and one shape for those that stay.
+"""The experts of one layer on sampled tokens: their outputs, the loss of removing each, and pruning to one shape.
 
-All functions need the weights of the layer's experts and router and `inputs_TD`, a sample of the mixture's inputs
-(`Moment("mlp.in", kind="sample")`). Those that weigh by the loss also need the factor of G, the moment of the gradient
-at the mixture's output. Experts are visited in order, so that the weights and the values of one expert at a time are
-in memory: `Mixture.experts` may read an expert when it is asked for.
+All functions take the weights of the layer's experts and router and `inputs_TD`, a sample of the mixture's inputs
+(`Moment("mlp.in", kind="sample")`). Those that weight errors by the loss also take the factor of G, the moment of the
+gradient at the mixture's output. Experts are visited in order. `Mixture.experts` may read an expert on access, so that
+one at a time is in memory.
 
-Legend: T tokens, t those of an expert, D hidden, N channels of an expert, k channels kept, E experts.
+Legend: T tokens, t tokens of an expert, D hidden, N channels of an expert, k channels kept, E experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.kernels.deferred import Aside, Deferred, in_memory
+from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.mixture_refit import Served, refit_mixture
 from pipeline.kernels.moments import add_head_moment_
@@ -28,11 +28,11 @@ from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.experts.scores import ExpertSums
 from pipeline.methods.tensors import channel_priority
 
-BATCH = 4096  # tokens whose changes are computed by one product an expert
+BATCH = 4096  # tokens of one product with an expert's weights
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one expert: gate and up, or up alone (N, D), and down (D, N); perhaps biases of all of them."""
+    """The weights of one expert: gate and up, or up alone (N, D), and down (D, N); biases of all of them, or None."""
 
     readers: tuple[Tensor, ...]
     down: Tensor
@@ -45,8 +45,8 @@ class Mixture:
 
     Attributes:
         router: (E, D).
-        bias: (E,), added to the router's scores for the choice alone; None without one.
-        channels: the function from the outputs of gate and up to the channels.
+        bias: (E,), added to the router's scores when experts are chosen, not in their weights; None without one.
+        channels: the function that computes the channels from the outputs of gate and up.
         logit_bias: (E,), added to the router's logits; None without one.
     """
 
@@ -83,7 +83,7 @@ class Mixture:
         return outputs_tD if weights.biases is None else outputs_tD + weights.biases[-1].to(dtype)
 
     def served(self, expert: int, inputs_TD: Tensor, routing: Routing) -> Served:
-        """Return the tokens that an expert serves, and p h on them, h(p x) where weights multiply inputs."""
+        """Return the tokens of an expert and their channels p h(x), or h(p x) if routing weights multiply inputs."""
         tokens_t, weights_t = routing.of(expert)
         weights_t1 = weights_t[:, None].to(inputs_TD.dtype)
         if self.rule.weighs_inputs:
@@ -91,9 +91,9 @@ class Mixture:
         return Served(tokens_t, self.hidden(expert, inputs_TD[tokens_t]) * weights_t1)
 
     def weighed(self, inputs_tD: Tensor, weights_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of one expert on tokens with these weights, and the factors of its outputs: both signed.
+        """Return the inputs of one expert on tokens with these signed weights, and the factors of its outputs.
 
-        The factor is the weight itself, or its sign where the weight multiplies the inputs.
+        The factor is the weight itself, or its sign if weights multiply inputs.
         """
         if not self.rule.weighs_inputs:
             return inputs_tD, weights_t
@@ -110,7 +110,7 @@ class Mixture:
         return output_TD + self.written_biases(routing).to(output_TD.dtype)
 
     def written_biases(self, routing: Routing) -> Tensor:
-        """Return the sum (T, D) of the experts' biases, weighted by the router: of their writers alone, or zero."""
+        """Return the sum (T, D) of the biases of the experts' writers, weighted by the router; without biases, zero."""
         if self.experts[0].biases is None:
             return routing.weights.new_zeros(1)
         biases = [expert.biases[-1] for expert in self.experts if expert.biases is not None]
@@ -118,7 +118,7 @@ class Mixture:
         return weights_TE @ torch.stack(biases).to(weights_TE.dtype)
 
     def subset(self, kept: Sequence[int]) -> Mixture:
-        """Return the mixture of some experts: the others leave the router, too."""
+        """Return the mixture of some of the experts, with their rows of the router."""
         rows = torch.tensor(list(kept), device=self.router.device)
         bias, logit_bias = (None if each is None else each[rows] for each in (self.bias, self.logit_bias))
         experts = Deferred([partial(self.experts.__getitem__, number) for number in kept])
@@ -127,12 +127,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class SolvedExpert:
-    """The channels (k,) of the dense expert that stay, ascending, and its new weights on them.
+    """An expert cut to some of its channels.
 
     Attributes:
-        dense: returns the dense expert.
-        down: returns the new writer (D, k).
-        tokens: sampled tokens that it serves; without any, its first channels stay as they are.
+        channels: (k,), the kept channels, ascending.
+        dense: a function that returns the dense expert.
+        down: a function that returns the new writer (D, k).
+        tokens: the number of its sampled tokens. Without any, it keeps its first channels, without a refit.
     """
 
     channels: Tensor
@@ -152,12 +153,12 @@ class SolvedExpert:
 
 
 def expert_tokens(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
-    """Return how many tokens the router sends to each expert (E,)."""
+    """Return the number of tokens that the router sends to each expert (E,)."""
     return mixture.route(inputs_TD).tokens(len(mixture.experts))
 
 
 def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
-    """Return the sums that expert scores follow."""
+    """Return the sums from which experts are scored."""
     routing, rows = mixture.route(inputs_TD), []
     for number in range(len(mixture.experts)):
         tokens_t, weights_t = routing.of(number)
@@ -169,56 +170,56 @@ def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
 
 
 def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Tensor:
-    """Return the predicted loss of each expert's removal (E,), nats per token, its tokens routed anew without it."""
-    felt_DD = metric.factor * metric.scale**0.5
+    """Return the predicted loss of each expert's removal (E,), nats per token. Its tokens are rerouted without it."""
+    root_DD = metric.factor * metric.scale**0.5
     sums_E = torch.zeros(len(mixture.experts), dtype=torch.float64, device=inputs_TD.device)
     for span_TD in inputs_TD.split(removal_span(len(inputs_TD), mixture.rule.top_k)):
-        parts = [_Change.of(mixture, part_BD, len(felt_DD)) for part_BD in span_TD.split(BATCH)]
+        parts = [_Change.of(mixture, part_BD, len(root_DD)) for part_BD in span_TD.split(BATCH)]
         for number in range(len(mixture.experts)):
             for part in parts:
-                part.add_(mixture, number, felt_DD)
+                part.add_(mixture, number, root_DD)
         for part in parts:
-            sums_E += removal_sums(part.without.experts, part.felt, len(mixture.experts))
+            sums_E += removal_sums(part.without.experts, part.outputs, len(mixture.experts))
     return sums_E / len(inputs_TD)
 
 
 def removal_span(tokens: int, top_k: int) -> int:
-    """Return for how many tokens at a time `removal_losses` visits all experts.
+    """Return the number of tokens for which `removal_losses` visits all experts at once.
 
-    Their changes, D float64 numbers for each of a token's k experts, take as much memory as the whole sample in
-    float64, or that of one product's tokens.
+    Their changes, D float64 numbers for each of a token's k experts, take no more memory than the whole sample in
+    float64, or than the changes of one batch if that is more.
     """
     return BATCH * max(1, tokens // (top_k * BATCH))
 
 
 class _Change(NamedTuple):
-    """How some tokens' outputs change, in the metric of the loss, without each of their experts: `felt` (B, k, q)."""
+    """The changes of tokens' outputs without each of their experts, in the metric of the loss: `outputs` (B, k, q)."""
 
     inputs: Tensor
     without: Removals
-    felt: Tensor
+    outputs: Tensor
 
     @classmethod
     def of(cls, mixture: Mixture, inputs_BD: Tensor, outputs: int) -> _Change:
-        """Return the change before any expert has added to it."""
+        """Return zero changes, to which `add_` adds each expert's part."""
         without = removals(mixture.logits(inputs_BD), mixture.rule, mixture.bias)
         shape = (*without.experts.shape, outputs)
         return cls(inputs_BD, without, torch.zeros(shape, dtype=torch.float64, device=inputs_BD.device))
 
-    def add_(self, mixture: Mixture, number: int, felt_DD: Tensor) -> None:
+    def add_(self, mixture: Mixture, number: int, root_DD: Tensor) -> None:
         """Add one expert's part."""
         changes_Bk = self.without.changes[:, :, number]
         tokens_t = changes_Bk.any(dim=1).nonzero()[:, 0]
-        some_tkq, some_tk = self.felt[tokens_t], changes_Bk[tokens_t]
-        weights_t = some_tk.gather(1, some_tk.abs().argmax(dim=1, keepdim=True))[:, 0]
+        outputs_tkq, changes_tk = self.outputs[tokens_t], changes_Bk[tokens_t]
+        weights_t = changes_tk.gather(1, changes_tk.abs().argmax(dim=1, keepdim=True))[:, 0]
         inputs_tD, _ = mixture.weighed(self.inputs[tokens_t], weights_t)
-        factors_tk = some_tk.sign() if mixture.rule.weighs_inputs else some_tk
-        add_change_(some_tkq, factors_tk, mixture.outputs(number, inputs_tD).double() @ felt_DD)
-        self.felt[tokens_t] = some_tkq
+        factors_tk = changes_tk.sign() if mixture.rule.weighs_inputs else changes_tk
+        add_change_(outputs_tkq, factors_tk, mixture.outputs(number, inputs_tD).double() @ root_DD)
+        self.outputs[tokens_t] = outputs_tkq
 
 
 def weighted_moment(part: Served, tokens: int) -> Tensor:
-    """Return C_e (N, N): E[(p h)(p h)ᵀ] per token of all."""
+    """Return C_e (N, N): the sum of (p h)(p h)ᵀ over the expert's tokens, divided by the number of all `tokens`."""
     width = part.values.shape[1]
     moment_NN = torch.zeros(width, width, dtype=torch.float64, device=part.values.device)
     add_head_moment_(moment_NN[None], part.values, product_dtype=torch.promote_types(part.values.dtype, torch.float32))
@@ -226,14 +227,14 @@ def weighted_moment(part: Served, tokens: int) -> Tensor:
 
 
 def width_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored, widths: Sequence[int]) -> Tensor:
-    """Return the predicted loss of each expert at each width (E, n), nats per token, its writer refitted alone."""
+    """Return the predicted loss of each expert at each width (E, n), nats per token, after a refit of its writer."""
     routing, rows = mixture.route(inputs_TD), []
     for number, expert in enumerate(mixture.experts):
-        part, felt_DN = mixture.served(number, inputs_TD, routing), metric.factor.T @ expert.down.double()
+        part, weighted_DN = mixture.served(number, inputs_TD, routing), metric.factor.T @ expert.down.double()
         moment_NN = weighted_moment(part, len(inputs_TD))
-        order = eliminate(moment_NN, felt_DN, min(widths)).order
+        order = eliminate(moment_NN, weighted_DN, min(widths)).order
         losses = metric.scale * nested_losses(
-            nested_outputs(moment_NN, felt_DN, channel_priority(order, len(moment_NN)))
+            nested_outputs(moment_NN, weighted_DN, channel_priority(order, len(moment_NN)))
         )
         rows.append(torch.stack([losses[width] * (width < len(moment_NN)) for width in widths]))
     return torch.stack(rows)
@@ -246,25 +247,25 @@ def solve_shape(
     kept: Sequence[int],
     width: int,
     refit: bool = True,
-    aside: Aside = in_memory,
+    offload: Offload = in_memory,
 ) -> list[SolvedExpert]:
-    """Keep some experts at one width, the router's other rows gone, and let them take over the work of all.
+    """Keep some experts at one width, with their rows of the router, and refit their writers.
 
-    Channels are eliminated by each expert's moment under the routing that is left, weighted by `metric` if given. With
-    `refit`, writers are fitted to the dense mixture's output, otherwise each to its own expert's. New writers lie where
-    `aside` puts them. Raises ValueError as `elimination.prune`.
+    Channels are eliminated by each expert's moment under the new routing, weighted by `metric` if given. With `refit`,
+    writers are fitted to the dense mixture's output, otherwise each to its own expert's. New writers are stored by
+    `offload`. Raises ValueError as `elimination.prune`.
     """
-    stays = mixture.subset(kept)
-    routing = stays.route(inputs_TD)
-    solved = [_narrowed(stays, number, inputs_TD, routing, metric, width, aside) for number in range(len(kept))]
+    remaining = mixture.subset(kept)
+    routing = remaining.route(inputs_TD)
+    solved = [_narrowed(remaining, number, inputs_TD, routing, metric, width, offload) for number in range(len(kept))]
     if not refit:
         return solved
-    narrow = _narrow(stays, solved)
+    narrow = _narrow(remaining, solved)
     fitted = refit_mixture(
-        mixture.output(inputs_TD) - stays.written_biases(routing),
+        mixture.output(inputs_TD) - remaining.written_biases(routing),
         lambda number: narrow.served(number, inputs_TD, routing),
         Deferred([each.down for each in solved]),
-        aside=aside,
+        offload=offload,
     )
     return [replace(each, down=partial(fitted.__getitem__, number)) for number, each in enumerate(solved)]
 
@@ -272,15 +273,15 @@ def solve_shape(
 def shape_loss(
     mixture: Mixture, inputs_TD: Tensor, metric: Factored, kept: Sequence[int], solved: Sequence[SolvedExpert]
 ) -> float:
-    """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, δ the change of the mixture's output."""
+    """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, where δ is the change of the mixture's output."""
     narrow = _narrow(mixture.subset(kept), solved)
-    felt_TD = (mixture.output(inputs_TD) - narrow.output(inputs_TD)).double() @ metric.factor
-    return 0.5 * metric.scale * float(felt_TD.square().sum()) / len(inputs_TD)
+    weighted_TD = (mixture.output(inputs_TD) - narrow.output(inputs_TD)).double() @ metric.factor
+    return 0.5 * metric.scale * float(weighted_TD.square().sum()) / len(inputs_TD)
 
 
-def _narrow(stays: Mixture, solved: Sequence[SolvedExpert]) -> Mixture:
+def _narrow(remaining: Mixture, solved: Sequence[SolvedExpert]) -> Mixture:
     """Return the mixture of solved experts."""
-    return replace(stays, experts=Deferred([partial(_weights_of, each) for each in solved]))
+    return replace(remaining, experts=Deferred([partial(_weights_of, each) for each in solved]))
 
 
 def _weights_of(solved: SolvedExpert) -> ExpertWeights:
@@ -288,20 +289,20 @@ def _weights_of(solved: SolvedExpert) -> ExpertWeights:
 
 
 def _narrowed(
-    stays: Mixture,
+    remaining: Mixture,
     number: int,
     inputs_TD: Tensor,
     routing: Routing,
     metric: Factored | None,
     width: int,
-    aside: Aside,
+    offload: Offload,
 ) -> SolvedExpert:
-    dense = partial(stays.experts.__getitem__, number)
-    part, down_DN = stays.served(number, inputs_TD, routing), dense().down.double()
+    dense = partial(remaining.experts.__getitem__, number)
+    part, down_DN = remaining.served(number, inputs_TD, routing), dense().down.double()
     whole = part.values.shape[1]
     if width >= whole or not len(part.tokens):
         channels_k = torch.arange(min(width, whole), device=down_DN.device)
-        return SolvedExpert(channels_k, dense, aside(down_DN[:, channels_k]), len(part.tokens))
-    felt_DN = None if metric is None else metric.factor.T @ down_DN
-    pruned = prune(weighted_moment(part, len(inputs_TD)), down_DN, width, felt_DN)
-    return SolvedExpert(pruned.channels, dense, aside(pruned.weight), len(part.tokens))
+        return SolvedExpert(channels_k, dense, offload(down_DN[:, channels_k]), len(part.tokens))
+    weighted_DN = None if metric is None else metric.factor.T @ down_DN
+    pruned = prune(weighted_moment(part, len(inputs_TD)), down_DN, width, weighted_DN)
+    return SolvedExpert(pruned.channels, dense, offload(pruned.weight), len(part.tokens))

@@ -1,9 +1,4 @@
-"""Scores by which the experts of a layer are ranked, and the experts that stay. docs/methods.md#mixtures.
-
-Statistics, each a sum over calibration tokens that workers can add in any order:
-
-- `ExpertSums`, four numbers an expert: its tokens, and the sums of p, ‖f(m)‖ and p‖f(m)‖ over them.
-- the removal loss of each expert, `kernels.routing.removal_sums` over some tokens.
+"""Scores of the experts of a layer, and the choice of the experts to keep. docs/methods.md#mixtures.
 
 Legend: E experts, p the router's weight of a token, f(m) the expert's output.
 """
@@ -15,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FEW_TOKENS = 32  # a channel
+FEW_TOKENS = 32  # per channel
 TOKENS_BY_EXPERT = "tokens_by_expert"  # fields of a solution's report: a number for each dense expert of the layer
 SALIENCY_BY_EXPERT, REMOVAL_LOSS_BY_EXPERT = "saliency_by_expert", "removal_loss_by_expert"
 
@@ -40,23 +35,23 @@ def frequency_scores(sums: ExpertSums) -> Tensor:
 
 
 def kept_experts(scores_E: Tensor, count: int, groups: int = 1) -> Tensor:
-    """Return the `count` experts of highest score, ascending, as many of each of the router's groups.
+    """Return the `count` experts with the highest scores, ascending, the same number from each of the router's groups.
 
-    Of equal scores, the lower index stays. Raises ValueError on NaN, or unless `count` is a positive multiple of
+    Among equal scores, the lower index is kept. Raises ValueError on NaN, or unless `count` is a positive multiple of
     `groups` and at most the number of experts.
     """
     num_experts = len(scores_E)
     if bool(torch.isnan(scores_E).any()):
         raise ValueError(f"scores: {int(torch.isnan(scores_E).sum())} of {num_experts} are NaN")
     if num_experts % groups or count % groups or not 0 < count <= num_experts:
-        raise ValueError(f"{count} of {num_experts} experts cannot stay in {groups} equal groups")
+        raise ValueError(f"{count} of {num_experts} experts cannot be kept in {groups} equal groups")
     best_Gn = scores_E.view(groups, -1).sort(dim=1, descending=True, stable=True).indices
     first_G1 = torch.arange(groups, device=scores_E.device)[:, None] * (num_experts // groups)
     return (best_Gn[:, : count // groups] + first_G1).flatten().sort().values
 
 
 def expert_counts(num_experts: int, top_k: int, groups: int = 1, multiple: int = 1) -> list[int]:
-    """Return the numbers of experts that may stay, ascending, the whole last.
+    """Return the allowed numbers of experts, ascending; the last is the dense number.
 
     Each is a multiple of the number of groups and of `multiple`, and leaves at least `top_k` experts.
     """
@@ -67,5 +62,5 @@ def expert_counts(num_experts: int, top_k: int, groups: int = 1, multiple: int =
 
 
 def few_tokens(tokens: int, width: int, least: int = FEW_TOKENS) -> bool:
-    """Tell whether an expert saw fewer than `least` tokens a channel, but some."""
+    """Return True if an expert saw some tokens, but fewer than `least` per channel."""
     return 0 < tokens < least * width

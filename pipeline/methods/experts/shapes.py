@@ -29,10 +29,10 @@ def shape_points(
     numbers_per_channel: int,
     groups: int = 1,
 ) -> list[Point]:
-    """Return a point for each (E', N'): the experts of largest removal loss stay, all with the same width.
+    """Return a point for each (E', N'): the experts with the largest removal losses are kept, all at the same width.
 
-    The loss is that of the removals and of the widths of those that stay, as if either did not change the other. The
-    full count and width lose nothing. `numbers_per_channel`: stored for a channel of one expert. Raises ValueError on
+    The loss is the sum of the losses of the removals and of the narrowing, as if they were independent. The full count
+    and width lose nothing. `numbers_per_channel`: the numbers stored for a channel of one expert. Raises ValueError on
     shapes that do not fit.
     """
     if width_losses_En.shape != (len(removal_E), len(widths)):

@@ -1,7 +1,7 @@
-"""From the tensors of a layer to its `Mixture`, and from one shape for its experts back to tensors and forms.
+"""Converts the tensors of a layer to a `Mixture`, and solved experts back to tensors and forms.
 
 Statistics of the layer: `sample_of` (1, T, D), the mixture's inputs on sampled tokens, and `metric_of` (1, D, D), the
-moment of the gradient at its output. docs/methods.md#mixtures.
+moment of the gradient at the mixture's output. docs/methods.md#mixtures.
 
 Legend: T tokens, D hidden, E experts, k channels kept.
 """
@@ -34,7 +34,7 @@ ROUTER, ROUTER_BIAS, LOGIT_BIAS = "router.weight", "router_bias", "router.bias"
 
 
 def rule_of(routing: Mapping[str, Any]) -> RoutingRule:
-    """Return the rule of a router from its fields, as `LayerGeometry.routing` has them."""
+    """Return a router's rule from the fields of `LayerGeometry.routing`."""
     return RoutingRule(
         scores=routing["score"],
         top_k=routing["top_k"],
@@ -48,9 +48,10 @@ def rule_of(routing: Mapping[str, Any]) -> RoutingRule:
 
 
 def mixture_from(experts: Sequence[MLPBlock], weights: Mapping[str, Tensor], rule: RoutingRule) -> Mixture:
-    """Return the mixture of a layer, whose experts are looked up when they are asked for.
+    """Return the mixture of a layer, whose experts are read from `weights` on access.
 
-    `weights`: of the routed experts, `router.weight` and perhaps `router_bias.*`.
+    `weights`: those of the routed experts, `router.weight`, and `router_bias.*` and `router.bias` if the router has
+    them.
     """
     bias = next((tensor for key, tensor in weights.items() if key.startswith(f"{ROUTER_BIAS}.")), None)
     parts, channels = Deferred([partial(_expert, block, weights) for block in experts]), channels_of(experts[0])
@@ -84,13 +85,13 @@ def solve(
 ) -> Solution:
     """Keep some experts at one width.
 
-    The solution holds tensors of the experts that stay, by their dense roles, and the rows of the router that stay; it
-    holds nothing of the others. The report names the experts that stay, those without tokens and those with few, by
-    their tokens in the sample, and has the predicted `loss` where the gradient's moment is there.
+    The solution holds the tensors of the kept experts, under their dense roles, and their rows of the router. The
+    report names the kept experts, those without sampled tokens and those with few, and has the predicted `loss` if the
+    gradient's moment is among the statistics.
     """
     inputs_TD = statistics.moments[sample_of(experts, tokens)][0]
     metric = factored_mean(statistics, metric_of(experts)) if metric_of(experts) in statistics.moments else None
-    solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit, statistics.aside)
+    solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit, statistics.offload)
     tensors: dict[str, Callable[[], Tensor]] = {}
     forms: dict[str, FormSpec] = {}
     for number, each in zip(kept, solved, strict=True):
@@ -104,7 +105,7 @@ def solve(
     router = mixture.subset(kept)
     rows = {ROUTER: router.router, ROUTER_BIAS: router.bias, LOGIT_BIAS: router.logit_bias}
     tensors |= {key: in_memory(tensor) for key, tensor in rows.items() if tensor is not None}
-    report: dict[str, Any] = {"experts": list(kept), "width": width, **_thin(experts, kept, solved)}
+    report: dict[str, Any] = {"experts": list(kept), "width": width, **_few_tokens(experts, kept, solved)}
     if metric is not None:
         report["loss"] = shape_loss(mixture, inputs_TD, metric, kept, solved)
     outputs = {
@@ -126,7 +127,7 @@ def _bias(solved: SolvedExpert, place: int) -> Tensor:
     return biases[place]
 
 
-def _thin(experts: Sequence[MLPBlock], kept: Sequence[int], solved: Sequence[SolvedExpert]) -> dict[str, Any]:
+def _few_tokens(experts: Sequence[MLPBlock], kept: Sequence[int], solved: Sequence[SolvedExpert]) -> dict[str, Any]:
     tokens = {experts[number].name: each.tokens for number, each in zip(kept, solved, strict=True)}
     unseen = [name for name, count in tokens.items() if not count]
     few = {

@@ -1,8 +1,8 @@
-"""Values and the output projection: a basis for each KV head, o refitted behind it, then a rank of o.
+"""Values and the output projection: a basis of each KV head's values, o refitted to it, then o cut to a rank.
 
 docs/methods.md#curves.
 
-Legend: D hidden, H query heads, G key/value heads, d head_dim, F = H·d, r directions kept of a head.
+Legend: D hidden, H query heads, G key/value heads, d head_dim, F = H·d, r kept directions of a head, R = H·r.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from pipeline.methods.tensors import biases_of, encoded_values
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 VALUE, OUTPUT = "value", "output"
-CURVE_GAIN = 1e-2  # in a curve, a fit stops after a turn that gains less than this share of the loss; a solve goes on
-BASES = 16  # the most ranks of the value basis to compare; each costs the eigenvalues of a D × D matrix
+CURVE_GAIN = 1e-2  # for curves, a fit stops after an iteration that gains less than this share of the loss
+BASES = 16  # how many ranks of the value basis are compared at most; each takes the eigenvalues of a D × D matrix
 
 
 class Reduced(NamedTuple):
-    """v and o at r numbers a KV head: `encode` (G, r, d), None at full rank; the refitted W_o (D, R), and the moment
-    (R, R) of its input. The error after W_o's refit is uncorrelated with its input. The loss from a rank of o therefore
-    adds exactly to the loss from the basis.
+    """v and o with r numbers per KV head: `encode` (G, r, d), None at full rank; the refitted W_o (D, R), and the
+    moment (R, R) of its input.
+
+    The error after W_o's refit is uncorrelated with its input, so the loss of a rank of o adds exactly to the basis's.
     """
 
     encode: Tensor | None
@@ -64,7 +65,7 @@ def corrections(block: AttentionBlock) -> tuple[Moment, ...]:
 
 
 def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
-    """Compare every rank of o on each of a few ranks of the value basis."""
+    """Compare every rank of o at each of a few ranks of the value basis."""
     fits, options = _fits(entry, geometry.attention, weights, statistics), []
     for rank in steps(geometry.attention.head_dim, entry.multiple(geometry.hidden), count=BASES):
         dropped, losses = fits.losses(rank)
@@ -108,21 +109,21 @@ def correct(
     ranks: Ranks,
     before: Mapping[str, Tensor],
 ) -> Solution:
-    """Fit v and its basis to the compressed model's inputs, with a full-rank o; then fit o to the remaining error."""
+    """Apply the correction of the pair at v's input, with o at full rank, or else the one at o's input."""
     block = geometry.attention
     read, written = corrections(block)
     if read in statistics.moments:
         moved = carry(statistics, read, weights, (block.value,))
         return _based(entry, block, moved.weights, statistics, ranks[VALUE])[1]
-    now = complete(statistics, written, before[block.writer.weight_key])
-    cut = _cut(entry, geometry, now.weight, now.moment, statistics, ranks)
+    completed = complete(statistics, written, before[block.writer.weight_key])
+    cut = _cut(entry, geometry, completed.weight, completed.moment, statistics, ranks)
     return Solution({**cut.tensors, **biases_of(weights, (block.writer,))}, cut.forms)
 
 
 def _based(
     entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
 ) -> tuple[Reduced, Solution]:
-    """Reduce v and o to a basis of a rank, without a rank of o."""
+    """Reduce v and o to a basis of a rank, without cutting o."""
     tensors, (value, writer) = dict(weights), block.value_output
     if rank >= block.head_dim:
         moment_FF = statistics.mean(input_moment(writer))[0]
@@ -142,7 +143,7 @@ def _cut(
     statistics: Statistics,
     ranks: Ranks,
 ) -> Solution:
-    """Cut o behind the basis to its own rank."""
+    """Cut o, already in the basis, to its own rank."""
     stack, rank = _stack(entry, geometry, ranks[VALUE]), ranks[OUTPUT]
     block, writer = geometry.attention, geometry.attention.writer
     if rank >= stack.full:
@@ -162,7 +163,7 @@ def _other_numbers(geometry: LayerGeometry, rank: int) -> int:
 
 
 def solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
-    """Return the metric of output errors by which factors are chosen: the gradient's moment, or the identity."""
+    """Return the metric of output errors that factors minimise: the gradient's moment, or the identity."""
     if entry.weighting == "loss":
         return metric_DD
     return torch.eye(metric_DD.shape[0], dtype=metric_DD.dtype, device=metric_DD.device)
@@ -174,7 +175,7 @@ def _fits(entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor]
 
 
 class Heads(NamedTuple):
-    """H query heads over G of keys and values, with d numbers of values each."""
+    """The numbers of query heads and of KV heads, and the width d of a head's values."""
 
     heads: int
     kv_heads: int
@@ -193,7 +194,7 @@ class ValueFits:
         self.by_loss = entry.weighting == "loss"
         self.solving = factored(solving_metric(entry, self.metric_DD))
         self.problem = value_output_problem(self.output_DF, self.solving, self.context_FF)
-        # Directions of each KV head alone, leading ones first, from which the fit of all heads together starts.
+        # The joint fit of all heads starts from the leading directions of each KV head by itself.
         gram_Gdd = head_moment(self.problem.weighted, sizes.heads, sizes.kv_heads, torch.float64)
         context_Gdd = diagonal_blocks(self.context_FF, sizes.heads, sizes.kv_heads)
         self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, sizes.width)[0]

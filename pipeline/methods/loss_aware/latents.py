@@ -1,8 +1,8 @@
-"""Latent attention: narrower latents, fewer values a head, and a rank of the output projection.
+"""Latent attention: narrower latents, fewer values per head, and a rank of the output projection.
 
 docs/methods.md#latent-attention.
 
-Legend: D hidden, L numbers of a latent, r numbers that stay, H heads, n keys and v values a head, F = H·v, K outputs of
+Legend: D hidden, L numbers of a latent, r kept numbers, H heads, n keys and v values of a head, F = H·v, K outputs of
 the latent's reader.
 """
 
@@ -35,18 +35,18 @@ from pipeline.methods.tensors import biases_of
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
-VALUES = "latent_values"  # the group of the cached latent, the values read from it, and the output projection
-LATENT, VALUE, OUTPUT = "latent", "value", "o_proj"  # ranks; that of a pivoted form has the name of its group
-WIDTHS = 64  # the most widths of a latent to compare
-NORM_EPS = 1e-6  # of the norms of latents, whatever the config's epsilon
+VALUES = "latent_values"  # the group of the cached latent, its values, and the output projection
+LATENT, VALUE, OUTPUT = "latent", "value", "o_proj"  # ranks; a pivoted form is stored under the name of its rank
+WIDTHS = 64  # how many widths of a latent are compared at most
+NORM_EPS = 1e-6  # epsilon of the norms of latents, which the config does not set
 Weights = Mapping[str, Tensor]
 
 
 def groups(layer: LayerGeometry, output: bool, corrects: bool = False) -> tuple[Group, ...]:
-    """Return the groups of a layer's latent attention; none of another kind.
+    """Return the groups of a layer's latent attention, or none.
 
-    `output`: the latent of keys and values forms a group with the output projection, whose rank and values can be cut.
-    `corrects`: they are corrected at what the writers of latents read, and at what the output projection reads.
+    `output`: put the latent of keys and values into one group with the output projection, whose rank and values can be
+    cut. `corrects`: correct groups at the input of the latents' writers, and at that of the output projection.
     """
     block = layer.latent_attention
     if block is None:
@@ -62,13 +62,13 @@ def groups(layer: LayerGeometry, output: bool, corrects: bool = False) -> tuple[
 
 
 def is_latent(group: Group, layer: LayerGeometry) -> bool:
-    """Tell whether a group is one of latent attention."""
+    """Return True if a group belongs to latent attention."""
     block = layer.latent_attention
     return block is not None and group.name in (VALUES, *(latent.name for latent in block.latents))
 
 
 def curve(entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-    """Return a point for each width of a latent; with the output projection, for widths, values and ranks together."""
+    """Return a point for each width of a latent; with the output projection, for each width, value width and rank."""
     points = _latent_points(entry, _latent(geometry, group), geometry, weights, statistics)
     if group.name != VALUES:
         return to_columns(points)
@@ -78,10 +78,9 @@ def curve(entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weig
 
 
 def _joined(block: LatentAttentionBlock, point: Point, choice: Point) -> Point:
-    """Return the point for a width of the latent with a choice of values and output. Its reader has fewer value
-    rows."""
-    fewer = point.ranks[LATENT] * block.heads * (block.value_width - choice.ranks[VALUE])
-    numbers = point.numbers + choice.numbers - fewer
+    """Combine a width of the latent with a choice of values and output. The latent's reader has fewer value rows."""
+    removed = point.ranks[LATENT] * block.heads * (block.value_width - choice.ranks[VALUE])
+    numbers = point.numbers + choice.numbers - removed
     return Point({**point.ranks, **choice.ranks}, numbers, point.loss + choice.loss, point.cache)
 
 
@@ -104,7 +103,7 @@ def latent_numbers(latent: Latent, width: float) -> int:
 
 
 def variables(group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-    """Return the width of a latent as the variable that ties layers of one width."""
+    """Return a latent's width as a variable, by which layers of one width are tied."""
     latent = _latent(geometry, group)
     return (RankVariable(group.layer, group.name, LATENT, latent.width, 1, partial(latent_numbers, latent)),)
 
@@ -112,7 +111,7 @@ def variables(group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]
 def solve(
     entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
 ) -> Solution:
-    """Narrow a latent and, with the output projection, reduce values to a basis and the projection to its rank."""
+    """Narrow a latent; with the output projection, also reduce the values to a basis and the projection to its rank."""
     latent = _latent(geometry, group)
     if group.name != VALUES:
         return _narrowed(entry, latent, weights, statistics, ranks[LATENT], None)
@@ -144,8 +143,8 @@ def correct(
     ranks: Ranks,
     before: Weights,
 ) -> Solution:
-    """Fit a latent's writer to the input behind compressed layers, and solve with a full-rank output projection; then
-    fit that to the remaining error, and cut it.
+    """Apply the correction of the pair at the latent's input, with the output projection at full rank, or else the one
+    at the output projection's input.
     """
     block, latent = _block(geometry), _latent(geometry, group)
     read, mixed = pair(block.input), pair(block.writer.reads)
@@ -153,9 +152,9 @@ def correct(
         moved = carry(statistics, read, weights, (latent.writer,)).weights
         full = {**ranks, OUTPUT: _stack(entry, block, geometry, ranks[VALUE]).full} if group.name == VALUES else ranks
         return solve(entry, group, geometry, moved, statistics, full)
-    now = complete(statistics, mixed, before[block.writer.weight_key])
+    completed = complete(statistics, mixed, before[block.writer.weight_key])
     stack = _stack(entry, block, geometry, ranks[VALUE])
-    cut = _cut(entry, block, stack, now.weight, now.moment, statistics, ranks)
+    cut = _cut(entry, block, stack, completed.weight, completed.moment, statistics, ranks)
     return Solution({**cut.tensors, **biases_of(weights, (block.writer,))}, cut.forms)
 
 
@@ -168,7 +167,7 @@ def _cut(
     statistics: Statistics,
     ranks: Ranks,
 ) -> Solution:
-    """Cut the output projection, behind values that are reduced, to its rank."""
+    """Cut the output projection, whose values are already reduced, to its rank."""
     writer, rank = block.writer, ranks[OUTPUT]
     if rank < stack.full:
         metric_DD = solving_metric(entry, statistics.mean(output_gradient(writer))[0])
@@ -202,7 +201,7 @@ def _latent_points(
 def _value_points(
     entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry, weights: Weights, statistics: Statistics
 ) -> Iterator[Point]:
-    """Yield the values of a head and ranks of the output projection, with the projection's stored numbers."""
+    """Yield a point for each width of the values and rank of the output projection, with the projection's numbers."""
     fits, multiple = _fits(entry, block, weights, statistics), entry.multiple(geometry.hidden)
     for values in steps(block.value_width, multiple, count=BASES):
         dropped, losses = fits.losses(values)
@@ -218,7 +217,7 @@ def _value_points(
 def _narrowed(
     entry: LossAware, latent: Latent, weights: Weights, statistics: Statistics, rank: int, values: int | None
 ) -> Solution:
-    """Narrow a latent. `values`: the number of values of each head, if its reader has already been cut."""
+    """Narrow a latent. `values`: the number of values of each head, if the reader has already been cut to fewer."""
     writer, norm, reader = (f"{role}.weight" for role in latent.roles)
     kept = {key: weights[key] for key in (writer, latent.writer.bias_key, norm, reader) if key in weights}
     if rank >= latent.width:
@@ -244,7 +243,7 @@ def _narrowed(
 
 
 def _encoded(block: LatentAttentionBlock, reader_KL: Tensor, encode_Hrv: Tensor) -> Tensor:
-    """Return the reader of keys and values with r values a head, E V_h, in place of v."""
+    """Return the reader of keys and values with E V_h, r values per head, in place of the v of V_h."""
     by_head_HXL = reader_KL.unflatten(0, (block.heads, -1))
     keys_HnL, values_HvL = by_head_HXL.split([block.key_width, block.value_width], dim=1)
     return torch.cat((keys_HnL, encode_Hrv @ values_HvL), dim=1).flatten(0, 1)
@@ -256,7 +255,7 @@ def _fits(entry: LossAware, block: LatentAttentionBlock, weights: Weights, stati
 
 
 def _stack(entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry, values: int) -> Stack:
-    """Return the stack of the output projection, whose tensors lie below its own module."""
+    """Return the stack of the output projection."""
     writer = block.writer
     widths = {} if values >= block.value_width else {"value_rank": values}
     inputs, pivoted = block.heads * values, entry.factors == "pivoted"
@@ -264,7 +263,7 @@ def _stack(entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometr
 
 
 def _moments(latent: Latent) -> tuple[Moment, ...]:
-    """Return the moments of the normed latent, of the loss's gradient there, and of the latent before its norm."""
+    """Return the moments of the normed latent, of the gradient at it, and of the latent before its norm."""
     return input_moment(latent.reader), pull((latent.reader,)), _spread(latent)
 
 
@@ -277,7 +276,7 @@ def _metric(latent: Latent, statistics: Statistics) -> Tensor:
 
 
 def _directions(entry: LossAware, latent: Latent, weights: Weights, statistics: Statistics) -> Directions:
-    """Return directions of the normed latent, in the metric of the loss or of its reader's outputs."""
+    """Return the directions of the normed latent, in the metric of the loss or of the reader's outputs."""
     moment_LL = statistics.mean(input_moment(latent.reader))[0]
     if entry.weighting == "loss":
         return input_directions(moment_LL, _metric(latent, statistics))
@@ -286,7 +285,7 @@ def _directions(entry: LossAware, latent: Latent, weights: Weights, statistics: 
 
 
 def _multiple(entry: LossAware, latent: Latent, geometry: LayerGeometry) -> int:
-    """Return the number that divides all widths."""
+    """Return the multiple of all widths."""
     multiple = entry.multiple(geometry.hidden)
     return multiple if multiple % latent.step == 0 else multiple * latent.step
 

@@ -35,7 +35,7 @@ class AttentionPart(Protocol):
         ...
 
     def curve(self, entry: LossAware, geometry: LayerGeometry, weights: Weights, statistics: Statistics, /) -> Curve:
-        """Return every choice of ranks that no other undercuts in both size and loss."""
+        """Return the choices of ranks on the frontier of size and loss."""
         ...
 
     def least_numbers(self, entry: LossAware, geometry: LayerGeometry, /) -> int:
@@ -77,8 +77,8 @@ class LossAwareMethod(MethodBase[LossAware]):
         for layer in self.chosen_layers(geometry):
             if self._corrects and any(block.weighed for block in layer.mlps):
                 raise ValueError(
-                    f"the router of layer {layer.index} weighs the inputs of experts, for which there is no `correct: "
-                    "output`; leave out correct"
+                    f"`correct: output` does not support layer {layer.index}, whose router weighs the inputs of "
+                    "experts; leave out correct"
                 )
             groups += [group for block in layer.attentions for group in self._attention_groups(layer, block)]
             groups += latents.groups(layer, output=True, corrects=self._corrects) if self.entry.attention else ()
@@ -113,14 +113,16 @@ class LossAwareMethod(MethodBase[LossAware]):
         return mlp.least_numbers(self._sizes(group, geometry))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Return every choice of ranks that no other undercuts in both size and loss."""
+        """Return the choices of ranks on the frontier of size and loss."""
         if group.name in PARTS:
             return PARTS[group.name].curve(self.entry, geometry, weights, statistics)
         if latents.is_latent(group, geometry):
             return latents.curve(self.entry, group, geometry, weights, statistics)
         return mlp.curve(self._sizes(group, geometry), weights, statistics)
 
-    def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> mlp.Begun:
+    def begin_curve(
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics
+    ) -> mlp.EliminatedChannels:
         """Eliminate channels of an MLP, as `mlp.begin`."""
         return mlp.begin(self._sizes(group, geometry), weights, statistics)
 
@@ -130,15 +132,17 @@ class LossAwareMethod(MethodBase[LossAware]):
         geometry: LayerGeometry,
         weights: Weights,
         statistics: Statistics,
-        begun: mlp.Begun,
+        elimination: mlp.EliminatedChannels,
         numbers: Sequence[int],
     ) -> list[mlp.Piece]:
         """Compare the ranks of some widths of an MLP, as `mlp.piece`."""
-        return mlp.piece(self._sizes(group, geometry), weights, statistics, begun, numbers)
+        return mlp.piece(self._sizes(group, geometry), weights, statistics, elimination, numbers)
 
-    def join_curve(self, group: Group, geometry: LayerGeometry, begun: mlp.Begun, pieces: Sequence[mlp.Piece]) -> Curve:
+    def join_curve(
+        self, group: Group, geometry: LayerGeometry, elimination: mlp.EliminatedChannels, pieces: Sequence[mlp.Piece]
+    ) -> Curve:
         """Return the curve of an MLP from all of its pieces."""
-        return mlp.join(self._sizes(group, geometry), begun, pieces)
+        return mlp.join(self._sizes(group, geometry), elimination, pieces)
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """Return none: ranks are points of curves."""
@@ -157,7 +161,7 @@ class LossAwareMethod(MethodBase[LossAware]):
     def compress_sizes(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, sizes: Sequence[Ranks]
     ) -> Iterator[Solution]:
-        """Return the factors at several sizes; those of an MLP share the elimination of channels."""
+        """Return the factors at several sizes. The sizes of an MLP share the elimination of channels."""
         if group.name in PARTS:
             part = PARTS[group.name]
             return (part.solve(self.entry, geometry, weights, statistics, ranks) for ranks in sizes)

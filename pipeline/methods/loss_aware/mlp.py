@@ -1,7 +1,7 @@
-"""An MLP: channels are removed, then the readers are cut to a joint rank and the writer to a rank of its own.
+"""An MLP: channels are removed, then the readers are cut to a joint rank and the writer to its own rank.
 
-docs/methods.md#curves. The curve may be cut by widths among workers: `begin` tells in which order channels go, `piece`
-what one width loses, `join` makes the points of it. Nothing of a width depends on which others a worker is given.
+docs/methods.md#curves. Workers can share the curve by widths: `begin` orders the channels, `piece` computes the losses
+of some widths, and `join` returns the points. A width's result does not depend on the other widths of its worker.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from pipeline.families.blocks import MLPBlock, roles_of
 from pipeline.kernels.interpolation import interpolate
 from pipeline.methods.loss_aware.mlp_sample import probed_ranks, probed_widths, routing_sample, sample_of
 from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
-from pipeline.methods.loss_aware.mlp_solver import REMEMBERED_BYTES, Solver
+from pipeline.methods.loss_aware.mlp_solver import CACHE_BYTES, Solver
 from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pair
 from pipeline.ranks.curves import Point, frontier, merged, to_columns
 
 
-class Begun(TypedDict):
-    """The channels in `order`, the last removed first; the `losses` of the widths alone, ascending; and the widths at
-    which a sample is `probed` through the activation."""
+class EliminatedChannels(TypedDict):
+    """The elimination of channels.
+
+    `order`: the channels, the last removed first. `losses`: those of the widths without cut ranks, by ascending width.
+    `probed`: the widths at which the sample is run through the activation.
+    """
 
     order: list[int]
     losses: list[float]
@@ -45,7 +48,7 @@ class Piece(TypedDict):
 
 
 def moments(block: MLPBlock) -> tuple[Moment, ...]:
-    """Return the moments and the sample that curve and solution need."""
+    """Return the moments and samples that curve and solution need."""
     whole = (input_moment(block.readers[0]), input_moment(block.writer), output_gradient(block.writer))
     samples = (sample_of(block), routing_sample(block)) if block.routing else (sample_of(block),)
     return (*whole, *samples, *map(output_gradient, block.readers))
@@ -62,77 +65,84 @@ def pieces(sizes: Sizes) -> int:
 
 
 def curve(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
-    """Compare ranks of the readers and of the writer on each of a few widths.
+    """Compare ranks of the readers and of the writer at each of a few widths.
 
     The curve's hint encodes the channels that each width keeps.
     """
     solver = Solver(sizes, weights, statistics, min(sizes.widths))
-    begun = _begun(solver)
-    return join(sizes, begun, _pieces(solver, begun, _by_work(sizes)))
+    elimination = _eliminated(solver)
+    return join(sizes, elimination, _pieces(solver, elimination, _by_work(sizes)))
 
 
-def begin(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> Begun:
-    """Eliminate channels. Takes memory for the statistics and one copy of their largest moment."""
-    return _begun(Solver(sizes, weights, statistics, min(sizes.widths)))
+def begin(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> EliminatedChannels:
+    """Eliminate channels. Memory: the statistics and one copy of their largest moment."""
+    return _eliminated(Solver(sizes, weights, statistics, min(sizes.widths)))
 
 
 def piece(
-    sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, begun: Begun, numbers: Sequence[int]
+    sizes: Sizes,
+    weights: Mapping[str, Tensor],
+    statistics: Statistics,
+    elimination: EliminatedChannels,
+    numbers: Sequence[int],
 ) -> list[Piece]:
-    """Compute some widths, one after another, by their numbers among `pieces`, in descending order of work.
+    """Compute the losses of the widths with these `numbers`, one width after another.
 
-    Takes memory for the statistics, one copy of their largest moment, and a batch of the sample. Each call repeats the
-    work that widths share (a factor of that moment, and products with it), but not the elimination.
+    Memory: the statistics, one copy of their largest moment, and a batch of the sample. Each call repeats the work that
+    widths share (a factor of that moment, and products with it), but not the elimination.
     """
     widths = _by_work(sizes)
-    solver = Solver(sizes, weights, statistics, min(widths), begun["order"])
-    return _pieces(solver, begun, [widths[number] for number in numbers])
+    solver = Solver(sizes, weights, statistics, min(widths), elimination["order"])
+    return _pieces(solver, elimination, [widths[number] for number in numbers])
 
 
-def join(sizes: Sizes, begun: Begun, each: Sequence[Piece]) -> Curve:
-    """Return the points of all widths, from all `pieces` in order."""
-    by_width = dict(zip(_by_work(sizes), each, strict=True))
-    points = frontier(list(_options(sizes, begun, by_width)))
-    return to_columns(points, encode_widths(begun["order"], sizes.widths))
+def join(sizes: Sizes, elimination: EliminatedChannels, pieces: Sequence[Piece]) -> Curve:
+    """Return the points of all widths, from all pieces in order."""
+    by_width = dict(zip(_by_work(sizes), pieces, strict=True))
+    points = frontier(list(_options(sizes, elimination, by_width)))
+    return to_columns(points, encode_widths(elimination["order"], sizes.widths))
 
 
-def _begun(solver: Solver) -> Begun:
+def _eliminated(solver: Solver) -> EliminatedChannels:
     losses = [float(solver.width_losses[width]) for width in solver.sizes.widths]
     probed = probed_widths(solver.sizes, len(solver.sample.inputs))
-    return Begun(order=solver.priority.tolist(), losses=losses, probed=probed)
+    return EliminatedChannels(order=solver.priority.tolist(), losses=losses, probed=probed)
 
 
-def _pieces(solver: Solver, begun: Begun, widths: Sequence[int]) -> list[Piece]:
-    pruned = dict(zip(solver.sizes.widths, begun["losses"], strict=True))
+def _pieces(solver: Solver, elimination: EliminatedChannels, widths: Sequence[int]) -> list[Piece]:
+    pruned = dict(zip(solver.sizes.widths, elimination["losses"], strict=True))
     by_width = {}
-    for width, linear, down in solver.losses(widths, begun["probed"]):
-        bends = solver.bends(solver.kept(width), linear, pruned[width]) if width in begun["probed"] else []
+    for width, linear, down in solver.losses(widths, elimination["probed"]):
+        bends = solver.bends(solver.kept(width), linear, pruned[width]) if width in elimination["probed"] else []
         by_width[width] = Piece(gate_up=linear.tolist(), down=down.tolist(), bends=bends)
     return [by_width[width] for width in widths]
 
 
-def _options(sizes: Sizes, begun: Begun, each: Mapping[int, Piece]) -> Iterator[Point]:
-    for width, loss in zip(sizes.widths, begun["losses"], strict=True):
+def _options(sizes: Sizes, elimination: EliminatedChannels, by_width: Mapping[int, Piece]) -> Iterator[Point]:
+    for width, loss in zip(sizes.widths, elimination["losses"], strict=True):
         pruned = Point({WIDTH: width}, sizes.bias_numbers(width), loss)
-        upper = sizes.reader_stack(width).points(_bent(sizes.block, begun, each, width), sizes.multiple)
-        lower = sizes.writer_stack(width).points(_column(each[width]["down"]), sizes.multiple)
-        yield from merged([pruned], merged(upper, lower))
+        losses = _reader_losses(sizes.block, elimination, by_width, width)
+        readers = sizes.reader_stack(width).points(losses, sizes.multiple)
+        writer = sizes.writer_stack(width).points(_column(by_width[width]["down"]), sizes.multiple)
+        yield from merged([pruned], merged(readers, writer))
 
 
-def _bent(block: MLPBlock, begun: Begun, each: Mapping[int, Piece], width: int) -> Tensor:
-    """Predict the loss of the readers by rank: the linear prediction, times the bend measured at a few ranks.
+def _reader_losses(
+    block: MLPBlock, elimination: EliminatedChannels, by_width: Mapping[int, Piece], width: int
+) -> Tensor:
+    """Predict the loss of the readers at each rank: the linear prediction, times the bend measured at a few ranks.
 
     Bends are interpolated between the probed widths.
     """
-    linear, ranks = _column(each[width]["gate_up"]), probed_ranks(block, width)
-    probed = begun["probed"]
+    linear, ranks = _column(by_width[width]["gate_up"]), probed_ranks(block, width)
+    probed = elimination["probed"]
     if not probed or not ranks or width > probed[-1]:
         return linear
-    near = [width] if width in probed else probed
-    measured = torch.stack([_column(each[other]["bends"]) for other in near])
-    (by_share,) = interpolate(near, measured, torch.tensor([width]))
+    measured_at = [width] if width in probed else probed
+    measured = torch.stack([_column(by_width[other]["bends"]) for other in measured_at])
+    (by_share,) = interpolate(measured_at, measured, torch.tensor([width]))
     by_place = by_share[list(ranks.values())]
-    # Nothing was measured below the smallest of these ranks: predict no less than the linear prediction there.
+    # Below the smallest measured rank, predict no less than the linear prediction.
     bends = torch.cat((by_place[:1].clamp_min(1.0), by_place))
     by_rank = linear * interpolate([0, *ranks], bends, torch.arange(len(linear)))
     return by_rank.flip(0).cummax(0).values.flip(0)  # measured losses are noisy, but a larger rank never loses more
@@ -143,7 +153,7 @@ def _column(values: Sequence[float]) -> Tensor:
 
 
 def _by_work(sizes: Sizes) -> list[int]:
-    """Return the widths: first those to probe, if the sample has enough tokens, then the others, the largest first."""
+    """Return the widths in descending order of work: those to probe first, and within each part the largest first."""
     probed = probed_widths(sizes)
     return sorted(sizes.widths, key=lambda width: (width not in probed, -width))
 
@@ -156,31 +166,31 @@ def least_numbers(sizes: Sizes) -> int:
 
 
 def solve(
-    sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, each: Sequence[Ranks]
+    sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, choices: Sequence[Ranks]
 ) -> Iterator[Solution]:
-    """Prune to `width`, refit the writer, then cut readers and writer to their ranks; one solution for each of `each`.
+    """Prune to each choice's `width`, refit the writer, then cut readers and writer to their ranks.
 
     Channels are eliminated once, down to the least width; the outputs of the dense MLP on the sample are computed once.
     """
-    remembered_bytes = REMEMBERED_BYTES if len(each) > 1 else 0
-    least = min(ranks[WIDTH] for ranks in each)
-    solver = Solver(sizes, weights, statistics, least, remembered_bytes=remembered_bytes)
-    return (_solution(solver, ranks) for ranks in each)
+    cache_bytes = CACHE_BYTES if len(choices) > 1 else 0
+    least = min(ranks[WIDTH] for ranks in choices)
+    solver = Solver(sizes, weights, statistics, least, cache_bytes=cache_bytes)
+    return (_solution(solver, ranks) for ranks in choices)
 
 
 def _solution(solver: Solver, ranks: Ranks) -> Solution:
     sizes, block, width = solver.sizes, solver.block, ranks[WIDTH]
-    upper, lower = sizes.reader_stack(width), sizes.writer_stack(width)
-    full_ranks = ranks[block.reader_group] >= upper.full and ranks[block.writer_group] >= lower.full
+    full_rank = sizes.reader_stack(width).full
+    full_ranks = ranks[block.reader_group] >= full_rank and ranks[block.writer_group] >= sizes.writer_stack(width).full
     if width >= block.width and full_ranks:
         return Solution(dict(solver.weights), {}, {"dense": True})
     kept = solver.kept(width)
     read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)
     moment_kk = solver.moment(kept)
-    if ranks[block.reader_group] < upper.full and solver.sees(width):
-        again = solver.refit_again(kept, ranks[block.reader_group])
-        refit_Dk, moment_kk = again.weight, again.moment
+    if ranks[block.reader_group] < full_rank and solver.has_tokens_for(width):
+        on_sample = solver.refit_on_sample(kept, ranks[block.reader_group])
+        refit_Dk, moment_kk = on_sample.weight, on_sample.moment
         report = {**report, "refit_tokens": solver.fitted_tokens(width)}
     written = solver.written(refit_Dk, moment_kk, ranks)
     inputs, outputs = {block.writer.role: lambda: moment_kk}, dict.fromkeys(roles_of(block.readers), kept)
@@ -190,16 +200,15 @@ def _solution(solver: Solver, ranks: Ranks) -> Solution:
 def correct(
     sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor]
 ) -> Solution:
-    """Fit the readers to the compressed model's inputs, with a full writer; then fit the writer to the remaining
-    error."""
+    """Apply the correction of the pair at the readers, with the writer at full rank, or else the one at the writer."""
     block = sizes.block
     read_pair, written_pair = corrections(block)
     if read_pair not in statistics.moments:
-        now = complete(statistics, written_pair, before[block.writer.weight_key])
-        return Solver(sizes, weights, statistics, ranks[WIDTH]).written(now.weight, now.moment, ranks)
+        completed = complete(statistics, written_pair, before[block.writer.weight_key])
+        return Solver(sizes, weights, statistics, ranks[WIDTH]).written(completed.weight, completed.moment, ranks)
     moved = carry(statistics, read_pair, weights, block.readers)
-    behind = statistics.with_mean(input_moment(block.readers[0]), moved.moment[None])
-    solver = Solver(sizes, moved.weights, behind, ranks[WIDTH])
+    compressed_statistics = statistics.with_mean(input_moment(block.readers[0]), moved.moment[None])
+    solver = Solver(sizes, moved.weights, compressed_statistics, ranks[WIDTH])
     kept = solver.kept(ranks[WIDTH])
     read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)

@@ -1,4 +1,4 @@
-"""The sampled tokens that pass an MLP (for an expert, those with a routing weight), and the tokens that probe ranks.
+"""The sampled tokens of an MLP, or of an expert, and the widths and ranks at which they are probed.
 
 Legend: D hidden, T tokens.
 """
@@ -16,12 +16,12 @@ from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.method import Moment, Statistics
 from pipeline.ranks.curves import spread
 
-SAMPLE_TOKENS = 16  # for each kept channel; down is refitted on them
-LEAST_SAMPLE = 65_536  # tokens, if the text has so many: a small MLP needs them too
-PROBE_TOKENS = 3  # for each kept channel; enough to measure the loss of a rank of the readers
+SAMPLE_TOKENS = 16  # per kept channel; down is refitted on them
+LEAST_SAMPLE = 65_536  # tokens, if the text has that many: a small MLP needs them too
+PROBE_TOKENS = 3  # per kept channel; enough to measure the loss of a rank of the readers
 PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of the readers
 PROBED = 3  # widths at which ranks are probed: the smallest, one between, the largest
-TOKENS_OF_FIT = 2  # for each channel, at least, to fit down to a sample
+TOKENS_OF_FIT = 2  # per channel, at least, to fit down to a sample
 LEAST_PROBE = 2048  # tokens
 BATCH = 4096  # tokens that pass the MLP at a time
 
@@ -31,8 +31,8 @@ class Sample(NamedTuple):
 
     Attributes:
         inputs: (T, D).
-        weights: (T,), the factor of each token's channels, if the MLP is an expert; 1 where it is in the inputs.
-        share: the share of all sampled tokens that pass the MLP.
+        weights: (T,), the factor of each token's channels, if the MLP is an expert; 1 if the inputs include it.
+        share: the share of the sampled tokens that pass the MLP.
     """
 
     inputs: Tensor
@@ -49,7 +49,7 @@ class Sample(NamedTuple):
 
 
 def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
-    """Return the sampled tokens that pass an MLP. For an expert, these are the tokens with a routing weight."""
+    """Return the sampled tokens that pass an MLP; for an expert, those with a routing weight."""
     inputs_TD = statistics.moments[sample_of(block)][0]
     if not block.routing:
         return Sample(inputs_TD, None, 1.0)
@@ -64,27 +64,27 @@ def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
 
 
 def sample_of(block: MLPBlock) -> Moment:
-    """Return the sample of the MLP's inputs, whole tokens, before any weight."""
+    """Return the sample of the MLP's inputs, before routing weights."""
     return Moment(block.passing, kind="sample", tokens=sampled(block.width))
 
 
 def routing_sample(block: MLPBlock) -> Moment:
-    """Return the router's weights of the tokens of `sample_of`, one number a token, for an expert."""
+    """Return an expert's routing weights of the tokens of `sample_of`, one number per token."""
     return Moment(block.routing, kind="sample", tokens=sampled(block.width))
 
 
 def sampled(width: int) -> int:
-    """Return the number of tokens to fit so many channels to."""
+    """Return the number of tokens on which `width` channels are fitted."""
     return max(LEAST_SAMPLE, SAMPLE_TOKENS * width)
 
 
 def probe_tokens(width: int) -> int:
-    """Return the number of tokens to run through the activation with so many channels."""
+    """Return the number of tokens that are run through the activation with `width` channels."""
     return max(LEAST_PROBE, PROBE_TOKENS * width)
 
 
 def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
-    """Return the widths at which a sample of so many tokens, or a whole one, is run through the activation.
+    """Return the widths at which a sample is run through the activation. `tokens`: its size; None: the whole sample.
 
     A few suffice, because the activation's effect changes little from width to width.
     """
@@ -93,7 +93,7 @@ def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
 
 
 def probed_ranks(block: MLPBlock, width: int) -> dict[int, int]:
-    """Map the readers' ranks that are probed at a width to the positions of their shares among `PROBES`."""
+    """Map the readers' ranks that are probed at a width to their positions in `PROBES`."""
     full = min(len(block.readers) * width, block.writer.outputs)
     ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
     return {rank: place for rank, place in ranks.items() if rank < full}

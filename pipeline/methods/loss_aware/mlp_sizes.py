@@ -18,8 +18,8 @@ from pipeline.families.blocks import Matrix, MLPBlock, roles_of
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.loss_aware.stacks import Stack
 
-WIDTH = "width"  # rank variable; the others have the names of the block's two groups
-_DIGITS = string.digits + string.ascii_lowercase  # they ascend as codes, too
+WIDTH = "width"  # rank variable; the others are named after the block's two groups
+_DIGITS = string.digits + string.ascii_lowercase  # in the order of their codes, which `decode_kept` compares
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,22 @@ class Sizes:
 
     @property
     def multiple(self) -> int:
-        """Return the number that divides widths and ranks."""
+        """Return the multiple of widths and ranks."""
         return self.entry.multiple(self.geometry.hidden)
 
     @cached_property
     def widths(self) -> list[int]:
-        """Return a few widths, evenly up to the full one."""
+        """Return a few evenly spaced widths, up to the full one."""
         whole, multiple, count = self.block.width, self.multiple, self.entry.widths
         even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
         return [*sorted(width for width in even if width < whole), whole]
 
     def reader_stack(self, width: int) -> Stack:
-        """Return the stack of the matrices that read, at a width."""
+        """Return the stack of the readers at a width."""
         return self._stack(self.block.reader_group, self.block.readers, len(self.block.readers) * width, None, width)
 
     def writer_stack(self, width: int) -> Stack:
-        """Return the matrix that writes, at a width."""
+        """Return the writer at a width."""
         return self._stack(self.block.writer_group, (self.block.writer,), self.geometry.hidden, width, width)
 
     def _stack(self, name: str, matrices: tuple[Matrix, ...], outputs: int, inputs: int | None, width: int) -> Stack:
@@ -61,9 +61,9 @@ class Sizes:
 
 
 def encode_widths(order: Sequence[int], widths: Sequence[int]) -> str:
-    """Encode the smallest width that keeps each channel, one character for each channel.
+    """Encode the smallest width that keeps each channel, as one character per channel.
 
-    The character, from 0 … 9, a … z, is the position of that width among `widths`. Returns an empty string if there are
+    The character, from 0 … 9, a … z, is the position of that width in `widths`. Returns an empty string if there are
     more widths than characters. `order`: the channels, the last removed first.
     """
     if len(widths) > len(_DIGITS):
@@ -76,6 +76,6 @@ def encode_widths(order: Sequence[int], widths: Sequence[int]) -> str:
 
 
 def decode_kept(encoded: str, place: int) -> Tensor:
-    """Return the channels, ascending, that the width at this position keeps, from the result of `encode_widths`."""
+    """Return the channels, ascending, that the width at position `place` keeps, from the result of `encode_widths`."""
     digits_N = torch.tensor(list(encoded.encode()))
     return (digits_N <= ord(_DIGITS[place])).nonzero()[:, 0]

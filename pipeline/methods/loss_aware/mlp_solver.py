@@ -2,7 +2,7 @@
 
 Legend: D hidden, N intermediate, k channels kept, m rows of the stack of the readers, T tokens of the sample.
 
-`down` stands for the matrix that writes, `up` for those that read (gate and up, or up alone).
+`down` stands for the writer.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from pipeline.methods.method import Ranks, Solution, Statistics
 from pipeline.methods.moments import factored_mean, input_moment, output_gradient
 from pipeline.methods.tensors import biases_of, channel_priority
 
-PROBE_OUTPUTS = 256  # the most random mixtures of outputs in which a probe's loss is measured
-REMEMBERED_BYTES = 2**27  # of a sample's outputs, kept if several sizes are fitted to them
+PROBE_OUTPUTS = 256  # a probe's loss is measured in at most this many random mixtures of outputs
+CACHE_BYTES = 2**27  # the largest outputs of a sample that are cached, if several sizes are fitted to them
 
 
 class _Cut(NamedTuple):
-    """The readers behind `first` (r, D), which they share, or as they are; `parts` (k, r) or (k, D), biases (k)."""
+    """The readers as a shared `first` (r, D) and `parts` (k, r), or dense: None and (k, D); biases (k)."""
 
     first: Tensor | None
     parts: Mapping[Matrix, Tensor]
@@ -76,15 +76,15 @@ class Solver:
         statistics: Statistics,
         least: int,
         order: Sequence[int] | None = None,
-        remembered_bytes: int = 0,
+        cache_bytes: int = 0,
     ) -> None:
         """Args:
         least: the smallest width of any call.
         order: the channels, the last removed first, if they have been eliminated down to `least`.
-        remembered_bytes: memory in which outputs of the sample are kept for further sizes.
+        cache_bytes: the largest outputs of the sample that are cached for further sizes.
         """
-        self.remembered_bytes = remembered_bytes
-        self._outputs: dict[tuple[int, int], Tensor] = {}  # by the first token of a part, and how many are fitted
+        self.cache_bytes = cache_bytes
+        self._outputs: dict[tuple[int, int], Tensor] = {}  # by the first token of a part and the number of fitted ones
         self.order, self.least, self.hint = order, least, statistics.hint
         self.sizes, self.block, self.weights = sizes, sizes.block, weights
         self.by_loss = sizes.entry.weighting == "loss"
@@ -99,8 +99,8 @@ class Solver:
         self._directions: dict[int, Directions] = {}  # by width
         self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
-    def sees(self, width: int) -> bool:
-        """Return True if the sample has enough tokens to fit so many channels."""
+    def has_tokens_for(self, width: int) -> bool:
+        """Return True if the sample has enough tokens to fit `width` channels."""
         return len(self.sample.inputs) >= TOKENS_OF_FIT * width
 
     @cached_property
@@ -108,28 +108,28 @@ class Solver:
         """Return all channels, the last removed first."""
         if self.order is not None:
             return torch.tensor(self.order, device=self.down_DN.device)
-        chooses_DN = self._felt_down if self.by_loss else self.down_DN
-        return channel_priority(eliminate(self.hidden_NN, chooses_DN, self.least).order, self.block.width)
+        outputs_DN = self._weighted_down if self.by_loss else self.down_DN
+        return channel_priority(eliminate(self.hidden_NN, outputs_DN, self.least).order, self.block.width)
 
     @cached_property
     def width_losses(self) -> Tensor:
-        """Return the predicted loss by width."""
-        return self._metric.scale * nested_losses(self._felt_outputs)
+        """Return the predicted loss of each width."""
+        return self._metric.scale * nested_losses(self._weighted_outputs)
 
     @cached_property
-    def _felt_down(self) -> Tensor:
-        felt_DN: Tensor = self._metric.factor.T @ self.down_DN
-        return felt_DN
+    def _weighted_down(self) -> Tensor:
+        weighted_DN: Tensor = self._metric.factor.T @ self.down_DN
+        return weighted_DN
 
     @cached_property
-    def _felt_outputs(self) -> Tensor:
-        return nested_outputs(self.hidden_NN, self._felt_down, self.priority)
+    def _weighted_outputs(self) -> Tensor:
+        return nested_outputs(self.hidden_NN, self._weighted_down, self.priority)
 
     def losses(self, widths: Collection[int], directed: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each width with the predicted loss by rank of the readers, assuming a linear activation, and of down.
+        """Yield each width with the predicted losses by rank of the readers, assuming a linear activation, and of down.
 
-        Widths ascend. `directed`: the widths at which the caller will ask for directions. Moments grow by the channels
-        of each width in turn, so that the choice of `widths` does not change the result.
+        Widths ascend. `directed`: the widths at which the caller needs directions. Moments grow by the channels of each
+        width in turn, so that the choice of `widths` does not change the result.
         """
         if self.narrow:
             yield from self._narrow_losses(widths, directed)
@@ -139,39 +139,39 @@ class Solver:
             if before >= max(widths):
                 return
             pull_DD = pull_DD + self._pull(self.priority[before:width], self._input.factor)
-            spread_DD = spread_DD + _square(self._felt_outputs[:, before:width].T)
+            spread_DD = spread_DD + _square(self._weighted_outputs[:, before:width].T)
             before = width
             if width in widths and not self.by_loss:
-                yield width, *self._losses_of_others(width)
+                yield width, *self._losses_of_directions(width)
             elif width in directed:
                 self._directions = {width: weighted_directions(self._input, pull_DD)}
-                upper = tail_losses(self._directions[width].values)
-                yield width, upper, weighted_losses(spread_DD, self._metric.scale)
+                readers = tail_losses(self._directions[width].values)
+                yield width, readers, weighted_losses(spread_DD, self._metric.scale)
             elif width in widths:
                 yield width, weighted_losses(pull_DD, self._input.scale), weighted_losses(spread_DD, self._metric.scale)
 
     @property
     def narrow(self) -> bool:
-        """Return True if eigenproblems of the order of the readers' rows are smaller than those of their inputs."""
+        """Return True if the readers have fewer rows than inputs, so that eigenproblems of the rows are smaller."""
         return self.by_loss and len(self.block.readers) * self.block.width < len(self.input_DD)
 
     def _narrow_losses(
         self, widths: Collection[int], directed: Collection[int]
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the results of `losses`, from eigenproblems of the order of the channels."""
+        """Yield the results of `losses`, from eigenproblems of the readers' rows."""
         for width in sorted(widths):
-            lower = gram_losses(self._felt_outputs[:, :width], self._metric.scale)
+            down = gram_losses(self._weighted_outputs[:, :width], self._metric.scale)
             pulled_Dm = self._pulled(self.priority[:width])
             if width not in directed:
-                yield width, gram_losses(pulled_Dm, self._input.scale), lower
+                yield width, gram_losses(pulled_Dm, self._input.scale), down
                 continue
             self._directions = {width: thin_directions(self._input, pulled_Dm)}
             values_m = self._directions[width].values
             values_D = torch.cat((values_m, values_m.new_zeros(len(pulled_Dm) - len(values_m))))
-            yield width, tail_losses(values_D), lower
+            yield width, tail_losses(values_D), down
 
     def _pulled(self, kept_k: Tensor) -> Tensor:
-        """Return Y (D, m) with Y Yᵀ what `_pull` gives in the basis of the input's factor."""
+        """Return Y (D, m) such that Y Yᵀ is `_pull` in the basis of the input's factor."""
         rows = (
             self.weights[reader.weight_key][kept_k].double() * squares_N[kept_k, None].double().sqrt()
             for reader, squares_N in self.gradients_N.items()
@@ -179,15 +179,13 @@ class Solver:
         pulled_Dm: Tensor = (torch.cat(list(rows)) @ self._input.factor).T
         return pulled_Dm
 
-    def _losses_of_others(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return both losses if directions are not chosen by the loss."""
+    def _losses_of_directions(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the losses of readers and down by rank, for directions that do not follow the loss."""
         kept_k = self.kept(width)
-        upper = losses_by_rank(self.reader_directions(kept_k), self.input_DD, self._pull(kept_k))
+        readers = losses_by_rank(self.reader_directions(kept_k), self.input_DD, self._pull(kept_k))
         refit_Dk, moment_kk = self.refit(kept_k)[0], self.moment(kept_k)
-        lower = losses_by_rank(
-            self.down_directions(refit_Dk, moment_kk), pushforward(refit_Dk, moment_kk), self.metric_DD
-        )
-        return upper, lower
+        directions = self.down_directions(refit_Dk, moment_kk)
+        return readers, losses_by_rank(directions, pushforward(refit_Dk, moment_kk), self.metric_DD)
 
     def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
         """Return the readers on the kept channels, at their rank."""
@@ -225,7 +223,10 @@ class Solver:
         if self.hint and width in widths:
             kept_k = decode_kept(self.hint, widths.index(width)).to(self.down_DN.device)
             if kept_k.numel() != width or len(self.hint) != self.block.width:
-                raise ValueError(f"the curve tells of {len(self.hint)} channels, and keeps {kept_k.numel()} of {width}")
+                raise ValueError(
+                    f"the curve has {len(self.hint)} channels and keeps {kept_k.numel()}; "
+                    f"the MLP has {self.block.width}, of which {width} are to be kept"
+                )
             return kept_k
         return self.priority[:width].sort().values
 
@@ -235,30 +236,30 @@ class Solver:
         if width not in self._directions and self.narrow:
             self._directions = {width: thin_directions(self._input, self._pulled(kept_k))}
         elif width not in self._directions:
-            felt_DD = self._pull(kept_k, self._input.factor, by_loss=self.by_loss)
-            self._directions = {width: weighted_directions(self._input, felt_DD)}  # only of the current width
+            pull_DD = self._pull(kept_k, self._input.factor, by_loss=self.by_loss)
+            self._directions = {width: weighted_directions(self._input, pull_DD)}  # only of the current width
         return self._directions[width]
 
     def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
-        """Return, for each of `PROBES`, the loss measured on the probe over the `linear` prediction.
+        """Return, for each of `PROBES`, the measured loss divided by the `linear` prediction.
 
         down is refitted to the cut readers, which removes most of the activation's effect. Errors of the outputs are
-        weighted by the loss. If there are many outputs, a few random mixtures stand for them; the estimate then varies
-        by about 1 %, equally for all ranks. `pruned`: the predicted loss of the width itself.
+        weighted by the loss. If there are many outputs, errors are measured in random mixtures of them; the estimate
+        then varies by about 1 %, equally for all ranks. `pruned`: the predicted loss of the width itself.
         """
         width, factors = kept_k.numel(), [1.0] * len(PROBES)
         ranks = probed_ranks(self.block, width)
         if not ranks:
             return factors
         directions, batches = self.reader_directions(kept_k), [*self._probe(width).batches()]
-        felt_qD = self._felt_mixtures
-        targets_qN, start_qk = felt_qD @ self.down_DN, felt_qD @ self.refit(kept_k)[0]
+        weighted_qD = self._weighted_mixtures
+        targets_qN, start_qk = weighted_qD @ self.down_DN, weighted_qD @ self.refit(kept_k)[0]
         targets = [_read(self._hidden(part, self._whole), targets_qN) for part in batches]
         widest = self._cut(kept_k, directions, max(ranks))
         for rank, place in ranks.items():
             hidden = (self._hidden(part, widest.at(rank)) for part in batches)
             errors = ((t_Tq - _read(cut_Tk, start_qk), cut_Tk) for t_Tq, cut_Tk in zip(targets, hidden, strict=True))
-            cost = 0.5 * self.sample.share * refit_residual(errors, len(felt_qD), width) - pruned
+            cost = 0.5 * self.sample.share * refit_residual(errors, len(weighted_qD), width) - pruned
             factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
         return factors
 
@@ -270,8 +271,8 @@ class Solver:
             self._refits = {width: (refit_Dk, dict(report))}  # only of the current width
         return self._refits[width]
 
-    def refit_again(self, kept_k: Tensor, rank: int) -> Refit:
-        """Refit down to the outputs of the readers at a rank, on as many tokens of the sample as the channels need.
+    def refit_on_sample(self, kept_k: Tensor, rank: int) -> Refit:
+        """Refit down to the outputs of the readers at a rank, on `fitted_tokens` tokens of the sample.
 
         Targets are rounded as in the forward pass.
         """
@@ -285,21 +286,23 @@ class Solver:
                 part = part.at(chosen.to(part.inputs.device))
                 yield self._targets(start, tokens, part), self._hidden(part, cut)
 
-        again = refit(pairs(), self.refit(kept_k)[0])
-        return again if self.sample.weights is None else Refit(again.weight, again.moment * self.sample.share)
+        on_sample = refit(pairs(), self.refit(kept_k)[0])
+        if self.sample.weights is None:
+            return on_sample
+        return Refit(on_sample.weight, on_sample.moment * self.sample.share)
 
     def _targets(self, start: int, tokens: int, part: Sample) -> Tensor:
-        """Return the dense MLP's outputs on a part of the sample; cache them if those of all parts are small enough."""
+        """Return the dense MLP's outputs on a part of the sample, cached if the outputs of all parts are small."""
         if (cached := self._outputs.get((start, tokens))) is not None:
             return cached
         hidden_TN = self._hidden(part, self._whole)
         targets_TD = hidden_TN @ self.weights[self.block.writer.weight_key].to(hidden_TN.dtype).T
-        if tokens * targets_TD.shape[1] * targets_TD.itemsize <= self.remembered_bytes:
+        if tokens * targets_TD.shape[1] * targets_TD.itemsize <= self.cache_bytes:
             self._outputs[start, tokens] = targets_TD
         return targets_TD
 
     def fitted_tokens(self, width: int) -> int:
-        """Return the number of tokens of the sample to fit so many channels to."""
+        """Return the number of tokens of the sample on which `width` channels are fitted."""
         return min(len(self.sample.inputs), sampled(width))
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
@@ -322,13 +325,13 @@ class Solver:
         return self.sample.at(slice(None, None, max(1, len(self.sample.inputs) // probe_tokens(width))))
 
     @cached_property
-    def _felt_mixtures(self) -> Tensor:
+    def _weighted_mixtures(self) -> Tensor:
         """Return X (q, D) with XᵀX the metric, exactly or in the mean over random signs of `PROBE_OUTPUTS` rows."""
-        felt_DD: Tensor = self._metric.scale**0.5 * self._metric.factor.T
-        if len(felt_DD) <= PROBE_OUTPUTS:
-            return felt_DD
-        signs_qD = torch.randint(0, 2, (PROBE_OUTPUTS, len(felt_DD)), generator=torch.Generator().manual_seed(0))
-        mixed_qD: Tensor = (2.0 * signs_qD - 1.0).to(felt_DD) @ felt_DD / PROBE_OUTPUTS**0.5
+        weighted_DD: Tensor = self._metric.scale**0.5 * self._metric.factor.T
+        if len(weighted_DD) <= PROBE_OUTPUTS:
+            return weighted_DD
+        signs_qD = torch.randint(0, 2, (PROBE_OUTPUTS, len(weighted_DD)), generator=torch.Generator().manual_seed(0))
+        mixed_qD: Tensor = (2.0 * signs_qD - 1.0).to(weighted_DD) @ weighted_DD / PROBE_OUTPUTS**0.5
         return mixed_qD
 
     @cached_property
@@ -352,9 +355,9 @@ class Solver:
         return _Cut(directions.encode[:rank], seconds, biases)
 
     def _hidden(self, part: Sample, cut: _Cut) -> Tensor:
-        """Compute act(gate) ⊙ up, or act(up), as the forward pass does: in the dtype of the sample.
+        """Compute act(gate) ⊙ up, or act(up), in the sample's dtype, as the forward pass does.
 
-        Values of an expert are multiplied by its weights.
+        Values of an expert are multiplied by its routing weights.
         """
         dtype, biases = part.inputs.dtype, cut.biases
         read_TF = part.inputs if cut.first is None else part.inputs @ cut.first.to(dtype).T
@@ -366,7 +369,7 @@ class Solver:
         return hidden_TF if part.weights is None else hidden_TF * part.weights[:, None].to(dtype)
 
     def _pull(self, kept_k: Tensor, factor_DD: Tensor | None = None, by_loss: bool = True) -> Tensor:
-        """Return Σ s w wᵀ over some channels of the readers, in the basis of `factor_DD` if that is given."""
+        """Return Σ s w wᵀ over some channels of the readers, in the basis of `factor_DD` if given."""
         pull_DD = torch.zeros_like(self.input_DD)
         for reader, squares_N in self.gradients_N.items():
             weight_kD = self.weights[reader.weight_key][kept_k].double()
@@ -381,6 +384,6 @@ def _square(values_kD: Tensor) -> Tensor:
 
 
 def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
-    """Multiply in float32 or better, because the weight has none of the checkpoint's dtypes."""
+    """Multiply in float32 or better."""
     dtype = torch.promote_types(values_TF.dtype, torch.float32)
     return values_TF.to(dtype) @ weight_qF.to(dtype).T

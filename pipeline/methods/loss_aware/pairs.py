@@ -1,6 +1,6 @@
 """Fits weights to the pairs of `correct: output`. docs/methods.md#corrections.
 
-Legend: D hidden, F features at a point, a_d and a_c what the dense and the compressed layers read there.
+Legend: D hidden, F features at a point, a_d and a_c the inputs of the dense and the compressed layers there.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Completed(NamedTuple):
 
 
 def carry(statistics: Statistics, moment: Moment, weights: Mapping[str, Tensor], matrices: Iterable[Matrix]) -> Carried:
-    """Fit the weights of some matrices to the compressed model's inputs. If these equal the dense ones, nothing
-    changes."""
+    """Fit the weights of some matrices to the compressed model's inputs. Equal inputs change nothing."""
     moment_DD, error_DD = _sums(statistics, moment)
     change_DD = correction(error_DD, moment_DD, READERS_RIDGE)
     moved = {matrix.weight_key: weights[matrix.weight_key].double() for matrix in matrices}

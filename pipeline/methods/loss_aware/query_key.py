@@ -1,4 +1,4 @@
-"""Queries and keys: one low-rank stack in the metric of the loss. docs/methods.md#curves, q and k.
+"""Queries and keys: a low-rank stack in the metric of the loss. docs/methods.md#curves, q and k.
 
 Legend: D hidden, m rows of q and k, r rank.
 """
@@ -26,7 +26,7 @@ NAME = "query_key"
 
 
 def moments(block: AttentionBlock) -> tuple[Moment, ...]:
-    """Return the moments of the input and of the gradient there through q and k."""
+    """Return the moments of the input, and of the gradient at it through q and k."""
     return input_moment(block.query), pull(block.query_key)
 
 
@@ -57,7 +57,7 @@ def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
 def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks
 ) -> Solution:
-    """Cut the stack to its rank; biases stay."""
+    """Cut the stack to its rank, with unchanged biases."""
     if ranks[NAME] >= _stack(entry, geometry).full:
         return Solution(dict(weights), {}, {"dense": True})
     order = _directions(entry, geometry.attention, weights, statistics)

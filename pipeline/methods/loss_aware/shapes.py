@@ -1,4 +1,4 @@
-"""`shapes: layer | stock`: a number of experts and one width for each mixture, or for all, and widths of latents.
+"""`shapes: layer | stock`: a number of experts and one width, for each mixture or for all, and widths of latents.
 
 docs/methods.md#mixtures, docs/methods.md#latent-attention.
 """
@@ -27,14 +27,14 @@ from pipeline.methods.moments import factored_mean
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import frontier, steps, to_columns
 
-WIDTHS = 64  # the most widths to compare
-WIDE_EXPERT, FUSED_MULTIPLE = 512, 128  # from so many channels on, widths are multiples that suit fused kernels
-ROW_MULTIPLE = 8  # 16-bit channels: rows in transformers' grouped product need a multiple of 16 bytes
+WIDTHS = 64  # how many widths are compared at most
+WIDE_EXPERT, FUSED_MULTIPLE = 512, 128  # widths of experts with at least 512 channels suit fused kernels
+ROW_MULTIPLE = 8  # rows in transformers' grouped product need a multiple of 16 bytes, which are 8 channels
 
 
 @dataclass(frozen=True)
 class ShapedExperts(ExpertsMethod[LossAware]):
-    """`method: loss_aware` with one shape for the experts of a layer, and one width for each of its latents."""
+    """`method: loss_aware` with one shape for all experts of a layer, and one width for each of its latents."""
 
     name: ClassVar[str] = "loss_aware"
     by_loss: ClassVar[bool] = True
@@ -59,14 +59,13 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return (*experts, *(group for layer in layers for group in latents.groups(layer, output=False)))
 
     def widths(self, layer: LayerGeometry) -> list[int]:
-        """Return the widths to compare, the full one last; only the full one if the shape's config has no field for
-        others."""
+        """Return the widths to compare, the full one last; only the full one if the config has no field for others."""
         if self.uniform and shares_width(layer):
             return [routed(layer)[0].width]
         return steps(routed(layer)[0].width, self.multiple(layer), WIDTHS)
 
     def multiple(self, layer: LayerGeometry) -> int:
-        """Return the number that divides all widths: the manifest's, else one that suits fused kernels."""
+        """Return the multiple of all widths: the manifest's, else one that suits fused kernels."""
         usual = self.entry.multiple(layer.hidden)
         if self.entry.rank_multiple:
             return usual
@@ -81,8 +80,7 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return round(self.numbers(geometry, self.counts(geometry)[0], self.widths(geometry)[0]))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Return the shapes to choose from; with `stock` every shape, because the layers' curves are added shape by
-        shape."""
+        """Return the shapes on the frontier; with `stock` all shapes, because the layers' curves are added by shape."""
         if latents.is_latent(group, geometry):
             return latents.curve(self.entry, group, geometry, weights, statistics)
         mixture, inputs_TD = mixture_of(geometry, weights), self.inputs(geometry, statistics)
@@ -97,13 +95,13 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return to_columns(counted if self.uniform else frontier(counted))
 
     def stored_numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
-        """Count the numbers of a shape; with `stock` also those that pad the shared expert in an export."""
+        """Count the numbers of a shape; with `stock`, also the padding of the shared expert in an export."""
         if not self.uniform:
             return self.numbers(layer, count, width)
         return self.numbers(layer, count, width) + shared_padding(layer, round(width))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Return the variables that tie layers of one shape. Shapes are points of curves."""
+        """Return the variables by which layers of one shape are tied. Shapes themselves are points of curves."""
         if latents.is_latent(group, geometry):
             return latents.variables(group, geometry) if self.uniform else ()
         experts = routed(geometry)
@@ -117,7 +115,7 @@ class ShapedExperts(ExpertsMethod[LossAware]):
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """Keep the best experts, or narrow a latent."""
+        """Keep the experts with the largest removal losses, or narrow a latent."""
         if latents.is_latent(group, geometry):
             return latents.solve(self.entry, group, geometry, weights, statistics, ranks)
         return super().compress(group, geometry, weights, statistics, ranks)

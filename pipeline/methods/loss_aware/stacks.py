@@ -1,4 +1,4 @@
-"""Weights that read one input, stored at low rank together: their size, tensors and forms.
+"""Stacks of weights with a common input, stored together at low rank: their size, tensors and forms.
 
 Legend: m rows of the stack, F inputs, r rank.
 """
@@ -18,14 +18,14 @@ from pipeline.ranks.curves import Point, steps
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of weights (m, F) in all.
+    """A stack of weights, (m, F) together.
 
     Attributes:
-        name: the name of its rank, and of tensors without a single role.
+        name: the name of its rank, and of tensors that several roles share.
         roles: the roles in the order of the rows.
         bits: the bits of a stored number; indices are counted in such numbers.
-        pivoted: store rows of the matrix and coefficients instead of two plain factors.
-        widths: `value_rank` and `width` of the roles' forms, where they differ from the dense sizes.
+        pivoted: store rows of the matrix and coefficients instead of two factors.
+        widths: `value_rank` and `width` of the roles' forms, if they differ from the dense sizes.
     """
 
     name: str
@@ -50,16 +50,19 @@ class Stack:
         return min(rank * (self.outputs + self.inputs), self.outputs * self.inputs)
 
     def least(self, multiple: int) -> int:
-        """Count the numbers stored at the smallest rank, or dense if that is less."""
+        """Count the numbers stored at the smallest rank, or the dense ones if they are fewer."""
         return min(self.numbers(min(multiple, self.full)), self.numbers(self.full))
 
     def points(self, losses: Tensor, multiple: int) -> list[Point]:
-        """Return a point for each rank. `losses`: the predicted losses by rank, at least full + 1; the last one counts
-        as 0."""
+        """Return a point for each rank that stores fewer numbers, and the dense one.
+
+        `losses`: the predicted loss of each rank below the full one, at which it is 0.
+        """
         ranks = steps(self.full, multiple)
         predicted = [*losses[torch.tensor(ranks[:-1], dtype=torch.int64, device=losses.device)].tolist(), 0.0]
-        lost = zip(ranks, predicted, strict=True)
-        points = [Point({self.name: rank}, self.numbers(rank), loss) for rank, loss in lost]
+        points = [
+            Point({self.name: rank}, self.numbers(rank), loss) for rank, loss in zip(ranks, predicted, strict=True)
+        ]
         return [point for point in points[:-1] if point.numbers < points[-1].numbers] + points[-1:]
 
     def store(
