@@ -74,7 +74,7 @@ class RayTransfer(TensorTransfer):
         return packed
 
 
-# Concurrency groups of the actor -> threads. A `BesideUnit` runs in one of them. `Collect` has a group of its own,
+# Concurrency groups of the actor -> threads. A `ConcurrentUnit` runs in one of them. `Collect` has a group of its own,
 # because the next layer's units wait for it while storing takes long.
 BESIDE = {"beside": 1, "giving": 1}
 

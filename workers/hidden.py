@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.units.units import Onward
+from pipeline.units.units import ReplayUnit
 from stores.activations import ActivationStore
 from stores.background import Background
 from workers.copies import Copies, HiddenReader
@@ -98,7 +98,7 @@ class HiddenStates:
     def inputs(
         self,
         lineage: str,
-        unit: Onward,
+        unit: ReplayUnit,
         embed: Callable[[], HiddenReader],
         replay: Callable[[int, StagedLayer | None, HiddenReader], HiddenReader],
     ) -> HiddenReader:

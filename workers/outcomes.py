@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from manifests.errors import LaminaError, WorkerError
-from pipeline.units.units import BesideUnit, ShardDone, ShardUnit, Unit
+from pipeline.units.units import ConcurrentUnit, ShardDone, ShardUnit, Unit
 from workers.memory import peak_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def do_unit(worker: Worker, unit: Unit) -> Outcome:
     compute_before = worker.compute_seconds
     result, error = _attempt(unit, lambda: worker.execute(unit))
     seconds = time.perf_counter() - started
-    compute_seconds = 0.0 if isinstance(unit, BesideUnit) else worker.compute_seconds - compute_before
+    compute_seconds = 0.0 if isinstance(unit, ConcurrentUnit) else worker.compute_seconds - compute_before
     return Outcome(result, error, seconds, compute_seconds, peak_bytes())
 
 

@@ -79,7 +79,7 @@ class PairPass:
 
     def _store_targets(self, unit: Pair, inputs: HiddenReader) -> ArrayRecord:
         """Store the dense layer's outputs beside the compressed model's inputs. Hold these, or the outputs to emit."""
-        assert unit.alike or not unit.emit
+        assert unit.both_dense or not unit.emit
         dense, _ = self._blocks(unit.layer, None)
         self.layers.read_ahead(unit.ahead)
         shape, dtype, shard_key = self._shape(unit.shard), self.setup.dtype, (LINEAGE, unit.layer + 1, unit.shard)
@@ -139,7 +139,7 @@ class PairPass:
             with self.computing():
                 if writer is not None:
                     output_BSD = _run(dense, dense_BSD)
-                    other_BSD = output_BSD if unit.alike else _run(packed, packed_BSD)
+                    other_BSD = output_BSD if unit.both_dense else _run(packed, packed_BSD)
                     writer.append(torch.cat((output_BSD, other_BSD), dim=-1))
         return self.hidden.keep(shard_key, writer) if writer is not None else None
 

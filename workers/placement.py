@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from pipeline.units.reads import ReadLayer
-from pipeline.units.scores import Score, WindowForward, shards_each
+from pipeline.units.scores import Score, WindowForward, shards_per_worker
 from pipeline.units.sums import Add, Collect
-from pipeline.units.units import BesideUnit, ShardUnit, Unit
+from pipeline.units.units import ConcurrentUnit, ShardUnit, Unit
 
 Shard = tuple[str, int]  # the model being scored, or "" for calibration samples; the number of the shard
 
@@ -31,14 +31,14 @@ class Holder(Protocol):
 
     @property
     def idle(self) -> bool:
-        """True if the worker runs no unit, or only `BesideUnit`s."""
+        """True if the worker runs no unit, or only `ConcurrentUnit`s."""
         ...
 
 
 def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
     """Return the index in `waiting` of the unit that the worker `member` should run, or None.
 
-    With `beside`, this is the first `BesideUnit`, except those that another node should read or add, and `Collect`.
+    With `beside`, this is the first `ConcurrentUnit`, except those that another node should read or add, and `Collect`.
     Otherwise it is a unit of one of the worker's shards or of no shard; then one of a shard that no worker holds; then,
     so that new workers have something to do, one of a worker that holds at least two shards more.
 
@@ -51,7 +51,7 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
         nearby = (
             index
             for index, unit in enumerate(waiting)
-            if isinstance(unit, BesideUnit) and not isinstance(unit, Collect) and _near(unit, member, live)
+            if isinstance(unit, ConcurrentUnit) and not isinstance(unit, Collect) and _near(unit, member, live)
         )
         return next(nearby, None)
     holders = {shard: other for other in live for shard in other.shards}
@@ -60,7 +60,7 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
     takeover: int | None = None
     unheld: tuple[tuple[int, int], int] | None = None  # the lowest cost, and the index
     for index, unit in enumerate(waiting):
-        if isinstance(unit, BesideUnit):
+        if isinstance(unit, ConcurrentUnit):
             continue
         if not isinstance(unit, ShardUnit):
             if member.idle:
@@ -89,15 +89,14 @@ def _movable(unit: ShardUnit, member: Holder) -> bool:
 def _cost(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[int, int] | None:
     """Return the cost of giving a worker a shard that no worker holds; None: it should not take the shard now.
 
-    For windows, a worker that holds some of the model comes first, unless it holds its share (`shards_each`). Then
-    comes a worker without windows, for the model that the fewest workers hold. Then comes an idle worker that holds
-    windows of other models.
+    The order for windows: a worker with windows of the model, up to its share (`shards_per_worker`); a worker without
+    windows, for the model on the fewest workers; an idle worker with windows of other models.
     """
     if not isinstance(unit, WindowForward | Score):
         return 0, 0
     mine = Counter(model for model, _ in member.shards)
     if mine[unit.model]:
-        return (0, 0) if mine[unit.model] < shards_each(unit.windows.shards, len(live)) else None
+        return (0, 0) if mine[unit.model] < shards_per_worker(unit.windows.shards, len(live)) else None
     holders = sum(any(model == unit.model for model, _ in other.shards) for other in live)
     if not any(mine):
         return 1, holders

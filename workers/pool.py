@@ -30,7 +30,7 @@ from ray.util import metrics
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.units.sums import Collect
-from pipeline.units.units import BesideUnit, ShardUnit, Summable, Unit
+from pipeline.units.units import ConcurrentUnit, ShardUnit, Summable, Unit
 from workers.actor import BESIDE, WorkerActor
 from workers.cluster import declared_memory, watch_ray, why_unplaceable
 from workers.config import WorkerConfig
@@ -363,7 +363,7 @@ class RayPool(UnitAccounts):
                 member.sums.add(unit.sums.name)
         count = unit.handles
         options: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}
-        if isinstance(unit, BesideUnit):
+        if isinstance(unit, ConcurrentUnit):
             options["concurrency_group"] = "giving" if isinstance(unit, Collect) else "beside"
         returned = member.actor.execute.options(**options).remote(unit)
         *tensors, outcome = returned if count else [returned]

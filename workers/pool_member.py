@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.units.sums import Collect
-from pipeline.units.units import BesideUnit, Unit
+from pipeline.units.units import ConcurrentUnit, Unit
 from workers.placement import Shard
 
 
@@ -35,10 +35,10 @@ class Member:
 
     @property
     def idle(self) -> bool:
-        """True if the worker runs no unit, or only `BesideUnit`s."""
+        """True if the worker runs no unit, or only `ConcurrentUnit`s."""
         return self.unit_count(beside=False) == 0
 
     def unit_count(self, beside: bool) -> int:
-        """Return how many `BesideUnit`s, or how many other units, the worker has; `Collect` units do not count."""
+        """Return how many `ConcurrentUnit`s, or how many other units, the worker has; `Collect` units do not count."""
         running = (unit for unit in self.running.values() if not isinstance(unit, Collect))
-        return sum(isinstance(unit, BesideUnit) == beside for unit in running)
+        return sum(isinstance(unit, ConcurrentUnit) == beside for unit in running)

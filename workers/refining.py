@@ -37,11 +37,11 @@ from workers.layers import LayerReader
 from workers.solving import GroupProblem, Solved, named_solution
 from workers.tapped_layer import TappedLayer, overflow_advice
 
-RATES = (3e-3, 7.5e-4)  # tried in this order: a step's change of a matrix, relative to it
+RATES = (3e-3, 7.5e-4)  # the change of a matrix in a step, relative to the matrix; tried in this order
 
 
 class RefinePass:
-    """Does `Refine` units of a worker."""
+    """Runs a worker's `Refine` units."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RefinePass:
         problem: Callable[[SolvedGroup], GroupProblem],
         computing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`problem`: returns a group as it is solved, with the rounding that it asks for."""
+        """`problem`: returns the problem of a group, with its rounding settings."""
         self.setup = setup
         self.layers = layers
         self.store = store
@@ -59,7 +59,7 @@ class RefinePass:
         self.computing = computing
 
     def run(self, unit: Refine) -> tuple[list[Solved], RefinedFigures]:
-        """Return the trained groups, and the figures of the training.
+        """Train a layer. Return the trained groups, and the figures of the training.
 
         Raises CorruptError if the staged layer or the stored hidden states are damaged.
         """
@@ -95,7 +95,7 @@ class RefinePass:
         return solved, figures
 
     def _block(self, unit: Refine) -> TappedLayer:
-        """Return the draft with parameters in the dtype of training."""
+        """Return the draft layer with parameters in the dtype of training."""
         geometry, dtype = self.setup.geometry.layers[unit.layer], residual_dtype(self.setup.dtype)
         config = copy.copy(self.layers.config)
         forms = unit.staged.as_json()["forms"]
@@ -110,9 +110,9 @@ class RefinePass:
             return TappedLayer(config, geometry, placed, self.layers.device)
 
     def _trained_dtypes(self, unit: Refine) -> dict[str, torch.dtype]:
-        """Map the names, below the layer, of the tensors to train to the dtypes that they are stored in.
+        """Map the tensors to train, by their names below the layer, to the dtypes in which they are stored.
 
-        Writers of latents stay as they are: one of a narrower latent is scaled by far less than a step of the training.
+        Writers of latents are not trained, because the scale of a narrowed one is far below a training step.
         """
         geometry = self.setup.geometry.layers[unit.layer]
         block = geometry.latent_attention
@@ -123,7 +123,7 @@ class RefinePass:
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
 
     def _solved(self, unit: Refine, group: SolvedGroup, layer: TrainedLayer, targets: Targets) -> Solved:
-        """Return a group with its trained tensors, rounded by the moments of what they read if the job asks for it."""
+        """Return a group with its trained tensors. With `quantize`, round them by the moments of their inputs."""
         geometry, state = self.setup.geometry.layers[unit.layer], layer.state()
         names = group_tensors(unit.staged, group, geometry)
         tensors = {key: state[name.removeprefix(geometry.prefix)] for key, name in names.items()}
@@ -144,7 +144,7 @@ class Targets:
         self.dtype = residual_dtype(setup.dtype)
         self.device = torch.device("cuda" if setup.use_gpu else "cpu")
         self.cached: dict[int, Tensor] = {}
-        self.room = setup.hidden_bytes
+        self.free_bytes = setup.hidden_bytes
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -156,50 +156,50 @@ class Targets:
         return input_BSD, target_BSD
 
     def _sample(self, sample: int) -> Tensor:
-        """Return the stored numbers of a sample (S, 2·D), from host memory if it is there."""
+        """Return the stored numbers of a sample (S, 2·D), from host memory if they are cached."""
         if sample in self.cached:
             return self.cached[sample]
         shard = bisect_right(self.ends, sample)
         place = sample - (self.ends[shard - 1] if shard else 0)
         values_SC = self.readers[shard].read(place, place + 1)[0]
-        if values_SC.nbytes <= self.room:
-            self.room -= values_SC.nbytes
+        if values_SC.nbytes <= self.free_bytes:
+            self.free_bytes -= values_SC.nbytes
             self.cached[sample] = values_SC
         return values_SC
 
 
 class TrainedLayer:
-    """A layer some of whose tensors are trained. A GPU multiplies in bfloat16 where the model is in half precision."""
+    """A layer with some trainable tensors. A GPU multiplies in bfloat16 if the model is in half precision."""
 
     def __init__(self, block: TappedLayer, dtypes: Mapping[str, torch.dtype], stored: torch.dtype) -> None:
-        """`dtypes`: names of the tensors to train, as they are stored, and the dtypes that they are stored in.
-        `stored`: the dtype of the model."""
+        """`dtypes`: the stored names of the tensors to train, and the dtypes in which they are stored. `stored`: the
+        model's dtype."""
         self.block = block
-        renamed = {here: name for here, (name, _) in stored_factors(block.module).items()}
-        named = {renamed.get(here, here): values for here, values in block.module.named_parameters()}
+        stored_names = {name: stored_name for name, (stored_name, _) in stored_factors(block.module).items()}
+        named = {stored_names.get(name, name): values for name, values in block.module.named_parameters()}
         self.parameters = {name: named[name].requires_grad_() for name in dtypes}
         self.dtypes = {id(self.parameters[name]): dtype for name, dtype in dtypes.items()}
-        self.narrow = block.device.type == "cuda" and stored.itemsize == 2
+        self.half_precision = block.device.type == "cuda" and stored.itemsize == 2
 
     def train_(self, targets: Targets, training: Training) -> tuple[Trained, float, float]:
-        """Train the tensors. Return the result, and the relative errors before and after on training samples, as
-        many as are held out."""
-        judged = training.train[:: max(1, len(training.train) // len(training.held_out))][: len(training.held_out)]
+        """Train the tensors. Return the result, and the relative errors before and after it on as many training samples
+        as are held out."""
+        measured = training.train[:: max(1, len(training.train) // len(training.held_out))][: len(training.held_out)]
         scale = self._mean_square(targets, training.held_out)
-        first = self._whole_error(targets, judged) / scale
+        before = self._mean_error(targets, measured) / scale
         parameters = [*self.parameters.values()]
         dtypes = [self.dtypes[id(values)] for values in parameters]
         trained = train_(parameters, lambda samples: self._error(targets, samples) / scale, training, dtypes)
         for values in parameters:
             values.requires_grad_(False)
-        return trained, first, self._whole_error(targets, judged) / scale
+        return trained, before, self._mean_error(targets, measured) / scale
 
     def state(self) -> dict[str, Tensor]:
-        """Return the layer's tensors by their stored names below the layer."""
+        """Return the layer's tensors, by their stored names below the layer."""
         return {name: values.detach() for name, values in stored_state(self.block.module).items()}
 
     def moment(self, targets: Targets, role: str) -> Tensor:
-        """Return the second moment (F, F) per token, float64, of what the module of a role reads on all samples."""
+        """Return the second moment (F, F) per token, float64, of the inputs of a role's module on all samples."""
         total: Tensor | None = None
         tokens = 0
 
@@ -222,21 +222,21 @@ class TrainedLayer:
 
     def _forward(self, input_BSD: Tensor) -> Tensor:
         angles = self.block.angles(input_BSD.detach())
-        # Backward passes that are deterministic: a CPU's fused kernel takes each head by itself.
+        # Only backends whose backward pass is deterministic. A CPU's fused kernel is, because it computes by head.
         fused = [SDPBackend.FLASH_ATTENTION] if self.block.device.type == "cpu" else []
         with sdpa_kernel([*fused, SDPBackend.MATH]), self._computing():
             output_BSD: Tensor = self.block.module(input_BSD, position_embeddings=angles)
         return output_BSD
 
     def _computing(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16) if self.narrow else nullcontext()
+        return torch.autocast("cuda", torch.bfloat16) if self.half_precision else nullcontext()
 
     def _error(self, targets: Targets, samples: Sequence[int]) -> Tensor:
         input_BSD, target_BSD = targets.read(samples)
         return (self._forward(input_BSD) - target_BSD).square().mean()
 
     @torch.no_grad()
-    def _whole_error(self, targets: Targets, samples: Sequence[int]) -> float:
+    def _mean_error(self, targets: Targets, samples: Sequence[int]) -> float:
         return sum(float(self._error(targets, [sample])) for sample in samples) / len(samples)
 
     @torch.no_grad()
@@ -245,7 +245,7 @@ class TrainedLayer:
 
 
 def group_tensors(staged: StagedLayer, group: SolvedGroup, geometry: LayerGeometry) -> dict[str, str]:
-    """Map the keys of a group's tensors, as in its solution, to their names in the staged layer."""
+    """Map the keys of a group's tensors in its solution to their names in the staged layer."""
     roles = group.task.roles
     paths = {f"{role}.": f"{geometry.path(role)}." for role in roles}
     for form in group.forms.values():
@@ -260,19 +260,19 @@ def group_tensors(staged: StagedLayer, group: SolvedGroup, geometry: LayerGeomet
 
 
 def rounding_floor(stored: torch.dtype) -> float:
-    """Return the relative square error of hidden states in this dtype, and of computing in float32 or better."""
+    """Return the relative squared error of rounding hidden states to this dtype, and of computing with them."""
     stored_eps, computed_eps = torch.finfo(stored).eps, torch.finfo(residual_dtype(stored)).eps
     return max(stored_eps**2 / 48, (16 * computed_eps) ** 2)
 
 
 def training_of(settings: Settings, samples: int, sequence: int, seed: int) -> Training:
-    """Return the training of a layer: every tenth sample is held out, or fewer. docs/methods.md#refinement."""
+    """Return the samples and settings of a layer's training. At most a tenth of the samples is held out."""
     count = held_out_samples(samples, sequence)
     held_out = [(2 * place + 1) * samples // (2 * count) for place in range(count)]
     train = [sample for sample in range(samples) if sample not in held_out]
     if settings.tokens != "all":
-        most = max(1, min(len(train), settings.tokens // sequence))
-        train = [train[place * len(train) // most] for place in range(most)]
+        count = max(1, min(len(train), settings.tokens // sequence))
+        train = [train[place * len(train) // count] for place in range(count)]
     return Training(
         train=train,
         held_out=held_out,

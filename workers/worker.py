@@ -30,7 +30,7 @@ from pipeline.units.sums import Add, CheckGrids, ChooseGrids, ChooseGridsDone, C
 from pipeline.units.text_amount import MeasureText
 from pipeline.units.units import (
     Backward,
-    BesideUnit,
+    ConcurrentUnit,
     Forward,
     Measure,
     Pair,
@@ -106,7 +106,7 @@ class Worker:
         self.compute_seconds = 0.0  # inside products and decompositions
 
     def execute(self, unit: Unit) -> Any:
-        """Run one unit; units may be repeated. Another thread may run a `BesideUnit` at the same time.
+        """Run one unit; units may be repeated. Another thread may run a `ConcurrentUnit` at the same time.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and tensor.
@@ -138,7 +138,7 @@ class Worker:
             Compare: self._compare,
             MeasureText: lambda unit: measure_text(unit, self.layers, self._tokens, self._computing),
         }
-        if not isinstance(unit, BesideUnit):
+        if not isinstance(unit, ConcurrentUnit):
             self._release_others(unit)
         try:
             # Autograd accepts no tensors of inference mode.

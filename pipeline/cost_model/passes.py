@@ -31,7 +31,7 @@ def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pa
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, len(passes.gradient_shards)),
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
-        in_pass=solves_in_pass(passes.propagate, tasks, waits=waits),
+        in_pass=solves_in_pass(passes.propagate, tasks, ranks_wait=waits),
         keep_statistics=passes.keep_statistics,
     )
 

@@ -12,8 +12,8 @@ from pipeline.cost_model.solve_work import SolveWork
 from pipeline.cost_model.work import LayerWork
 from pipeline.driver.in_flight import AHEAD
 from pipeline.driver.layer_reading import LAYERS_AHEAD
-from pipeline.driver.layer_solving import layers_in_hand
-from pipeline.units.scores import scorers, shards_each
+from pipeline.driver.layer_solving import layers_written_together
+from pipeline.units.scores import scorers, shards_per_worker
 
 START_SECONDS = 5.0  # start of a local Ray and its workers, measured on a CPU
 WORKERS_SECONDS = 3.0  # the workers' part of it, which every evaluated model costs again
@@ -208,7 +208,9 @@ def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
     if work.correction_flops or work.refinement.steps:  # one layer at a time, written at four points and when trained
         solves = [solve_seconds(solve, rates) for solve in work.solves]
         written = (4 if work.correction_flops else 1) + (work.refinement.steps > 0)
-        together = min(layers, walk.workers) if work.refinement.apart else 1  # layers that are solved side by side
+        together = (
+            min(layers, walk.workers) if work.refinement.independent else 1
+        )  # layers that are solved side by side
         solving = layers / together * _spread(solves * together, walk.workers)
         phases["solve"] = solving + layers * written * work.written_bytes / rates.disk
     if work.gradient_flops:
@@ -288,7 +290,7 @@ def _scoring_phases(work: LayerWork, rates: Rates, walk: Pass, solve: float) -> 
     reading = 0.0 if walk.cached else work.weight_bytes / rates.disk
     written = 0.0 if walk.cached else work.written_bytes / rates.disk
     windows, by = walk.held_out_shards, scorers(walk.held_out_shards, workers)
-    share = by * shards_each(windows, workers) / windows / workers
+    share = by * shards_per_worker(windows, workers) / windows / workers
     scoring = share * sum(held_out_seconds(flops, work, rates, walk) for flops in work.held_out_flops)
     held_out = layers * max(scoring, reading + written) if any(work.held_out_flops) else 0.0
     comparing = layers * compare_seconds(work, rates, walk) if work.compare_flops else 0.0
@@ -348,7 +350,7 @@ def object_store_bytes(work: LayerWork, rates: Rates, walk: Pass) -> int:
     gradients = (2 + walk.workers // AHEAD) * sums * work.gradient_bytes
     read = (1 + LAYERS_AHEAD) * work.weight_bytes if nodes > 1 else 0
     pairs = sums * max(work.pair_bytes, default=0)
-    in_hand = walk.workers if walk.in_pass else layers_in_hand(walk.workers, len(work.solves))
+    in_hand = walk.workers if walk.in_pass else layers_written_together(walk.workers, len(work.solves))
     solved = 1 if walk.compressed or work.pair_bytes else math.ceil(2 * (in_hand + 1) / nodes)
     if walk.in_pass:
         waiting = math.ceil(min(2 * walk.workers, walk.layers) / nodes)

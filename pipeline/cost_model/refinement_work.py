@@ -12,12 +12,12 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.descent import descent_flops
 from pipeline.kernels.refinement import CHECKS, held_out_samples, step_samples, training_steps
 
-BACK = 3  # cost of a backward pass in forward passes, its forward pass included
-MEASURED = CHECKS + 3  # passes that measure errors: each check and one before it on held-out samples, two on others
-TRAINED_BYTES = 30  # for each number: itself, its gradient, its momentum, four copies, and one in half precision
-VALUE_BYTES = 4  # for a value that the backward pass needs
+BACK = 3  # the cost of a forward and a backward pass, in forward passes
+MEASURED = CHECKS + 3  # passes that measure errors: at each check and at the start; two on training samples
+TRAINED_BYTES = 30  # per number: itself, its gradient, its momentum, four copies, and one in half precision
+VALUE_BYTES = 4  # per value that the backward pass needs
 SCORES = 3  # copies of the attention scores that the backward pass needs
-LAUNCHES = 40  # `Rates.step_s` for each step of training
+LAUNCHES = 40  # `Rates.step_s` per step of training
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,16 @@ class RefineWork:
     """The training of a layer on one worker.
 
     Attributes:
-        apart: each worker trains a layer, on the dense model's hidden states.
-        steps: of the training.
+        independent: layers are trained on the dense model's hidden states, one per worker.
+        steps: the number of training steps.
         flops: operations of the steps' passes, and of the passes that measure errors.
         descent: float32 operations of the steps, without their passes.
         read_bytes: size of the stored inputs and targets.
-        passes: operations of the passes of all shards that store these, and that go on through the trained layer,
-            unless layers are trained apart.
+        passes: operations of the passes of all shards that store these and, unless `independent`, of those through the
+            trained layer.
     """
 
-    apart: bool = False
-
+    independent: bool = False
     steps: int = 0
     flops: float = 0.0
     descent: float = 0.0
@@ -43,14 +42,14 @@ class RefineWork:
     passes: float = 0.0
 
     def training_seconds(self, rates: Rates, cached: bool) -> float:
-        """Return the seconds of one worker that trains a layer. `cached`: its targets are in the node's page cache."""
+        """Return the seconds in which a worker trains a layer. `cached`: its targets are in the node's page cache."""
         reading = self.read_bytes / (rates.link if cached else rates.disk)
         computing = self.flops / rates.backward + self.descent / rates.single
         return computing + self.steps * LAUNCHES * rates.step_s + reading
 
     def seconds(self, rates: Rates, rounds: float, cached: bool, layers: int = 1, workers: int = 1) -> float:
         """Return the seconds of some layers. `rounds`: the load of the busiest worker in a pass over all shards."""
-        trainings = math.ceil(layers / workers) if self.apart else layers
+        trainings = math.ceil(layers / workers) if self.independent else layers
         return trainings * self.training_seconds(rates, cached) + layers * self.passes / rates.products * rounds
 
 
@@ -58,7 +57,7 @@ UNREFINED = RefineWork()
 
 
 def settings_of(manifest: Manifest) -> Refine | None:
-    """Return the settings of the entries with `refine`, which are equal, or None."""
+    """Return the settings of `refine`, which are the same in all entries, or None."""
     return next((entry.refine for entry in manifest.methods if entry.refine is not None), None)
 
 
@@ -75,14 +74,14 @@ def refine_work(
     sequence = calibration.sequence_length
     steps, tokens = training_steps(settings.steps, sequence), calibration.samples * sequence
     measured = MEASURED * held_out_samples(calibration.samples, sequence)
-    apart = settings.inputs == "dense"
+    independent = settings.inputs == "dense"
     return RefineWork(
-        apart=apart,
+        independent=independent,
         steps=steps,
         flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * packed),
         descent=float(steps * descent),
         read_bytes=2.0 * hidden_bytes,
-        passes=float(tokens * (forward if apart else forward + packed)),
+        passes=float(tokens * (forward if independent else forward + packed)),
     )
 
 

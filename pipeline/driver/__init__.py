@@ -1,1 +1,1 @@
-"""The loop over layers and everything that schedules units: no I/O, no tensors."""
+"""The loop over layers and the scheduler of units, without I/O and without tensors."""

@@ -1,8 +1,8 @@
-"""The backward pass: the layers in reverse, each from its inputs as the dense pass stored them.
+"""The backward pass through the layers, from the inputs of each that the dense pass stored.
 
 docs/methods.md#gradient-moments.
 
-Gradients are handled as hidden states are: each belongs to a shard, stays on its worker, and is committed every
+Gradients are treated like hidden states: each belongs to a shard, stays on its worker, and is committed every
 `resume.every` layers. The stored inputs of a layer are dropped when the gradients below it are committed.
 """
 
@@ -24,7 +24,7 @@ from pipeline.units.units import Backward
 
 
 class GradientPass:
-    """Computes and enters the moments of gradients of every layer that a task needs."""
+    """Computes and enters the moments of gradients that tasks need."""
 
     def __init__(self, session: Session) -> None:
         self.job = session.job
@@ -48,7 +48,7 @@ class GradientPass:
 
     def _enter(self, first: int, layer: int, result: PassResult) -> TaskStream[Sequence[ArrayRecord] | None]:
         """Enters one layer of the pass, which ends at layer `first`. Returns the stored hidden states that the rest of
-        the pass needs, if these have become fewer."""
+        the pass still needs, or None if none can be dropped."""
         statistics = yield from self.reductions.stored(result)
         activations = tuple(shard.activation for shard in result.done if shard.activation)
         entry = GradientEntry(
@@ -57,11 +57,11 @@ class GradientPass:
         )
         self.session.enter(gradient_key(layer), entry)
         self.session.observer.layer_done("gradient", layer, {})
-        passed = activations or self.job.gradient == "local"
-        return (*activations, *self.stored_inputs(range(first, layer))) if passed else None
+        can_drop = activations or self.job.gradient == "local"
+        return (*activations, *self.stored_inputs(range(first, layer))) if can_drop else None
 
     def span(self) -> range:
-        """Returns the layers whose inputs the pass still has to read; none when it is done or not needed."""
+        """Returns the layers whose inputs the pass has yet to read; none if it is done or not needed."""
         pending = self._pending()
         return range(pending[0], self._base(pending[-1])) if pending else range(0)
 
@@ -80,8 +80,8 @@ class GradientPass:
         return entry is not None and all(moment.key in entry.statistics for moment in moments)
 
     def _base(self, layer: int) -> int:
-        """Returns the nearest layer above `layer` with committed gradients at its inputs. One past the last layer
-        stands for the head."""
+        """Returns the nearest layer above `layer` with committed gradients at its inputs, or one past the last layer:
+        the head."""
         if self.job.gradient == "local":
             return layer + 1
         above = range(layer + 1, self.job.num_layers)
@@ -92,8 +92,8 @@ class GradientPass:
         return entry.activations if entry else None
 
     def _units(self, layer: int, *, emit: bool, store: bool) -> list[Backward]:
-        """Returns the units that run all shards with gradient samples back through a layer, in shard order. They start
-        from the gradients that are committed now."""
+        """Returns the units that run all shards with gradient samples back through a layer, in shard order, from the
+        latest committed gradients."""
         base = self._base(layer)
         gradients = self._gradients(base) if self.job.gradient == "model" else None
         inputs = [self.session.entry(dense_key(above)).inputs or () for above in range(layer, base)]

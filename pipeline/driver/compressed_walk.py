@@ -1,7 +1,7 @@
 """The walk of `propagate: compressed`: the statistics of each layer come from hidden states of the compressed model.
 
-While a layer's factors are written, its outputs are already computed from the factors in memory. Order of durability: a
-layer's statistics are entered before the layer, and the layer before its outputs.
+A layer's outputs are computed from the factors in memory while these are written. Order of durability: a layer's
+statistics are entered before the layer, and the layer before its outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.units.units import ShardDone, Solve, SolveDone, Unwritten, Write
 
 
 class _Outputs(NamedTuple):
-    """A task that computes a layer's outputs; `solves`: keys of the units whose factors it uses."""
+    """A task that computes a layer's outputs. `solves`: keys of the units whose factors it uses."""
 
     task: Task[list[Any]] | None
     solves: frozenset[str] = frozenset()
@@ -62,9 +62,9 @@ class CompressedWalk:
                 del outputs  # frees the layer's factors before the next moments are computed
 
     def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Outputs]:
-        """Computes a layer's moments and compresses the layer from them. Moments that are kept are stored meanwhile.
+        """Computes a layer's moments and compresses the layer. Kept moments are stored in the background.
 
-        `emit`: also start computing the layer's outputs.
+        `emit`: also start to compute the layer's outputs.
         """
         moments, result = layer_moments(self.job.tasks, layer), None
         entered = self.session.journal.get(statistics_key(layer))
@@ -117,7 +117,7 @@ class CompressedWalk:
     def _outputs(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, solves: Sequence[Solve] = ()
     ) -> _Outputs:
-        """Start computing a layer's outputs with its compressed weights."""
+        """Starts to compute a layer's outputs with its compressed weights."""
         store = self.job.is_boundary(layer + 1)
         passing = self.session.scheduler.spawn(self._passed(layer, base, staged, store))
         return _Outputs(passing, frozenset(solve.key for solve in solves))
@@ -125,25 +125,25 @@ class CompressedWalk:
     def _passed(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, store: bool
     ) -> TaskStream[list[ShardDone]]:
-        """Pass all shards through a layer with its compressed weights, part by part."""
-        done: list[list[ShardDone]] = []
+        """Runs all shards through a layer with its compressed weights, part by part."""
+        results: list[list[ShardDone]] = []
         for part in self.job.parts(layer, (), staged):
             units = self.session.forwards.units(
                 "compressed", layer, staged, (), base, part=part.number, store=store and part.last
             )
-            done.append((yield units))
-        return joined(done)
+            results.append((yield units))
+        return joined(results)
 
     def _propagate(self, layer: int, base: int, outputs: _Outputs) -> TaskStream[int]:
-        """Wait for a layer's outputs, and commit them at a boundary. Return the last layer with committed inputs."""
+        """Waits for a layer's outputs, and commits them at a boundary. Returns the last layer with committed inputs."""
         try:
             results = yield outputs.task
         except LostInputError as error:
             if outputs.solves.isdisjoint(error.producers):
                 raise
             self.session.repairs.invalidate(error)
-            again = self._outputs(layer, base, staged_layer(self.session.journal, layer))  # the layer is written by now
-            results = yield again.task
+            from_disk = self._outputs(layer, base, staged_layer(self.session.journal, layer))  # it is written by now
+            results = yield from_disk.task
         if not self.job.is_boundary(layer + 1):
             return base
         activations = tuple(result.activation for result in results)

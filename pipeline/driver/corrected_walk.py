@@ -1,11 +1,11 @@
-"""The walk of `correct: output` and of `refine`: each layer is solved, or trained, on hidden states of both models.
+"""The walk of `correct: output` and of `refine`: solves or trains each layer on hidden states of both models.
 
 docs/methods.md#corrections, docs/methods.md#refinement.
 
-Hidden states of the dense and of the compressed model pass a layer side by side, once for each step of a correction.
-Each step stages a draft of the layer, sums the draft's pairs, and solves from these sums the groups that need them. The
-sums are not stored. A refinement then trains the whole draft on one worker. Only the finished layer is entered; an
-interruption costs the unfinished layer.
+Hidden states of the dense and of the compressed model pass a layer side by side, once for each step of the corrections.
+Each step stages a draft of the layer, sums the pairs on the draft, and solves the groups of this step from the sums,
+which are not stored. A refinement then trains the whole draft on one worker. Only the finished layer is entered; an
+interrupted job repeats the unfinished layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Refine, RefineDone, Solve, SolvedGroup, SolveDone
 
 Solved = dict[Task, tuple[Solve, SolveDone]]
-Targets = tuple[ArrayRecord, ...]  # of a layer's training, in shard order
+Targets = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
 
 
 class CorrectedWalk:
@@ -61,20 +61,20 @@ class CorrectedWalk:
                 self.session.cleaner.drop_activations(targets)
 
     def _solve(self, layer: int, base: int, ranks: RanksOf) -> TaskStream[Targets]:
-        """Solves, trains and enters a layer. Returns the targets of its training, which are still stored."""
+        """Solves, trains and enters a layer. Returns the targets of its training, which the caller has to drop."""
         tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: Solved = {}
         uncorrected = [task for task in tasks if not task.corrections]
         draft: StagedLayer | None = yield from self._write_draft(layer, uncorrected, {}, ranks, solved)
         for step, points in enumerate(self.job.points[layer]):
-            asking = {task: moment for task in tasks for moment in task.corrections if moment.point in points}
-            if asking:
-                units = self._units(layer, base, step, draft, moments=tuple(sorted(set(asking.values()))))
-                with self._redone(draft):
+            corrected = {task: moment for task in tasks for moment in task.corrections if moment.point in points}
+            if corrected:
+                units = self._units(layer, base, step, draft, moments=tuple(sorted(set(corrected.values()))))
+                with self._damaged_as_lost(draft):
                     result = yield from self.reductions.run(units[0].moments, units, store=False)
                     sums = yield from self.reductions.summed(result)
-                pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
-                draft = yield from self._write_draft(layer, list(asking), pairs, ranks, solved)
+                pairs = {task: {moment: sums[moment.key]} for task, moment in corrected.items()}
+                draft = yield from self._write_draft(layer, list(corrected), pairs, ranks, solved)
         assert draft is not None, "a claimed layer has groups"
         refined, targets = None, ()
         if any(task.refine for task in tasks):
@@ -103,7 +103,7 @@ class CorrectedWalk:
             units.append(Solve(task, ranks[task.key], statistics, before, self.session.hint_of(task)))
 
         def joined(solutions: Sequence[SolveDone]) -> Solved:
-            """Returns the groups that earlier steps have solved, then these."""
+            """Returns all groups solved so far, with these solutions."""
             others = {task: solved[task] for task in solved if task not in tasks}
             new = {
                 task: (unit, _joined(solved[task][1], solution) if task in solved else solution)
@@ -121,8 +121,8 @@ class CorrectedWalk:
     def _refine(
         self, layer: int, draft: StagedLayer, targets: Targets, solved: Solved
     ) -> TaskStream[tuple[StagedLayer, RefinedFigures]]:
-        """Trains the groups of a draft that are to be refined, and replaces them in `solved`. Returns the refined
-        layer, already written, and the figures of the training."""
+        """Trains the groups of a draft with `refine`, and replaces them in `solved`. Returns the refined layer, already
+        written, and the figures of the training."""
         tasks = [task for task in solved if task.refine]
         groups = [(unit, solution) for unit, solution in (solved[task] for task in tasks)]
         unit = Refine(
@@ -133,11 +133,11 @@ class CorrectedWalk:
         )
 
         def joined(results: Sequence[RefineDone]) -> Solved:
-            """Returns all groups of the layer, the refined ones in place of their earlier solutions."""
+            """Returns all groups of the layer, with the refined ones."""
             new = zip(tasks, (unit for unit, _ in groups), results[0].groups, strict=True)
             return solved | {task: (unit, solution) for task, unit, solution in new}
 
-        with self._redone(draft, *targets):
+        with self._damaged_as_lost(draft, *targets):
             results: list[RefineDone] = yield [unit]
         (record,) = yield from self.session.build_on(
             results, [unit], lambda results: [write_unit(layer, [*joined(results).values()])]
@@ -146,20 +146,20 @@ class CorrectedWalk:
         return _staged(layer, record, solved), results[0].refined
 
     def _drop_drafts(self) -> None:
-        """Drops the drafts and statistics of a layer that is entered."""
+        """Drops the drafts and statistics of entered layers."""
         self.stored.retain()
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged(tuple(staged for staged in layers if staged))
 
     def _propagate(self, layer: int, base: int, targets: Targets) -> TaskStream[int]:
-        """Takes both models to the inputs of the next layer, and commits these at a boundary. Returns the last layer
-        whose inputs are committed. `targets`: of the layer's training, in shard order, with the dense layer's outputs;
-        none if it was not trained just now."""
+        """Runs all shards of both models through a layer, and commits the outputs at a boundary. Returns the last layer
+        with committed inputs. `targets`: those of the layer's training, if it was just trained; they hold the dense
+        layer's outputs."""
         staged, passes = staged_layer(self.session.journal, layer), len(self.job.points[layer])
         store = self.job.is_boundary(layer + 1)
         units = self._units(layer, base, passes, staged, emit=True, store=store)
         units = [replace(unit, known=known) for unit, known in zip_longest(units, targets)]
-        with self._redone(*targets):
+        with self._damaged_as_lost(*targets):
             results = yield units
         if targets:
             self.session.cleaner.drop_activations(targets)
@@ -204,8 +204,8 @@ class CorrectedWalk:
         ]
 
     @contextmanager
-    def _redone(self, *drafts: StagedLayer | ArrayRecord | None) -> Iterator[None]:
-        """Treats damaged data of the drafts as lost: no ledger entry names it, so the layer is solved again."""
+    def _damaged_as_lost(self, *drafts: StagedLayer | ArrayRecord | None) -> Iterator[None]:
+        """Raises LostInputError for damaged data of drafts, which no ledger entry names: the layer is solved again."""
         try:
             yield
         except CorruptError as error:

@@ -14,7 +14,7 @@ from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 Statistics = Mapping[Moment, ArrayRecord]
 
 
-def take_curves(session: Session, tasks: Mapping[Task, Statistics]) -> TaskStream[dict[Task, Curve]]:
+def compute_curves(session: Session, tasks: Mapping[Task, Statistics]) -> TaskStream[dict[Task, Curve]]:
     """Computes the curve of each task from its statistics.
 
     Groups whose curves have pieces take longest and come first. Their pieces are split among workers if some would

@@ -1,10 +1,10 @@
 """A dense pass during which layers are solved from their sums in memory.
 
-Only for jobs whose ranks do not depend on calibration text. Moments that are kept are stored in the background.
-Layers are solved in batches of as many layers as there are workers, so that every worker has work between two layers
-of the pass. The next batch starts when this one is solved, which limits the sums in memory.
+It serves jobs whose ranks do not depend on calibration text. Moments that are kept are stored in the background.
+Layers are solved in batches of one layer per worker, so that every worker has work between two layers of the pass. A
+batch starts when the previous one is solved, which limits the sums in memory.
 
-Order of durability: hidden states stay until every layer computed from them is entered, or its moments are. Kept
+Order of durability: hidden states are kept until every layer computed from them is entered, or its moments are. Kept
 moments are entered before their layer.
 """
 
@@ -30,13 +30,13 @@ from pipeline.units.units import Forward
 
 
 def layers_behind(workers: int) -> int:
-    """Returns the largest number of passed layers that are not entered. The sums of two leave the workers; in addition,
-    for each worker, one layer is being added, one solved and one written."""
+    """Returns the largest number of layers that the pass can be ahead of the entered ones. The sums of two are leaving
+    the workers; for each worker, one more is being added, one solved and one written."""
     return 2 + 3 * max(1, workers)
 
 
 class DenseWalk:
-    """Solves and enters every claimed layer whose moments are not stored yet."""
+    """Solves and enters the claimed layers whose moments are not stored."""
 
     def __init__(self, session: Session, stored: StoredStatistics) -> None:
         self.job = session.job
@@ -50,7 +50,7 @@ class DenseWalk:
         self.collecting: deque[tuple[int, PassResult]] = deque()  # layers whose sums are leaving the workers
         self.adding: list[tuple[int, PassResult]] = []  # layers whose sums have left the workers
         self.storing: deque[tuple[int, PassResult]] = deque()  # layers whose sums are being stored
-        self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored, but not entered yet
+        self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored samples without a ledger entry
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
         """Runs the pass, from the last committed hidden states."""
@@ -85,8 +85,8 @@ class DenseWalk:
     def _pass_parts(
         self, parts: Sequence[Part], units: Callable[..., list[Forward]], store: bool
     ) -> TaskStream[PassResult]:
-        """Passes a layer slice by slice. Stores the moments of each slice while the next slice is passed, even if they
-        are not kept."""
+        """Passes a layer slice by slice. The moments of each slice are stored during the next one, even if they are not
+        kept."""
         while self.collecting:  # a worker holds the sums of two passes at most
             yield from self._collect_one()
         results: list[PassResult] = []
@@ -101,14 +101,15 @@ class DenseWalk:
 
     def _every(self) -> int:
         """Returns the number of layers between two commits of hidden states. Without kept moments, a resumed pass
-        starts at the oldest unfinished layer, so more frequent commits would only take disk space."""
+        starts at the oldest unfinished layer, so that more frequent commits would be useless."""
         behind = 1 if self.job.keep_statistics else layers_behind(self.session.pool.size)
         return self.job.every * -(-behind // self.job.every)
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
     def _enter_pass(self, layer: int, result: PassResult, moments: tuple[Moment, ...], store: bool) -> None:
-        """Enters the pass of all shards through a layer, without the moments that are not stored yet."""
+        """Enters the pass of all shards through a layer, if it commits hidden states or keeps no moments. Otherwise
+        `_enter_stored` does."""
         if moments:
             self.collecting.append((layer, result))
         keep = self.job.keep_statistics and bool(moments)
@@ -136,12 +137,12 @@ class DenseWalk:
         self.session.observer.layer_done("statistics", layer, {})
 
     def _finish(self, layer: int) -> None:
-        """Marks a layer as one that no longer needs the pass."""
+        """Marks a layer as independent of the pass."""
         self.waiting.remove(layer)
         self._retain_inputs()
 
     def _retain_inputs(self) -> None:
-        """Drops stored hidden states of layers before the one where a resumed pass would start."""
+        """Drops stored hidden states from which a resumed pass would not start."""
         first = min([self.base, *self.waiting[:1]])
         needed = range(self.forwards.last_committed("dense", first), self.base + 1)
         records = [self.forwards.activations("dense", layer) for layer in needed]
@@ -150,11 +151,10 @@ class DenseWalk:
     # -- solving -----------------------------------------------------------------------------------------------------
 
     def _advance(self, layer: int, ranks: RanksOf) -> TaskStream[None]:
-        """Enters, solves and writes earlier layers before waiting for the shards of this one."""
+        """Enters, solves and writes earlier layers, before the shards of this one are awaited."""
         while len(self.collecting) > 1:  # a worker holds the sums of two layers at most
             yield from self._collect_one()
-        # Before hidden states are committed, all earlier moments are entered. Otherwise layers may be written while
-        # sums are being stored.
+        # Before hidden states are committed, the moments of all earlier layers are entered; else some may be storing.
         while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
             yield from self._enter_stored()
         yield from self.queue.advance()

@@ -1,4 +1,4 @@
-"""The loop over layers: decides which units are due, commits their results, and resumes interrupted jobs.
+"""The loop over layers: schedules units, commits their results, and resumes interrupted jobs.
 
 No I/O and no tensors: units go to a pool, results go to a journal (`pipeline.driver.ledger_keys`). Order of durability:
 a layer's statistics are entered before its factors, its factors before the hidden states that follow from them;
@@ -17,7 +17,7 @@ from manifests.records import ArrayRecord, Key, StagedRecord
 from pipeline.driver.backward_pass import GradientPass
 from pipeline.driver.compressed_walk import CompressedWalk
 from pipeline.driver.corrected_walk import CorrectedWalk
-from pipeline.driver.curves import take_curves
+from pipeline.driver.curves import compute_curves
 from pipeline.driver.dense_walk import DenseWalk
 from pipeline.driver.forward_pass import dense_entry, joined
 from pipeline.driver.in_flight import LayersInFlight
@@ -26,10 +26,10 @@ from pipeline.driver.interfaces import Cleaner, Journal
 from pipeline.driver.job_spec import (
     Job,
     RanksOf,
-    entered_importance,
-    entered_scores,
-    trains_apart,
-    walks_behind,
+    importance_from_ledger,
+    needs_both_models,
+    scores_from_ledger,
+    trains_independently,
 )
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayerSolves, solve_layers
@@ -49,7 +49,7 @@ from pipeline.units.units import Forward, Measure, Solve, SolveDone
 
 
 class Driver:
-    """Runs the computation of a job. At the end, every claimed layer is staged and in the journal."""
+    """Runs the computation of a job, until every claimed layer is staged and in the journal."""
 
     def __init__(self, job: Job, scheduler: Scheduler, journal: Journal, cleaner: Cleaner) -> None:
         self.job = job
@@ -65,13 +65,13 @@ class Driver:
     def run(self) -> None:
         """Runs all phases, each from its last journal entry.
 
-        Corrupt data, and uncommitted data lost with a node, is computed again; entries of corrupt data are retracted.
-        An error that occurs more than `recovery.REPAIRS` times in the same place is raised.
+        Corrupt data, and uncommitted data lost with a node, is recomputed; entries of corrupt data are retracted. An
+        error that occurs more than `recovery.REPAIRS` times in the same place is raised.
         """
         self._repaired(self._run_phases)
 
     def prepare(self) -> None:
-        """Runs the phases that the choice of ranks depends on, and enters their results in the journal."""
+        """Runs and enters the phases on which the choice of ranks depends."""
         self._repaired(self._prepare)
 
     def _repaired(self, phases: Callable[[], TaskStream[None]]) -> None:
@@ -83,8 +83,8 @@ class Driver:
                 self.session.repairs.invalidate(error)
 
     def _prepare(self, with_moments: bool = True) -> TaskStream[None]:
-        """Runs the phases before ranks are chosen. Without `with_moments`, the dense pass sums no moments: a later pass
-        sums them and solves layers on the way."""
+        """Runs the phases before ranks are chosen. Without `with_moments`, the dense pass sums no moments, because
+        `DenseWalk` will."""
         self.stored.retain()
         with_moments = with_moments and self.job.propagate == "dense"
         if "importance" in self.job.scores or (with_moments and self.has_moments) or self.gradients.span():
@@ -97,9 +97,9 @@ class Driver:
         in_pass = self.job.solves_in_pass()
         yield from self._prepare(with_moments=not in_pass)
         ranks = self.choose_ranks()
-        if any(map(trains_apart, self.job.tasks)):
+        if any(map(trains_independently, self.job.tasks)):
             yield from IndependentWalk(self.session, self.stored).run(ranks)
-        elif any(map(walks_behind, self.job.tasks)):
+        elif any(map(needs_both_models, self.job.tasks)):
             yield from CorrectedWalk(self.session, self.stored).run(ranks)
         elif self.job.propagate == "dense" or not self.has_moments:
             if in_pass:
@@ -114,7 +114,7 @@ class Driver:
 
     def _dense_pass(self, with_moments: bool) -> TaskStream[None]:
         last = self.job.num_layers - 1
-        span = self.gradients.span()  # the layers whose inputs the backward pass will need
+        span = self.gradients.span()
         missing = [layer for layer in range(last + 1) if not self._is_entered(layer, with_moments, layer in span)]
         if not missing:
             return
@@ -140,7 +140,7 @@ class Driver:
     def _dense_units(
         self, layer: int, moments: tuple[Moment, ...], weights: tuple[tuple[Any, ...], tuple[Any, ...]], **options: Any
     ) -> list[Forward]:
-        """Returns the units of all shards. They start from the inputs that are committed now."""
+        """Returns the units of all shards, from the latest committed inputs."""
         base = self.session.forwards.last_committed("dense", layer)
         return self.session.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **options)
 
@@ -154,8 +154,8 @@ class Driver:
     ) -> TaskStream[Sequence[ArrayRecord] | None]:
         """Enters the dense pass through a layer when its last part is done.
 
-        Returns the hidden states that are needed from then on, if these have changed: the last committed ones, and
-        those that the backward pass will need. `passed`: the earlier parts of the layer, and their moments.
+        Returns the hidden states that are still needed, or None if none can be dropped: the last committed ones, and
+        those that the backward pass will need. `passed`: the earlier parts of the layer, with their moments.
         """
         passed.append((result, (yield from self.reductions.stored(result))))
         if len(passed) < len(self.job.parts(layer, ())):
@@ -178,17 +178,19 @@ class Driver:
     # -- ranks, and the results that they depend on ------------------------------------------------------------------
 
     def choose_ranks(self) -> RanksOf:
-        """Returns the ranks of every task, by task key. They are chosen once, after `prepare`."""
+        """Returns the ranks of all tasks, by task key. They are chosen and entered once, after `prepare`."""
         entered = self.journal.get(RANKS)
         if entered is None:
-            scores = entered_scores(self.job, self.session.entry, entered_importance(self.job, self.session.entry))
+            scores = scores_from_ledger(
+                self.job, self.session.entry, importance_from_ledger(self.job, self.session.entry)
+            )
             importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON stores it
             entered = RanksEntry(ranks=self.job.allocate(scores), importance=importance)
             self.session.enter(RANKS, entered)
         return entered.ranks
 
     def _measure(self) -> TaskStream[None]:
-        """Measures the dense weights; one entry per layer."""
+        """Measures the dense weights, with one entry per layer."""
         for layers in self._batches("measure", self.job.measures, measured_key):
             units = [Measure(task) for task in self.job.measures if task.layer in layers]
             results = list(zip(units, (yield units), strict=True))
@@ -198,18 +200,18 @@ class Driver:
                 self.observer.layer_done("measure", layer, {})
 
     def _predict(self) -> TaskStream[None]:
-        """Computes curves of predicted loss; one entry per layer."""
+        """Computes curves of predicted loss, with one entry per layer."""
         for layers in self._batches("curves", self.job.predicts, curves_key):
             tasks = {task: self.stored.of_task(task) for task in self.job.predicts if task.layer in layers}
-            curves = yield from take_curves(self.session, tasks)
+            curves = yield from compute_curves(self.session, tasks)
             for layer in layers:
                 of_layer = {task.key: curve for task, curve in curves.items() if task.layer == layer}
                 self.session.enter(curves_key(layer), CurvesEntry(curves=of_layer))
                 self.observer.layer_done("curves", layer, {})
 
     def _batches(self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], Key[Any]]) -> Iterator[list[int]]:
-        """Begins a phase if some layers of the tasks are not entered yet. Yields these layers in batches, one layer per
-        worker."""
+        """Yields the layers of tasks without an entry, in batches of one layer per worker; begins a phase if there are
+        any."""
         pending = [layer for layer in layers_of(tasks) if self.journal.get(key_of(layer)) is None]
         if pending:
             self.observer.phase(phase, len(pending), _groups(tasks, pending))
@@ -227,7 +229,7 @@ class Driver:
         self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
 
         def solves_of(layer: int) -> LayerSolves:
-            """Returns the work on a layer."""
+            """Returns the units that solve and write a layer."""
             units = solve_units(self.job, layer, self.stored.of_layer(layer), ranks, self.session.hint_of)
             return LayerSolves(units, partial(write_units, layer, units), partial(self._enter_solved, layer, units))
 

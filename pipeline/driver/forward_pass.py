@@ -40,13 +40,12 @@ class ForwardPass:
     ) -> list[Forward]:
         """Returns the units that run some or all shards through a layer, in shard order.
 
-        Only a pass that emits the next layer's inputs reads that layer ahead. While a layer is being solved, the next
-        one would only take memory.
+        Only a pass that emits the next layer's inputs reads that layer ahead; during a solve it would only take memory.
 
         Args:
             base: the last layer whose inputs are committed.
             part: the part of the layer, as in `Forward`.
-            cosine: sum cosines over the shards on which importance is measured.
+            cosine: sum cosines on the shards on which importance is measured.
             keep: store the inputs of gradient samples.
             weights: as returned by `LayerReading.weights`.
         """
@@ -80,7 +79,7 @@ class ForwardPass:
         ]
 
     def activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
-        """Return the records of the committed inputs of a layer, in shard order."""
+        """Returns the records of the committed inputs of a layer, in shard order."""
         if layer == 0:
             return None
         if lineage == "dense":
@@ -90,13 +89,12 @@ class ForwardPass:
         return walked.activations if walked else None
 
     def last_committed(self, lineage: Lineage, layer: int) -> int:
-        """Return the last layer up to this one whose inputs are committed; 0: the embeddings."""
+        """Returns the last layer up to this one whose inputs are committed; 0: the embeddings."""
         return next((at for at in range(layer, 0, -1) if self.activations(lineage, at)), 0)
 
 
 def joined(parts: Sequence[Sequence[ShardDone]]) -> list[ShardDone]:
-    """Joins the results of the parts of a layer, shard by shard: the first part keeps inputs, the last emits
-    outputs."""
+    """Joins the results of the parts of a layer, shard by shard: inputs from the first part, outputs from the last."""
     return [replace(last, inputs=first.inputs) for first, last in zip(parts[0], parts[-1], strict=True)]
 
 

@@ -1,7 +1,7 @@
-"""Layers whose sums are still being reduced while shards go through the next layers.
+"""Layers whose sums are still being reduced while shards pass the next layers.
 
-If a layer commits hidden states, it is entered before the next layer starts from them. Hidden states that are no longer
-read are then dropped.
+A layer that commits hidden states is entered before the next layer starts from them. Unneeded hidden states are then
+dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.units import Summable
 
-AHEAD = 3  # one more layer may be reduced at a time for each so many workers
+AHEAD = 3  # one more layer may be reduced at a time per this many workers
 
 
 class LayersInFlight:
@@ -25,21 +25,21 @@ class LayersInFlight:
     def __init__(
         self, session: Session, enter: Callable[[int, PassResult], TaskStream[Sequence[ArrayRecord] | None]]
     ) -> None:
-        """`enter`: enters a layer. Its stream returns the stored hidden states that are needed from then on, or None if
-        these have not changed."""
+        """`enter`: enters a layer. Its stream returns the stored hidden states that are still needed, or None if none
+        can be dropped."""
         self.session = session
         self.reductions = Reductions(session)
         self.enter = enter
         self.passed: deque[tuple[int, PassResult]] = deque()
-        self.allowed = 0  # layers that may still be open while shards go through the next
+        self.allowed = 0  # layers that may be unentered while shards pass the next one
 
     def run(
         self, layer: int, moments: Sequence[Moment], units: Callable[[], Sequence[Summable]], *, stores: bool
     ) -> TaskStream[None]:
         """Runs the units of all shards of a layer.
 
-        `units`: builds them from the entries that exist when it is called. `stores`: the units store the hidden states
-        that the next layer starts from; this layer is then entered before the next one is passed.
+        `units`: builds the units from the entries that exist when it is called. `stores`: the units store hidden
+        states, so that this layer is entered before the next one starts.
         """
         choosing = self.reductions.choose(moments, units())
         needed = yield from self._enter_all_but(self.allowed)

@@ -1,8 +1,8 @@
-"""The walk of `refine: {inputs: dense}`: each worker solves and trains layers. docs/methods.md#refinement.
+"""The walk of `refine: {inputs: dense}`: workers solve and train layers independently. docs/methods.md#refinement.
 
-A dense pass stores what as many layers as there are workers are trained on. These are then solved, trained and entered
-side by side, before the pass goes on. It commits no hidden states: an interruption costs the layers in training, and
-the pass starts again at the embeddings.
+A dense pass stores the training data of a batch of layers, one per worker. The layers are then solved, trained and
+entered in parallel, before the pass continues. It commits no hidden states: an interrupted job repeats the layers in
+training, and the pass starts again at the embeddings.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class IndependentWalk(CorrectedWalk):
         last = pending[-1]
         self.session.observer.phase("correct", len(pending), self.job.shards)
         targets: dict[int, Targets] = {}
-        some, pending = self.session.batch(pending)
+        current, pending = self.session.batch(pending)
         for layer in range(last + 1):
-            trained = layer in some and any(task.refine for task in self.job.tasks if task.layer == layer)
+            trained = layer in current and any(task.refine for task in self.job.tasks if task.layer == layer)
             if trained or layer < last:
                 units = self._units(layer, 0, 0, None, emit=layer < last, targets=trained)
                 passed = yield [replace(unit, replay=(None,) * layer) for unit in units]
                 if trained:
                     targets[layer] = tuple(result.activation for result in passed)
-            if layer == some[-1]:
-                yield from self._train(some, targets, ranks)
+            if layer == current[-1]:
+                yield from self._train(current, targets, ranks)
                 targets.clear()
-                some, pending = self.session.batch(pending) if pending else (some, pending)
+                current, pending = self.session.batch(pending) if pending else (current, pending)
 
     def _train(self, layers: list[int], targets: Mapping[int, Targets], ranks: RanksOf) -> TaskStream[None]:
-        """Solves, trains and enters some layers, and drops what they were made from."""
+        """Solves, trains and enters some layers, and drops their drafts and targets."""
         tasks = [self.session.scheduler.spawn(self._finished(layer, targets.get(layer, ()), ranks)) for layer in layers]
         for layer, task in zip(layers, tasks, strict=True):
             solved, staged, refined = yield task
@@ -53,7 +53,7 @@ class IndependentWalk(CorrectedWalk):
     def _finished(
         self, layer: int, targets: Targets, ranks: RanksOf
     ) -> TaskStream[tuple[Solved, StagedLayer, RefinedFigures | None]]:
-        """Returns the groups of a layer, the layer as it is written, and the figures of its training."""
+        """Solves and trains a layer. Returns its groups, the written layer, and the figures of its training."""
         solved: Solved = {}
         tasks = [task for task in self.job.tasks if task.layer == layer]
         draft = yield from self._write_draft(layer, tasks, {}, ranks, solved)

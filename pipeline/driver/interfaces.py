@@ -36,12 +36,12 @@ class Pool(Protocol):
         """Waits for all submitted units and discards their results, so that new units can be submitted."""
 
     def forget(self) -> None:
-        """Makes workers drop all hidden states, because those of another model will have the same names. No unit may be
+        """Makes workers drop all hidden states, before those of another model with the same names. No unit may be
         pending."""
 
 
 class BusyPool(Pool, Protocol):
-    """A pool that counts the time and memory of its workers."""
+    """A pool that measures the time and memory of its workers."""
 
     @property
     def seconds(self) -> dict[str, list[float]]:
@@ -78,7 +78,7 @@ class Observer(Protocol):
         """A layer is committed. `summary`: the reports of a compressed layer, by group."""
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
-        """Stored data was corrupt. These entries are invalidated, and their work is done again."""
+        """Stored data was corrupt. These entries are invalidated, and their data is recomputed."""
 
 
 class Cleaner(Protocol):

@@ -26,7 +26,7 @@ RanksOf = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a pass through a layer. `part`: its number, as in `Forward`; `moments`: those summed in it."""
+    """A part of a pass through a layer. `number`: as `Forward.part`. `moments`: the moments summed in it."""
 
     number: int | None
     moments: tuple[Moment, ...]
@@ -43,12 +43,12 @@ class Passes:
     """The passes of a job over its calibration text. The manifest and the tasks determine them.
 
     Attributes:
-        shards: the parts that the text is cut into; 1 without text.
+        shards: the number of shards of the text; 1 without text.
         propagate: the model whose hidden states the statistics come from.
         scores: the fields of `Scores` that are computed from calibration text.
         importance_shards: the shards on which importance is measured.
-        keep_statistics: moments stay stored after their layer is entered.
-        gradient: the origin of gradients: the model's own loss, or random gradients at each layer's output.
+        keep_statistics: keep moments after their layer is entered.
+        gradient: the source of gradients: the model's own loss, or random gradients at each layer's output.
         gradient_samples: the number of samples in the backward pass; 0 if no task needs gradients.
         gradient_shards: the shards that hold these samples.
     """
@@ -99,11 +99,11 @@ class Job(Passes):
         allocate: scores -> ranks of every task, by `Task.key`.
         every: the number of layers between two commits of hidden states.
         experts: for each layer, the number of experts that its router chooses from.
-        held_experts: the number of these that a worker holds at a time.
-        measures: the measurements of dense weights that ranks depend on.
+        held_experts: the number of experts that a worker holds at a time.
+        measures: the measurements of dense weights on which ranks depend.
         predicts: the groups on whose curves ranks depend.
-        points: for each layer the points at which groups may be corrected, in the order of the forward pass; those of
-            one step together.
+        points: for each layer, the points at which groups may be corrected, step by step in the order of the forward
+            pass.
     """
 
     num_layers: int
@@ -126,7 +126,7 @@ class Job(Passes):
         for moment in moments:
             of_part[self._part_of(moment, len(numbers))].append(moment)
         last = numbers[-1]
-        return [Part(number, tuple(own), number == last) for number, own in zip(numbers, of_part, strict=True)]
+        return [Part(number, tuple(summed), number == last) for number, summed in zip(numbers, of_part, strict=True)]
 
     def _part_of(self, moment: Moment, parts: int) -> int:
         """Returns the part that passes a moment's point. The shared expert and the head belong to the last part."""
@@ -148,7 +148,7 @@ class Job(Passes):
 
     def solves_in_pass(self) -> bool:
         """Returns True if layers are solved during the dense pass."""
-        return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts))
+        return solves_in_pass(self.propagate, self.tasks, ranks_wait=bool(self.scores or self.predicts))
 
     def dense_shards(self) -> Sequence[int]:
         """Returns the shards of the dense pass: all, or fewer if it only measures importance."""
@@ -157,23 +157,23 @@ class Job(Passes):
 
     def committed_shards(self, lineage: str, count: int) -> Sequence[int]:
         """Returns the shards whose hidden states an entry of `count` records holds."""
-        alone = lineage == "dense" and count != self.shards
-        return self.dense_shards() if alone else range(self.shards)
+        partial_pass = lineage == "dense" and count != self.shards
+        return self.dense_shards() if partial_pass else range(self.shards)
 
     def gradient_layers(self) -> list[int]:
-        """Returns the layers that the backward pass goes through, ascending; none if no task needs gradients."""
-        asking = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
-        return list(range(asking[0], self.num_layers)) if asking else []
+        """Returns the layers of the backward pass, ascending; none if no task needs gradients."""
+        needing = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
+        return list(range(needing[0], self.num_layers)) if needing else []
 
 
-def solves_in_pass(propagate: str, tasks: Collection[Task], *, waits: bool) -> bool:
-    """Returns True if layers are solved during the dense pass, from moments of values only.
+def solves_in_pass(propagate: str, tasks: Collection[Task], *, ranks_wait: bool) -> bool:
+    """Returns True if layers are solved during the dense pass, because they need only moments of its values.
 
-    `waits`: ranks depend on results of all layers.
+    `ranks_wait`: ranks depend on results of all layers.
     """
     moments = {moment for task in tasks for moment in task.moments}
-    more = any(moment.kind == "gradient" for moment in moments) or any(walks_behind(task) for task in tasks)
-    return propagate == "dense" and bool(moments) and not more and not waits
+    needs_more = any(moment.kind == "gradient" for moment in moments) or any(map(needs_both_models, tasks))
+    return propagate == "dense" and bool(moments) and not needs_more and not ranks_wait
 
 
 def layer_parts(
@@ -181,28 +181,27 @@ def layer_parts(
 ) -> tuple[int | None, ...]:
     """Returns the numbers of the parts of a pass through a layer, as `expert_parts`.
 
-    `experts`: of each dense layer. `held`: the experts that a worker holds at a time. `staged`: the compressed layer,
-    which may have fewer experts.
+    `experts`: the number of experts of each dense layer. `held`: the number that a worker holds at a time. `staged`:
+    the compressed layer, which may have fewer experts.
     """
     forms = staged.write.forms if isinstance(staged, Unwritten) else staged.forms if staged else {}
     dense = experts[layer] if experts else 0
-    left = forms["router"].rank if "router" in forms else None
-    return expert_parts(dense if left is None else left, held)
+    kept = forms["router"].rank if "router" in forms else None
+    return expert_parts(dense if kept is None else kept, held)
 
 
-def walks_behind(task: Task) -> bool:
+def needs_both_models(task: Task) -> bool:
     """Returns True if a group needs the hidden states of both models at its layer."""
     return bool(task.corrections) or task.refine is not None
 
 
-def trains_apart(task: Task) -> bool:
-    """Returns True if a group is trained on the dense model's hidden states, apart from the layers before it."""
+def trains_independently(task: Task) -> bool:
+    """Returns True if a group is trained on the dense model's hidden states, independently of earlier layers."""
     return task.refine is not None and task.refine.inputs == "dense"
 
 
-def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
-    """Reads from the ledger everything that ranks may depend on. `entry` returns the entry of a key or None, or
-    raises."""
+def scores_from_ledger(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
+    """Reads the scores on which ranks depend. `entry`: returns the entry of a key, or None, or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for layer in layers_of(job.measures):
@@ -214,9 +213,8 @@ def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mappi
     return Scores(importance, measured, curves)
 
 
-def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
-    """Returns the importance of every layer, from the cosines of its shards in order. Empty if no ranks depend on
-    it."""
+def importance_from_ledger(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
+    """Returns the importance of every layer, from the cosines of its shards; empty if no ranks depend on it."""
     if "importance" not in job.scores:
         return {}
     means = []
@@ -235,7 +233,7 @@ def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
 
 
 class LayersEntered(Sequence[StagedLayer | None]):
-    """The layers of the compressed model: a staged layer, or None for a layer that stays as in the source."""
+    """The layers of the compressed model: a staged layer, or None for a dense layer of the source."""
 
     def __init__(self, journal: Journal, num_layers: int, claimed: Collection[int]) -> None:
         """`claimed`: the layers that are to be compressed."""
@@ -245,7 +243,7 @@ class LayersEntered(Sequence[StagedLayer | None]):
         self.staged: dict[int, StagedLayer] = {}
 
     def is_final(self, layer: int) -> bool:
-        """Returns True if a layer is staged, or stays as in the source."""
+        """Returns True if a layer is staged or not claimed."""
         if layer in self.claimed and layer not in self.staged and (staged := staged_layer(self.journal, layer)):
             self.staged[layer] = staged
         return layer not in self.claimed or layer in self.staged

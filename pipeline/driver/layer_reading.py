@@ -13,7 +13,7 @@ Handles = tuple[Any, ...]
 
 
 class LayerReading:
-    """Reads layers ahead of a pass. If all workers are on one node, each reads for itself instead."""
+    """Reads layers ahead of a pass. On a single node, workers read for themselves instead."""
 
     def __init__(self, session: Session, last: int) -> None:
         """`last`: the layer at which the pass ends."""
@@ -23,16 +23,15 @@ class LayerReading:
         self.read: dict[int, Handles] = {}
 
     def weights(self, layer: int) -> TaskStream[tuple[Handles, Handles]]:
-        """Returns the tensors of a layer and of the next one, which workers read ahead. Starts to read the layer after
-        that."""
+        """Returns the tensors of a layer and of the next one, and starts to read the layer after that."""
         for other in range(layer, min(layer + LAYERS_AHEAD, self.last) + 1):
-            self._begin(other)
+            self._start(other)
         self.read = {other: handles for other, handles in self.read.items() if other >= layer}
         current = yield from self._handles(layer)
         following = yield from self._handles(layer + 1)
         return current, following
 
-    def _begin(self, layer: int) -> None:
+    def _start(self, layer: int) -> None:
         if layer in self.reading or layer in self.read:
             return
         nodes = self.session.pool.nodes

@@ -15,15 +15,15 @@ from pipeline.driver.session import Session, write_unit
 from pipeline.units.units import Solve, SolveDone, SolveSizes, Write
 
 SOLVED = "solved"  # the stage of a layer whose factors are being written
-GROUPS_EACH = 8  # submitted groups for each worker: enough to keep it busy
+GROUPS_PER_WORKER = 8  # submitted groups per worker: enough to keep it busy
 
 
-def layers_in_hand(workers: int, groups: int) -> int:
-    """Returns the number of layers that are written at a time, if each has this many groups. One more layer is solved.
+def layers_written_together(workers: int, groups: int) -> int:
+    """Returns how many layers, of this many groups each, are written at a time. One more layer is solved meanwhile.
 
-    Mixtures have many groups, and so fewer layers: their factors would fill the memory.
+    Layers with many groups are limited to fewer, because their factors would fill the memory.
     """
-    return max(1, min(workers, GROUPS_EACH * workers // max(1, groups)))
+    return max(1, min(workers, GROUPS_PER_WORKER * workers // max(1, groups)))
 
 
 class LayerSolves(NamedTuple):
@@ -31,8 +31,8 @@ class LayerSolves(NamedTuple):
 
     Attributes:
         units: the units that solve its groups.
-        writes: builds, from their results, the units that write the layer, for one model or for several.
-        enter: commits the layer, from the results and the records of the written layers, one for each of `writes`.
+        writes: builds the units that write the layer from the results of `units`: one for each model.
+        enter: commits the layer from the results of `units` and of `writes`.
     """
 
     units: Sequence[Solve | SolveSizes]
@@ -46,21 +46,21 @@ def solve_layers(
     solves_of: Callable[[int], LayerSolves],
     entered: Callable[[Sequence[int]], None],
 ) -> TaskStream[None]:
-    """Solves, writes and enters layers in order, several at a time (`layers_in_hand`).
+    """Solves, writes and enters layers in order, several at a time (`layers_written_together`).
 
     `entered`: called with the remaining layers whenever one is entered.
     """
     pending, solving, writing = deque(layers), deque[_LayerTask](), deque[_LayerTask]()
     groups = 1
     while pending or solving or writing:
-        while pending and len(solving) <= layers_in_hand(session.pool.size, groups):
+        while pending and len(solving) <= layers_written_together(session.pool.size, groups):
             solves = solves_of(pending[0])
             groups = len(solves.units)
             solving.append(_LayerTask(pending.popleft(), solves, session.scheduler.spawn(_solve(session, solves))))
         if solving:
             yield solving[0].task.stage(SOLVED)
             writing.append(solving.popleft())
-        while writing and (not solving or len(writing) > layers_in_hand(session.pool.size, groups)):
+        while writing and (not solving or len(writing) > layers_written_together(session.pool.size, groups)):
             first = writing.popleft()
             first.solves.enter(*(yield first.task))
             entered([*pending, *(each.layer for each in solving), *(each.layer for each in writing)])
@@ -80,14 +80,14 @@ def _solve(session: Session, solves: LayerSolves) -> TaskStream[tuple[list[Any],
     return solutions, (yield written)
 
 
-Solved = list[tuple[Solve, SolveDone]]  # a layer's groups
+Solved = list[tuple[Solve, SolveDone]]  # the groups of a layer
 
 
 class SolveQueue:
-    """Solves and writes layers one after another, beside the pass that computes their sums.
+    """Solves and writes layers in order, during the pass that computes their sums.
 
-    The statistics of a layer are dropped when it is solved. If its factors are then lost before they are written, they
-    cannot be computed again, and LostInputError is raised.
+    The statistics of a layer are dropped when it is solved. If its factors are lost before they are written, they
+    cannot be recomputed, and LostInputError is raised.
     """
 
     def __init__(self, session: Session, enter: Callable[[int, Solved, StagedRecord], TaskStream[None]]) -> None:
@@ -106,9 +106,9 @@ class SolveQueue:
         return sum(len(units) for units in self.solving)
 
     def begin(self, layers: Sequence[list[Solve]]) -> None:
-        """Starts to solve some layers: the first group of every layer, then the second, and so on. Units that are
-        submitted together then take about the same time, and no worker waits for another."""
-        units = [unit for alike in zip_longest(*layers) for unit in alike if unit is not None]
+        """Starts to solve some layers: the first group of every layer, then the second, and so on. Units submitted
+        together then take about the same time, so that no worker waits for another."""
+        units = [unit for same_group in zip_longest(*layers) for unit in same_group if unit is not None]
         tasks = {unit.key: self.session.scheduler.spawn(batch([unit])) for unit in units}
         self.solving.extend([(unit, tasks[unit.key]) for unit in layer] for layer in layers)
 

@@ -10,12 +10,12 @@ from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, RANKS, TARGET
 
 
 class Dependents(NamedTuple):
-    """The kinds of entries, or single fields of them, that become invalid with another kind, in all layers.
+    """The kinds of entries, or single fields of them, that become invalid with entries of one kind, in all layers.
 
     Attributes:
-        changed: kinds computed from the other kind. They are invalid when it is computed from other settings or text.
-        damaged: kinds needed to compute the other kind again, or computed along with it, whose data may be partly
-            dropped by now. They are invalid when data of the other kind is damaged. Results computed from that data
+        changed: kinds computed from this kind. They become invalid when it is recomputed with other settings or text.
+        damaged: kinds that are needed to recompute this kind, or that are recomputed with it, and whose data may have
+            been dropped. They become invalid when data of this kind is damaged. Results computed from the damaged data
             stay valid, because recomputing gives the same data.
     """
 
@@ -40,8 +40,7 @@ DEPENDENTS: Mapping[str, Dependents] = {
 
 
 def dependents(names: Iterable[str], cause: Literal["changed", "damaged"]) -> list[str]:
-    """Returns the kinds, and single fields of kinds, that become invalid with the named ones, directly or
-    indirectly."""
+    """Returns the kinds, and fields of kinds, that become invalid with the named ones, directly or indirectly."""
     invalid: dict[str, None] = {}
     pending = [*names]
     while pending:

@@ -1,4 +1,4 @@
-"""The keys of the ledger's entries, in one place."""
+"""The keys of the ledger's entries."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from manifests import entries
 from manifests.records import Key, ShardRecord, SourceFile
 
 RANKS: Key[entries.RanksEntry] = Key("ranks")
-HELD_OUT: Key[entries.HeldOutEntry] = Key(
-    "held_out"
-)  # tokens beyond the calibration samples, and the dense model's outputs
-HELD_OUT_SCORE: Key[entries.HeldOutScoreEntry] = Key("held_out_score")  # on the same tokens
+HELD_OUT: Key[entries.HeldOutEntry] = Key("held_out")  # the held-out tokens, and the dense model's outputs on them
+HELD_OUT_SCORE: Key[entries.HeldOutScoreEntry] = Key("held_out_score")
 TARGET: Key[entries.TargetEntry] = Key("target")  # the size chosen for a budget by loss
-TRIES = "tries/"  # prefix of a size in thousandths: its scores
-SCORED = "scored/"  # prefix of a model's name and a layer: hidden states of a model being scored
+TRIES = "tries/"  # prefix of the scores of a size, in thousandths
+SCORED = "scored/"  # prefix of the hidden states of a model being scored
 TOKENS: Key[entries.TokensEntry] = Key("tokens")
 SAMPLES: Key[entries.SamplesEntry] = Key("samples")  # the number that `calibration.samples: auto` has chosen
 TEXTS: Key[entries.TextsEntry] = Key("texts")  # the dense model's losses on both texts
@@ -28,7 +26,7 @@ COMPLETE: Key[entries.CompleteEntry] = Key("complete")
 REUSED: Key[entries.ReusedEntry] = Key("reused")
 EVALUATION: Key[entries.TokensEntry] = Key("evaluation")  # the tokens on which a sweep scores its points
 POINTS: Key[entries.PointsEntry] = Key("points")
-RESULT: Key[entries.PointEntry] = Key("result")  # the result of a sweep's point, in its part of the ledger
+RESULT: Key[entries.PointEntry] = Key("result")  # in the part of the ledger of a sweep's point
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 BEFORE_WORK = (SOURCE, TOKENS, EVALUATION, SCHEDULE, SAMPLES, HARDWARE, POINTS)  # entered before anything is computed
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
@@ -55,12 +53,12 @@ def curves_key(layer: int) -> Key[entries.CurvesEntry]:
 
 
 def statistics_key(layer: int) -> Key[entries.StatisticsEntry]:
-    """The moments of a layer behind compressed layers."""
+    """The moments of a layer in the compressed model."""
     return Key(_layer_key("statistics", layer))
 
 
 def activations_key(layer: int) -> Key[entries.ActivationsEntry]:
-    """The inputs of a layer behind compressed layers."""
+    """The inputs of a layer in the compressed model."""
     return Key(_layer_key("activations", layer))
 
 
@@ -86,7 +84,7 @@ def point_part(digest: str) -> str:
 
 
 def rest_key(shard: str) -> Key[ShardRecord]:
-    """A shard of OUTPUT without compressed layers. `shard`: its file name without the suffix."""
+    """A file of OUTPUT without compressed layers. `shard`: its name without the suffix."""
     return Key(f"rest/{shard}")
 
 

@@ -1,4 +1,4 @@
-"""Recovery from damaged or lost data: invalidates the entries that name it, so that it is computed again."""
+"""Recovery from damaged or lost data: invalidates the entries that name it, so that it is recomputed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def computed_keys(num_layers: int) -> list[Key[Any]]:
 
 
 class Repairs:
-    """Invalidates entries, and counts how often. Data that is damaged again and again ends the job."""
+    """Invalidates entries of damaged data, and ends the job when the same data is damaged repeatedly."""
 
     def __init__(self, journal: Journal, keys: Sequence[Key[Any]], observer: Observer) -> None:
         """`keys`: the keys of all entries that may name damaged data."""
@@ -36,10 +36,9 @@ class Repairs:
         del self.counts[""]
 
     def invalidate(self, error: CorruptError | LostInputError) -> None:
-        """Retracts every entry that names the corrupt data, so that it is recomputed. Lost data needs no retraction: no
-        entry names it.
+        """Retracts every entry that names corrupt data. Lost data has no entries.
 
-        Raises the error itself when no entry names the data, or after `REPAIRS` times in the same place.
+        Raises the error itself if no entry names the corrupt data, or after `REPAIRS` times in the same place.
         """
         path = error.path if isinstance(error, CorruptError) else ""
         entries = {key: entry for key in self.keys if path and (entry := self.journal.get(key)) and _names(entry, path)}
@@ -54,7 +53,7 @@ class Repairs:
             self._invalidate(key, entry, path)
 
     def _invalidate(self, key: Key[Any], entry: Record, path: str) -> None:
-        """Retracts the damaged part of an entry, and everything that has to be computed again with it."""
+        """Retracts the damaged part of an entry, and everything that has to be recomputed with it."""
         field = next((field for field in fields_of(key) if _names(getattr(entry, field), path)), "")
         name = f"{kind_of(key)}.{field}" if field else kind_of(key)
         invalid = dependents([name], "damaged")

@@ -1,7 +1,7 @@
 """Reduces the moments of a layer: from the sums of single workers to one committed record of each moment.
 
 Every worker keeps one sum of each moment, and the list of shards in it. When all shards have passed the layer, the sums
-are collected, checked against their grids, added and stored, while other work goes on. The sums are exact
+are collected, checked against their grids, added and stored in the background. The sums are exact
 (docs/methods.md#sums-without-an-order), so that their order does not matter, as long as every shard is in exactly one
 of them. The shards of a lost worker are run again. If a moment exceeds its grid, all shards are run again for it, with
 a wider grid.
@@ -78,10 +78,9 @@ class PassResult:
     """The results of a pass of all shards through a layer.
 
     Attributes:
-        done: the results of the units. They hold no samples of values, which would stay in memory during the next pass.
+        done: the results of the units, without samples of values, which would stay in memory during the next pass.
         samples: key -> record of stored samples.
-        reduction: the task that adds and stores the moments. It returns their records by key. None: there are no
-            moments.
+        reduction: the task that adds and stores the moments, and returns their records by key; None without moments.
         groups: the groups of the reduction, filled when it reaches `COLLECTED`.
     """
 
@@ -98,7 +97,7 @@ class Reductions:
         self.session = session
 
     def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Task[Grids]:
-        """Starts to choose the grids for the sums of these units. There are none if the units sum nothing."""
+        """Starts to choose the grids for the sums of these units; none if there is nothing to sum."""
         values = tuple(moment for moment in moments if moment.kind in SUMMED)
         choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
         return self.session.scheduler.spawn(_chosen(choosing))
@@ -115,12 +114,12 @@ class Reductions:
         sums = _new_sums(grids)
         units = [replace(unit, sums=sums) for unit in units]
         done = yield units
-        alone = [unit.for_sums_alone(tuple(grids), sums) for unit in units]  # for shards that have to be run again
+        rerun = [unit.for_sums_only(tuple(grids), sums) for unit in units]  # for shards whose sums are lost
         groups: list[_Group] = []
-        reduction = self.session.scheduler.spawn(self._reduce(alone, _workers(done), grids, store, groups))
+        reduction = self.session.scheduler.spawn(self._reduce(rerun, _workers(done), grids, store, groups))
         # A shard that is run again for its samples must not be added again.
-        again = [replace(unit, moments=samples, sums=None) for unit in units]
-        records = yield from self._samples(samples, again, done)
+        without_sums = [replace(unit, moments=samples, sums=None) for unit in units]
+        records = yield from self._samples(samples, without_sums, done)
         return PassResult(_stripped(done), records, reduction, groups)
 
     def collected(self, result: PassResult) -> TaskStream[None]:
@@ -135,7 +134,7 @@ class Reductions:
         return {moment.key: summed for group in result.groups for moment, summed in group.summed.items()}
 
     def stored(self, result: PassResult) -> TaskStream[dict[str, ArrayRecord]]:
-        """Waits for the records of the stored moments over all shards, by key. Lost work is done again."""
+        """Waits for the records of the stored moments over all shards, by key. Lost results are recomputed."""
         moments = (yield result.reduction) if result.reduction else {}
         return {**result.samples, **moments}
 
@@ -144,13 +143,12 @@ class Reductions:
     def _reduce(
         self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, store: bool, groups: list[_Group]
     ) -> TaskStream[dict[str, ArrayRecord]]:
-        """Collects, checks, adds and stores the moments. Lost work is done again as soon as another stream waits for
-        this one."""
+        """Collects, checks, adds and stores the moments. Lost shards are run again once the main stream waits."""
         cut = max(1, self.session.pool.size)
         parts = yield from self._collected_once(units, workers, cut)
         if missing := _missing(units, parts):
             yield UNTIL_WANTED
-            parts += yield from self._done_again(missing, grids, parts[0].cut if parts else None)
+            parts += yield from self._rerun(missing, grids, parts[0].cut if parts else None)
         groups += yield from self._within_grids(units, grids, parts)
         del parts
         yield Reached(COLLECTED)
@@ -178,9 +176,9 @@ class Reductions:
         groups = [_Group(units, kept, [part.without_diagonals() for part in parts])] if kept else []
         if wider:
             yield UNTIL_WANTED
-            again = _for_sums_alone(units, wider)
-            done = yield again
-            groups += yield from self._within_grids(again, wider, (yield from self._collected(again, _workers(done))))
+            units = _for_sums_only(units, wider)
+            done = yield units
+            groups += yield from self._within_grids(units, wider, (yield from self._collected(units, _workers(done))))
         return groups
 
     def _finish(self, group: _Group, store: bool) -> TaskStream[dict[str, ArrayRecord]]:
@@ -214,7 +212,7 @@ class Reductions:
         group.summed = {moment: Summed(grid, whole[""][moment], tokens[moment]) for moment, grid in group.grids.items()}
 
     def _add_each(self, group: _Group, nodes: Mapping[str, list[_Part]]) -> TaskStream[dict[str, Parts]]:
-        """Adds the sums of each node, part by part. The only sum of a node is used as it is."""
+        """Adds the sums of each node, part by part. A single sum is returned unchanged."""
         lineage, layer = group.units[0].lineage, group.units[0].layer
         adds = [
             Add(lineage, layer, moment, number, same, node, tuple(part.worker for part in parts if node))
@@ -238,25 +236,25 @@ class Reductions:
 
         Raises the error if it names none of them, unless the loss is `known` and repaired elsewhere.
         """
-        left = [part for part in parts if part.key not in error.producers]
-        if len(left) == len(parts) and not known:
+        remaining = [part for part in parts if part.key not in error.producers]
+        if len(remaining) == len(parts) and not known:
             raise error
         self.session.repairs.invalidate(error)
-        if missing := _missing(units, left):
-            left += yield from self._done_again(missing, grids, left[0].cut if left else None)
-        return left
+        if missing := _missing(units, remaining):
+            remaining += yield from self._rerun(missing, grids, remaining[0].cut if remaining else None)
+        return remaining
 
-    def _done_again(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> TaskStream[list[_Part]]:
-        """Runs some shards again for their sums alone, and collects these."""
-        again = _for_sums_alone(units, grids)
-        done = yield again
-        parts: list[_Part] = yield from self._collected(again, _workers(done), cut)
+    def _rerun(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> TaskStream[list[_Part]]:
+        """Runs some shards again for their sums only, and collects these."""
+        units = _for_sums_only(units, grids)
+        done = yield units
+        parts: list[_Part] = yield from self._collected(units, _workers(done), cut)
         return parts
 
     def _collected(
         self, units: Sequence[Summable], workers: Sequence[str], cut: int | None = None
     ) -> TaskStream[list[_Part]]:
-        """Collects the sums of these units. The shards of workers that are lost by then are run again."""
+        """Collects the sums of these units. The shards of lost workers are run again."""
         cut = max(1, self.session.pool.size) if cut is None else cut
         assert units[0].sums is not None
         grids, parts = units[0].sums.grids, list[_Part]()
@@ -264,7 +262,7 @@ class Reductions:
             parts += yield from self._collected_once(units, workers, cut)
             if not (missing := _missing(units, parts)):
                 return parts
-            units = _for_sums_alone(missing, grids)
+            units = _for_sums_only(missing, grids)
             workers = _workers((yield units))
 
     def _collected_once(self, units: Sequence[Summable], workers: Sequence[str], cut: int) -> TaskStream[list[_Part]]:
@@ -298,14 +296,14 @@ def _new_sums(grids: Grids) -> Sums:
     return Sums(f"pass-{uuid.uuid4().hex}", grids)
 
 
-def _for_sums_alone(units: Sequence[Summable], grids: Grids) -> list[Summable]:
-    """Returns units for the same shards in a new pass, for these moments alone."""
+def _for_sums_only(units: Sequence[Summable], grids: Grids) -> list[Summable]:
+    """Returns units for the same shards in a new pass, with only these moments."""
     sums = _new_sums(grids)
-    return [unit.for_sums_alone(tuple(grids), sums) for unit in units]
+    return [unit.for_sums_only(tuple(grids), sums) for unit in units]
 
 
 def _workers(done: Sequence[ShardDone]) -> tuple[str, ...]:
-    """Returns the workers that ran some shards, each once."""
+    """Returns the distinct workers of some results."""
     return tuple(dict.fromkeys(result.worker for result in done))
 
 

@@ -6,15 +6,13 @@ A stream yields what it waits for, and receives:
 - a `Task`: the return value of that task's stream.
 - a `Stage` of a task: None, once the task has announced it.
 - `Reached(name)`: None, at once. It announces a stage of the stream's own task.
-- `UNTIL_WANTED`: None, once another stream waits for this one, directly or not.
+- `UNTIL_WANTED`: None, once the main stream waits for this one, directly or indirectly.
 - `NOTHING_DUE`: None, when a worker is idle again. Only background streams may yield this.
 
-CorruptError and LostInputError of a unit, or of a task, are raised in the stream at its `yield`, when the other units
-of the batch are done. Any other error ends the whole run. The scheduler has no I/O and no threads: it waits only for
-the pool.
+CorruptError and LostInputError of a unit or a task are raised at the stream's `yield`, after the other units of the
+batch are done. Any other error ends the whole run. The scheduler has no I/O and no threads: it waits only for the pool.
 
-The units of a batch are submitted together. Units of a background stream are submitted one at a time, while other units
-leave a worker idle.
+The units of a batch are submitted together. Units of a background stream are submitted one at a time, to idle workers.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from typing import Any, Generic, TypeVar
 
 from manifests.errors import CorruptError, LostInputError
 from pipeline.driver.interfaces import Observer, Pool
-from pipeline.units.units import BesideUnit, SolveUnit, Unit, Write
+from pipeline.units.units import ConcurrentUnit, SolveUnit, Unit, Write
 
-LEAVES_WORKERS_IDLE = SolveUnit | Write  # only few run at a time, and they take longer than background units
-BACKGROUND_DEPTH = 2  # background units for each worker, when there is no other work
+LEAVES_WORKERS_IDLE = SolveUnit | Write  # few run at a time, and they take longer than background units
+BACKGROUND_DEPTH = 2  # background units per worker, when there is no other work
 T = TypeVar("T")
 
 
@@ -53,7 +51,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Stage:
-    """A point of a task's progress that another stream waits for. It is reached at the latest when the task ends."""
+    """A point of a task's progress that other streams can wait for. It is reached when the task ends, or before."""
 
     task: Task[Any]
     name: str
@@ -69,10 +67,10 @@ class Task(Generic[T]):
     Attributes:
         background: its units are submitted only to idle workers.
         wanted: the main stream waits for it, directly or indirectly.
-        waiters: the tasks that wait for it, each with the name of a stage, or "" for its outcome.
+        waiters: the tasks that wait for it, each with the name of a stage, or "" for the outcome.
         keys: the keys of the batch of units that it waits for.
         unsubmitted: units of the batch that wait for an idle worker.
-        lost: the error of a unit of the batch.
+        lost: the first error of a unit of the batch.
     """
 
     def __init__(self, stream: TaskStream[T], background: bool = False) -> None:
@@ -111,7 +109,7 @@ def gather(tasks: Iterable[Task[T]]) -> TaskStream[list[T]]:
 
 
 class Scheduler:
-    """Runs streams on a pool; results return to the stream that asked for them.
+    """Runs streams on a pool, and sends each result to the stream that yielded the unit.
 
     Attributes:
         in_flight: the submitted units, each with its task, by key.
@@ -148,24 +146,25 @@ class Scheduler:
         return outcome
 
     def spawn(self, stream: TaskStream[T]) -> Task[T]:
-        """Starts a stream beside the calling one. Its first units are submitted at once."""
+        """Starts a concurrent stream. Its first units are submitted at once."""
         task = Task(stream)
         self._start(task)
         return task
 
     def spawn_background(self, stream: TaskStream[T]) -> Task[T]:
-        """Adds a stream that runs on idle workers. With equal numbers of units in flight, earlier streams come first.
+        """Adds a stream that runs on idle workers. The stream with the fewest units in flight goes first, then the
+        earliest.
 
         Workers count as idle if all units of other streams are `LEAVES_WORKERS_IDLE`, and fewer of these are computed
         than there are workers. A single worker is never idle before `run_background`. CorruptError and LostInputError
-        only end this task, without an outcome. A caller that needs the outcome runs the stream again.
+        end only this task, without an outcome. A caller that needs the outcome runs the stream again.
         """
         task = Task(stream, background=True)
         self.background.append(task)
         return task
 
     def run_background(self) -> None:
-        """Runs all background streams to the end, after all other streams. Raises the same errors as `run`."""
+        """Runs all background streams to the end, after all other streams. Raises the errors of `run`."""
         self.alone = True
         self._submit_background()
         while self.in_flight:
@@ -174,7 +173,7 @@ class Scheduler:
         assert not self.background, "a background stream waits for a result that will never come"
 
     def cancel(self) -> None:
-        """Waits for all submitted units. Ends all streams except background ones, whose units are queued again."""
+        """Waits for all submitted units, and ends all streams except background ones, whose units are queued again."""
         self.pool.cancel_pending()
         for unit, task in reversed(self.in_flight.values()):
             if task.background and task.lost is None:
@@ -246,7 +245,7 @@ class Scheduler:
         others = [unit for unit, task in self.in_flight.values() if not task.background]
         if self.pool.size < 2 or not all(isinstance(unit, LEAVES_WORKERS_IDLE) for unit in others):
             return False
-        return background + sum(not isinstance(unit, BesideUnit) for unit in others) < self.pool.size
+        return background + sum(not isinstance(unit, ConcurrentUnit) for unit in others) < self.pool.size
 
     # -- streams -----------------------------------------------------------------------------------------------------
 

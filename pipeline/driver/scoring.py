@@ -1,4 +1,4 @@
-"""Scores models on windows of tokens with the workers of a job, one layer at a time, and resumes from the journal.
+"""Scores models on windows of tokens with the workers of a job, layer by layer, and resumes from the journal.
 
 A model is a sequence of layers: a staged layer, or None for the layer of the source. Only the last committed hidden
 states of a model are stored. They are committed every `every` layers, like those of the calibration samples.
@@ -24,13 +24,13 @@ from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from pipeline.units.units import ShardDone
 
 Layers = Sequence[StagedLayer | None]
-Outputs = Sequence[ArrayRecord]  # of another model, by shard; empty: there is no other model
+Outputs = Sequence[ArrayRecord]  # the outputs of another model, by shard; empty without one
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores models, each under a name. The entries of a name stay until `forget`.
+    """Scores models, each under a name. The entries of a name remain until `forget`.
 
     Attributes:
         every: the number of layers between two commits of hidden states.
@@ -51,7 +51,7 @@ class Scorer:
 
         Raises:
             CorruptError: a staged layer or the tokens are damaged.
-            Interrupted: the job was asked to stop; entries stay.
+            Interrupted: the job was asked to stop; entries remain.
         """
         model = _Model(self, windows, name, layers)
         return model.repaired(model.outputs)
@@ -77,8 +77,8 @@ class Scorer:
     def score_stream(
         self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
     ) -> TaskStream[Scored]:
-        """Returns the stream of `score`, to run in the background. It waits for `LayersEntered`, and for the task that
-        computes the other model's outputs. It does not repair damaged data."""
+        """Returns the stream of `score`, to run in the background. It waits for layers that are not final, and for the
+        other model's outputs. It does not repair damaged data."""
         return _Model(self, windows, name, layers).score(dense)
 
     def forget(self, name: str) -> None:
@@ -134,8 +134,8 @@ class _Model:
         self.repairs = Repairs(scorer.journal, keys, self.observer)
 
     def repaired(self, stream: Callable[[], TaskStream[T]]) -> T:
-        """Runs a stream on a pool without other work. Starts it again from the last entry if hidden states are damaged
-        or lost."""
+        """Runs a stream on a pool without other work. Restarts it from the last entry if hidden states are damaged or
+        lost."""
         scheduler = self.scorer.scheduler
         while True:
             scheduler.pool.forget()  # workers may hold hidden states of an earlier model with this name
@@ -205,8 +205,8 @@ class _Model:
         return base, records
 
     def _last_committed(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
-        """Returns the last committed layer of this model, and its records. Retracts the entries of another model with
-        the same name."""
+        """Returns the last committed layer of this model, and its records. Retracts entries of an earlier model of the
+        same name."""
         for layer in range(len(self.layers), 0, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))
             if entry is None or not all(_is_final(self.layers, below) for below in range(layer)):

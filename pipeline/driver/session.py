@@ -1,4 +1,4 @@
-"""The driver's collaborators, and the steps that its phases share: commit an entry, solve and write a layer."""
+"""The driver's collaborators, and the steps that its phases share: committing entries, solving and writing layers."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Session:
     ) -> TaskStream[list[Any]]:
         """Runs the units that `consumers` builds from the `results` of `producers`. Returns their results.
 
-        A result that was lost with its worker is computed again and replaced in `results`. Raises LostInputError if
-        anything else is lost.
+        Results that were lost with a worker are recomputed and replaced in `results`. Raises LostInputError if anything
+        else is lost.
         """
         while True:
             try:
@@ -107,8 +107,8 @@ class Session:
                 if not lost:
                     raise
                 self.repairs.invalidate(error)
-                again = yield [producers[place] for place in lost]
-                for place, result in zip(lost, again, strict=True):
+                recomputed = yield [producers[place] for place in lost]
+                for place, result in zip(lost, recomputed, strict=True):
                     results[place] = result
 
     def store_samples(

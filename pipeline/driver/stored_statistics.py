@@ -13,7 +13,7 @@ from pipeline.methods.registry import layer_gradients, layer_moments
 
 
 class StoredStatistics:
-    """Looks up the moments of a layer by key, and drops moments that are no longer needed."""
+    """Looks up the moments of a layer by key, and drops unneeded moments."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -43,10 +43,10 @@ class StoredStatistics:
         entered = self.of_layer(task.layer)
         return {moment: entered[moment.key] for moment in task.moments}
 
-    def retain(self, besides: Iterable[ArrayRecord] = ()) -> None:
+    def retain(self, also: Iterable[ArrayRecord] = ()) -> None:
         """Drops the moments of finished layers, unless they are kept, and moments without an entry, which an
-        interruption left behind. `besides` stay."""
-        live = [*besides]
+        interruption has left, except `also`."""
+        live = [*also]
         for layer in range(self.job.num_layers):
             if self.job.keep_statistics or self.session.journal.get(layer_key(layer)) is None:
                 keys: list[Key[Any]] = [dense_key(layer), gradient_key(layer), statistics_key(layer)]

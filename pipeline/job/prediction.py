@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from manifests.errors import InputError
-from pipeline.driver.job_spec import entered_scores
+from pipeline.driver.job_spec import scores_from_ledger
 from pipeline.driver.ledger_keys import HELD_OUT_SCORE, RANKS, TRIES, try_key
 from pipeline.job.context import JobContext, driver_job
 from pipeline.ranks.calibration import CalibratedLoss
@@ -24,7 +24,7 @@ ENOUGH = 3  # measured sizes, from which the losses of other sizes follow
 def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
     """Returns a function: size in thousandths -> predicted loss, nats per token; None where so little cannot be
     kept."""
-    scores = entered_scores(driver_job(job.inputs), job.ledger.get, {})
+    scores = scores_from_ledger(driver_job(job.inputs), job.ledger.get, {})
 
     @cache
     def predicted(size: int) -> float | None:
@@ -45,7 +45,7 @@ def predicted_at_ranks(job: JobContext) -> float | None:
         return None
     if not spec.tasks or {task.key for task in spec.predicts} != {task.key for task in spec.tasks}:
         return None
-    scores = entered_scores(spec, job.ledger.get, {})
+    scores = scores_from_ledger(spec, job.ledger.get, {})
     return predicted_loss(scores.curves or {}, ranks.ranks)
 
 

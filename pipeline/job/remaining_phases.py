@@ -13,7 +13,7 @@ from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, Pass, eva
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import layer_work, scoring_flops
-from pipeline.driver.job_spec import walks_behind
+from pipeline.driver.job_spec import needs_both_models
 from pipeline.driver.ledger_keys import (
     HELD_OUT,
     HELD_OUT_SCORE,
@@ -104,7 +104,7 @@ class _Remaining:
         seconds = self.seconds
         if self.way.compressed and self._has_moments:
             return "walk", sum(seconds.get(name, 0.0) for name in WALK)
-        if any(map(walks_behind, self.job.inputs.tasks)):
+        if any(map(needs_both_models, self.job.inputs.tasks)):
             return "correct", seconds["solve"] + seconds.get("correct", 0.0) + seconds.get("refine", 0.0)
         return "compress", seconds["solve"] + seconds.get("round", 0.0)
 

@@ -1,4 +1,4 @@
-"""Polishing of codes and scales: each in turn takes the value of least error while all others are fixed.
+"""Polishing of codes and scales by coordinate descent: each in turn gets the value with the least error.
 
 Legend: O outputs (rows), I inputs (columns), S groups of columns with a scale each, g columns of a group, b columns of
 a block, o rows at a time, n levels, B borders between levels.
@@ -11,7 +11,7 @@ from pipeline.kernels.levels import borders
 from pipeline.kernels.packing import code_range, levels_of
 
 SWEEPS = 4
-PLAIN_BITS = 8  # from here on errors are too small to polish
+PLAIN_BITS = 8  # codes of 8 bits or more have errors too small to polish
 BLOCK = 128  # columns whose changes are propagated together
 POLISHED_NUMBERS = 2**28  # numbers in float32 that are polished at a time
 
@@ -19,12 +19,11 @@ POLISHED_NUMBERS = 2**28  # numbers in float32 that are polished at a time
 def polish(
     weight_OI: Tensor, codes_OI: Tensor, scales_OS: Tensor, levels_n: Tensor, moment_II: Tensor, damping: float
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of less tr(Δ (M + λI) Δᵀ), Δ the change of the weight by rounding.
+    """Return codes and scales with smaller tr(Δ (M + λI) Δᵀ), where Δ is the change of the weight by rounding.
 
-    Coordinate descent: with P = Δ (M + λI), the best value of a number q_oj is q_oj - P_oj / M_jj, which its nearest
-    level replaces; the best scale of a row and group, with a its levels, is s - a·P / a M aᵀ, rounded to the dtype of
-    scales. No step adds error, but for rounding of float32, in which M and the products are. `damping`: λ in mean
-    diagonals of M.
+    With P = Δ (M + λI), the best value of a number q_oj is q_oj - P_oj / M_jj, replaced by its nearest level. The best
+    scale of a row and group with levels a is s - a·P / a M aᵀ, rounded to the dtype of scales. No step increases the
+    error, except by rounding in float32. `damping`: λ, relative to the mean diagonal of M.
     """
     if len(levels_n) >= 2**PLAIN_BITS:
         return codes_OI, scales_OS
@@ -78,11 +77,11 @@ class _Rows:
     def _polish_block(
         self, block: slice, numbers_go: Tensor, scale_o: Tensor, pull_go: Tensor, moment_gg: Tensor
     ) -> None:
-        """Choose the levels of a block's columns. `pull_go`: of the whole group, and is kept up to date."""
+        """Choose the levels of a block's columns, and update `pull_go`, -P of the whole group."""
         numbers_bo, moment_bb = numbers_go[block], moment_gg[block, block]
         before_bo, pull_bo = numbers_bo.clone(), pull_go[block].clone()
-        for column in range(len(numbers_bo)):  # on a GPU dominated by kernel launches
-            # two divisions: the product of the divisors may be zero for the smallest scale
+        for column in range(len(numbers_bo)):  # on a GPU, kernel launches dominate
+            # Two divisions, because the product of the divisors may underflow.
             wanted_o = numbers_bo[column] + pull_bo[column] / moment_bb[column, column] / scale_o
             level_o = self.levels_n[torch.bucketize(wanted_o, self.borders_B)]
             pull_bo.addr_(moment_bb[column], (level_o - numbers_bo[column]) * scale_o, alpha=-1.0)

@@ -1,6 +1,6 @@
-"""Trains parameters. Held-out samples decide when to stop, to repeat, and to reject. docs/methods.md#refinement.
+"""Training of parameters with early stopping on held-out samples. docs/methods.md#refinement.
 
-The result depends on the arguments alone: the order of the samples follows from a seed, and a step is computed at once.
+The result depends only on the arguments: the order of the samples follows from a seed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pipeline.kernels.descent import Descent
 
 WARM_UP = 10  # steps of rising rates
 CHECKS = 10  # measurements of the held-out error, evenly spread over the steps
-PATIENCE = 5  # training stops after so many checks without a smaller error
-STEP_TOKENS = 1024  # in a step, about
+PATIENCE = 5  # training stops after this many checks without a smaller error
+STEP_TOKENS = 1024  # about as many tokens per step
 HELD_OUT_SHARE = 0.1  # of the samples
 HELD_OUT_TOKENS = 2**15  # at most, unless a single sample is longer
 
@@ -27,12 +27,12 @@ class Training:
     """The samples and settings of a training.
 
     Attributes:
-        train, held_out: numbers of the samples to train on, and of the held-out ones.
-        steps: the most steps.
-        batch: samples of a step.
-        rates: learning rates. Each is tried if the one before it has not lowered the error.
-        seed: of the order of the samples.
-        floor: an error that is only rounding. Parameters with a smaller error are not trained.
+        train, held_out: the indices of the samples to train on, and of the held-out ones.
+        steps: the largest number of steps.
+        batch: samples per step.
+        rates: learning rates. Each is tried if the previous one has not lowered the error.
+        seed: the seed of the order of the samples.
+        floor: the error of rounding. Parameters with a smaller error are not trained.
     """
 
     train: Sequence[int]
@@ -49,10 +49,11 @@ class Trained:
     """The result of a training.
 
     Attributes:
-        steps: steps of the parameters that were kept; 0: the initial ones.
-        steps_done: steps until training stopped.
-        rate: the last learning rate; rates: each rate that was tried, with its least held-out error, or infinity.
-        before, after: held-out error of the initial and of the kept parameters.
+        steps: the step of the kept parameters; 0: the initial ones.
+        steps_done: the number of steps until training stopped.
+        rate: the last learning rate.
+        rates: each rate that was tried, with its least held-out error, or infinity.
+        before, after: held-out errors of the initial and of the kept parameters.
     """
 
     steps: int
@@ -63,7 +64,7 @@ class Trained:
     after: float
 
 
-Error = Callable[[Sequence[int]], Tensor]  # some samples -> their mean error, a scalar
+Error = Callable[[Sequence[int]], Tensor]  # samples -> their mean error, a scalar
 
 
 def train_(
@@ -72,11 +73,11 @@ def train_(
     training: Training,
     dtypes: Sequence[torch.dtype],
 ) -> Trained:
-    """Train parameters in place, and leave them at their best values on the held-out samples.
+    """Train parameters in place, and set them to their best values on the held-out samples, rounded to `dtypes`.
 
-    `error`: differentiable in the parameters. `dtypes`: the dtype in which each parameter is stored. Held-out errors
-    are measured on stored values, and the parameters end as stored values. Unless training lowers the error, these are
-    the initial ones. Raises ValueError if the initial error is not finite.
+    Without a lower held-out error, they keep their initial values. Held-out errors are measured on rounded values.
+    `error`: differentiable in the parameters. `dtypes`: the dtype in which each parameter is stored. Raises ValueError
+    if the initial error is not finite.
     """
     run = _Run(parameters, error, training, dtypes)
     before = run.held_out_error()
@@ -94,7 +95,7 @@ def train_(
 
 
 class _Run:
-    """Parameters in training. `initial`: their first values."""
+    """Parameters in training, and their initial values."""
 
     def __init__(
         self, parameters: Sequence[Tensor], error: Error, training: Training, dtypes: Sequence[torch.dtype]
@@ -107,7 +108,7 @@ class _Run:
 
     @torch.no_grad()
     def held_out_error(self) -> float:
-        """Return the mean error of stored values over the held-out samples, a batch at a time."""
+        """Return the mean error of rounded values on the held-out samples."""
         trained = [values.clone() for values in self.parameters]
         self._set(self._stored(trained))
         held_out, batch, total = self.training.held_out, self.training.batch, 0.0
@@ -118,16 +119,16 @@ class _Run:
         return total / len(held_out) if math.isfinite(total) else math.inf
 
     def train(self, rate: float, before: float) -> tuple[int, int, float]:
-        """Train from the initial values. Return the steps of the best values, the steps done, and the least error.
+        """Train from the initial values. Return the step of the best values, the steps done, and the least error.
 
-        Steps of 0 mean the initial values, whose error is `before`. The least error does not count these.
+        Step 0 stands for the initial values, whose error is `before`. The least error is that of later steps.
         """
         self._set(self.initial)
         steps = self.training.steps
-        looks = {round(steps * look / CHECKS) for look in range(1, CHECKS + 1)}
+        checks = {round(steps * check / CHECKS) for check in range(1, CHECKS + 1)}
         best, best_step, least, worse, done = self.initial, 0, math.inf, 0, 0
         for done in self._steps(rate, steps):
-            if done not in looks:
+            if done not in checks:
                 continue
             error = self.held_out_error()
             worse = 0 if error < min(before, least) else worse + 1
@@ -140,7 +141,7 @@ class _Run:
         return best_step, done, least
 
     def _steps(self, rate: float, steps: int) -> Iterator[int]:
-        """Take all steps of a schedule, and yield the number of each."""
+        """Take the steps of the schedule one by one, and yield the number of each."""
         descent, batches, scale = Descent(self.parameters), self._batches(), None
         for step in range(steps):
             for values in self.parameters:
@@ -153,7 +154,7 @@ class _Run:
             yield step + 1
 
     def _batches(self) -> Iterator[Sequence[int]]:
-        """Yield batches of samples without end, each sample once in every round."""
+        """Yield batches of samples forever, each sample once per epoch."""
         generator = torch.Generator().manual_seed(self.training.seed)
         train, batch = self.training.train, min(self.training.batch, len(self.training.train))
         waiting: list[int] = []
@@ -178,17 +179,16 @@ def step_samples(sequence: int) -> int:
 
 
 def training_steps(steps: int, sequence: int) -> int:
-    """Return the most steps for samples of this length: fewer, by the square root, if a sample is longer than a
-    step."""
+    """Return the largest number of steps: if samples are longer than a step, `steps` times √(step / sample)."""
     return max(1, round(steps * math.sqrt(min(1.0, STEP_TOKENS / sequence))))
 
 
 def held_out_samples(samples: int, sequence: int) -> int:
-    """Return how many of the samples are held out."""
+    """Return the number of held-out samples."""
     return max(1, min(round(HELD_OUT_SHARE * samples), HELD_OUT_TOKENS // sequence))
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the share of the learning rate at a step: it rises linearly, then falls to zero as a cosine."""
+    """Return the share of the learning rate at a step, which rises linearly, then falls to zero like a cosine."""
     rising = min(1.0, (step + 1) / min(WARM_UP, 1 + steps // 4))
     return rising * 0.5 * (1.0 + math.cos(math.pi * step / steps))

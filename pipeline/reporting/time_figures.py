@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from pipeline.console.progress import SHOWN
 from pipeline.reporting.drawing import DASHES, INK, MARKERS, SERIES, Plot, draw, legend_below
 from pipeline.reporting.run_data import Run
-from pipeline.units.units import BesideUnit
+from pipeline.units.units import ConcurrentUnit
 
 COMMITTED = {
     "dense": "dense pass",
@@ -21,7 +21,7 @@ COMMITTED = {
     "layer": "compressed",
 }
 BACKGROUND = "beside"
-BACKGROUND_KINDS = {unit.__name__.lower() for unit in get_args(BesideUnit)}  # of a worker's second thread
+BACKGROUND_KINDS = {unit.__name__.lower() for unit in get_args(ConcurrentUnit)}  # of a worker's second thread
 WORK = {  # kind of unit -> label and colour of its bars
     **dict.fromkeys(("forward", "pair", "backward"), "passes"),
     **dict.fromkeys(("choosegrids", "collect", "reduce"), "sums"),

@@ -13,7 +13,7 @@ from typing import Any
 from manifests.errors import InputError
 from manifests.schema import Budget
 from manifests.sweep import Point
-from pipeline.driver.job_spec import Passes, passes_of, walks_behind
+from pipeline.driver.job_spec import Passes, needs_both_models, passes_of
 from pipeline.driver.ledger_keys import point_part
 from pipeline.inputs.fingerprint import semantic_fields
 from pipeline.inputs.job_inputs import Inputs, check_inputs, opened_model
@@ -44,7 +44,7 @@ class SweptPoint:
     @property
     def walks(self) -> bool:
         """True if layers are solved or trained on outputs of the compressed layers before them."""
-        return any(map(walks_behind, self.inputs.tasks))
+        return any(map(needs_both_models, self.inputs.tasks))
 
     def ledger(self, whole: Ledger) -> Ledger:
         """Return its view of the ledger: statistics are shared by all points, curves by those with the same methods."""

@@ -11,12 +11,12 @@ from manifests.records import ArrayRecord, StagedLayer
 
 
 class WorkUnit(ABC):
-    """Work that one worker does at a time."""
+    """A unit of work, done by one worker."""
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """Return the name of the unit in logs and results."""
+        """Return the unit's name in logs and results."""
 
     @property
     def handles(self) -> int:
@@ -24,7 +24,7 @@ class WorkUnit(ABC):
         return 0
 
 
-def place_of(layer: int, part: int | None) -> str:
+def layer_part_name(layer: int, part: int | None) -> str:
     """Return the name of a layer, or of a part of one, in keys of units."""
     return f"{layer}" if part is None else f"{layer}.{part}"
 
@@ -33,7 +33,7 @@ def place_of(layer: int, part: int | None) -> str:
 class HandleResult:
     """A result with handles of tensors.
 
-    `handle_fields`: the fields that hold a handle, or tuples, mappings or results of handles.
+    `handle_fields`: the fields that hold handles, directly or in tuples, mappings or results.
     """
 
     handle_fields: ClassVar[tuple[str, ...]]
@@ -55,12 +55,12 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Replaying(WorkUnit):
-    """A unit that runs a shard on from the inputs of its layer, which its worker holds or computes again.
+    """A unit that needs a shard's inputs of a layer, which its worker holds or recomputes.
 
     Attributes:
         base: the layer whose inputs are committed (0: the token embeddings). A worker that does not hold the inputs
-            starts there, and goes through the layers of `replay` (staged records, or None for dense weights).
-        base_record: record of these committed inputs; None: the embeddings.
+            starts there, and passes the layers of `replay` (staged records, or None for dense weights).
+        base_record: the record of the committed inputs; None: the embeddings.
     """
 
     base: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.units.base import HandleResult, Replaying, WorkUnit, place_of
+from pipeline.units.base import HandleResult, Replaying, WorkUnit, layer_part_name
 from pipeline.units.sharding import shard_range
 
 COMPARED_LAYERS = 4  # layers of both models in one `Compare`
@@ -47,11 +47,11 @@ class Windows:
 
 
 def scorers(shards: int, workers: int) -> int:
-    """The number of workers that score one model: half of them, because the others score another model."""
+    """The number of workers that score one model: half of them, while the others score another model."""
     return min(shards, math.ceil(workers / 2))
 
 
-def shards_each(shards: int, workers: int) -> int:
+def shards_per_worker(shards: int, workers: int) -> int:
     """The largest number of shards for one worker."""
     return math.ceil(shards / scorers(shards, workers))
 
@@ -78,7 +78,7 @@ class WindowForward(Replaying):
 
     @property
     def key(self) -> str:
-        return f"windowforward/{self.model}/{place_of(self.layer, self.part)}/{self.shard}"
+        return f"windowforward/{self.model}/{layer_part_name(self.layer, self.part)}/{self.shard}"
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Compare(WorkUnit):
-    """Runs some layers of the dense model and of the staged one side by side on a few tokens. The result is a
-    `CompareDone`.
+    """Runs some layers of the dense and of the staged model on a few tokens. The result is a `CompareDone`.
 
     Attributes:
         tokens: token ids of whole samples of one length.
         staged: the records of the compressed layers from `first` on; None: the layer is unchanged.
-        before: handle of both models' inputs of the first of these layers; None: it is the first of the model.
-        head: the head follows these layers.
+        before: handle of both models' inputs of layer `first`; None for the first layer of the model.
+        head: also run the head, after the last layer.
     """
 
     tokens: tuple[tuple[int, ...], ...]

@@ -1,5 +1,4 @@
-"""Cuts calibration samples into shards, and chooses samples for importance, grids, the backward pass and held-out
-text."""
+"""Cuts calibration samples into shards, and chooses samples for importance, grids, the backward pass and scoring."""
 
 from __future__ import annotations
 
@@ -7,12 +6,10 @@ IMPORTANCE_TOKENS = 262_144  # 64 windows of 256 tokens give t_l to 1 % (docs/re
 LEAST_SHARDS = 16  # so that there is work for several workers
 TOKENS_PER_HIDDEN = 16
 GRID_TOKENS = 128  # tokens of a sample from which the grids of a layer's sums are chosen
-HELD_OUT = 10  # samples for each held-out window
-HELD_OUT_TOKENS = (
-    32_768  # at most, over all texts; enough for a divergence to 3 % (docs/results.md#choices-that-were-measured)
-)
+HELD_OUT = 10  # samples per held-out window
+HELD_OUT_TOKENS = 32_768  # at most, in all texts: a divergence to 3 % (docs/results.md#choices-that-were-measured)
 TEXT_TOKENS = 32_768  # at most, of each text on which the dense model is scored before the job's passes
-LEAST_TOKENS = 16_384  # 16 tokens a number are too few for a narrow model; its gradient costs next to nothing
+LEAST_TOKENS = 16_384  # 16 tokens per hidden number are too few for a narrow model, whose gradients cost little
 
 
 def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
@@ -21,9 +18,9 @@ def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
 
 
 def importance_shards(shards: int, samples: int, sequence_length: int) -> tuple[int, ...]:
-    """Return the shards on which importance is measured, evenly spread. docs/methods.md#importance.
+    """Return the shards on which importance is measured: evenly spread, at least 16 with 262,144 tokens, or all.
 
-    They are at least 16 shards with at least 262,144 tokens, or all shards.
+    docs/methods.md#importance.
     """
     enough = -(-IMPORTANCE_TOKENS * shards // (samples * sequence_length))
     count = min(shards, max(enough, LEAST_SHARDS))
@@ -42,8 +39,7 @@ def expert_parts(experts: int, size: int) -> tuple[int | None, ...]:
 
 
 def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
-    """Return how many samples of a shard are chosen, if `chosen` samples are spread evenly over all shards. These are
-    the shard's first samples."""
+    """Return how many of a shard's first samples are chosen, if `chosen` samples are spread evenly over all shards."""
     first, end = shard_range(shard, shards, samples)
     return end * chosen // samples - first * chosen // samples
 
@@ -58,10 +54,8 @@ def gradient_samples(count: int | None, samples: int, sequence_length: int, hidd
 
 
 def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
-    """Return the number of held-out windows of a text with `count` of the samples.
-
-    It is a tenth of `count`, and at most the text's share of 32,768 tokens.
-    """
+    """Return the number of held-out windows of a text with `count` of the samples: a tenth of `count`, and at most the
+    text's share of 32,768 tokens."""
     most = -(-HELD_OUT_TOKENS * count // (samples * sequence_length))
     return min(-(-count // HELD_OUT), most)
 

@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pipeline.methods.method import Moment
-from pipeline.units.base import HandleResult, WorkUnit, place_of
+from pipeline.units.base import HandleResult, WorkUnit, layer_part_name
 
 SUMMED = ("value", "pair", "gradient")  # the kinds of moments that workers sum
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Names the sums that a worker keeps over one pass of shards through a layer
-    (docs/methods.md#sums-without-an-order).
+    """The sums that a worker keeps over a pass of shards through a layer. docs/methods.md#sums-without-an-order.
 
     Attributes:
-        name: the unique name of the pass. A worker keeps the sums of the current pass and of the one before.
+        name: the unique name of the pass. A worker keeps the sums of the current and of the previous pass.
         grids: moment -> handle of the grid to which its products are rounded.
     """
 
@@ -43,7 +42,7 @@ class ChooseGrids(WorkUnit):
 
     @property
     def key(self) -> str:
-        return f"choosegrids/{self.forward.lineage}/{place_of(self.forward.layer, self.forward.part)}"
+        return f"choosegrids/{self.forward.lineage}/{layer_part_name(self.forward.layer, self.forward.part)}"
 
     @property
     def handles(self) -> int:
@@ -63,7 +62,7 @@ class ChooseGridsDone(HandleResult):
 class Collect(WorkUnit):
     """Collects the sums of one worker over a pass. The worker then drops them.
 
-    Each sum comes in up to `parts` parts. The result is a `CollectDone`, or None if the worker and its sums are lost.
+    Each sum is cut into at most `parts` parts. The result is a `CollectDone`, or None if the worker is lost.
     `part`: the part of the layer, as in `Forward`.
     """
 
@@ -77,7 +76,7 @@ class Collect(WorkUnit):
 
     @property
     def key(self) -> str:
-        return f"collect/{self.lineage}/{place_of(self.layer, self.part)}/{self.worker}"
+        return f"collect/{self.lineage}/{layer_part_name(self.layer, self.part)}/{self.worker}"
 
     @property
     def handles(self) -> int:
@@ -120,7 +119,7 @@ class CheckGrids(WorkUnit):
 
     @property
     def key(self) -> str:
-        return f"checkgrids/{self.lineage}/{place_of(self.layer, self.part)}"
+        return f"checkgrids/{self.lineage}/{layer_part_name(self.layer, self.part)}"
 
     @property
     def handles(self) -> int:
@@ -140,8 +139,7 @@ class CheckGridsDone(HandleResult):
 class Add(WorkUnit):
     """Adds one part of a moment over some workers. The result is an `AddDone`.
 
-    `node`: the node of these workers, if there are several nodes. `near`: the workers on that node, one of which runs
-    the unit.
+    `node`: the node of these workers, if there are several nodes. `near`: the workers that may run the unit.
     """
 
     lineage: str

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.units.base import WorkUnit
 
-HELD_OUT_EVERY = 8  # one of so many samples is held out to judge the fits
+HELD_OUT_EVERY = 8  # every eighth sample is held out, to evaluate the fits
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class MeasureText(WorkUnit):
 
 
 def groups_of(samples: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return four disjoint groups of samples: the held-out ones, a quarter of the others, another quarter, and the
-    rest."""
+    """Return four disjoint groups of samples: held-out ones, a quarter of the others, another quarter, and the rest."""
     held_out = range(0, samples, HELD_OUT_EVERY)
     others = [sample for sample in range(samples) if sample % HELD_OUT_EVERY]
     quarter = [sample for sample in others if sample % 4 == 1]

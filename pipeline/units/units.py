@@ -1,6 +1,6 @@
 """Units of work that the driver sends to workers, and their results.
 
-Units and results are small and picklable; tensors travel between workers behind opaque handles, past the driver.
+Units and results are small and picklable. They refer to tensors by opaque handles, so that tensors bypass the driver.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from manifests.records import ArrayRecord, FormSpec, RefinedFigures, Scheme, StagedLayer
 from pipeline.methods.method import Moment, Task
-from pipeline.units.base import HandleResult, Replaying, WorkUnit, place_of
+from pipeline.units.base import HandleResult, Replaying, WorkUnit, layer_part_name
 from pipeline.units.curves import CurveUnit
 from pipeline.units.reads import ReadLayer
 from pipeline.units.scores import Compare, Score, WindowForward
@@ -35,8 +35,8 @@ class Forward(Replaying):
         emit: the outputs become the hidden states of the next layer.
         store: write these outputs to the activation store.
         keep_inputs: also write the inputs of the shard's gradient samples, for the backward pass.
-        part: the slice of the layer's experts to pass; None: the whole layer. The first part also passes the attention,
-            and the last emits. A worker that has not passed the earlier parts passes them first.
+        part: the slice of the layer's experts to compute; None: the whole layer. The first part also computes the
+            attention, and the last emits. A worker that has not computed the earlier parts computes them first.
         ahead: the layer to read next, if any.
         weights, ahead_weights: handles of the source tensors of the layer and of the layer ahead, if they are read for
             all nodes. A worker reads missing tensors itself.
@@ -59,15 +59,15 @@ class Forward(Replaying):
 
     @property
     def key(self) -> str:
-        place = place_of(self.layer, self.part)
+        place = layer_part_name(self.layer, self.part)
         return f"forward/{self.lineage}/{place}/{self.shard}/{'staged' if self.staged else 'dense'}"
 
     @property
     def handles(self) -> int:
         return sum(moment.kind == "sample" for moment in self.moments)
 
-    def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """Returns a unit that sums only these moments of the same shard, without handles of source tensors."""
+    def for_sums_only(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
+        """Returns a unit that only sums these moments of the same shard, without handles of source tensors."""
         unit = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
         return replace(unit, ahead=None, weights=(), ahead_weights=())
 
@@ -105,9 +105,9 @@ class Pair(Replaying):
         staged: the record of the current draft of the layer; None: its dense weights.
         moments: the pairs to sum, all at one point.
         sums, emit, store, ahead: as in `Forward`.
-        targets: with `store`, store the data for a refinement of the layer: the dense layer's outputs beside the
+        targets: with `store`, store the data for a refinement of the layer: the dense layer's outputs and the
             compressed model's inputs. With `emit`, both models must be the dense one so far.
-        known: the record of these targets of the shard, to read the dense layer's outputs from; None: compute them.
+        known: the record of the shard's targets, from which the dense layer's outputs are read; None: compute them.
     """
 
     lineage: ClassVar[Lineage] = "paired"
@@ -130,12 +130,12 @@ class Pair(Replaying):
         return f"{'targets' if self.targets else 'pair'}/{self.layer}/{self.step}/{self.shard}"
 
     @property
-    def alike(self) -> bool:
-        """True if both models are the dense one up to here."""
+    def both_dense(self) -> bool:
+        """True if both models are the dense one up to this layer."""
         return self.staged is None and self.base == 0 and not any(self.replay)
 
-    def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """Returns a unit that takes only these moments of the same shard."""
+    def for_sums_only(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
+        """Returns a unit that only sums these moments of the same shard."""
         return replace(self, moments=moments, sums=sums, emit=False, store=False)
 
 
@@ -147,13 +147,13 @@ class Backward(WorkUnit):
 
     Attributes:
         inputs: records of the stored inputs of this layer and of the layers above it, up to the first with committed
-            gradients or the last. A worker that does not hold the gradients goes back through those layers first.
+            gradients or the last. A worker that does not hold the gradients first goes back through those layers.
         base_record: record of the committed gradients at the inputs of the layer above these. None: start at the head,
             with labels drawn from the model's own distribution.
         moments: the moments of gradients to sum.
-        sums: the sums to which they are added, as in `Forward`.
-        probe: use random gradients at the layer's output, not the model's.
-        emit: the layer below goes on with the gradients at this layer's inputs.
+        sums: as in `Forward`.
+        probe: use random gradients at the layer's output instead of the model's.
+        emit: keep the gradients at this layer's inputs, for the layer below.
         store: write these gradients to the activation store.
         ahead: the layer to read next, if any.
     """
@@ -181,12 +181,12 @@ class Backward(WorkUnit):
     def key(self) -> str:
         return f"backward/{self.layer}/{self.shard}"
 
-    def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """Returns a unit that takes only these moments of the same shard."""
+    def for_sums_only(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
+        """Returns a unit that only sums these moments of the same shard."""
         return replace(self, moments=moments, sums=sums, emit=False, store=False)
 
 
-Summable = Forward | Pair | Backward  # whose worker adds its moments to its sums
+Summable = Forward | Pair | Backward  # units whose moments a worker sums
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Solve(WorkUnit):
     Attributes:
         statistics: stored moments, or moments in memory.
         before: handle of the factors from the group's previous correction.
-        hint: `Curve.hint` of the group's curve, if that was computed from the same statistics.
-        parts: largest number of handles of factors; above one if the group has more experts than a worker holds.
+        hint: `Curve.hint` of the group's curve, if it was computed from the same statistics.
+        parts: largest number of handles of factors; above 1 if the group has more experts than a worker holds.
     """
 
     task: Task
@@ -232,8 +232,8 @@ class Solve(WorkUnit):
 
 @dataclass(frozen=True)
 class SolveDone(HandleResult):
-    """A compressed group: the handle of its factors, or several, their forms, figures for the summary, and the
-    rounding scheme of each matrix by module path."""
+    """A compressed group: one or several handles of its factors, their forms, figures for the summary, and the rounding
+    scheme of each matrix by module path."""
 
     handle_fields: ClassVar[tuple[str, ...]] = ("factors",)
 
@@ -244,7 +244,7 @@ class SolveDone(HandleResult):
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """Return the handles of its factors."""
+        """Return the handles of the factors."""
         return self.factors if type(self.factors) is tuple else (self.factors,)
 
 
@@ -281,7 +281,7 @@ class SizesSolved(HandleResult):
 
 @dataclass(frozen=True)
 class SolvedGroup:
-    """A group of a layer that is to be refined: its ranks, and the forms and the report of its solve."""
+    """A group to refine: its ranks, and the forms and the report of its solve."""
 
     task: Task
     ranks: Mapping[str, int]
@@ -293,13 +293,13 @@ class SolvedGroup:
 class Refine(WorkUnit):
     """Trains the stored numbers of some groups of a layer, and rounds them. docs/methods.md#refinement.
 
-    One worker does the whole layer, so that the result does not depend on the number of workers.
+    One worker trains the whole layer, so that the result does not depend on the number of workers.
 
     Attributes:
-        staged: the solved layer, in which the matrices of `groups` are not rounded yet.
+        staged: the solved layer. The matrices of `groups` are not rounded yet.
         targets: for each shard, in order, the record of (M, S, 2·D): the dense layer's outputs, and the compressed
             model's inputs.
-        groups: the groups to train; they have the same settings.
+        groups: the groups to train, which have the same settings.
     """
 
     layer: int
@@ -332,7 +332,7 @@ class Write(WorkUnit):
 
     Attributes:
         roles: the roles that the groups claim, whose tensors are not copied.
-        of: the name of the model, if several are written.
+        of: the name of the model; empty if there is only one.
     """
 
     layer: int
@@ -348,10 +348,10 @@ class Write(WorkUnit):
 
 @dataclass(frozen=True)
 class Unwritten:
-    """A compressed layer that is being written; its factors are in memory.
+    """A compressed layer that is being written, with its factors in memory.
 
     Attributes:
-        name: unique.
+        name: a unique name.
         write: the unit that writes it.
         rounded: the rounding schemes of matrices, by module path.
     """
@@ -372,10 +372,10 @@ class Measure(WorkUnit):
         return f"measure/{self.task.key}"
 
 
-Onward = Forward | Pair | WindowForward | Score  # runs a shard on from the inputs of a layer
+ReplayUnit = Forward | Pair | WindowForward | Score  # needs a shard's inputs of a layer
 SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
-# These need no compute resources of a worker, and run beside its other units.
-BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
+# These run on a worker's second thread, concurrently with its other units.
+ConcurrentUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
 SolveUnit = Solve | SolveSizes
 PassUnit = Summable | WindowForward | Score | Compare
 Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Refine | Write | MeasureText

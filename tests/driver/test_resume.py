@@ -11,7 +11,7 @@ import pytest
 
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
 from pipeline.driver.dense_walk import layers_behind
-from pipeline.driver.job_spec import Job, trains_apart
+from pipeline.driver.job_spec import Job, trains_independently
 from pipeline.units.sums import Add, Total
 from pipeline.units.units import Forward, Solve, SumUnit, Unwritten
 from tests.driver.simulation import (
@@ -53,7 +53,9 @@ def test_killed_anywhere_it_goes_on(job: Job) -> None:
         # Corrections go through a layer several times.
         corrects = any(task.corrections or task.refine for task in job.tasks)
         again = passes_of_a_layer(job) * (8 if corrects else 1)
-        if any(map(trains_apart, job.tasks)):  # the whole dense pass of both models, each layer from the embeddings
+        if any(
+            map(trains_independently, job.tasks)
+        ):  # the whole dense pass of both models, each layer from the embeddings
             again += job.shards * job.num_layers * (job.num_layers + 1)
         if job.solves_in_pass():  # from a commit on, each from there
             again = job.shards * sum(range(layers_behind(2) + job.every + 1))

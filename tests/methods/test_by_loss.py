@@ -53,7 +53,7 @@ def problem(
     return method, group, weights, replace(found, moments=moments)
 
 
-def take_curves(methods: Sequence[Method], where: Geometry) -> dict[str, Curve]:
+def compute_curves(methods: Sequence[Method], where: Geometry) -> dict[str, Curve]:
     """The curves of all groups whose ranks follow predicted loss, by the keys of their tasks."""
     curves = {}
     for task in predict_tasks(methods, where):
@@ -181,7 +181,7 @@ def test_three_methods_share_a_budget_by_loss() -> None:
     )
     job = manifest(*entries, keep=0.7)
     methods = build_methods(job)
-    curves = take_curves(methods, where)
+    curves = compute_curves(methods, where)
     assert allocate_ranks(job, methods, where, Scores()) == {}
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
     assert ranks.keys() == curves.keys()
@@ -197,7 +197,7 @@ def test_a_cache_is_shared_by_loss(share: float) -> None:
     where = llama("mha", num_hidden_layers=3)
     job = manifest({"method": "lorc", "cache_keep": share, "allocation": "loss", "weighting": "loss"}, keep=None)
     methods = build_methods(job)
-    curves = take_curves(methods, where)
+    curves = compute_curves(methods, where)
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
     dense = where.layers[0].attention.kv_heads * where.layers[0].attention.head_dim
     cached = [min(dense, rank) for found in ranks.values() for rank in found.values()]

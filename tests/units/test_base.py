@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pipeline.units.base import HandleResult, place_of
+from pipeline.units.base import HandleResult, layer_part_name
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,4 @@ def test_a_missing_handle_is_not_converted() -> None:
 
 
 def test_a_part_of_a_layer_has_a_name_of_its_own() -> None:
-    assert [place_of(3, None), place_of(3, 0), place_of(3, 12)] == ["3", "3.0", "3.12"]
+    assert [layer_part_name(3, None), layer_part_name(3, 0), layer_part_name(3, 12)] == ["3", "3.0", "3.12"]

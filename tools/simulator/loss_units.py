@@ -113,7 +113,7 @@ def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, 
 
 def refined_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
     """Yield refinements, layer by layer: solves, a pass that stores targets, a training, and a pass to the end."""
-    if work.refinement.apart:
+    if work.refinement.independent:
         return (yield from _apart_units(work, rates, way, after))
     seconds = work.refinement.passes / rates.products / 2
     for layer in range(way.layers):

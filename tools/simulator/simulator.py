@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.cost_model.phases import START_SECONDS
-from pipeline.units.scores import shards_each
+from pipeline.units.scores import shards_per_worker
 
 WORKER = "worker"
 SHARDS_OF_A_MODEL = 1_000_000  # scored models number their shards from multiples of this, as they share none
@@ -98,7 +98,7 @@ class _Run:
         self.held: Counter[tuple[int, int]] = Counter()  # (worker, of which hidden states) -> shards
         self.scored = Counter(unit.of for unit in units if unit.aside and unit.of)  # of each model: not done
         shards = Counter(unit.of for unit in {unit.shard: unit for unit in units if unit.of}.values())
-        self.most = {of: shards_each(count, workers) for of, count in shards.items()}  # of a model, on a worker
+        self.most = {of: shards_per_worker(count, workers) for of, count in shards.items()}  # of a model, on a worker
         self.running: dict[int, tuple[str, float]] = {}
         self.idle = set(range(workers))
         self.sums: dict[int, set[str]] = defaultdict(set)
