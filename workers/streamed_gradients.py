@@ -125,7 +125,7 @@ class StreamedGradients:
         x_SD, (weights_Sk, _) = self.module.routed(sample.stream)
         sample.weights = torch.zeros_like(weights_Sk)
         sample.inputs = torch.zeros_like(x_SD)
-        if self.module.has_role(f"{SHARED}.down"):
+        if any(block.name == SHARED for block in self.block.geometry.mlps):
             x_SD = x_SD.detach().requires_grad_()
             points = _points_of(self.points, SHARED)
             with torch.enable_grad(), self.layer.captured(points) as captured:

@@ -32,10 +32,11 @@ from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
-from pipeline.checkpoint.gguf_mixtures import LAYER_NAMES, MixtureFile, neighbours_first
+from pipeline.checkpoint.gguf_mixtures import MixtureFile, neighbours_first
+from pipeline.checkpoint.gguf_names import LAYER_NAMES
 from pipeline.checkpoint.gguf_vocabulary import add_vocabulary, vocabulary_of
 from pipeline.checkpoint.targets import ARCHITECTURES, is_mixture, mlp_widths, refuse_faults
-from pipeline.families.blocks import AttentionBlock
+from pipeline.families.blocks import AttentionBlock, roles_of
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.kernels.packing import unpack
@@ -192,7 +193,7 @@ def _contents(
     writer = gguf.GGUFWriter(str(path), "llama" if uniform else "deci")
     _add_sizes(writer, described, widths[0] if uniform else widths)
     rounded, tensors = _rounded_matrices(checkpoint, config), _tensors(checkpoint, config, described, say)
-    return [*_shapes(described, widths)], _file_dtypes(checkpoint, config), rounded, writer, tensors
+    return [*_shapes(config, described, widths)], _file_dtypes(checkpoint, config), rounded, writer, tensors
 
 
 @dataclass(frozen=True)
@@ -249,22 +250,23 @@ def _add_sizes(writer: Any, described: LayersConfig, width: int | list[int]) -> 
     writer.add_vocab_size(described.vocab_size)
 
 
-def _shapes(described: LayersConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(
+    config: Mapping[str, Any], described: LayersConfig, widths: list[int]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and the shape of every tensor, in the order of the file."""
     D, d = described.hidden_size, described.head_dim
-    query, key = described.num_attention_heads * d, described.num_key_value_heads * d
     yield "token_embd.weight", (described.vocab_size, D)
     yield "output_norm.weight", (D,)
     if not described.tie_word_embeddings:
         yield "output.weight", (described.vocab_size, D)
     if _frequency_factors(described) is not None:
         yield "rope_freqs.weight", (d // 2,)
-    for layer, width in enumerate(widths):
-        shapes = {
-            "input_norm": (D,), "q": (query, D), "k": (key, D), "v": (key, D), "o": (D, query), "mlp_norm": (D,),
-            "gate": (width, D), "up": (width, D), "down": (D, width),
-        }  # fmt: skip
-        yield from ((f"blk.{layer}.{LAYER_NAMES[role]}.weight", shape) for role, shape in shapes.items())
+    for layer, width in zip(geometry_of(config).layers, widths, strict=True):
+        (mlp,) = layer.mlps
+        shapes: dict[str, tuple[int, ...]] = {norm.role: (norm.size,) for norm in layer.norms}
+        shapes |= {matrix.role: matrix.shape for matrix in layer.attention.matrices}
+        shapes |= {**dict.fromkeys(roles_of(mlp.readers), (width, D)), mlp.writer.role: (D, width)}
+        yield from ((f"blk.{layer.index}.{name}.weight", shapes[role]) for role, name in LAYER_NAMES.items())
 
 
 def _tensors(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS, SHARED, split_role
 from pipeline.checkpoint.exporting import coarsest, layer_weights
+from pipeline.checkpoint.gguf_names import EXPERTS, NAMES
 from pipeline.checkpoint.targets import counted, stock_widths, written_config
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -26,17 +27,6 @@ from pipeline.inputs.source_dtypes import source_dtype
 from stores.source import SourceCheckpoint
 from workers.layers import cpu_reader
 
-LAYER_NAMES = {
-    "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
-    "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-}  # fmt: skip
-NAMES = LAYER_NAMES | {
-    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "q_proj": "attn_q", "q_a_proj": "attn_q_a",
-    "q_a_layernorm": "attn_q_a_norm", "q_b_proj": "attn_q_b", "kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "kv_a_layernorm": "attn_kv_a_norm", "o_proj": "attn_output", "router": "ffn_gate_inp",
-    "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp", "shared.down": "ffn_down_shexp",
-}  # fmt: skip
-EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 HALVES = (torch.bfloat16, torch.float16)
 
 

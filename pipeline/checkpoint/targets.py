@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lamina import LayersConfig
-from lamina.block_lamina import BLOCK_DEFAULTS, POSITIVE_NUMBERS
+from lamina.block_lamina import BLOCK_DEFAULTS, MLP_ROLES, POSITIVE_NUMBERS
 from lamina.foreign_lamina import LATENTS, VALUE_WIDTH, narrowed
 from lamina.mixture_lamina import ROUTER, SHARED
 from manifests.errors import InputError
+from pipeline.checkpoint.gguf_names import LAYER_NAMES
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.families.config_fields import own_name
 from pipeline.families.foreign import LATENT_MODULES
@@ -30,8 +31,8 @@ ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "deepseek_v3": "de
 ROPE_TYPES = ("default", "linear", "llama3")  # types that only scale frequencies
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 DTYPES = ("float32", "bfloat16", "float16")
-ROLES = ("input_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")  # roles of both architectures' layers
-OTHER_ROLES = {  # of mixtures -> the roles of attention that differ from ROLES
+_, READER, _ = MLP_ROLES  # of a gated MLP and of one without a gate
+OTHER_ROLES = {  # of mixtures -> the roles of attention that differ from a dense layer's
     "qwen3_moe": {"q_norm", "k_norm"},
     "deepseek_v3": {*LATENT_MODULES, "q", "k", "v", "o"},
 }
@@ -141,7 +142,7 @@ def expert_widths(described: LayersConfig) -> set[int]:
         for block in described.mlp_blocks(layer)
         if block != SHARED
     )
-    forms = ((layer, block, *described.form_of(layer, f"{block}.up")) for layer, block in blocks)
+    forms = ((layer, block, *described.form_of(layer, f"{block}.{READER}")) for layer, block in blocks)
     return {form.inner_width(described.layer_shape(layer, block), spec) for layer, block, form, spec in forms}
 
 
@@ -161,7 +162,7 @@ def stock_widths(config: Mapping[str, Any]) -> dict[str, int]:
 
 def mlp_widths(described: LayersConfig) -> list[int]:
     """Return the number of channels of each layer's MLP, factored or not."""
-    forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
+    forms = (described.form_of(layer, READER) for layer in range(described.num_hidden_layers))
     return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]
 
 
@@ -313,7 +314,7 @@ def _biases(described: LayersConfig) -> str | None:
 
 
 def _modules(described: LayersConfig) -> str | None:
-    other = {*described.block["modules"]} ^ {*ROLES}
+    other = {*described.block["modules"]} ^ {*LAYER_NAMES}
     other -= OTHER_ROLES.get(described.source_model_type or "", set())
     return f"layers that differ from Llama's in {', '.join(sorted(other))}" if other else None
 

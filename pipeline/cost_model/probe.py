@@ -175,7 +175,7 @@ class _Layer:
     def __init__(self, device: torch.device, dtype: torch.dtype, shape: ProbedShape) -> None:
         self.device, self.dtype, self.shape, self.samples = device, dtype, shape, SAMPLES[device.type]
         hidden, inner, length = shape.hidden, shape.intermediate, shape.sequence
-        self.query, self.out, self.gate, self.up, self.down = (
+        self.query, self.out, self.activated, self.multiplied, self.writer = (
             self._weight(shape.features, hidden), self._weight(hidden, shape.features), self._weight(inner, hidden),
             self._weight(inner, hidden), self._weight(hidden, inner),
         )  # fmt: skip
@@ -235,8 +235,8 @@ class _Layer:
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         after_BSD = inputs_BSD + linear(mixed.transpose(1, 2).flatten(2), self.out)
         read_BSD = self._normed(after_BSD)
-        channels = functional.silu(linear(read_BSD, self.gate)) * linear(read_BSD, self.up)
-        return after_BSD + linear(channels, self.down)
+        channels = functional.silu(linear(read_BSD, self.activated)) * linear(read_BSD, self.multiplied)
+        return after_BSD + linear(channels, self.writer)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

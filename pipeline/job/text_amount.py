@@ -17,6 +17,8 @@ from pipeline.cost_model.rates import Rates, known_rates
 from pipeline.cost_model.work import layer_work
 from pipeline.driver.ledger_keys import HARDWARE, SAMPLES
 from pipeline.driver.scheduler import Scheduler, batch
+from pipeline.families.blocks import ONLY_BLOCKS, MLPBlock
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.job.context import JobContext, with_entered_samples, with_samples
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.worker_session import job_workers
@@ -24,7 +26,6 @@ from pipeline.reporting.summary import samples_line
 from pipeline.units.text_amount import MeasureText
 from stores.run_directory import MANIFEST
 
-POINTS = ("down.in", "mlp.in", "attention.in")  # of the first layer; the widest is measured
 ENOUGH = 0.01  # the rise of the held-out error, over that of all samples, that fewer samples may cause
 
 
@@ -40,7 +41,7 @@ def choose_samples(job: JobContext, heartbeat: Heartbeat) -> JobContext:
         return job
     if job.ledger.get(SAMPLES) is None:
         most, layer = calibration.samples, job.inputs.geometry.layers[0]
-        point = max((point for point in POINTS if point in layer.points), key=layer.features)
+        point = widest_point(layer)
         with job_workers(job, heartbeat) as workers:
             job.observer.phase("amount of text", 1, 1)
             (errors,) = Scheduler(workers.pool, job.observer).run(batch([MeasureText(point, most)]))
@@ -56,6 +57,14 @@ def choose_samples(job: JobContext, heartbeat: Heartbeat) -> JobContext:
     assert entered is not None
     job.observer.say(samples_line(entered.as_json()))
     return job
+
+
+def widest_point(layer: LayerGeometry) -> str:
+    """Returns the widest point that all tokens pass and that a matrix reads; value heads and shared experts aside."""
+    points = [block.writer.reads for block in layer.mlps if block.name in ONLY_BLOCKS]
+    points += [block.passing for block in layer.mlps]
+    points += [block.input for block in layer.matrix_blocks if not isinstance(block, MLPBlock)]
+    return max((point for point in points if point in layer.points), key=layer.features)
 
 
 def parts_of(most: int) -> tuple[int, ...]:

@@ -243,7 +243,7 @@ def test_ranks_below_those_that_were_looked_at_are_not_free() -> None:
     layer = GEOMETRIES["gqa"].layers[0]
     entry = method_of(widths=1).entry
     linear = torch.linspace(8.0, 0.0, layer.hidden + 1, dtype=torch.float64)
-    piece = mlp_part.Piece(gate_up=linear.tolist(), down=[0.0] * (layer.hidden + 1), bends=[0.0, 0.0, 0.0])
+    piece = mlp_part.Piece(readers=linear.tolist(), writer=[0.0] * (layer.hidden + 1), bends=[0.0, 0.0, 0.0])
     begun = mlp_part.EliminatedChannels(
         order=list(range(layer.mlps[0].width)), losses=[0.0], probed=[layer.mlps[0].width]
     )

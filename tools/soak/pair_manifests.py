@@ -7,6 +7,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from manifests.quantize import OUTER_ROLES, QUANTIZED_ROLES
+
 TEXT = "text.txt"
 TOKENS_PER_NUMBER = 4
 Entry = dict[str, Any]
@@ -224,8 +226,7 @@ def _draw_quantize(random: Random) -> Entry:
     if random.random() < 0.4:
         quantize["what"] = random.choice(("factors", "all"))
     if random.random() < 0.25:
-        roles = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")
-        quantize["skip"] = random.sample(roles, random.randint(1, 3))
+        quantize["skip"] = random.sample((*QUANTIZED_ROLES, *OUTER_ROLES), random.randint(1, 3))
     if random.random() < 0.3:
         quantize["feedback"] = random.random() < 0.5
     return quantize

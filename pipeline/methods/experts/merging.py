@@ -95,18 +95,18 @@ def refit(mixture: Mixture, merged: Mixture, inputs_TD: Tensor, offload: Offload
 
 
 def _writer(experts: Sequence[ExpertWeights], number: int) -> Tensor:
-    return experts[number].down
+    return experts[number].writer
 
 
 def _with_writer(experts: Sequence[ExpertWeights], downs: Sequence[Tensor], number: int) -> ExpertWeights:
-    return experts[number]._replace(down=downs[number])
+    return experts[number]._replace(writer=downs[number])
 
 
 def _mean_expert(parts: Sequence[ExpertWeights], shares: Sequence[float]) -> ExpertWeights:
     """Return the weighted sum of experts, float64, read one after another."""
     means: list[Tensor] = []
     for part, share in zip(parts, shares, strict=True):
-        weighed = [tensor.double() * share for tensor in (part.down, *part.readers, *(part.biases or ()))]
+        weighed = [tensor.double() * share for tensor in (part.writer, *part.readers, *(part.biases or ()))]
         means = [mean.add_(other) for mean, other in zip(means, weighed, strict=True)] if means else weighed
     down_DN, *others = means
     readers = len(parts[0].readers)
@@ -114,5 +114,9 @@ def _mean_expert(parts: Sequence[ExpertWeights], shares: Sequence[float]) -> Exp
 
 
 def _offloaded(expert: ExpertWeights, offload: Offload) -> Callable[[], ExpertWeights]:
-    readers, down, biases = [offload(reader_ND) for reader_ND in expert.readers], offload(expert.down), expert.biases
-    return lambda: ExpertWeights(tuple(reader() for reader in readers), down(), biases)
+    readers, writer, biases = (
+        [offload(reader_ND) for reader_ND in expert.readers],
+        offload(expert.writer),
+        expert.biases,
+    )
+    return lambda: ExpertWeights(tuple(reader() for reader in readers), writer(), biases)

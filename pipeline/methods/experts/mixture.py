@@ -35,7 +35,7 @@ class ExpertWeights(NamedTuple):
     """The weights of one expert: gate and up, or up alone (N, D), and down (D, N); biases of all of them, or None."""
 
     readers: tuple[Tensor, ...]
-    down: Tensor
+    writer: Tensor
     biases: tuple[Tensor, ...] | None = None
 
 
@@ -79,7 +79,7 @@ class Mixture:
     def outputs(self, expert: int, inputs_tD: Tensor) -> Tensor:
         """Return the outputs (t, D) of one expert, before the router's weight."""
         weights, dtype = self.experts[expert], inputs_tD.dtype
-        outputs_tD = self.hidden(expert, inputs_tD) @ weights.down.to(dtype).T
+        outputs_tD = self.hidden(expert, inputs_tD) @ weights.writer.to(dtype).T
         return outputs_tD if weights.biases is None else outputs_tD + weights.biases[-1].to(dtype)
 
     def served(self, expert: int, inputs_TD: Tensor, routing: Routing) -> Served:
@@ -105,7 +105,7 @@ class Mixture:
         output_TD = torch.zeros_like(inputs_TD, dtype=torch.promote_types(inputs_TD.dtype, torch.float32))
         for number, expert in enumerate(self.experts):
             part = self.served(number, inputs_TD, routing)
-            written_tD = part.values.to(output_TD.dtype) @ expert.down.to(output_TD.dtype).T
+            written_tD = part.values.to(output_TD.dtype) @ expert.writer.to(output_TD.dtype).T
             output_TD.index_add_(0, part.tokens, written_tD)
         return output_TD + self.written_biases(routing).to(output_TD.dtype)
 
@@ -132,13 +132,13 @@ class SolvedExpert:
     Attributes:
         channels: (k,), the kept channels, ascending.
         dense: a function that returns the dense expert.
-        down: a function that returns the new writer (D, k).
+        writer: a function that returns the new writer (D, k).
         tokens: the number of its sampled tokens. Without any, it keeps its first channels, without a refit.
     """
 
     channels: Tensor
     dense: Callable[[], ExpertWeights]
-    down: Callable[[], Tensor]
+    writer: Callable[[], Tensor]
     tokens: int
 
     @property
@@ -149,7 +149,7 @@ class SolvedExpert:
         if biases is not None:
             *inner, down_D = biases
             biases = (*(bias_N[self.channels] for bias_N in inner), down_D)
-        return ExpertWeights(tuple(reader_ND[self.channels] for reader_ND in dense.readers), self.down(), biases)
+        return ExpertWeights(tuple(reader_ND[self.channels] for reader_ND in dense.readers), self.writer(), biases)
 
 
 def expert_tokens(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def width_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored, widths: 
     """Return the predicted loss of each expert at each width (E, n), nats per token, after a refit of its writer."""
     routing, rows = mixture.route(inputs_TD), []
     for number, expert in enumerate(mixture.experts):
-        part, weighted_DN = mixture.served(number, inputs_TD, routing), metric.factor.T @ expert.down.double()
+        part, weighted_DN = mixture.served(number, inputs_TD, routing), metric.factor.T @ expert.writer.double()
         moment_NN = weighted_moment(part, len(inputs_TD))
         order = eliminate(moment_NN, weighted_DN, min(widths)).order
         losses = metric.scale * nested_losses(
@@ -264,10 +264,10 @@ def solve_shape(
     fitted = refit_mixture(
         mixture.output(inputs_TD) - remaining.written_biases(routing),
         lambda number: narrow.served(number, inputs_TD, routing),
-        Deferred([each.down for each in solved]),
+        Deferred([each.writer for each in solved]),
         offload=offload,
     )
-    return [replace(each, down=partial(fitted.__getitem__, number)) for number, each in enumerate(solved)]
+    return [replace(each, writer=partial(fitted.__getitem__, number)) for number, each in enumerate(solved)]
 
 
 def shape_loss(
@@ -298,7 +298,7 @@ def _narrowed(
     offload: Offload,
 ) -> SolvedExpert:
     dense = partial(remaining.experts.__getitem__, number)
-    part, down_DN = remaining.served(number, inputs_TD, routing), dense().down.double()
+    part, down_DN = remaining.served(number, inputs_TD, routing), dense().writer.double()
     whole = part.values.shape[1]
     if width >= whole or not len(part.tokens):
         channels_k = torch.arange(min(width, whole), device=down_DN.device)

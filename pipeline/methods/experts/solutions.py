@@ -118,7 +118,7 @@ def solve(
 
 def _weight(solved: SolvedExpert, place: int) -> Tensor:
     weights = solved.weights
-    return (*weights.readers, weights.down)[place]
+    return (*weights.readers, weights.writer)[place]
 
 
 def _bias(solved: SolvedExpert, place: int) -> Tensor:

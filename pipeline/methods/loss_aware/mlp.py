@@ -37,13 +37,13 @@ class EliminatedChannels(TypedDict):
 
 
 class Piece(TypedDict):
-    """Predicted losses at one width by rank: those of the readers, assuming a linear activation, and of down.
+    """Predicted losses at one width by rank: those of the readers, assuming a linear activation, and of the writer.
 
     `bends`: for each of `PROBES`, the measured loss over the readers' predicted one; empty at widths without a probe.
     """
 
-    gate_up: list[float]
-    down: list[float]
+    readers: list[float]
+    writer: list[float]
     bends: list[float]
 
 
@@ -112,9 +112,9 @@ def _eliminated(solver: Solver) -> EliminatedChannels:
 def _pieces(solver: Solver, elimination: EliminatedChannels, widths: Sequence[int]) -> list[Piece]:
     pruned = dict(zip(solver.sizes.widths, elimination["losses"], strict=True))
     by_width = {}
-    for width, linear, down in solver.losses(widths, elimination["probed"]):
+    for width, linear, writer in solver.losses(widths, elimination["probed"]):
         bends = solver.bends(solver.kept(width), linear, pruned[width]) if width in elimination["probed"] else []
-        by_width[width] = Piece(gate_up=linear.tolist(), down=down.tolist(), bends=bends)
+        by_width[width] = Piece(readers=linear.tolist(), writer=writer.tolist(), bends=bends)
     return [by_width[width] for width in widths]
 
 
@@ -123,7 +123,7 @@ def _options(sizes: Sizes, elimination: EliminatedChannels, by_width: Mapping[in
         pruned = Point({WIDTH: width}, sizes.bias_numbers(width), loss)
         losses = _reader_losses(sizes.block, elimination, by_width, width)
         readers = sizes.reader_stack(width).points(losses, sizes.multiple)
-        writer = sizes.writer_stack(width).points(_column(by_width[width]["down"]), sizes.multiple)
+        writer = sizes.writer_stack(width).points(_column(by_width[width]["writer"]), sizes.multiple)
         yield from merged([pruned], merged(readers, writer))
 
 
@@ -134,7 +134,7 @@ def _reader_losses(
 
     Bends are interpolated between the probed widths.
     """
-    linear, ranks = _column(by_width[width]["gate_up"]), probed_ranks(block, width)
+    linear, ranks = _column(by_width[width]["readers"]), probed_ranks(block, width)
     probed = elimination["probed"]
     if not probed or not ranks or width > probed[-1]:
         return linear

@@ -36,7 +36,7 @@ def test_merged_weights_are_means_by_tokens_and_the_busiest_keeps_its_row() -> N
     rule = RoutingRule("sigmoid", 2)
     mixture = Mixture(experts, torch.randn(4, 4, generator=source), torch.arange(4.0), rule, Channels("silu"))
     merged = merge(mixture, [[0, 3], [1, 2]], torch.tensor([1, 0, 0, 3]))
-    torch.testing.assert_close(merged.experts[0].down, (0.25 * experts[0].down + 0.75 * experts[3].down).double())
+    torch.testing.assert_close(merged.experts[0].writer, (0.25 * experts[0].writer + 0.75 * experts[3].writer).double())
     torch.testing.assert_close(
         merged.experts[1].readers[0], ((experts[1].readers[0] + experts[2].readers[0]) / 2).double()
     )

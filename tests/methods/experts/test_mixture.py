@@ -93,7 +93,7 @@ def test_a_whole_mixture_stays_what_it_is(rule: str) -> None:
     for each, expert in zip(solved, mixture.experts, strict=True):
         for weight, dense in zip(each.weights.readers, expert.readers, strict=True):
             torch.testing.assert_close(weight, dense)
-        torch.testing.assert_close(each.weights.down, expert.down)
+        torch.testing.assert_close(each.weights.writer, expert.writer)
     assert shape_loss(mixture, inputs_TD, metric, range(EXPERTS), solved) < 1e-20
 
 
@@ -104,7 +104,7 @@ def test_a_refit_over_the_mixture_lowers_the_error(rule: str, kept: list[int], w
     losses = []
     for refit in (False, True):
         solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit)
-        assert [each.weights.down.shape for each in solved] == [(HIDDEN, width)] * len(kept)
+        assert [each.weights.writer.shape for each in solved] == [(HIDDEN, width)] * len(kept)
         for each, number in zip(solved, kept, strict=True):
             assert torch.equal(each.weights.readers[0], mixture.experts[number].readers[0][each.channels])
         losses.append(shape_loss(mixture, inputs_TD, metric, kept, solved))
@@ -118,7 +118,7 @@ def test_an_expert_that_no_token_reaches_goes_first_and_keeps_its_weights() -> N
     assert losses_E.argmin() == 2
     solved = solve_shape(mixture, inputs_TD, metric, range(EXPERTS), 4)
     assert solved[2].tokens == 0
-    assert torch.equal(solved[2].weights.down, mixture.experts[2].down[:, :4])
+    assert torch.equal(solved[2].weights.writer, mixture.experts[2].writer[:, :4])
     without = solve_shape(mixture, inputs_TD, metric, [0, 1, 3, 4], WIDTH)
     assert shape_loss(mixture, inputs_TD, metric, [0, 1, 3, 4], without) < 1e-20
 
@@ -131,7 +131,9 @@ def test_every_token_at_one_expert() -> None:
     assert expert_sums(forced, inputs_TD).tokens.tolist() == [TOKENS, 0, 0, 0, 0]
     solved = solve_shape(forced, inputs_TD, metric, [0, 3], 3)
     assert [each.tokens for each in solved] == [TOKENS, 0]
-    assert all(torch.isfinite(weight).all() for each in solved for weight in (*each.weights.readers, each.weights.down))
+    assert all(
+        torch.isfinite(weight).all() for each in solved for weight in (*each.weights.readers, each.weights.writer)
+    )
 
 
 def test_half_precision_inputs_are_enough() -> None:
