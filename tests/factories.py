@@ -20,6 +20,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -30,6 +34,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GlmMoeDsaConfig,
@@ -84,8 +90,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -113,6 +123,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
     "falcon": (FalconConfig, FalconForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
 }
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -123,10 +135,13 @@ MIXTURES: dict[str, tuple[Any, Any]] = {
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
     "hunyuan_v1_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
+    "dots1": (Dots1Config, Dots1ForCausalLM),
+    "solar_open": (SolarOpenConfig, SolarOpenForCausalLM),
 }
 FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method compresses
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
 }
 CHUNKED: dict[str, tuple[Any, Any]] = {  # attention within chunks, which is copied, and weighed inputs of experts
     "llama4_text": (Llama4TextConfig, Llama4ForCausalLM),
@@ -187,6 +202,8 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {  # beside GEOMETRY; every kind of laye
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": False},
+    "ernie4_5": {"use_bias": True},
     "cohere2": {"logit_scale": 1.0, "sliding_window": 16, "layer_types": TYPES},
     "llama4_text": {
         "layer_types": ("chunked_attention", "full_attention"), "no_rope_layers": (1, 0), "attention_chunk_size": 16,
@@ -265,6 +282,11 @@ LATENT: dict[str, Any] = {  # no two sizes of the attention alike
     },
 }  # fmt: skip
 OWN_NAMES |= {"deepseek_v2": LATENT, "deepseek_v3": LATENT}
+LISTED = {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"}
+OWN_NAMES["glm4_moe_lite"] = LISTED | {"mlp_layer_types": ("dense", "sparse", "sparse")}
+GROUPED: dict[str, Any] = EXPERTS["deepseek_v3"]
+EXPERTS |= {"glm4_moe_lite": GROUPED, "solar_open": GROUPED}
+EXPERTS["dots1"] = GROUPED | {"first_k_dense_replace": 1, "sliding_window": 16, "layer_types": TYPES}
 INDEX: dict[str, Any] = {**LATENT, "index_topk": 300, "index_head_dim": 10, "index_n_heads": 3}
 OWN_NAMES |= {"deepseek_v32": INDEX, "glm_moe_dsa": {**INDEX, "indexer_types": ("full", "shared")}}
 EXPERTS |= {"deepseek_v32": EXPERTS["deepseek_v3"], "glm_moe_dsa": EXPERTS["deepseek_v3"]}

@@ -25,12 +25,15 @@ from pipeline.families import (
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    dots1,
+    ernie4_5,
     falcon,
     gemma2,
     gemma3,
     glm,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     glm_moe_dsa,
     gpt_neox,
     gpt_oss,
@@ -56,7 +59,9 @@ from pipeline.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
     smollm3,
+    solar_open,
     starcoder2,
 )
 from pipeline.families.blocks import Copied, MLPBlock, dense_blocks, mixture_blocks
@@ -94,6 +99,9 @@ FAMILIES: dict[str, Family] = {
         deepseek_v32,
         glm_moe_dsa,
         glm4_moe,
+        glm4_moe_lite,
+        dots1,
+        solar_open,
         minimax_m2,
         gpt_oss,
         granitemoe,
@@ -118,6 +126,8 @@ FAMILIES: dict[str, Family] = {
         cohere2,
         gpt_neox,
         falcon,
+        seed_oss,
+        ernie4_5,
     )
 }
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the name of the same in transformers

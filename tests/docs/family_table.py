@@ -43,7 +43,9 @@ USUAL: dict[str, dict[str, Any]] = {  # fields as in the models on the hub, wher
 }  # fmt: skip
 NAMES = {
     "cohere": "Command-R", "cohere2": "Command-A", "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3",
-    "deepseek_v32": "DeepSeek-V3.2", "falcon": "Falcon", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3",
+    "deepseek_v32": "DeepSeek-V3.2", "dots1": "dots.llm1", "ernie4_5": "ERNIE 4.5", "glm4_moe_lite": "GLM-4.7-Flash",
+    "seed_oss": "Seed-OSS", "solar_open": "Solar Open", "falcon": "Falcon",
+    "gemma2": "Gemma 2", "gemma3_text": "Gemma 3",
     "glm": "GLM-4 (2024)", "glm4": "GLM-4 (2025)", "glm4_moe": "GLM-4.5", "glm_moe_dsa": "GLM-5",
     "gpt_neox": "GPT-NeoX", "gpt_oss": "gpt-oss", "gptj": "GPT-J", "granite": "Granite", "granitemoe": "Granite-MoE",
     "hunyuan_v1_moe": "Hunyuan-MoE", "kimi_linear": "Kimi-Linear", "llama4_text": "Llama-4",

@@ -24,6 +24,8 @@ SHARED = {
     **SMALL, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+SOLAR = {name: value for name, value in SHARED.items() if name not in ("first_k_dense_replace", "intermediate_size")}
+LISTED = {**LATENT, "first_k_dense_replace": 1}
 OWN_HEADS = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 NEOX = {**OWN_HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 FALCON = {**{name: value for name, value in OWN_HEADS.items() if name != "intermediate_size"}, "ffn_hidden_size": 80}
@@ -41,16 +43,19 @@ NEMOTRON = {
     "n_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
 NEMOTRON_LACKS = ("hidden_act", "rms_norm_eps", "rope_parameters", "num_hidden_layers")
+SOLAR_LACKS = ("first_k_dense_replace", "intermediate_size")
 KIMI_LACKS = ("n_routed_experts", "rope_parameters", "q_lora_rank")
 SIZES = {
     "opt": OPT, "gptj": GPTJ, "mixtral": MIXTRAL, "qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT, "glm4_moe": SHARED, "minimax_m2": MINIMAX, "gpt_neox": NEOX, "falcon": FALCON,
+    "deepseek_v3": LATENT, "glm4_moe": SHARED, "dots1": SHARED, "solar_open": SOLAR,
+    "glm4_moe_lite": LISTED,
+    "minimax_m2": MINIMAX, "gpt_neox": NEOX, "falcon": FALCON,
     "smollm3": {**SMALL, "no_rope_layers": [1, 0]}, "qwen3_next": MIXTURE,
     "llama4_text": {**MIXTRAL, "no_rope_layers": [1, 0], "intermediate_size_mlp": 40},
     "deepseek_v32": INDEX, "glm_moe_dsa": INDEX, "kimi_linear": KIMI, "nemotron_h": NEMOTRON,
 }  # fmt: skip
 UNLISTED = {  # head_dim
-    "phi3", "granitemoe",
+    "phi3", "granitemoe", "dots1",
     "qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe", "olmo2", "olmo3", "granite", "smollm3", "starcoder2", "cohere",
     "cohere2",
 }  # fmt: skip
@@ -157,6 +162,22 @@ ODD: dict[str, dict[str, Any]] = {
         **ODD_LATENT, "rope_interleave": False, "norm_topk_prob": False, "n_group": 3,
         "topk_group": {"n_group": 3, "topk_group": 2},
     },
+    "glm4_moe_lite": {
+        **ODD_LATENT, "rope_interleave": False, "norm_topk_prob": False, "n_group": 3,
+        "topk_group": {"n_group": 3, "topk_group": 2}, "mlp_layer_types": ["sparse", "dense"],
+        "first_k_dense_replace": {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "dense"]},
+    },
+    "dots1": {
+        **GATED, **PATTERN, **ODD_SHARED, "attention_bias": True, "norm_topk_prob": True, "n_group": 3,
+        "topk_group": {"n_group": 3, "topk_group": 2},
+        "max_window_layers": {"max_window_layers": 1, "sliding_window": 6},
+    },
+    "solar_open": {
+        **{name: value for name, value in {**GATED, **ODD_SHARED}.items() if name not in SOLAR_LACKS},
+        "attention_bias": True, "norm_topk_prob": False, "n_group": 3, "topk_group": {"n_group": 3, "topk_group": 2},
+    },
+    "seed_oss": {**GATED, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    "ernie4_5": {**GATED, "use_bias": True, "tie_word_embeddings": False},
     "deepseek_v32": INDEXED,
     "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared"]},
     "kimi_linear": {
@@ -287,6 +308,7 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     unlisted = {"mistral": {"layer_types"}, **{name: {"head_dim"} for name in UNLISTED}}
     unlisted |= {"deepseek_v2": {*ROUTING[1:]}, "deepseek_v3": {*ROUTING}}
     unlisted |= {"deepseek_v32": {*ROUTING}, "glm_moe_dsa": {*ROUTING}}
+    unlisted["glm4_moe_lite"] = {*ROUTING, "first_k_dense_replace", "num_mtp_layers"}
     unlisted["minimax_m2"] = {*MINIMAX_FIELDS}
     unlisted |= {"kimi_linear": {*KIMI_FIELDS}, "nemotron_h": {"num_hidden_layers"}}
     assert others == unlisted.get(family, set())

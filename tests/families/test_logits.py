@@ -100,6 +100,10 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         "glm4": {**gated, **biased, "head_dim": head_dim, **partly},
         "cohere": {**gated, **stretched, **biased, "logit_scale": draw.choice((0.0625, 1.0))},
         "cohere2": {**gated, **biased, **windows, "logit_scale": draw.choice((0.0625, 1.0))},
+        "seed_oss": {
+            **gated, **stretched, **biased, "attention_out_bias": draw.random() < 0.5, "mlp_bias": draw.random() < 0.5,
+        },
+        "ernie4_5": {**gated, **stretched, "use_bias": draw.random() < 0.5},
         "gpt_neox": {
             **common, **biased, **partly, "intermediate_size": draw.choice((40, 77)),
             "use_parallel_residual": draw.random() < 0.5, "tie_word_embeddings": False,

@@ -54,7 +54,7 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         return nemotron_sizes(draw)
     if family in factories.HYBRIDS:
         return hybrid_sizes(family, draw)
-    if family in ("glm4_moe", *factories.FOREIGN, *factories.INDEXED):
+    if family in ("glm4_moe", "dots1", "solar_open", *factories.FOREIGN, *factories.INDEXED):
         return sizes | grouped_sizes(family, draw)
     sizes |= {"num_experts": experts, "moe_intermediate_size": draw.choice([5, 24, 33])}
     sizes |= draw.choice([{"mlp_only_layers": [draw.randrange(3)]}, {"decoder_sparse_step": 2, "mlp_only_layers": []}])
@@ -125,6 +125,13 @@ def grouped_sizes(family: str, draw: random.Random) -> dict[str, Any]:
     if family == "glm4_moe":
         heads = {name: draw.random() < 0.5 for name in ("use_qk_norm", "attention_bias", "norm_topk_prob")}
         return sizes | heads | {"partial_rotary_factor": draw.choice([0.25, 0.5, 1.0])}
+    if family in ("dots1", "solar_open"):
+        windows = {"layer_types": [draw.choice(factories.TYPES) for _ in range(3)]} if family == "dots1" else {}
+        sizes |= {name: draw.random() < 0.5 for name in ("attention_bias", "norm_topk_prob")} | windows
+        return sizes if windows else {name: size for name, size in sizes.items() if name != "first_k_dense_replace"}
+    if family == "glm4_moe_lite":
+        del sizes["first_k_dense_replace"]
+        sizes["mlp_layer_types"] = [draw.choice(["dense", "sparse"]) for _ in range(3)]
     if family in factories.INDEXED:
         sizes |= {"norm_topk_prob": draw.random() < 0.5, "index_topk": draw.choice([4, 100])}
         kinds = ["full", *(draw.choice(["full", "shared"]) for _ in range(2))]

@@ -40,6 +40,14 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 LAYER = [(4, 64), (4, 40), (6, 24)]  # experts and width of each layer
 STOCK = [(4, 40)] * 3
+LATENTS = {
+    "kv_a_proj_with_mqa": 32,
+    "kv_a_layernorm": 32,
+    "kv_b_proj": 32,
+    "q_a_proj": 24,
+    "q_a_layernorm": 24,
+    "q_b_proj": 24,
+}
 
 
 def shaped(config: dict[str, Any], sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -71,11 +79,18 @@ def unlike(config: dict[str, Any]) -> list[dict[str, Any]]:
     return forms
 
 
+def narrow_latents(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Experts as in `STOCK`, and both latents of the attention narrower."""
+    narrow = {role: {"form": "narrow", "rank": rank} for role, rank in LATENTS.items()}
+    return [forms | narrow for forms in shaped(config, STOCK)]
+
+
 CASES: dict[str, tuple[str, Any]] = {
     **{f"{name}-layer": (name, lambda config: shaped(config, LAYER)) for name in ("mixtral", "qwen2", "qwen3")},
     "glm4-layer": ("glm4", lambda config: shaped(config, [(4, 64), (4, 40), (8, 24)])),
     "qwen3-free": ("qwen3", unlike),
     **{f"{name}-stock": (name, lambda config: shaped(config, STOCK)) for name in ("mixtral", "qwen3", "deepseek")},
+    "deepseek-latents-stock": ("deepseek", narrow_latents),
 }
 
 

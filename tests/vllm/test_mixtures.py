@@ -1,5 +1,6 @@
 """Mixtures of experts: `layer` and `free` in Lamina's class for vLLM, `stock` in vLLM's own classes."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,16 @@ def test_two_devices_say_the_same(on_two: dict[str, Any], root: Path, name: str)
 @pytest.mark.parametrize("name", STOCK)
 def test_vllm_s_own_classes_load_exports(stock: dict[str, Any], root: Path, name: str) -> None:
     assert stock[name].get("error") is None
-    assert stock[name]["class"] == CLASSES[name.removesuffix("-stock")]
+    assert stock[name]["class"] == CLASSES[name.split("-")[0]]
     assert stock[name]["tokens"] == expected(root / "exported" / name / "output")
+
+
+def test_an_export_has_the_narrow_latents(root: Path) -> None:
+    """vLLM caches a latent and the rotated part of the keys for each token."""
+    config = json.loads(
+        (root / "exported" / "deepseek-latents-stock" / "deepseek-latents-stock" / "config.json").read_text()
+    )
+    assert (config["kv_lora_rank"], config["q_lora_rank"]) == (32, 24)
 
 
 def test_compiled_it_says_the_same_unless_experts_differ(root: Path) -> None:
