@@ -11,6 +11,7 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import checkpoint_config, standard_config
 from pipeline.families.source_config import source_config
 
+NARROW_FORM = "pruned"  # of MLPs with fewer channels; beside latent attention all have one width
 Forms = Mapping[str, Mapping[str, Any]]  # role -> form
 
 
@@ -22,7 +23,7 @@ def latent_form(forms: Sequence[Forms]) -> Mapping[str, Any] | None:
 def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dict[str, Any]:
     """Return the standard config of the compressed model; with latent attention, that of a dense DeepSeek model.
 
-    That one has an output embedding of its own: engines' classes know no other.
+    That one has an output embedding of its own: engines' classes know no other. Its MLPs have one width in all layers.
     `standard`: of the source. `forms`: of all layers, or of those that are known.
     """
     latent = latent_form(forms)
@@ -35,7 +36,7 @@ def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dic
         | {
             "model_type": "deepseek_v3",
             "hidden_act": ACTIVATION,
-            "intermediate_size": standard["intermediate_size"],
+            "intermediate_size": _mlp_width(standard, forms),
             "rms_norm_eps": standard["norm_eps"],
             "initializer_range": standard["initializer_range"],
             "num_key_value_heads": heads,
@@ -53,6 +54,12 @@ def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dic
             ),
         }
     )
+
+
+def _mlp_width(standard: Mapping[str, Any], forms: Sequence[Forms]) -> int:
+    """Return the width of the MLPs, which the class has once: that of narrow ones, or the source's."""
+    narrow = (form["rank"] for layer in forms for form in layer.values() if form["form"] == NARROW_FORM)
+    return int(next(narrow, standard["intermediate_size"]))
 
 
 def untied_head(standard: Mapping[str, Any], own_class: bool) -> dict[str, str]:

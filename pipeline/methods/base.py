@@ -45,6 +45,11 @@ class MethodDefaults(ABC):
         return False
 
     @property
+    def narrows_alike(self) -> bool:
+        """Return False: OUTPUT needs forms of its own."""
+        return False
+
+    @property
     def scores(self) -> frozenset[str]:
         """Return an empty set: ranks do not depend on calibration text."""
         return frozenset()

@@ -51,6 +51,13 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return self.entry.uniform
 
     @property
+    def narrows_alike(self) -> bool:
+        """Return True if the entry cuts MLPs alone, in all layers by the same rank, and trains nothing."""
+        entry = self.entry
+        alone = entry.mlp and not entry.attention and entry.query_key == "none"
+        return alone and entry.layers == "all" and (self.uniform or self.fixed_ranks) and entry.refine is None
+
+    @property
     def scores(self) -> frozenset[str]:
         """Return `importance` for `allocation: importance` (IPRS), unless ranks are fixed or uniform."""
         follows = self.entry.allocation == "importance" and not (self.fixed_ranks or self.uniform)

@@ -268,6 +268,11 @@ class Method(Protocol):
         ...
 
     @property
+    def narrows_alike(self) -> bool:
+        """Return True if nothing changes but the width of the MLPs, to one for all layers, as an ordinary class has."""
+        ...
+
+    @property
     def scores(self) -> frozenset[str]:
         """Return the fields of `Scores` from calibration text that the ranks follow: `importance`."""
         ...

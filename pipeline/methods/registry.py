@@ -78,12 +78,12 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
     """Return the groups of all methods, by layer. Raises InputError on tensors claimed twice or impossible claims."""
     tasks: list[Task] = []
     owner: dict[tuple[int, str], str] = {}
-    _refuse_beside_own_class(methods)
     for position, method in enumerate(methods):
         try:
             groups = method.claims(geometry)
         except ValueError as error:
             raise InputError(f"methods.{position} ({method.name}): {error}") from error
+        _check_beside_own_class(methods, position)
         if not groups and not isinstance(method, Unchanged):
             _refuse_idle(f"methods.{position} ({method.name})", geometry)
         for group in groups:
@@ -98,16 +98,17 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
     return _by_layer(tasks)
 
 
-def _refuse_beside_own_class(methods: Sequence[Method]) -> None:
-    """Raise InputError if a method with its own checkpoint class shares the job with others."""
-    owner = next((method for method in methods if method.own_class), None)
-    for position, method in enumerate(methods):
-        if owner is not None and method is not owner:
-            entry = "quantize" if isinstance(method, Unchanged) else f"methods.{position} ({method.name})"
-            raise InputError(
-                f"{entry}: OUTPUT of {owner.name} is an ordinary checkpoint of another class, which cannot hold its "
-                "results; leave it out, or compress OUTPUT in a second job"
-            )
+def _check_beside_own_class(methods: Sequence[Method], position: int) -> None:
+    """Raise InputError if a method shares the job with one of its own checkpoint class, which cannot hold its results."""
+    owner, method = next((method for method in methods if method.own_class), None), methods[position]
+    if owner is None or method is owner or method.narrows_alike:
+        return
+    entry = "quantize" if isinstance(method, Unchanged) else f"methods.{position} ({method.name})"
+    raise InputError(
+        f"{entry}: OUTPUT of {owner.name} is an ordinary checkpoint of another class, which cannot hold its results; "
+        "leave it out, or compress OUTPUT in a second job. The class holds MLPs of one smaller width in all layers: "
+        "{method: flat_llm, attention: false, uniform: true} without refine"
+    )
 
 
 def _refuse_idle(where: str, geometry: Geometry) -> None:

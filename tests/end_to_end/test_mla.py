@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,52 @@ def test_narrow_mlps_of_one_width_stay(tmp_path: Path, job: MakeJob) -> None:
     assert all(torch.equal(after[name], before[name]) for name in mlps)
     model = AutoModelForCausalLM.from_pretrained(made.output)
     assert (type(model), model.config.intermediate_size) == (DeepseekV3ForCausalLM, 33)
+
+
+@pytest.mark.parametrize("sizes", [{"ranks": {"mlp": 33}}, {"uniform": True, "allocation": "loss"}])
+def test_mlps_of_one_width_beside_it(tmp_path: Path, job: MakeJob, sizes: dict[str, Any]) -> None:
+    """The same MLPs as in a job that cuts them alone, in the class that one job writes."""
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
+    narrow = {"method": "flat_llm", "attention": False, **sizes}
+    dense = {"calibration.propagate": "dense"}
+    made = job(source, methods=[*METHODS, narrow], budget=None if "ranks" in sizes else {"keep": 0.8}, **dense)
+    planned = command("plan", str(made.manifest), "--json", "--tflops", "1").json
+    counts = made.run().json["counts"]
+    model = AutoModelForCausalLM.from_pretrained(made.output)
+    width = model.config.intermediate_size
+    assert type(model) is DeepseekV3ForCausalLM
+    assert width == 33 if "ranks" in sizes else width < 88
+    assert counts["cache_bytes_per_token"]["compressed"] == 0.5 * counts["cache_bytes_per_token"]["dense"]
+    assert counts["bytes"]["compressed"] <= planned["output_bytes"]
+    for words in (("--source", str(source)), ()):
+        verified = command("verify", str(made.output), *words)
+        assert verified.code == 0, verified.out
+    fixed = {"uniform": False, "allocation": "importance", "ranks": {"mlp": width}}
+    alone = job(source, methods=[{**narrow, **fixed}], budget=None, **dense)
+    alone.run().json  # noqa: B018 - asserts the exit code
+    before, after = load_tensors(alone.output), load_tensors(made.output)
+    mlps = [name for name in before if ".mlp." in name]
+    assert len(mlps) == 6
+    assert all(torch.equal(after[name], before[name]) for name in mlps)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"method": "flat_llm", "attention": False},
+        {"method": "flat_llm", "uniform": True},
+        {"method": "flat_llm", "attention": False, "layers": "last:1", "ranks": {"mlp": 33}},
+        {"method": "flat_llm", "attention": False, "uniform": True, "refine": True},
+        {"method": "loss_aware", "attention": False, "query_key": False},
+        {"method": "joint_rank_k", "query_key": "none", "ranks": {"mlp": 8}},
+    ],
+)
+def test_what_the_class_cannot_say_ends_before_work(tmp_path: Path, job: MakeJob, other: dict[str, Any]) -> None:
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
+    dense = {"calibration.propagate": "dense"}
+    ended = job(source, methods=[*METHODS, other], budget={"keep": 0.8}, **dense).run()
+    assert ended.code == 2
+    assert f"methods.1 ({other['method']}): OUTPUT of mla is an ordinary checkpoint of another class" in ended.err
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
