@@ -99,7 +99,7 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
 
 
 def _check_beside_own_class(methods: Sequence[Method], position: int) -> None:
-    """Raise InputError if a method shares the job with one of its own checkpoint class, which cannot hold its results."""
+    """Raise InputError if a method shares the job with one of its own class, which cannot hold its results."""
     owner, method = next((method for method in methods if method.own_class), None), methods[position]
     if owner is None or method is owner or method.narrows_alike:
         return
