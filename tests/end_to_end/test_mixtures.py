@@ -351,7 +351,8 @@ SCORED = {
     ],
 )
 def test_fewer_experts(name: str, family: str, tmp_path: Path, job: MakeJob) -> None:
-    whole = {"n_group": 1, "topk_group": 1} if family in COPIED[1:] else {}  # their groups of two keep both
+    pairs = family in (*COPIED[1:], "dots1", "solar_open")  # whose groups of two would keep both
+    whole = {"n_group": 1, "topk_group": 1} if pairs else {}
     source = make_source(tmp_path / "source", family, layers=2, **whole)
     made = job(source, methods=FEWER[name], **DENSE, **{"budget.keep": 0.7, "budget.scope": "experts"})
     assert command("plan", str(made.manifest)).code == 0
