@@ -279,10 +279,10 @@ class Manifest(Block):
             if entry.refine != asking[0][1].refine:
                 raise ValueError(f"{where} differs from that of methods.{asking[0][0]}; a layer is refined once")
         corrected = any(getattr(entry, "correct", "none") != "none" for entry in self.methods)
-        if corrected and any(entry.refine.inputs == "dense" for _, entry in asking if entry.refine):
+        if corrected and (apart := {entry.refine.inputs for _, entry in asking if entry.refine} - {"compressed"}):
             raise ValueError(
-                "refine: inputs: dense trains layers by themselves, but correct: output follows the layers before; "
-                "leave out one of them"
+                f"refine: inputs: {apart.pop()} trains layers by themselves, but correct: output follows the layers "
+                "before; leave out one of them"
             )
         return self
 

@@ -103,7 +103,9 @@ def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
     kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "refine", "held-out")
     yield f"| `loss_aware` | GPUs | minutes | in closed form | idle share | {' | '.join(kinds)} |"
     yield f"|---|---|---|---|---|{'---|' * len(kinds)}"
-    entries: tuple[dict[str, Any], ...] = ({}, {"correct": "output"}, {"refine": True}, {"refine": {"inputs": "dense"}})
+    entries: tuple[dict[str, Any], ...] = (
+        {}, {"correct": "output"}, {"refine": True}, {"refine": {"inputs": "dense"}}, {"refine": {"inputs": "mixed"}},
+    )  # fmt: skip
     for entry, workers in ((entry, workers) for entry in entries for workers in (1, 8)):
         simulated, phases = predict(
             "70B", "dense", workers, rates, True, failures_s, None, **{"method": "loss_aware", **entry}

@@ -78,9 +78,8 @@ class PairPass:
         self.packed.release()
 
     def _store_targets(self, unit: Pair, inputs: HiddenReader) -> ArrayRecord:
-        """Store the dense layer's outputs beside the compressed model's inputs. Hold these, or the outputs to emit."""
-        assert unit.both_dense or not unit.emit
-        dense, _ = self._blocks(unit.layer, None)
+        """Store the dense layer's outputs beside inputs of the training. Hold the inputs, or the outputs to emit."""
+        dense, packed = self._blocks(unit.layer, unit.staged)
         self.layers.read_ahead(unit.ahead)
         shape, dtype, shard_key = self._shape(unit.shard), self.setup.dtype, (LINEAGE, unit.layer + 1, unit.shard)
         hidden = self.hidden.hidden_writer(shard_key, shape, dtype, False, self._batch) if unit.emit else None
@@ -89,9 +88,11 @@ class PairPass:
                 dense_BSD, packed_BSD = self._read(inputs, start, stop)
                 with self.computing():
                     output_BSD = _run(dense, dense_BSD)
-                writer.append(torch.cat((output_BSD, packed_BSD), dim=-1).cpu())
-                if hidden is not None:
-                    hidden.append(torch.cat((output_BSD, output_BSD), dim=-1))
+                    if hidden is not None:
+                        other_BSD = output_BSD if unit.both_dense else _run(packed, packed_BSD)
+                        hidden.append(torch.cat((output_BSD, other_BSD), dim=-1))
+                input_BSD = packed_BSD if unit.share == 1.0 else _mixed(dense_BSD, packed_BSD, unit.share)
+                writer.append(torch.cat((output_BSD, input_BSD), dim=-1).cpu())
             if hidden is not None:
                 self.hidden.keep(shard_key, hidden)
             return writer.commit()
@@ -195,6 +196,11 @@ class PairPass:
     @property
     def _batch(self) -> int:
         return self.setup.micro_batch
+
+
+def _mixed(dense_BSD: Tensor, packed_BSD: Tensor, share: float) -> Tensor:
+    """Return the dense model's hidden states with a share of the compressed model's error."""
+    return torch.lerp(_wide(dense_BSD), _wide(packed_BSD), share).to(dense_BSD.dtype)
 
 
 def layer_pairs(

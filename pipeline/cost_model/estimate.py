@@ -95,6 +95,7 @@ def make_plan(
     refined = settings_of(manifest)
     # Hidden states of both models, and the targets of a layer, or of a layer for each worker.
     states = 2 if refined is None else 6 if refined.inputs == "compressed" else 2 + 2 * workers
+    drafts = refined is not None and refined.inputs == "mixed"  # beside the trained layers
     bound = "" if size else bounded_by(manifest)
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
     all_stored = walk.keep_statistics or not (compressed or walk.in_pass)  # statistics of all layers at once
@@ -120,7 +121,7 @@ def make_plan(
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
         statistics_bytes_per_layer=statistics,
         activation_bytes=activations,
-        run_dir_bytes=states * activations + stored_statistics + tokens * TOKEN_BYTES + size.num_bytes,
+        run_dir_bytes=states * activations + stored_statistics + tokens * TOKEN_BYTES + (1 + drafts) * size.num_bytes,
         output_bytes=size.num_bytes,
         output_bound=bound,
         expected_numbers=size.numbers,

@@ -25,13 +25,13 @@ class RefineWork:
     """The training of a layer on one worker.
 
     Attributes:
-        independent: layers are trained on the dense model's hidden states, one per worker.
+        independent: each worker trains a layer.
         steps: the number of training steps.
         flops: operations of the steps' passes, and of the passes that measure errors.
         descent: float32 operations of the steps, without their passes.
         read_bytes: size of the stored inputs and targets.
-        passes: operations of the passes of all shards that store these and, unless `independent`, of those through the
-            trained layer.
+        passes: operations of the passes of all shards that store these and go on: through the dense layer, and unless
+            layers are trained on its inputs alone, through the trained or solved one.
     """
 
     independent: bool = False
@@ -74,14 +74,14 @@ def refine_work(
     sequence = calibration.sequence_length
     steps, tokens = training_steps(settings.steps, sequence), calibration.samples * sequence
     measured = MEASURED * held_out_samples(calibration.samples, sequence)
-    independent = settings.inputs == "dense"
+    independent, dense = settings.inputs != "compressed", settings.inputs == "dense"
     return RefineWork(
         independent=independent,
         steps=steps,
         flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * packed),
         descent=float(steps * descent),
         read_bytes=2.0 * hidden_bytes,
-        passes=float(tokens * (forward if independent else forward + packed)),
+        passes=float(tokens * (forward if dense else forward + packed)),
     )
 
 

@@ -10,7 +10,7 @@ interrupted job repeats the unfinished layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
@@ -26,7 +26,7 @@ from pipeline.driver.session import Session, write_unit
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment, Task
 from pipeline.units.sums import Summed
-from pipeline.units.units import Pair, Refine, RefineDone, Solve, SolvedGroup, SolveDone
+from pipeline.units.units import Pair, Refine, RefineDone, ShardDone, Solve, SolvedGroup, SolveDone
 
 Solved = dict[Task, tuple[Solve, SolveDone]]
 Targets = tuple[ArrayRecord, ...]  # the data that a layer is trained on, in shard order
@@ -79,7 +79,7 @@ class CorrectedWalk:
         refined, targets = None, ()
         if any(task.refine for task in tasks):
             units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
-            targets = tuple(result.activation for result in (yield units))
+            targets = stored_targets((yield units))
             draft, refined = yield from self._refine(layer, draft, targets, solved)
         self.session.enter_layer(layer, [solved[task] for task in tasks], draft, refined)
         return targets
@@ -145,11 +145,11 @@ class CorrectedWalk:
         solved.update(joined(results))
         return _staged(layer, record, solved), results[0].refined
 
-    def _drop_drafts(self) -> None:
-        """Drops the drafts and statistics of entered layers."""
+    def _drop_drafts(self, besides: Iterable[StagedLayer] = ()) -> None:
+        """Drops the drafts and statistics of entered layers. The drafts `besides` stay."""
         self.stored.retain()
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
-        self.session.cleaner.retain_staged(tuple(staged for staged in layers if staged))
+        self.session.cleaner.retain_staged((*(staged for staged in layers if staged), *besides))
 
     def _propagate(self, layer: int, base: int, targets: Targets) -> TaskStream[int]:
         """Runs all shards of both models through a layer, and commits the outputs at a boundary. Returns the last layer
@@ -212,6 +212,13 @@ class CorrectedWalk:
             if any(draft is not None and error.path == draft.path for draft in drafts):
                 raise LostInputError(str(error)) from error
             raise
+
+
+def stored_targets(results: Sequence[ShardDone]) -> Targets:
+    """Returns the records of the targets that units stored."""
+    records = tuple(result.activation for result in results if result.activation is not None)
+    assert len(records) == len(results), "units with targets store them"
+    return records
 
 
 def _staged(layer: int, record: StagedRecord, solved: Solved) -> StagedLayer:

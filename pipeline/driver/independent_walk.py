@@ -1,23 +1,35 @@
-"""The walk of `refine: {inputs: dense}`: workers solve and train layers independently. docs/methods.md#refinement.
+"""The walk of `refine: {inputs: dense}` and `mixed`: workers train layers independently. docs/methods.md#refinement.
 
-A dense pass stores the training data of a batch of layers, one per worker. The layers are then solved, trained and
-entered in parallel, before the pass continues. It commits no hidden states: an interrupted job repeats the layers in
-training, and the pass starts again at the embeddings.
+A batch of layers, one per worker, is solved. A pass stores their training data: hidden states of the dense model, with
+`mixed` also a share of the error of the solved layers before. The layers are then trained and entered in parallel,
+before the pass continues. It commits no hidden states: an interrupted job repeats the layers in training, the pass
+starts again at the embeddings, and with `mixed` all layers are solved again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from manifests.records import RefinedFigures, StagedLayer
-from pipeline.driver.corrected_walk import CorrectedWalk, Solved, Targets
-from pipeline.driver.job_spec import RanksOf
+from manifests.records import StagedLayer
+from pipeline.driver.corrected_walk import CorrectedWalk, Solved, Targets, stored_targets
+from pipeline.driver.job_spec import RanksOf, trains_mixed
 from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.session import Session
+from pipeline.driver.stored_statistics import StoredStatistics
+from pipeline.kernels.refinement import MIXED_SHARE
+from pipeline.methods.method import Task
+from pipeline.methods.registry import layers_of
+from pipeline.units.units import ShardDone
 
 
 class IndependentWalk(CorrectedWalk):
     """Solves, trains and enters every claimed layer."""
+
+    def __init__(self, session: Session, stored: StoredStatistics) -> None:
+        super().__init__(session, stored)
+        self.mixed = any(map(trains_mixed, self.job.tasks))
+        self.drafts: dict[int, StagedLayer] = {}  # the solved layers that the pass goes through
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
         """Runs the walk."""
@@ -26,38 +38,58 @@ class IndependentWalk(CorrectedWalk):
             return
         last = pending[-1]
         self.session.observer.phase("correct", len(pending), self.job.shards)
+        waiting = [layer for layer in layers_of(self.job.tasks) if layer <= last] if self.mixed else pending
         targets: dict[int, Targets] = {}
-        current, pending = self.session.batch(pending)
+        solved: dict[int, Solved] = {}
         for layer in range(last + 1):
-            trained = layer in current and any(task.refine for task in self.job.tasks if task.layer == layer)
+            if not solved and waiting:
+                some, waiting = self.session.batch(waiting)
+                solved = yield from self._solve_some(some, ranks)
+            trained = layer in solved and layer in pending and any(task.refine for task in self._tasks(layer))
             if trained or layer < last:
-                units = self._units(layer, 0, 0, None, emit=layer < last, targets=trained)
-                passed = yield [replace(unit, replay=(None,) * layer) for unit in units]
+                passed = yield from self._pass(layer, emit=layer < last, targets=trained)
                 if trained:
-                    targets[layer] = tuple(result.activation for result in passed)
-            if layer == current[-1]:
-                yield from self._train(current, targets, ranks)
+                    targets[layer] = stored_targets(passed)
+            if solved and layer == max(solved):
+                yield from self._train({layer: solved[layer] for layer in solved if layer in pending}, targets)
                 targets.clear()
-                current, pending = self.session.batch(pending) if pending else (current, pending)
-
-    def _train(self, layers: list[int], targets: Mapping[int, Targets], ranks: RanksOf) -> TaskStream[None]:
-        """Solves, trains and enters some layers, and drops their drafts and targets."""
-        tasks = [self.session.scheduler.spawn(self._finished(layer, targets.get(layer, ()), ranks)) for layer in layers]
-        for layer, task in zip(layers, tasks, strict=True):
-            solved, staged, refined = yield task
-            self.session.enter_layer(layer, [*solved.values()], staged, refined)
+                solved.clear()
         self._drop_drafts()
+
+    def _tasks(self, layer: int) -> list[Task]:
+        return [task for task in self.job.tasks if task.layer == layer]
+
+    def _solve_some(self, layers: Sequence[int], ranks: RanksOf) -> TaskStream[dict[int, Solved]]:
+        """Solves some layers side by side, and writes a draft of each. Returns their groups."""
+        solved: dict[int, Solved] = {layer: {} for layer in layers}
+        tasks = {
+            layer: self.session.scheduler.spawn(self._write_draft(layer, self._tasks(layer), {}, ranks, solved[layer]))
+            for layer in layers
+        }
+        for layer, task in tasks.items():
+            draft = yield task
+            assert draft is not None, "a claimed layer has groups"
+            self.drafts[layer] = draft
+        return solved
+
+    def _pass(self, layer: int, *, emit: bool, targets: bool) -> TaskStream[list[ShardDone]]:
+        """Takes all shards through a layer: of both models with `mixed`, else of the dense one."""
+        of_layers = self.drafts if self.mixed else {}
+        units = self._units(layer, 0, 0, of_layers.get(layer), emit=emit, targets=targets)
+        replay, share = tuple(map(of_layers.get, range(layer))), MIXED_SHARE if self.mixed else 1.0
+        with self._redone(*of_layers.values()):
+            passed: list[ShardDone] = yield [replace(unit, replay=replay, share=share) for unit in units]
+        return passed
+
+    def _train(self, solved: Mapping[int, Solved], targets: Mapping[int, Targets]) -> TaskStream[None]:
+        """Trains and enters some layers, and drops what they were made from."""
+        tasks = {
+            layer: self.session.scheduler.spawn(self._refine(layer, self.drafts[layer], targets[layer], solved[layer]))
+            for layer in targets
+        }
+        for layer, groups in solved.items():
+            staged, refined = (yield tasks[layer]) if layer in tasks else (self.drafts[layer], None)
+            self.session.enter_layer(layer, [*groups.values()], staged, refined)
+        self._drop_drafts(self.drafts.values() if self.mixed else ())
         for records in targets.values():
             self.session.cleaner.drop_activations(records)
-
-    def _finished(
-        self, layer: int, targets: Targets, ranks: RanksOf
-    ) -> TaskStream[tuple[Solved, StagedLayer, RefinedFigures | None]]:
-        """Solves and trains a layer. Returns its groups, the written layer, and the figures of its training."""
-        solved: Solved = {}
-        tasks = [task for task in self.job.tasks if task.layer == layer]
-        draft = yield from self._write_draft(layer, tasks, {}, ranks, solved)
-        assert draft is not None, "a claimed layer has groups"
-        if not targets:
-            return solved, draft, None
-        return solved, *(yield from self._refine(layer, draft, targets, solved))

@@ -196,8 +196,13 @@ def needs_both_models(task: Task) -> bool:
 
 
 def trains_independently(task: Task) -> bool:
-    """Returns True if a group is trained on the dense model's hidden states, independently of earlier layers."""
-    return task.refine is not None and task.refine.inputs == "dense"
+    """Returns True if a group is trained independently of the refined layers before it."""
+    return task.refine is not None and task.refine.inputs != "compressed"
+
+
+def trains_mixed(task: Task) -> bool:
+    """Returns True if a group is trained on hidden states with a share of the error of the solved layers before it."""
+    return task.refine is not None and task.refine.inputs == "mixed"
 
 
 def scores_from_ledger(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from manifests.records import ArrayRecord, Key
+from pipeline.driver.job_spec import trains_mixed
 from pipeline.driver.ledger_keys import dense_key, gradient_key, layer_key, statistics_key
 from pipeline.driver.session import Session
 from pipeline.methods.method import Moment, Task
@@ -45,10 +46,13 @@ class StoredStatistics:
 
     def retain(self, also: Iterable[ArrayRecord] = ()) -> None:
         """Drops the moments of finished layers, unless they are kept, and moments without an entry, which an
-        interruption has left, except `also`."""
+        interruption has left, except `also`. Walks of mixed inputs keep all moments to the end, because one that resumes
+        solves the finished layers again."""
         live = [*also]
+        mixed = any(map(trains_mixed, self.job.tasks)) and bool(self.session.uncompressed())
+        kept = self.job.keep_statistics or mixed
         for layer in range(self.job.num_layers):
-            if self.job.keep_statistics or self.session.journal.get(layer_key(layer)) is None:
+            if kept or self.session.journal.get(layer_key(layer)) is None:
                 keys: list[Key[Any]] = [dense_key(layer), gradient_key(layer), statistics_key(layer)]
                 for key in keys:
                     entry = self.session.journal.get(key)

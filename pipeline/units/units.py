@@ -106,7 +106,8 @@ class Pair(Replaying):
         moments: the pairs to sum, all at one point.
         sums, emit, store, ahead: as in `Forward`.
         targets: with `store`, store the data for a refinement of the layer: the dense layer's outputs and the
-            compressed model's inputs. With `emit`, both models must be the dense one so far.
+            compressed model's inputs.
+        share: share of the compressed model's error in these inputs; the rest is the dense model's.
         known: the record of the shard's targets, from which the dense layer's outputs are read; None: compute them.
     """
 
@@ -122,6 +123,7 @@ class Pair(Replaying):
     store: bool = False
     ahead: int | None = None
     targets: bool = False
+    share: float = 1.0
     known: ArrayRecord | None = None
     part: ClassVar[int | None] = None
 

@@ -39,6 +39,7 @@ def test_layers_are_trained_side_by_side_on_dense_inputs() -> None:
     training, passing = apart.training_seconds(NOMINAL_CPU, True), apart.passes / NOMINAL_CPU.products
     assert apart.seconds(NOMINAL_CPU, 0.25, True, layers=10, workers=4) == pytest.approx(3 * training + 2.5 * passing)
     assert work().seconds(NOMINAL_CPU, 0.25, True, layers=10, workers=4) > 10 * training
+    assert work(inputs="mixed") == replace(apart, passes=64 * 256 * (100.0 + 60.0))
 
 
 def test_memory_is_the_layers_and_a_steps() -> None:

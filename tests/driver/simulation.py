@@ -488,9 +488,9 @@ class SimulatedPool:
         for before, staged in enumerate(unit.replay, unit.base):
             dense, packed = self._through(before, None, dense), self._through(before, staged, packed)
         after = self._through(unit.layer, None, dense), self._through(unit.layer, unit.staged, packed)
-        left = (after[0], packed) if unit.targets else after
+        inputs = packed if unit.share == 1.0 else digest("mixed", unit.share, dense, packed)
+        left = (after[0], inputs) if unit.targets else after
         assert unit.known is None or self.world.load("activation", unit.known).split() == [after[0], packed]
-        assert not (unit.targets and unit.emit) or dense == packed
         moments = {moment: digest("pair", moment.key, unit.layer, dense, packed, *after) for moment in unit.moments}
         assert (unit.sums is not None) == bool(moments)
         return ShardDone(
@@ -784,6 +784,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "refined-some": lambda: make_refined_job([1, 3], groups=["free", "mlp"], num_layers=5, shards=1),
     "refined-corrected": lambda: make_refined_job(range(2), ["first"], ["free"], shards=1),
     "refined-apart": lambda: make_refined_job(range(5), inputs="dense"),
+    "refined-mixed": lambda: make_refined_job(range(5), groups=["free", "mlp"], inputs="mixed"),
+    "refined-mixed-some": lambda: make_refined_job([1, 3], num_layers=5, inputs="mixed", keep_statistics=False),
     "refined-apart-some": lambda: make_refined_job(
         [1, 3], groups=["free", "mlp"], num_layers=5, inputs="dense", keep_statistics=False
     ),

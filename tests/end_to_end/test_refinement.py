@@ -18,7 +18,10 @@ MakeJob = Callable[..., Job]
 LOSS_AWARE = {"method": "loss_aware", "refine": {"steps": 15}}
 REFINED: dict[str, Any] = {"methods": [LOSS_AWARE], "calibration.propagate": "dense", "budget.keep": 0.6}
 ROUNDED = {**REFINED, "calibration.samples": 40, "calibration.shards": 5, "quantize": {"bits": 4, "group": None}}
-APART = {**ROUNDED, "methods": [{"method": "loss_aware", "refine": {"steps": 15, "inputs": "dense"}}]}
+APART, MIXED = (
+    {**ROUNDED, "methods": [{"method": "loss_aware", "refine": {"steps": 15, "inputs": inputs}}]}
+    for inputs in ("dense", "mixed")
+)
 LAYERS, MOST_RUNS = 3, 60
 SMALL = {"calibration.shards": 2, "calibration.samples": 40}
 METHODS: dict[str, dict[str, Any]] = {
@@ -32,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[ROUNDED, APART], ids=["compressed", "dense"])
+@pytest.fixture(scope="module", params=[ROUNDED, APART, MIXED], ids=["compressed", "dense", "mixed"])
 def changes(request: pytest.FixtureRequest) -> dict[str, Any]:
     changes: dict[str, Any] = request.param
     return changes
@@ -114,11 +117,12 @@ def test_bytes_for_any_number_of_workers(
     assert file_digests(made.output) == reference
 
 
-def test_a_correction_needs_the_layers_before(job: MakeJob) -> None:
-    entry = {"method": "loss_aware", "correct": "output", "refine": {"inputs": "dense"}}
+@pytest.mark.parametrize("inputs", ["dense", "mixed"])
+def test_a_correction_needs_the_layers_before(inputs: str, job: MakeJob) -> None:
+    entry = {"method": "loss_aware", "correct": "output", "refine": {"inputs": inputs}}
     ended = job(**{**REFINED, "methods": [entry]}).run()
     assert ended.code == 2
-    assert "refine: inputs: dense trains layers by themselves" in ended.err
+    assert f"refine: inputs: {inputs} trains layers by themselves" in ended.err
 
 
 @pytest.mark.parametrize("method", METHODS)

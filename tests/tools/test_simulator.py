@@ -251,7 +251,7 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     assert (found.busy["correct"] > 0) == (correct == "output")
 
 
-@pytest.mark.parametrize("inputs", ["compressed", "dense"])
+@pytest.mark.parametrize("inputs", ["compressed", "dense", "mixed"])
 @pytest.mark.parametrize("workers", [1, 8])
 def test_the_plan_agrees_where_layers_are_refined(workers: int, inputs: str) -> None:
     rates = rates_of("H200")

@@ -167,6 +167,27 @@ def test_dense_targets_leave_the_outputs_held(tmp_path: Path) -> None:
     assert torch.equal(second, bench.worker.activations.open(bench.targets[0]).read(0, 2))
 
 
+def test_mixed_targets_are_dense_inputs_with_a_share_of_the_error(tmp_path: Path) -> None:
+    """Both models go on: layer 2 reads the dense layer 1, and the solved one."""
+    family, entry, ranks = METHODS["joint"]
+    bench = Bench(save_source(tmp_path / "model", family), tmp_path / "run", entry, ranks)
+    worker, share = bench.worker, 0.25
+    through = Pair(1, 0, 0, bench.staged, emit=True, store=True, targets=True, share=share, replay=(None,))
+    target_MSD, input_MSD = worker.activations.open(worker.execute(through).activation).read(0, 2).chunk(2, dim=-1)
+    plain = worker.activations.open(bench.targets[0]).read(0, 2)
+    assert torch.equal(torch.cat((target_MSD, input_MSD), dim=-1), plain), "nothing is compressed in front of layer 1"
+    after = replace(through, layer=2, staged=None, emit=False, replay=(None, bench.staged))
+    _, mixed_MSD = worker.activations.open(worker.execute(after).activation).read(0, 2).chunk(2, dim=-1)
+    fresh = make_worker(worker.setup)
+    replayed = fresh.activations.open(fresh.execute(after).activation).read(0, 2).chunk(2, dim=-1)[1]
+    assert torch.equal(replayed, mixed_MSD)
+    packed_MSD = worker.layers.block(1, bench.staged).run(input_MSD)
+    assert packed_MSD is not None
+    error = (packed_MSD - target_MSD).norm()
+    assert error > 1e-3 * target_MSD.norm()
+    assert (mixed_MSD - target_MSD - share * (packed_MSD - target_MSD)).norm() < 1e-5 * error
+
+
 @pytest.mark.parametrize("what", ["staged", "targets"])
 def test_damage_is_told_by_its_path(what: str, tmp_path: Path) -> None:
     family, entry, ranks = METHODS["flat_llm"]

@@ -133,22 +133,24 @@ def refined_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ..
 
 
 def _apart_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """Yield refinements of as many layers at a time as there are workers: passes that store targets, then, side by
-    side, solves and trainings."""
+    """Yield refinements of as many layers at a time as there are workers: solves side by side, passes that store
+    targets, and trainings side by side."""
     seconds = work.refinement.passes / rates.products
     for first in range(0, way.layers, way.workers):
         some, ended = range(first, min(first + way.workers, way.layers)), list[str]()
-        for layer in some:
-            yield from _reads("correct", layer, work.weight_bytes, rates, way, after)
-            after = yield from _passes("targets", "refine", layer, seconds, way.shards, after, rates, way, "correct")
         for number, solve in enumerate(work.solves):
             for layer in some:
                 yield Unit(f"solve {layer} {number}", "solve", solve_seconds(solve, rates), after)
         for layer in some:
             names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
             yield Unit(f"write {layer} draft", "write", work.written_bytes / rates.disk, names, "disk 0")
+        after = tuple(f"write {layer} draft" for layer in some)
+        for layer in some:
+            yield from _reads("correct", layer, work.weight_bytes, rates, way, after)
+            after = yield from _passes("targets", "refine", layer, seconds, way.shards, after, rates, way, "correct")
+        for layer in some:
             training = work.refinement.training_seconds(rates, way.cached)
-            yield Unit(f"refine {layer}", "refine", training, (f"write {layer} draft",))
+            yield Unit(f"refine {layer}", "refine", training, after)
             yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, (f"refine {layer}",), "disk 0")
             yield verify_unit(layer, work, rates, f"write {layer}")
             ended.append(f"write {layer}")
