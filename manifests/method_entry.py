@@ -20,8 +20,8 @@ class Refine(Block):
     calibration tokens to train on. `learning_rate`: the largest relative change of a matrix in a step; `auto` is 0.003,
     and 0.00075 in a layer that does not gain by it. `inputs`: the hidden states that a layer is trained on:
     `compressed`, those behind the refined layers before it, so that one layer is trained after another; `dense`, those
-    of the dense model, so that each worker trains a layer; `mixed`, those of the dense model with a quarter of the error
-    that the solved layers make before any is trained, so that each worker trains a layer here, too.
+    of the dense model, so that each worker trains a layer; `mixed`, those of the dense model with a quarter of the
+    error that the solved layers make before any is trained, so that each worker trains a layer here, too.
     """
 
     steps: Count = 200

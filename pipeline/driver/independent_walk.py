@@ -77,7 +77,7 @@ class IndependentWalk(CorrectedWalk):
         of_layers = self.drafts if self.mixed else {}
         units = self._units(layer, 0, 0, of_layers.get(layer), emit=emit, targets=targets)
         replay, share = tuple(map(of_layers.get, range(layer))), MIXED_SHARE if self.mixed else 1.0
-        with self._redone(*of_layers.values()):
+        with self._damaged_as_lost(*of_layers.values()):
             passed: list[ShardDone] = yield [replace(unit, replay=replay, share=share) for unit in units]
         return passed
 

@@ -46,8 +46,8 @@ class StoredStatistics:
 
     def retain(self, also: Iterable[ArrayRecord] = ()) -> None:
         """Drops the moments of finished layers, unless they are kept, and moments without an entry, which an
-        interruption has left, except `also`. Walks of mixed inputs keep all moments to the end, because one that resumes
-        solves the finished layers again."""
+        interruption has left, except `also`. Walks of mixed inputs keep all moments to the end, because a walk that
+        resumes solves the finished layers again."""
         live = [*also]
         mixed = any(map(trains_mixed, self.job.tasks)) and bool(self.session.uncompressed())
         kept = self.job.keep_statistics or mixed
