@@ -76,7 +76,8 @@ class CorrectedWalk:
                 pairs = {task: {moment: sums[moment.key]} for task, moment in corrected.items()}
                 draft = yield from self._write_draft(layer, list(corrected), pairs, ranks, solved)
         assert draft is not None, "a claimed layer has groups"
-        refined, targets = None, ()
+        refined: RefinedFigures | None = None
+        targets: Targets = ()
         if any(task.refine for task in tasks):
             units = self._units(layer, base, len(self.job.points[layer]), None, targets=True)
             targets = stored_targets((yield units))
