@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from manifests.blocks import Block, Count, Share
 
+MIXED_SHARE = 0.25  # of the solved layers' error in mixed inputs, docs/results.md#refinement
 WIDE, WIDE_MULTIPLE = 1024, 16  # from this hidden size on, ranks are multiples of 16 by default
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 

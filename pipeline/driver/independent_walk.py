@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from manifests.method_entry import MIXED_SHARE
 from manifests.records import StagedLayer
 from pipeline.driver.corrected_walk import CorrectedWalk, Solved, Targets, stored_targets
 from pipeline.driver.job_spec import RanksOf, trains_mixed
 from pipeline.driver.scheduler import TaskStream
 from pipeline.driver.session import Session
 from pipeline.driver.stored_statistics import StoredStatistics
-from pipeline.kernels.refinement import MIXED_SHARE
 from pipeline.methods.method import Task
 from pipeline.methods.registry import layers_of
 from pipeline.units.units import ShardDone

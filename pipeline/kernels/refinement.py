@@ -20,7 +20,6 @@ PATIENCE = 5  # training stops after this many checks without a smaller error
 STEP_TOKENS = 1024  # about as many tokens per step
 HELD_OUT_SHARE = 0.1  # of the samples
 HELD_OUT_TOKENS = 2**15  # at most, unless a single sample is longer
-MIXED_SHARE = 0.25  # of the solved layers' error in inputs, docs/results.md#refinement
 
 
 @dataclass(frozen=True)
