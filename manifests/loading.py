@@ -61,7 +61,7 @@ def decode_resolved(content: bytes, origin: str) -> dict[str, Any]:
 def decode_document(content: bytes, origin: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Parse the fields of a file, with overrides, unchecked; `origin` names the file in errors. Raises InputError."""
     if len(content) > MAX_FILE_BYTES:
-        raise InputError(f"{origin}: more than {MAX_FILE_BYTES} bytes; this is no manifest")
+        raise InputError(f"{origin}: more than {MAX_FILE_BYTES} bytes; this is not a manifest")
     try:
         text = content.decode("utf-8-sig")
     except ValueError as error:
@@ -151,7 +151,7 @@ def _child(target: Any, name: str, override: str, path: str) -> Any:
 def _position(target: list[Any], name: str, override: str) -> int:
     positions = [str(position) for position in range(len(target))]
     if name not in positions:
-        raise InputError(f"--set {override}: {name!r} is no position in a list of {len(target)}; the first is 0")
+        raise InputError(f"--set {override}: {name!r} is not a position in a list of {len(target)}; the first is 0")
     return positions.index(name)
 
 

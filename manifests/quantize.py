@@ -22,7 +22,7 @@ OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts
 
 
 def is_skipped(role: str, skip: Collection[str]) -> bool:
-    """Tell whether `skip` names a role: `experts.3.down` is also called `experts.down` and `down`."""
+    """Return True if `skip` names a role: `experts.3.down` is also called `experts.down` and `down`."""
     block, _, local = role.rpartition(".")
     return not {role, local, f"{block.partition('.')[0]}.{local}"}.isdisjoint(skip)
 
@@ -70,7 +70,7 @@ class Quantize(Block):
         return self
 
     def skips(self, role: str) -> bool:
-        """Tell whether a role keeps the checkpoint's dtype."""
+        """Return True if a role keeps the checkpoint's dtype."""
         return is_skipped(role, self.skip)
 
     @property

@@ -1,6 +1,6 @@
 """Writes and verifies the output's files: safetensors shards, copied shards and the index. docs/formats.md#output.
 
-Each file is durable and whole when it gets its name. The index comes last: a directory without it is no checkpoint.
+Each file is durable and whole when it gets its name. The index comes last: a directory without it is not a checkpoint.
 """
 
 from __future__ import annotations

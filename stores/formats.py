@@ -316,7 +316,7 @@ def _pair(value: Any, name: str) -> tuple[int, int]:
         return 0, 0
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
         return value[0], value[1]
-    raise InputError(f"config.json: {FIELD}: {name}: {value!r:.80} is no pair of sizes")
+    raise InputError(f"config.json: {FIELD}: {name}: {value!r:.80} is not a pair of sizes")
 
 
 METHODS: dict[Any, tuple[tuple[str, ...], Callable[[Mapping[str, Any], Tensors, str], Formats]]] = {

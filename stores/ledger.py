@@ -270,7 +270,7 @@ def _encode(key: str, generation: int, record: object) -> bytes:
 def _as_json(value: object) -> Any:
     if isinstance(value, Record):
         return value.as_json()
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:

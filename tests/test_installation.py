@@ -74,7 +74,7 @@ def test_the_console_command(installed: Path, tmp_path: Path) -> None:
         (["init", "--list"], 0, str(installed / "manifests" / "sweeps" / "compare.yaml")),
         (["init", "--list"], 0, str(installed / "manifests" / "llama3-70b.yaml")),
         (["status", "nowhere"], 2, "no run directory"),
-        (["walk"], 2, "'walk' is no command"),
+        (["walk"], 2, "'walk' is not a command"),
         (["status", "--version"], 0, f"Lamina {VERSION}"),
         (["--version"], 0, f"Lamina {VERSION}"),
     ):

@@ -121,7 +121,7 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):
-        raise InputError(f"Ray: {address!r} is no address; give --address HOST:PORT, as `ray start` printed it")
+        raise InputError(f"Ray: {address!r} is not an address; give --address HOST:PORT, as `ray start` printed it")
     original, host = f"{host}:{port}", resolve_ip_for_localhost(host)  # as Ray will do
     where = original if original == f"{host}:{port}" else f"{original}, which is {host} to Ray,"
     deadline = time.monotonic() + timeout_s

@@ -42,7 +42,7 @@ class ExpertSlices:
         return self._slice_of[int(expert)] if expert.isdigit() else None
 
     def is_read(self, name: str, number: int) -> bool:
-        """Tell whether a tensor is read with a slice; those outside of experts are read with the first."""
+        """Return True if a tensor is read with a slice; those outside of experts are read with the first."""
         return (self.number(name) or 0) == number
 
 

@@ -134,7 +134,7 @@ def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, int]:
         for moment, tokens in statistics.passed.items()
         if moment.point in width and moment.kind == "value"
     }
-    if len(counts) != 1:  # the group is no single expert
+    if len(counts) != 1:  # the group is not a single expert
         return {}
     ((point, tokens),) = counts.items()
     few = {"few_tokens": tokens} if few_tokens(tokens, width[point]) else {}

@@ -27,7 +27,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         finish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         thread: ThreadPoolExecutor,
     ) -> None:
-        """Read what is no expert's.
+        """Read what is not an expert's.
 
         Args:
             dtypes: of all tensors, by name, in the group's order.

@@ -1,6 +1,6 @@
 """Assemble the committed layers as a checkpoint: shards, config, record, model card and index.
 
-Order of durability: the index is renamed into OUTPUT last. A directory without an index is no checkpoint.
+Order of durability: the index is renamed into OUTPUT last. A directory without an index is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Assembler:
         return compression
 
     def _remove_index(self, replaceable: Set[str]) -> None:
-        """Remove the index, so that OUTPUT is no checkpoint meanwhile, then shards that will not be written again."""
+        """Remove the index, so that OUTPUT is not a checkpoint for now, then old shards without a new version."""
         self.output.delete([INDEX_FILE])
         sweep_halves(self.output)
         self.output.delete(sorted(name for name in replaceable - self.names() if name.endswith(SHARD_SUFFIX)))

@@ -69,8 +69,8 @@ def export_checkpoint(
     levels of 4 bits as NF4 weights of bitsandbytes otherwise.
 
     Raises:
-        InputError: OUTPUT is no Lamina checkpoint, the destination is not empty or not writable, or the target cannot
-            have OUTPUT's forms.
+        InputError: OUTPUT is not a Lamina checkpoint, the destination is not empty or not writable, or the target
+            cannot express OUTPUT's forms.
         StorageError: a file cannot be read or written.
     """
     checkpoint, config = compressed_checkpoint(output, destination)

@@ -66,8 +66,8 @@ def export_gguf(
     `multiply_out`: as in `export_checkpoint`. Without a vocabulary (`no_vocab`), llama.cpp reads and prints token ids.
 
     Raises:
-        InputError: OUTPUT is no Lamina checkpoint, the package gguf is missing, the file exists or its folder does not,
-            or llama.cpp's two architectures cannot express the model, or none of its vocabularies the tokenizer.
+        InputError: OUTPUT is not a Lamina checkpoint, the package gguf is missing, the file exists or its folder does
+            not, or llama.cpp's architectures and vocabularies cannot express the model and its tokenizer.
         StorageError: a file cannot be read or written.
     """
     if importlib.util.find_spec("gguf") is None:
@@ -75,7 +75,7 @@ def export_gguf(
     checkpoint, config = compressed_checkpoint(output, destination)
     path = Path(destination)
     if is_address(destination) or not path.parent.is_dir():
-        raise InputError(f"{destination}: its folder is no directory of this machine; make it, or give another file")
+        raise InputError(f"{destination}: its folder is not a directory of this machine; make it, or give another file")
     if os.path.lexists(path):
         raise InputError(f"{destination}: is there already; give a file that is not")
     refuse_faults(config, "gguf", multiply_out)

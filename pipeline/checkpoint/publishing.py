@@ -42,7 +42,7 @@ def publish(
     The files are uploaded unchanged but for the card and its digest in the compression record.
 
     Raises:
-        InputError: `output` is no checkpoint, `run_dir` is of another one, or the hub refuses.
+        InputError: `output` is not a checkpoint, `run_dir` is of another one, or the hub refuses.
         CorruptError: the checkpoint is damaged.
     """
     compression = read_record(output)

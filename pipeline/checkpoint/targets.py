@@ -129,7 +129,7 @@ def counted(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Tell whether any layer of the model is a mixture of experts, not a dense one."""
+    """Return True if any layer of the model is a mixture of experts, not a dense one."""
     return any((config.get("mixture") or {}).get("layers", ()))
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     else:
         print("\n".join(_help(descriptions)), file=sys.stderr)
         if name:
-            print(f"wrong input: {name!r} is no command; commands are {', '.join(descriptions)}", file=sys.stderr)
+            print(f"wrong input: {name!r} is not a command; commands are {', '.join(descriptions)}", file=sys.stderr)
         sys.exit(2)
 
 

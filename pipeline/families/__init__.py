@@ -1,1 +1,1 @@
-"""Model families as data: tensor names, geometry, biases. No weights."""
+"""Model families as data: tensor names, geometry and config fields, without weights."""

@@ -1,7 +1,7 @@
-"""The blocks of a decoder layer as data: their matrices, with the point that each reads and feeds. No weights.
+"""The blocks of a decoder layer as data: their matrices, and the point that each reads and feeds.
 
-A *point* names values that pass through a layer: `attention.in`, `o.in`, `mlp.in` and `down.in` are what matrices read;
-`mid` and `out` are the residual stream after attention and after the layer.
+A *point* names values in a layer: `attention.in`, `o.in`, `mlp.in` and `down.in` are inputs of matrices; `mid` and
+`out` are the residual stream after attention and after the layer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from lamina.block_lamina import SINKS
 from lamina.mixture_lamina import INPUTS, ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
 
 STREAM_POINTS = ("mid", "out")
-ROUTING = ".routing"  # end of the points of routers' weights
+ROUTING = ".routing"  # suffix of the points of routing weights
 ONLY_BLOCKS = ("attention", "mlp")  # the names of blocks that are the only ones of their kind in a layer
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear map of a block: a weight of shape (outputs, inputs) and perhaps a bias.
+    """A linear map of a block: a weight of shape (outputs, inputs) and an optional bias.
 
     Attributes:
         role: the name of the matrix, unique in its layer.
-        reads: the point whose values it multiplies. Matrices that read one point share its moment.
-        feeds: the point that its outputs enter: another matrix's input or the residual stream. Empty for queries and
-            keys, which make attention scores. `ROLE.out` for outputs that are normed or scaled before they are added
-            to the residual stream.
+        reads: the point of its input. Matrices with the same input share its moment.
+        feeds: the point of its outputs: another matrix's input or the residual stream. Empty for queries and keys,
+            which produce attention scores. `ROLE.out` for outputs that are normed or scaled before they are added to
+            the residual stream.
     """
 
     role: str
@@ -60,12 +60,12 @@ class Matrix:
 
     @property
     def writes_stream(self) -> bool:
-        """Tell whether the outputs are added to the residual stream, as they are or normed or scaled."""
+        """Return True if the outputs, perhaps normed or scaled, are added to the residual stream."""
         return self.feeds in STREAM_POINTS or self.feeds == f"{self.role}.out"
 
     @property
     def feeds_matrix(self) -> bool:
-        """Tell whether another matrix reads these outputs, so that both can lose the same channels."""
+        """Return True if another matrix reads these outputs, so that both can lose the same channels."""
         return bool(self.feeds) and not self.writes_stream
 
 
@@ -75,9 +75,9 @@ def roles_of(matrices: Iterable[Matrix]) -> tuple[str, ...]:
 
 
 def owner_of(key: str, roles: Iterable[str]) -> str:
-    """Return the role, of some, whose tensor has this key; or the group, for a tensor that belongs to no single role.
+    """Return the one of `roles` whose tensor has this key, or the group of a tensor that several roles share.
 
-    `key`: `ROLE.PART` or `GROUP.PART`, where a role may have dots of its own.
+    `key`: `ROLE.PART` or `GROUP.PART`. A role may contain dots.
     """
     return next((role for role in roles if key.startswith(f"{role}.")), key.partition(".")[0])
 
@@ -119,16 +119,16 @@ class Block:
 
     @property
     def by_input(self) -> dict[str, tuple[Matrix, ...]]:
-        """Group the matrices by the point that they read: name of the group, unique in the layer → matrices."""
+        """Group the matrices by their input: name of the group, unique in the layer → matrices."""
         prefix = "" if self.name in ONLY_BLOCKS else f"{self.name}."
         return {prefix + self.reader_group: self.readers, prefix + self.writer_group: (self.writer,)}
 
 
 @dataclass(frozen=True)
 class AttentionBlock(Block):
-    """Queries, keys and values, and the output projection; key and value heads may be shared by query heads.
+    """Queries, keys, values and the output projection. Query heads may share key and value heads.
 
-    `sinks`: each query head has a score without a value, so that the weights of values add up to less than 1.
+    `sinks`: each query head has an additional score without a value, so that attention weights sum to less than 1.
     """
 
     reader_group: ClassVar[str] = "query_key_value"
@@ -158,12 +158,12 @@ class AttentionBlock(Block):
 
     @property
     def query_key(self) -> tuple[Matrix, Matrix]:
-        """Return the two matrices that make the attention scores."""
+        """Return the two matrices that produce the attention scores."""
         return self.query, self.key
 
     @property
     def value_output(self) -> tuple[Matrix, Matrix]:
-        """Return the two matrices that value heads connect."""
+        """Return the matrix of the values and the output projection."""
         return self.value, self.writer
 
     @property
@@ -174,16 +174,16 @@ class AttentionBlock(Block):
 
 @dataclass(frozen=True)
 class Latent:
-    """A vector that a matrix writes, an RMS norm norms, and another matrix reads.
+    """A vector between two matrices, with an RMS norm.
 
     Attributes:
-        name: of the group of its roles.
+        name: the name of the group of its roles.
         field: the config field that holds its width.
-        writer: its first `width` outputs are the latent; others, the rotated part of keys, pass by the norm.
+        writer: its first `width` outputs are the latent; the others, the rotated part of keys, bypass the norm.
         norm: the role of the norm.
-        reader: reads the normed latent.
+        reader: the matrix that reads the normed latent.
         cached: the cache holds the normed latent, and the writer's other outputs.
-        step: the number of which the width is a multiple.
+        step: the width is a multiple of this number.
     """
 
     name: str
@@ -196,7 +196,7 @@ class Latent:
 
     @property
     def width(self) -> int:
-        """Return the numbers of the latent."""
+        """Return the width of the latent."""
         return self.reader.inputs
 
     @property
@@ -209,11 +209,9 @@ class Latent:
 class LatentAttentionBlock(Block):
     """Multi-head latent attention: keys and values are computed from one latent of a token; queries may have another.
 
-    Matrices between the readers of the block's input and its writer read the latents.
-
     Attributes:
-        heads: of queries, keys and values. The rows of the reader of keys and values are, head by head, `key_width` of
-            keys and `value_width` of values.
+        heads: the number of heads of queries, keys and values. The reader of keys and values has, head by head,
+            `key_width` rows of keys and `value_width` rows of values.
     """
 
     reader_group: ClassVar[str] = "latents"
@@ -228,29 +226,29 @@ class LatentAttentionBlock(Block):
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Return all matrices: those that read the input, those that read latents, and the one that writes."""
+        """Return all matrices: the readers of the input, the readers of latents, and the writer."""
         return (*self.readers, *(latent.reader for latent in self.latents), self.writer)
 
     @property
     def by_input(self) -> dict[str, tuple[Matrix, ...]]:
-        """Group the matrices by the point that they read; one that reads a latent is a group of its role's name."""
+        """Group the matrices by their input. The reader of a latent is a group with the name of its role."""
         return {**super().by_input, **{latent.reader.role: (latent.reader,) for latent in self.latents}}
 
 
 @dataclass(frozen=True)
 class MLPBlock(Block):
-    """One or two matrices that read, an activation, and one that writes: writer(act(reader 0) ⊙ reader 1).
+    """One or two readers, an activation, and a writer: writer(act(reader 0) ⊙ reader 1).
 
     Clamped channels are another function of both readers.
 
     Attributes:
         width: the number of channels between readers and writer.
-        activation: by the name that transformers gives it; it acts on the outputs of the first reader.
-        routing: if the block is an expert, the point of the router's weight of each token for it: one number, 0 for
-            tokens that other experts serve. The weight multiplies the channels, so that `writer.reads` has p h.
-        weighed: of an expert whose inputs the weight multiplies instead, the point of these inputs before; the readers'
-            own point has p x. Empty for others.
-        share: the share of the tokens that the block serves if routing is even; 1 unless it is an expert.
+        activation: its name in transformers. It acts on the outputs of the first reader.
+        routing: if the block is an expert, the point of its routing weight of each token, one number p, 0 for tokens
+            that are not routed to it. The weight multiplies the channels, so that `writer.reads` has p h.
+        weighed: if routing weights multiply the inputs instead, the point of the unweighted inputs; the readers read
+            p x. Empty for other blocks.
+        share: the share of the tokens that pass the block if routing is even; 1 unless it is an expert.
         clamp: alpha and limit of clamped channels (`lamina.activation_lamina.Channels`).
     """
 
@@ -268,7 +266,7 @@ class MLPBlock(Block):
 
     @property
     def passing(self) -> str:
-        """Return the point with the values of all tokens. The block reads some of these tokens, perhaps weighted."""
+        """Return the point with the inputs of all tokens, of which an expert reads some, perhaps weighted."""
         return self.weighed or self.input
 
     def numbers(self, width: float) -> float:
@@ -278,7 +276,7 @@ class MLPBlock(Block):
 
     @property
     def gated(self) -> bool:
-        """Tell whether a second reader multiplies the activated channels."""
+        """Return True if a second reader multiplies the activated channels."""
         return len(self.readers) > 1
 
 
@@ -303,11 +301,11 @@ def mixture_blocks(
     activation: str,
     clamp: tuple[float, float] | None = None,
 ) -> tuple[tuple[MLPBlock, ...], tuple[Copied, ...]]:
-    """Return the experts of a layer, the shared one last, and its router; nothing for a layer with a dense MLP.
+    """Return the experts of a layer, the shared one last, and the router; empty for a layer with a dense MLP.
 
-    `mixture`: of the standard config. All experts read `mlp.in`; an expert's writer reads its channels times the
-    router's weight of the token, on the tokens that the router sends to it. Where the weight multiplies the inputs
-    instead, the readers read those of the expert.
+    `mixture`: from the standard config. All experts read `mlp.in`. An expert's writer reads its channels times the
+    routing weight, on the tokens that are routed to it. If the weight multiplies the inputs instead, each expert's
+    readers have their own point.
     """
     sizes = mixture_of(mixture, layer)
     if sizes is None:
@@ -338,7 +336,7 @@ def mixture_blocks(
 def dense_blocks(
     modules: Mapping[str, str], biased: Collection[str], hidden: int, sizes: Mapping[str, Any], scaled: bool = False
 ) -> tuple[Block, ...]:
-    """Return the attention block and the MLP block of a dense layer: those that it has, and that are not foreign.
+    """Return the attention block and the MLP block of a dense layer, as far as it has them and they are not foreign.
 
     Args:
         modules: role → module path; without `gate`, the MLP has one reader; without `q` or `down`, there is no block.

@@ -1,4 +1,4 @@
-"""Command-A and Command-R7B: Command-R, of which only the sliding layers rotate queries and keys."""
+"""Command-A and Command-R7B: Command-R with rotation of queries and keys only in the sliding layers."""
 
 from pipeline.families.cohere import COHERE_BLOCK
 from pipeline.families.family import TRAINING, Family

@@ -1,8 +1,8 @@
 """Every field of a family's config class in transformers, and its treatment by Lamina.
 
-A field is *kept* (the standard config holds it, and `source_config` writes it back), *fixed* (one value is supported,
-any other is refused by name) or *unread* (it changes no logits). A field of the class that is none of these is refused
-where config.json sets it: a newer transformers may have more of them.
+A field is *kept* (the standard config holds it, and `source_config` writes it back), *fixed* (only one value is
+supported) or *unread* (it changes no logits). Any other field of the class, which a newer transformers may have, is
+refused if config.json sets it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ COPIED_FIELDS = (
     "pad_token_id",
 )
 RENAMED_FIELDS = ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range")
-SWITCH_FIELDS = ("use_sliding_window", "max_window_layers")  # of which transformers makes the window and layer types
-PRETRAINED_LENGTH = "original_max_position_embeddings"  # which some classes have outside of `rope_parameters`
+SWITCH_FIELDS = ("use_sliding_window", "max_window_layers")  # transformers derives window and layer types from them
+PRETRAINED_LENGTH = "original_max_position_embeddings"  # some classes have it outside of `rope_parameters`
 FIXED_FIELDS: Mapping[str, Any] = {"is_encoder_decoder": False}
 UNREAD_FIELDS: Mapping[str, str] = {
     "transformers_version": "the version that wrote the file",
-    "architectures": "refused elsewhere unless it is a causal model; exports name the family's",
-    "dtype": "the stored tensors say it; exports write theirs",
-    "output_hidden_states": "what a call returns",
-    "return_dict": "what a call returns",
+    "architectures": "checked elsewhere; exports name the family's",
+    "dtype": "the tensors' own dtypes count; exports write theirs",
+    "output_hidden_states": "the outputs of a call",
+    "return_dict": "the outputs of a call",
     "use_cache": "speed of generation",
     "chunk_size_feed_forward": "no supported model reads it",
     "id2label": "labels of a classifier",
@@ -96,7 +96,7 @@ def kept_fields(family: Family) -> dict[str, str]:
 
 
 def window_switches(family: Family) -> tuple[str, ...]:
-    """Return those of SWITCH_FIELDS that the family's config class has."""
+    """Return the SWITCH_FIELDS of the family's config class."""
     listed = listed_fields(family) if "layer_types" in family.windows else {}
     return tuple(name for name in SWITCH_FIELDS if name in listed)
 
@@ -112,14 +112,14 @@ def unread_fields(family: Family) -> dict[str, str]:
 
 
 def own_name(family: Family, standard_name: str) -> Any:
-    """Return the family's own name of a standard field, or a constant that is no string."""
+    """Return the family's own name of a standard field, or a constant that is not a string."""
     return family.fields.get(standard_name, "rms_norm_eps" if standard_name == "norm_eps" else standard_name)
 
 
 def refuse_other_values(family: Family, source: PreTrainedConfig, config: Mapping[str, Any]) -> None:
     """Raise InputError if a fixed field has another value, or if an unknown field of the class is set.
 
-    `source`: the config that transformers makes of `config`, the content of config.json.
+    `config`: the content of config.json. `source`: the config that transformers builds from it.
     """
     for name, needed in {**FIXED_FIELDS, **family.requires}.items():
         if (value := getattr(source, name, needed)) != needed:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: V3 with another rotation and another router."""
+"""DeepSeek-V2: V3 with a different rotation and a different router."""
 
 from pipeline.families.deepseek_v3 import EQUAL, GROUPS, LATENT_BLOCK, PATHS, SHARED, SIZES, UNREAD
 from pipeline.families.family import Family

@@ -22,8 +22,8 @@ GROUPS = {"scale": "routed_scaling_factor", "groups": "n_group", "top_groups": "
 SIGMOID = {"score": "sigmoid", "float_logits": True, "group_score": "top2"}
 UNREAD = {
     "attention_dropout": TRAINING,
-    "pretraining_tp": "how the products were once cut; nobody reads it",
-    "output_router_logits": "what a call returns",
+    "pretraining_tp": "an unused setting of parallel products",
+    "output_router_logits": "the outputs of a call",
 }
 EQUAL = {"num_key_value_heads": "num_attention_heads"}
 
@@ -33,7 +33,7 @@ FAMILY = Family(
     fields=EQUAL,
     equal=EQUAL,
     requires={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    unread=UNREAD | {"num_mtp_layers": "of further predicted tokens, whose layers are left out"},
+    unread=UNREAD | {"num_mtp_layers": "the layers for further predicted tokens are left out"},
     foreign=latent_family("deepseek_v3"),
     further_layers=True,
     mixture=MixtureFamily(

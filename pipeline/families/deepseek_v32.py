@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: V3 whose latent attention reads the tokens that an indexer chooses; both are copied."""
+"""DeepSeek-V3.2: V3 with an indexer that chooses the tokens of latent attention; both are copied."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def indexed_family(model_type: str) -> Family:
         requires={**deepseek_v3.FAMILY.requires, "mlp_bias": False},
         unread={
             "attention_dropout": TRAINING,
-            "output_router_logits": "what a call returns",
+            "output_router_logits": "the outputs of a call",
             "head_dim": "qk_rope_head_dim replaces it",
             "layer_types": "all layers have an indexer",
         },

@@ -1,6 +1,6 @@
-"""Hybrids of Qwen: gated delta networks in most layers, attention with a gate on its outputs in the others.
+"""Qwen's hybrids: gated delta networks (arXiv 2412.06464) in most layers, attention with gated outputs in the others.
 
-Both are copied, and transformers' own modules run them. Gated delta networks: arXiv 2412.06464.
+Both are copied, and run by transformers' own modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def readers_of_next(widths: Widths) -> dict[str, int]:
 
 
 def readers_apart(widths: Widths) -> dict[str, int]:
-    """Return those of Qwen3.5."""
+    """Return the outputs of Qwen3.5's matrices that read the layer's input."""
     keys, values, heads = widths
     return {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
 
@@ -44,7 +44,7 @@ def hybrid_modules(readers: ReaderShapes) -> dict[str, str]:
 
 
 def hybrid_block(readers: ReaderShapes) -> dict[str, Any]:
-    """Return the family's block."""
+    """Return the block of a family of hybrids."""
     return BLOCK | {
         "modules": hybrid_modules(readers),
         "biases": {f"{FULL}.{name}": "attention_bias" for name in PROJECTIONS},
@@ -54,7 +54,7 @@ def hybrid_block(readers: ReaderShapes) -> dict[str, Any]:
 
 
 def delta_family(model_type: str, readers: ReaderShapes) -> ForeignFamily:
-    """Return the attention of a family."""
+    """Return the foreign attention of a family."""
     layers: dict[str, Callable[[Mapping[str, Any]], ForeignBlock]] = {
         LINEAR: partial(_delta_network, readers=readers),
         FULL: _gated_attention,
@@ -63,7 +63,7 @@ def delta_family(model_type: str, readers: ReaderShapes) -> ForeignFamily:
 
 
 def _delta_network(sizes: Mapping[str, Any], readers: ReaderShapes) -> ForeignBlock:
-    """Return a gated delta network: it holds a state (key width, value width) for each head of values."""
+    """Return a gated delta network, which has a state (key width, value width) for each value head."""
     heads, hidden = sizes["linear_num_value_heads"], sizes["hidden_size"]
     keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
     values = heads * sizes["linear_value_head_dim"]
@@ -80,7 +80,7 @@ def _delta_network(sizes: Mapping[str, Any], readers: ReaderShapes) -> ForeignBl
 
 
 def _gated_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return grouped attention whose queries come with a gate of as many numbers for the heads' outputs."""
+    """Return grouped attention whose query matrix also computes a gate for each number of the heads' outputs."""
     head_dim, hidden = sizes["head_dim"], sizes["hidden_size"]
     queries, keys = (sizes[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
     shapes = {"q_proj": (2 * queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
@@ -97,12 +97,12 @@ def _gated_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields that no module can have."""
+    """Return the faults of fields from which no module can be built."""
     sizes = {name: fields[name] for name in DELTA_FIELDS if name != "attention_bias"}
     faults = size_faults(sizes, sizes)
     if not faults and sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
         faults.append(
-            f"linear_num_value_heads: {sizes['linear_num_value_heads']} is no multiple of linear_num_key_heads: "
+            f"linear_num_value_heads: {sizes['linear_num_value_heads']} is not a multiple of linear_num_key_heads: "
             f"{sizes['linear_num_key_heads']}"
         )
     return faults + switch_faults(fields, ["attention_bias"])

@@ -1,7 +1,6 @@
 """Falcon: LayerNorms, rotary halves, an MLP without gate; layers of several kinds.
 
-Checkpoints hold queries, keys and values in one tensor: the queries of a key/value head, the key, the value, and so on
-for the next one.
+Checkpoints hold queries, keys and values in one tensor: for each key/value head its queries, its key and its value.
 """
 
 from typing import Any
@@ -41,8 +40,8 @@ UNREAD = dict.fromkeys(("attention_dropout", "hidden_dropout"), TRAINING)
 
 
 def _old(one_head: bool, parallel: bool) -> Variant:
-    """Return a kind of before Falcon-40B, with one key/value head or as many as query heads."""
-    norms = (None, 1) if parallel else (None, 1, 2)  # the last means nothing where one half follows the other
+    """Return a kind of layers from before Falcon-40B, with one key/value head or as many as query heads."""
+    norms = (None, 1) if parallel else (None, 1, 2)  # the last has no effect if the halves are sequential
     when = {"new_decoder_architecture": False, "multi_query": one_head, "parallel_attn": parallel}
     changes: dict[str, Any] = {"block": BLOCK if parallel else IN_TURN}
     if one_head:

@@ -23,25 +23,25 @@ class Family:
     Attributes:
         block: the `block` of a checkpoint's config.json: module paths, roles, norm, rotation (`lamina.block_lamina`
             lists and checks its keys). `biases` map a role to True, or to the config field that switches the bias on.
-        optional: role -> the config field that switches its module on, for modules that not every model has.
-        fused: module path in the source's layer -> roles whose rows its tensors hold one after another. Lamina's
-            checkpoints hold them apart, at the paths of `block`.
+        optional: role -> the config field that switches its module on, for optional modules.
+        fused: module path in the source's layer -> the roles whose rows its tensors concatenate. Lamina's checkpoints
+            store them separately, at the paths of `block`.
         fused_by_heads: fused tensors hold the rows of the first key/value head, then of the second, and so on.
         settings: key of the block -> the config field that holds its value.
-        fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
-        requires: config field -> the only value that is supported.
-        equal: config field -> another one that it must equal.
+        fields: standard config name -> this family's name for it, or a constant (`= value` if not a string).
+        requires: config field -> the only supported value.
+        equal: config field -> another field that it must equal.
         unread: config field -> why it changes no logits. `config_fields` has those of all families.
-        unlisted: fields that the family's model in transformers reads though its config class does not list them.
-        mixture: the mixtures of experts of its layers; None for a family of dense MLPs.
-        foreign: the attention that Lamina runs by transformers' module and does not compress.
-        further_layers: checkpoints on the hub may hold extra layers after the last, which predict further tokens.
+        unlisted: fields that the family's model in transformers reads, although its config class does not list them.
+        mixture: the mixtures of experts of its layers; None for a family with dense MLPs.
+        foreign: attention that is copied and run by transformers' module.
+        further_layers: checkpoints on the hub may have additional layers that predict further tokens.
         rotary_field: the config field of the rotation.
-        partial_rotary: the family's model obeys `partial_rotary_factor`.
-        variants: the kinds of layers of a family that has several.
-        other_names: module path in the layers of some files -> its path in those of the family.
-        engine_fields: fields of config.json -> fields that other engines read in place of these.
-        windows: those of `sliding_window` and `layer_types` that the family obeys; others carry them without effect.
+        partial_rotary: the family's model applies `partial_rotary_factor`.
+        variants: the kinds of layers, if the family has several.
+        other_names: module path in the layers of some files -> the family's path.
+        engine_fields: fields of config.json -> fields that other engines read instead.
+        windows: which of `sliding_window` and `layer_types` the family applies; in other families they have no effect.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Latent attention: its sizes, its matrices, and the shapes of its tensors. transformers' own module runs it.
+"""Foreign attention, run by transformers' own modules; of latent attention, the sizes, matrices and tensor shapes.
 
 `lamina.foreign_lamina` names the modules and the config fields that they read.
 """
@@ -16,14 +16,14 @@ from pipeline.families.blocks import Copied, Latent, LatentAttentionBlock, Matri
 
 @dataclass(frozen=True)
 class ForeignBlock:
-    """An attention block that transformers runs. Tensors that no method claims are copied bit for bit.
+    """An attention block that transformers runs. Unclaimed tensors are copied bit for bit.
 
     Attributes:
-        block: its matrices, which only latent attention has.
+        block: its matrices, if it is latent attention that methods may compress.
         copied: the tensors of its modules.
-        scores: the roles whose outputs make attention scores. A kernel turns scores that are not finite into zeros.
+        scores: the roles whose outputs produce attention scores. A kernel replaces non-finite scores by zeros.
         heads: the number of query heads.
-        query_features: the numbers of all query heads of a token.
+        query_features: the width of all query heads together.
         cache_numbers: the numbers that are cached per token.
     """
 
@@ -40,12 +40,12 @@ class ForeignFamily:
     """The foreign attention of a family.
 
     Attributes:
-        model_type: the family's in transformers.
+        model_type: the family's model type in transformers.
         block: (fields, hidden, heads, roles with a bias) -> the block of a layer.
-        rotary_width: the field with the width of the rotation; empty if that is the width of heads.
+        rotary_width: the field with the width of the rotation; empty if it equals the width of heads.
         check: fields -> faults.
-        layers: of a hybrid, layer type -> the block of such a layer, from the fields of `standard` and `foreign`.
-        kinds: a field that lists the kinds of layers, and kind -> layer type, where the config has no layer types.
+        layers: for a hybrid, layer type -> a function that builds the block of such a layer from the config's fields.
+        kinds: if the config has no layer types, the field that lists the kinds of layers, and kind -> layer type.
     """
 
     model_type: str
@@ -61,7 +61,7 @@ class ForeignFamily:
         return FOREIGN[self.model_type].fields
 
     def block_of(self, standard: Mapping[str, Any], layer: int) -> ForeignBlock | None:
-        """Return the block of a layer of this standard config; None where the layer's attention is Lamina's own."""
+        """Return the block of a layer of this standard config; None if the layer's attention is not foreign."""
         if self.block is not None:
             sizes = standard["foreign"], standard["hidden_size"], standard["num_attention_heads"]
             return self.block(*sizes, standard["block"]["biases"])
@@ -69,16 +69,16 @@ class ForeignFamily:
         return None if block is None else block({**standard, **standard["foreign"]})
 
     def roles(self, standard: Mapping[str, Any]) -> set[str]:
-        """Return the roles of the attention of a model with this standard config, in layers of all types."""
+        """Return the roles of foreign attention in all layers of a model with this standard config."""
         if self.block is not None:
             return {each.role for each in self.block(standard["foreign"], 1, 1, ()).copied}
         blocks = (block({**standard, **standard["foreign"]}) for block in self.layers.values())
         return {each.role for block in blocks for each in block.copied}
 
     def layer_types(self, standard: Mapping[str, Any]) -> list[str] | None:
-        """Return the types of all layers where the config has none; None if it has them.
+        """Return the types of all layers if the config only has kinds; None if it has types.
 
-        Raises InputError for another number of layers.
+        Raises InputError if their number differs from the number of layers.
         """
         count = standard["num_hidden_layers"]
         if self.kinds is None:
@@ -89,7 +89,7 @@ class ForeignFamily:
         return [types[kind] for kind in kinds]
 
     def standard(self, source: Any) -> dict[str, Any]:
-        """Return the standard `foreign` of a source's config. Raises InputError for one that cannot be built."""
+        """Return the standard `foreign` of a source's config. Raises InputError if no module can be built from it."""
         fields = {name: getattr(source, name) for name in self.own_fields}
         if faults := self.check(fields):
             raise InputError("config.json:\n  " + "\n  ".join(faults))
@@ -97,10 +97,10 @@ class ForeignFamily:
 
 
 def sequence_limit(standard: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the field that limits the samples of a job, and the most tokens.
+    """Return the field that limits the length of a job's samples, and the limit in tokens.
 
-    A job runs a layer at a time. One that shares the choice of another layer's indexer then attends to all tokens,
-    which the indexer chooses in samples of at most `index_topk` tokens.
+    A job runs layers one at a time, so a layer that shares another layer's indexer attends to all tokens. This equals
+    the indexer's choice only in samples of at most `index_topk` tokens.
     """
     limits = {"max_position_embeddings": standard["max_position_embeddings"]}
     foreign = standard.get("foreign") or {}
@@ -109,12 +109,12 @@ def sequence_limit(standard: Mapping[str, Any]) -> tuple[str, int]:
     return min(limits.items(), key=lambda limit: limit[1])
 
 
-SHARED = "shared"  # the kind of such a layer
+SHARED = "shared"  # the kind of a layer that shares another layer's indexer
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_ROLES = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
                 "o_proj")  # fmt: skip
 LATENT_MODULES = {role: f"self_attn.{role}" for role in LATENT_ROLES}
-LATENT_READERS = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of the normed hidden states
+LATENT_READERS = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # they read the normed hidden states
 LATENT_READS = dict.fromkeys(LATENT_READERS, "attention.in")
 LATENT_FEEDS = {"o_proj": "mid"}
 LATENT_NAMES = {"kv_lora_rank": "key_value_latent", "q_lora_rank": "query_latent"}
@@ -164,7 +164,7 @@ def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased:
 
 
 def latent_faults(fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields of latent attention that no module can have."""
+    """Return the faults of fields from which no module of latent attention can be built."""
     sizes = {name: fields[name] for name in LATENT_SIZES}
     if fields["q_lora_rank"] is not None:
         sizes["q_lora_rank"] = fields["q_lora_rank"]
@@ -173,9 +173,9 @@ def latent_faults(fields: Mapping[str, Any]) -> list[str]:
 
 
 def size_faults(fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return a fault for each named field that is no positive integer."""
+    """Return a fault for each named field that is not a positive integer."""
     return [
-        f"{name}: {fields[name]!r:.80} is no positive integer"
+        f"{name}: {fields[name]!r:.80} is not a positive integer"
         for name in names
         if type(fields[name]) is not int or fields[name] < 1
     ]
@@ -191,7 +191,7 @@ def switch_faults(fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def _even_faults(fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields that the module of DeepSeek-V2 cannot have: it views pairs of numbers as complex ones."""
+    """Return the faults of odd sizes: DeepSeek-V2's module views pairs of numbers as complex numbers."""
     return latent_faults(fields) or [
         f"{name}: {fields[name]} is odd, which transformers' deepseek_v2 does not compute in float32"
         for name in ("kv_lora_rank", "qk_nope_head_dim")
@@ -200,5 +200,5 @@ def _even_faults(fields: Mapping[str, Any]) -> list[str]:
 
 
 def latent_family(model_type: str, even: bool = False) -> ForeignFamily:
-    """Return the latent attention of a family of transformers. `even`: odd sizes are refused."""
+    """Return the latent attention of a family in transformers. `even`: refuse odd sizes."""
     return ForeignFamily(model_type, latent_attention, "qk_rope_head_dim", _even_faults if even else latent_faults)

@@ -1,4 +1,4 @@
-"""Gemma 3, its text model: Gemma 2 with norms over heads, a rotation for each layer type, and no capped scores."""
+"""The text model of Gemma 3: Gemma 2 with norms over heads, a rotation for each layer type, and no capped scores."""
 
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.gemma2 import GEMMA_BLOCK

@@ -10,14 +10,14 @@ from pipeline.families.layer_geometry import LayerGeometry
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of one model: those of the whole model, and `layers`.
+    """The sizes of a model and of its layers.
 
     Attributes:
-        layers: in order; sizes may differ from layer to layer.
+        layers: the layers in order; sizes may differ from layer to layer.
         outer: (name, shape) of every tensor outside of the layers.
         outer_bits: name -> bits of a number, for outer tensors in another dtype than the layers.
-        outer_bytes: name -> bytes in the source, for outer weights that it stores in a format.
-        latent_faults: the properties of the model that DeepSeek's class with latent attention and dense MLPs lacks.
+        outer_bytes: name -> bytes in the source, for outer weights in a storage format.
+        latent_faults: the properties that DeepSeek's class with latent attention and dense MLPs cannot express.
     """
 
     model_type: str
@@ -33,7 +33,7 @@ class Geometry:
 
     @property
     def bits(self) -> int:
-        """Return the bits of most stored numbers, in which indices are counted; the same in all layers."""
+        """Return the bits of most stored numbers, the unit in which indices are counted; the same in all layers."""
         return self.layers[0].bits
 
     @property
@@ -69,7 +69,7 @@ class Geometry:
         return self.decoder_numbers() + sum(math.prod(shape) for _, shape in self.outer)
 
     def saved_bytes(self, scope: str) -> int:
-        """Count the bytes that the formats of the source save in a budget's scope."""
+        """Count the bytes that the source's storage formats save in a budget's scope."""
         if scope == "experts":
             return sum(layer.saved_bytes(layer.routed_roles) for layer in self.layers)
         saved = sum(layer.saved_bytes() for layer in self.layers)

@@ -1,4 +1,4 @@
-"""GLM-4 of 2025: GLM with norms after attention and MLP, too."""
+"""GLM-4 of 2025: GLM with additional norms after attention and MLP."""
 
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.glm import GLM_BLOCK

@@ -12,8 +12,8 @@ FAMILY = Family(
     optional=dict.fromkeys(HEAD_NORMS, "use_qk_norm"),
     unread={
         "attention_dropout": TRAINING,
-        "output_router_logits": "what a call returns",
-        "num_mtp_layers": "of further predicted tokens, whose layers are left out",
+        "output_router_logits": "the outputs of a call",
+        "num_mtp_layers": "the layers for further predicted tokens are left out",
     },
     unlisted=("head_dim",),
     partial_rotary=True,

@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2 with another rotation in the indexer, whose choice further layers may share."""
+"""GLM-5: DeepSeek-V3.2 with another rotation in the indexer, which later layers may share."""
 
 from dataclasses import replace
 from functools import partial

@@ -35,7 +35,7 @@ FAMILY = Family(
     fields={"num_key_value_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"},
     unread={
         **dict.fromkeys(("attention_dropout", "hidden_dropout"), TRAINING),
-        "classifier_dropout": "of a classifier",
-        "is_decoder": "nobody reads it",
+        "classifier_dropout": "a setting of a classifier",
+        "is_decoder": "unused",
     },
 )

@@ -1,4 +1,4 @@
-"""Hunyuan-MoE: heads are normed once they are rotated; mixtures with a shared expert as wide as the others."""
+"""Hunyuan-MoE: norms of heads after the rotation; mixtures with a shared expert as wide as the others."""
 
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.llama import ATTENTION_BIAS, BLOCK, MODULES
@@ -23,7 +23,7 @@ FAMILY = Family(
     ),
     unread={
         "attention_dropout": TRAINING,
-        "pretraining_tp": "how the products were once cut; nobody reads it",
+        "pretraining_tp": "an unused setting of parallel products",
         "eod_token_id": "a token of the tokenizer",
         "sep_token_id": "a token of the tokenizer",
         "output_router_logits": ROUTING["output_router_logits"],

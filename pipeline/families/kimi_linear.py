@@ -1,6 +1,6 @@
 """Kimi-Linear: Kimi delta attention in most layers, latent attention without rotation in the others.
 
-Both are copied, and transformers' own modules run them. arXiv 2510.26692.
+Both are copied, and run by transformers' own modules. arXiv 2510.26692.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DELTA_SIZES = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 
 
 def _delta_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return Kimi delta attention: it holds a state (head width, head width) for each head."""
+    """Return Kimi delta attention, which has a state (head width, head width) for each head."""
     width, heads, hidden = sizes["linear_head_dim"], sizes["linear_num_heads"], sizes["hidden_size"]
     channels = width * heads
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (channels, hidden))
@@ -48,7 +48,7 @@ def _delta_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
 
 
 def _latent_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return latent attention, which rotates nothing."""
+    """Return latent attention without rotation."""
     biased = LATENT_BIASES if sizes["attention_bias"] else ()
     fields = {**sizes, "model_type": "deepseek_v3"}
     latent = latent_attention(fields, sizes["hidden_size"], sizes["num_attention_heads"], biased)
@@ -57,12 +57,12 @@ def _latent_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields that no module can have."""
+    """Return the faults of fields from which no module can be built."""
     return latent_faults(fields) + size_faults(fields, DELTA_SIZES)
 
 
-def _as_the_hub_has_it(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field that other engines read in place of `layer_types` and of the sizes of linear attention."""
+def _hub_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field that other engines read instead of `layer_types` and the sizes of linear attention."""
     layers: dict[str, list[int]] = {FULL: [], LINEAR: []}
     for number, layer_type in enumerate(fields["layer_types"], start=1):
         layers[layer_type].append(number)
@@ -89,17 +89,17 @@ FAMILY = Family(
         "foreign": {LINEAR: "self_attn", FULL: "self_attn"},
         "rotary": None,
     },
-    # transformers writes dense MLPs so, and reads both names.
+    # transformers writes dense MLPs under these names, and reads both.
     other_names={f"{MOE}.{name}": f"mlp.{name}" for name in PROJECTIONS.values()},
-    engine_fields=_as_the_hub_has_it,
+    engine_fields=_hub_fields,
     fields=deepseek_v3.EQUAL,
     equal=deepseek_v3.EQUAL,
     requires={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
     windows=("layer_types",),
     unread={
         "attention_dropout": TRAINING,
-        "pretraining_tp": "how the products were once cut; nobody reads it",
-        "output_router_logits": "what a call returns",
+        "pretraining_tp": "an unused setting of parallel products",
+        "output_router_logits": "the outputs of a call",
     },
     foreign=ForeignFamily(
         "kimi_linear", None, "qk_rope_head_dim", _faults, {LINEAR: _delta_attention, FULL: _latent_attention}

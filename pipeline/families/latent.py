@@ -11,7 +11,7 @@ from pipeline.families.llama import BLOCK
 LATENT_FORM = "mla"
 ACTIVATION = "silu"
 ROPE_TYPES = ("default", "llama3")
-# Keys of the block in which models differ from the class, and what each is called.
+# Keys of the block in which models may differ from the class -> the property's name in messages.
 DIFFERENCES = {
     "positions": "learned positions",
     "parallel": "attention and MLP side by side",
@@ -35,7 +35,7 @@ def latent_faults(standard: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _name_faults(block: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is named otherwise than in Llama, whose names are the class's, or goes beyond it."""
+    """Yield modules that Llama, whose names the class has, lacks or names differently."""
     modules, known = block["modules"], BLOCK["modules"]
     if further := [role for role in modules if role not in known]:
         yield f"further modules: {', '.join(further)}"
@@ -74,9 +74,9 @@ def _faults(standard: Mapping[str, Any]) -> Iterator[str]:
         yield "sliding windows"
     if standard.get("layer_sizes"):
         yield "layers of different sizes"
-    for key, what in DIFFERENCES.items():
+    for key, difference in DIFFERENCES.items():
         if block.get(key):
-            yield what
+            yield difference
 
 
 def _rope_faults(rope: Mapping[str, Any] | None, head_dim: int) -> Iterator[str]:
@@ -90,7 +90,7 @@ def _rope_faults(rope: Mapping[str, Any] | None, head_dim: int) -> Iterator[str]
 
 
 def rope_frequencies(standard: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the angle per position of each pair of a head's dimensions; nothing where `latent_faults` has any."""
+    """Return the angle per position of each pair of a head's dimensions; empty if there are `latent_faults`."""
     if latent_faults(standard):
         return ()
     rope, width = standard["rope_parameters"], standard["head_dim"]
@@ -99,7 +99,7 @@ def rope_frequencies(standard: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _llama3(frequencies: Iterable[float], rope: Mapping[str, Any]) -> Iterator[float]:
-    """Slow low frequencies down, as Llama 3.1 does."""
+    """Scale low frequencies as Llama 3.1 does."""
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     for frequency in frequencies:
         turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
@@ -108,7 +108,7 @@ def _llama3(frequencies: Iterable[float], rope: Mapping[str, Any]) -> Iterator[f
 
 
 def plain_pairs(frequencies: Iterable[float]) -> int:
-    """Count the leading frequencies that are powers of one number, as those of the class are."""
+    """Count the leading frequencies that are powers of one base, as the class requires."""
     angles = [*frequencies]
     ratio = angles[1] if len(angles) > 1 else 1.0
     return next(

@@ -1,4 +1,4 @@
-"""The config of a model whose layers have the forms of a job: Lamina's, or DeepSeek's for latent attention."""
+"""The config of a compressed model: of Lamina's class, or of DeepSeek's for latent attention."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Forms = Mapping[str, Mapping[str, Any]]  # role -> form
 
 
 def latent_form(forms: Sequence[Forms]) -> Mapping[str, Any] | None:
-    """Return the latent attention among the forms of layers, if there is any: it is the same in all layers."""
+    """Return the form of latent attention, the same in all layers, or None."""
     return next((form for layer in forms for form in layer.values() if form["form"] == LATENT_FORM), None)
 
 
 def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dict[str, Any]:
     """Return the standard config of the compressed model; with latent attention, that of a dense DeepSeek model.
 
-    That one has an output embedding of its own: engines' classes know no other. Its MLPs have one width in all layers.
-    `standard`: of the source. `forms`: of all layers, or of those that are known.
+    The DeepSeek model has an untied output embedding, because engines' classes require it, and MLPs of one width.
+    `standard`: that of the source. `forms`: those of all layers, or of some.
     """
     latent = latent_form(forms)
     if latent is None:
@@ -57,15 +57,15 @@ def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dic
 
 
 def _mlp_width(standard: Mapping[str, Any], forms: Sequence[Forms]) -> int:
-    """Return the width of the MLPs, which the class has once: that of narrow ones, or the source's."""
+    """Return the width of all MLPs: that of pruned ones, or the source's."""
     narrow = (form["rank"] for layer in forms for form in layer.values() if form["form"] == NARROW_FORM)
     return int(next(narrow, standard["intermediate_size"]))
 
 
 def untied_head(standard: Mapping[str, Any], own_class: bool) -> dict[str, str]:
-    """Return the output embedding that a checkpoint of a class of its own stores -> the tied one that it is a copy of.
+    """Map the output embedding of a checkpoint with its own class to the tied embedding that it copies.
 
-    `standard`: of the source. Empty where the source has one, and in Lamina's class.
+    `standard`: that of the source. Empty if the source's embeddings are untied, and for Lamina's class.
     """
     block = standard["block"]
     tied = own_class and standard["tie_word_embeddings"]
@@ -73,7 +73,7 @@ def untied_head(standard: Mapping[str, Any], own_class: bool) -> dict[str, str]:
 
 
 def latent_paths(layer: LayerGeometry, forms: Forms) -> dict[str, str]:
-    """Return the beginning of the names of a layer's latent tensors -> the role whose they are."""
+    """Map the prefix of a layer's latent tensors to their role."""
     role = next((role for role, form in forms.items() if form["form"] == LATENT_FORM), None)
     return {} if role is None else {f"{layer.group_path((role,), forms[role]['group'])}.kv_": role}
 

@@ -25,7 +25,7 @@ from pipeline.families.foreign import ForeignBlock
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm of a layer: a weight of `size` numbers, and for a LayerNorm a bias of as many."""
+    """A norm of a layer: a weight of `size` numbers, and perhaps a bias of the same size."""
 
     role: str
     size: int
@@ -34,22 +34,23 @@ class Norm:
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One decoder layer: its blocks and norms, and the names of its tensors. Every layer may differ from the next.
+    """A decoder layer: its blocks and norms, and the names of its tensors. Layers may differ.
 
     Attributes:
         index: the number of the layer, from 0.
         prefix: the prefix of the names of its tensors, with the trailing dot.
         blocks: attention and MLP, or the experts of a mixture, in the order of the forward pass; a layer may lack one.
-        foreign: attention that transformers runs, which is none of the blocks.
-        routing: the fields of the rule of its router, by the names of the standard config's `mixture`, and `top_k`.
-        copied: further tensors, which no method changes: those of a router and of foreign attention.
+        foreign: attention that transformers runs, which is not among the blocks.
+        routing: the fields of the router's rule, named as in the standard config's `mixture`, and `top_k`.
+        copied: further tensors that no method changes: those of a router and of foreign attention.
         modules: role -> module path inside the layer, in the family's order.
-        bits: the size of most stored numbers; indices are counted in these.
-        own_bits: `role.weight` or `role.bias` -> bits of a number, for tensors that are stored in another dtype.
-        own_bytes: `role.weight`, its bytes in the source, and whether it may stay so, for weights in a stored format.
-        outer: role -> module path and shape of the matrices outside of the layers that go with this one: `embed` with
-            the first, `head` with the last. They are part of the layer only on request.
-        frequencies: the angle per position of each pair of a head's dimensions; only where `latent_faults` is empty.
+        bits: the bits of most stored numbers, the unit in which indices are counted.
+        own_bits: `role.weight` or `role.bias` -> bits of a number, for tensors in another dtype.
+        own_bytes: for weights in a storage format: `role.weight`, its bytes in the source, and whether OUTPUT may keep
+            the format.
+        outer: role -> module path and shape of matrices outside of the layers: `embed` belongs to the first layer,
+            `head` to the last. They are included only on request.
+        frequencies: the angle per position of each pair of a head's dimensions; empty if there are `latent_faults`.
     """
 
     model_type: str
@@ -70,19 +71,19 @@ class LayerGeometry:
 
     @property
     def attention(self) -> AttentionBlock:
-        """Return the attention block. Raises ValueError where attention is foreign."""
+        """Return the attention block. Raises ValueError if attention is foreign."""
         if not self.attentions:
             raise ValueError(foreign_attention_fault([self]))
         return self.attentions[0]
 
     @property
     def attentions(self) -> tuple[AttentionBlock, ...]:
-        """Return the attention blocks that can be compressed: one, or none where attention is foreign."""
+        """Return the attention blocks that can be compressed: one, or none if attention is foreign."""
         return tuple(block for block in self.blocks if isinstance(block, AttentionBlock))
 
     @property
     def latent_attention(self) -> LatentAttentionBlock | None:
-        """Return the block of latent attention; None where attention is of another kind."""
+        """Return the block of latent attention, or None."""
         return self.foreign.block if self.foreign else None
 
     @property
@@ -97,7 +98,7 @@ class LayerGeometry:
 
     @property
     def query_features(self) -> int:
-        """Return the numbers of all query heads of a token."""
+        """Return the width of all query heads together."""
         return self.foreign.query_features if self.foreign else sum(each.query.outputs for each in self.attentions)
 
     @property
@@ -124,17 +125,17 @@ class LayerGeometry:
         return tuple(block for block in self.blocks if isinstance(block, MLPBlock))
 
     def block(self, name: str) -> Block:
-        """Return the block of this name. Raises ValueError where the layer has none."""
+        """Return the block of this name. Raises ValueError if the layer has none."""
         (block,) = (block for block in self.blocks if block.name == name)
         return block
 
     def block_of(self, role: str) -> Block:
-        """Return the block that a role belongs to. Raises KeyError for a role of none."""
+        """Return the block that a role belongs to. Raises KeyError if there is none."""
         return self._block_by_role[role]
 
     @property
     def matrix_blocks(self) -> tuple[Block, ...]:
-        """Return the blocks, and before them latent attention if the layer has it."""
+        """Return latent attention, if the layer has it, and the blocks."""
         return self.blocks if self.latent_attention is None else (self.latent_attention, *self.blocks)
 
     @cached_property
@@ -145,7 +146,7 @@ class LayerGeometry:
         return by_role
 
     def mlp_of(self, role: str) -> MLPBlock:
-        """Return the MLP block that a role belongs to. Raises KeyError for a role of none."""
+        """Return the MLP block that a role belongs to. Raises KeyError if there is none."""
         block = self.block_of(role)
         if not isinstance(block, MLPBlock):
             raise KeyError(role)
@@ -153,7 +154,7 @@ class LayerGeometry:
 
     @cached_property
     def matrices(self) -> Mapping[str, Matrix]:
-        """Map role -> matrix, of all blocks in order."""
+        """Map each role to its matrix, for all blocks in order."""
         return {matrix.role: matrix for block in self.matrix_blocks for matrix in block.matrices}
 
     @property
@@ -163,17 +164,17 @@ class LayerGeometry:
 
     @cached_property
     def expert_points(self) -> tuple[str, ...]:
-        """Return the points that the writers of routed experts read; none in a layer with a dense MLP."""
+        """Return the points that the writers of routed experts read; empty for a dense MLP."""
         return tuple(block.writer.reads for block in self.mlps if block.roles[0] in self.routed_roles)
 
     @property
     def corrected_points(self) -> tuple[tuple[str, ...], ...]:
-        """Return the points in the order of the forward pass, those of routed experts' writers together."""
+        """Return the points in the order of the forward pass, with those of routed experts' writers together."""
         together = {point: self.expert_points for point in self.expert_points}
         return tuple(dict.fromkeys(together.get(point, (point,)) for point in self.points))
 
     def features(self, point: str) -> int:
-        """Return how many numbers per token pass a point: a matrix's input or output, or the residual stream."""
+        """Return the width of a point: of a matrix's input or output, or of the residual stream."""
         return self._features.get(point, self.hidden)
 
     @cached_property
@@ -190,7 +191,7 @@ class LayerGeometry:
 
     @cached_property
     def _shares(self) -> dict[str, float]:
-        """Map the points that only the tokens of an expert pass to the expert's share."""
+        """Map the points inside routed experts to the experts' shares."""
         routed = [block for block in self.mlps if block.share < 1.0]
         outputs = {f"{matrix.role}.out": block.share for block in routed for matrix in block.matrices}
         weighed = {block.input: block.share for block in routed if block.weighed}
@@ -198,13 +199,13 @@ class LayerGeometry:
 
     @cached_property
     def passed_numbers(self) -> float:
-        """Return the numbers by which a token is multiplied, if routing is even: of experts, those that it passes."""
+        """Return the numbers of the matrices that a token passes, if routing is even."""
         idle = sum((1.0 - block.share) * block.numbers(block.width) for block in self.mlps)
         return self.numbers() - idle
 
     @property
     def reads(self) -> dict[str, str]:
-        """Map each role, the head included, to the point that its matrix reads; an embedding reads none."""
+        """Map each role, including the head but not an embedding, to the point that its matrix reads."""
         inside = {role: matrix.reads for role, matrix in self.matrices.items()}
         return inside | {role: f"{role}.in" for role, _, _ in self.outer if role == "head"}
 
@@ -215,12 +216,12 @@ class LayerGeometry:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts that a router sends tokens to; 0 in a layer with a dense MLP."""
+        """Return the number of routed experts; 0 for a dense MLP."""
         return sum(block.name not in (*ONLY_BLOCKS, SHARED) for block in self.mlps)
 
     @cached_property
     def routed_roles(self) -> frozenset[str]:
-        """Return the roles of the experts that a router sends tokens to; none in a layer with a dense MLP."""
+        """Return the roles of routed experts; empty for a dense MLP."""
         experts = (block for block in self.mlps if block.name not in (*ONLY_BLOCKS, SHARED))
         return frozenset(role for block in experts for role in block.roles)
 
@@ -234,7 +235,7 @@ class LayerGeometry:
         return self._shapes[role]["weight"]
 
     def role_shapes(self, role: str) -> dict[str, tuple[int, ...]]:
-        """Map `weight` and, where the module has one, `bias` to its shape."""
+        """Map `weight` and, if the module has one, `bias` to their shapes."""
         return self._shapes[role]
 
     @cached_property
@@ -247,7 +248,7 @@ class LayerGeometry:
         return shapes | {each.role: dict(each.shapes) for each in self.copied}
 
     def path(self, role: str) -> str:
-        """Return the module path of a role, as the checkpoint names it."""
+        """Return the module path of a role in the checkpoint."""
         return self._paths[role]
 
     @cached_property
@@ -256,10 +257,10 @@ class LayerGeometry:
         return inside | {role: path for role, path, _ in self.outer}
 
     def tap(self, point: str) -> tuple[str, str]:
-        """Return the role and the side, `in` or `out`, at which a forward pass sees the values of a point."""
+        """Return the role and the side, `in` or `out`, at which a forward hook sees the values of a point."""
         readers = {block.input: block.readers[0].role for block in self.matrix_blocks}
         if point in readers:
-            # A router sees all tokens, experts some.
+            # A router sees all tokens, unlike the experts.
             copied = (each.role for each in self.copied if each.reads == point)
             return next(copied, readers[point]), "in"
         if point.endswith(ROUTING):
@@ -270,8 +271,8 @@ class LayerGeometry:
     def group_path(self, roles: tuple[str, ...], name: str) -> str:
         """Return the module path of tensors that the roles of a group share.
 
-        They lie at NAME below the deepest module that holds all matrices of the roles' block. A group with the name of
-        its block lies in that module itself or, where that module is the layer, in `NAME_factors`.
+        The path is NAME below the deepest module that holds all matrices of the roles' block. For a group with the name
+        of its block, it is that module itself or, if that module is the layer, `NAME_factors`.
         """
         block, modules = self.block_of(roles[0]), dict(self.modules)
         parents = [modules[role].split(".")[:-1] for role in block.roles]
@@ -280,7 +281,7 @@ class LayerGeometry:
         return self.prefix + ".".join(inside)
 
     def tensor_name(self, key: str, roles: tuple[str, ...]) -> str:
-        """Return the checkpoint's name of `ROLE.PART`, or of `GROUP.PART` for the group of `roles`."""
+        """Return the name in the checkpoint of `ROLE.PART`, or of `GROUP.PART` for the group of `roles`."""
         parts = key.split(".")
         for length in reversed(range(1, len(parts))):
             role, part = ".".join(parts[:length]), ".".join(parts[length:])
@@ -291,7 +292,7 @@ class LayerGeometry:
         return f"{self.group_path(roles, group)}.{key.removeprefix(f'{group}.')}"
 
     def tensors(self, roles: Collection[str] | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Map `role.weight` and `role.bias`, of all or some roles, to tensor name in the checkpoint and shape."""
+        """Map `role.weight` and `role.bias` of all or some roles to their names in the checkpoint and their shapes."""
         return {
             f"{role}.{part}": (f"{self.path(role)}.{part}", shape)
             for role in (self.roles if roles is None else self._in_order(roles))
@@ -299,7 +300,7 @@ class LayerGeometry:
         }
 
     def _in_order(self, roles: Collection[str]) -> list[str]:
-        """Return some roles of the layer in the family's order; roles outside of the layer come last."""
+        """Return roles in the family's order, with roles outside of the layer last."""
         return sorted({role for role in roles if role in self._places}, key=self._places.__getitem__)
 
     @cached_property
@@ -334,26 +335,27 @@ class LayerGeometry:
         return self.num_bytes(roles) - self.saved_bytes(roles)
 
     def saved_bytes(self, roles: Collection[str] | None = None) -> int:
-        """Count the bytes that the formats of the source save."""
+        """Count the bytes that the source's storage formats save."""
         inside = self.tensors(roles) if self.own_bytes else {}
         return sum(saved for key, (saved, _) in self._saved.items() if key in inside)
 
     def grown_bytes(self, claimed: Collection[str]) -> int:
-        """Count the bytes by which the layer grows if these roles are decoded, and what cannot stay in its format."""
+        """Count the bytes by which the layer grows if the claimed roles, and formats that OUTPUT cannot keep, are
+        decoded."""
         unkept = sum(saved for saved, keeps in self._saved.values() if not keeps)
         inside = self.tensors(claimed) if self.own_bytes else {}
         return unkept + sum(saved for key, (saved, keeps) in self._saved.items() if keeps and key in inside)
 
     @cached_property
     def _saved(self) -> dict[str, tuple[int, bool]]:
-        """Map each weight in a stored format to the bytes that this saves, and whether it may stay so."""
+        """Map each weight in a storage format to the saved bytes, and whether OUTPUT may keep the format."""
         shapes = self.tensors() if self.own_bytes else {}
         decoded = {key: math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in shapes.items()}
         return {key: (decoded[key] - own, keeps) for key, own, keeps in self.own_bytes}
 
 
 def foreign_attention_fault(layers: Iterable[LayerGeometry]) -> str:
-    """Say why a method of heads' keys and values does not compress a model, some of whose attention is foreign."""
+    """Explain why methods for keys and values of heads do not compress a model with foreign attention."""
     layer = next(layer for layer in layers if layer.foreign)
     if layer.latent_attention is None:
         return f"no method compresses the attention of {layer.model_type} models, which is copied"

@@ -33,5 +33,5 @@ ATTENTION_BIAS = dict.fromkeys(("q", "k", "v", "o"), "attention_bias")
 FAMILY = Family(
     model_type="llama",
     block=BLOCK | {"biases": ATTENTION_BIAS | dict.fromkeys(("gate", "up", "down"), "mlp_bias")},
-    unread={"attention_dropout": TRAINING, "pretraining_tp": "how the products were once cut; nobody reads it"},
+    unread={"attention_dropout": TRAINING, "pretraining_tp": "an unused setting of parallel products"},
 )

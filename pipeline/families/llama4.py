@@ -1,4 +1,4 @@
-"""Llama-4, its text model: attention within chunks, which is copied, and experts whose inputs the router weighs."""
+"""The text model of Llama-4: attention within chunks, which is copied, and experts with router-weighted inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTS = ("attention_chunk_size", "floor_scale")
 
 
 def _attention(sizes: Mapping[str, Any], layer_type: str) -> ForeignBlock:
-    """Return grouped attention; norms of heads have no weights."""
+    """Return grouped attention, whose norms of heads have no weights."""
     hidden, head_dim = sizes["hidden_size"], sizes["head_dim"]
     queries, keys = (sizes[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
     rows = {
@@ -43,7 +43,7 @@ def _attention(sizes: Mapping[str, Any], layer_type: str) -> ForeignBlock:
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields that no module can have."""
+    """Return the faults of fields from which no module can be built."""
     return size_faults(fields, COUNTS) + switch_faults(fields, SWITCHES)
 
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, every layer with a sliding window where the config gives one."""
+"""Mistral: Llama without biases, and with a sliding window in every layer if the config has one."""
 
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.llama import BLOCK

@@ -1,6 +1,6 @@
-"""Families with mixtures of experts as data, between a source's config and the standard one.
+"""The mixtures of experts of families, as data: the mapping between a source's config and the standard one.
 
-The standard config's `mixture` is that of a Lamina checkpoint: `lamina.mixture_lamina` lists its keys.
+The standard config's `mixture` is that of a Lamina checkpoint, whose keys `lamina.mixture_lamina` lists.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from lamina.mixture_lamina import DEFAULTS, check_mixture
 from manifests.errors import InputError
 
 EVERY_LAYER, SPARSE_STEP, FIRST_DENSE = "", "mlp_only_layers", "first_k_dense_replace"
-MIXED = "moe_layers"  # a list of the layers with a mixture; every so many is its default
-BY_TYPE = "layer_types"  # a list that has `moe` for them
-LISTED = "mlp_layer_types"  # a list that has `dense` for them; FIRST_DENSE is its default
+MIXED = "moe_layers"  # lists the layers with a mixture; by default, layers at a regular interval
+BY_TYPE = "layer_types"  # has `moe` for layers with a mixture
+LISTED = "mlp_layer_types"  # has `dense` for layers with a dense MLP; FIRST_DENSE is its default
 ROUTING_FIELDS = (
     "score",
     "renormalise",
@@ -30,7 +30,7 @@ ROUTING_FIELDS = (
 )  # of a layer's router
 GATE_UP = ("gate", "up")  # the roles that most fused tensors hold
 ROUTING = {  # of a family without them
-    "output_router_logits": "what a call returns",
+    "output_router_logits": "the outputs of a call",
     "router_aux_loss_coef": "training alone",
 }
 
@@ -40,9 +40,9 @@ class FusedExperts:
     """A tensor that holds matrices or biases of all experts of a layer, expert by expert.
 
     Attributes:
-        roles: of one expert, whose rows follow one another.
+        roles: the roles of an expert whose rows are concatenated.
         part: `weight` or `bias`.
-        transposed: it holds the matrices' columns as rows.
+        transposed: matrices are transposed.
         interleaved: the rows of the roles alternate.
     """
 
@@ -57,15 +57,15 @@ class MixtureFamily:
     """The mixtures of one family.
 
     Attributes:
-        paths: `router`, `experts`, `modules` and, where there are any, `score_bias`, `shared` and `shared_gate`.
+        paths: `router`, `experts`, `modules` and, if there are any, `score_bias`, `shared` and `shared_gate`.
         sizes: `experts`, `width` and `top_k` -> the source's field.
         shared: the source's fields whose product is the width of the shared expert.
         routing: a key of `mixture` -> its value; `fields`: a key -> the source's field that holds it.
-        group_methods: the source's field for the choice of experts, its value for a choice that ignores groups, and the
-            one for a choice from the best groups; empty where groups always count.
-        dense_layers: the source's field that says which layers have a dense MLP; empty where none has.
-        fused: name of a tensor in the source's layer -> what it holds of all experts. Lamina's checkpoints hold the
-            tensors of each expert apart, at the paths of `paths`.
+        group_methods: the source's field for the choice of experts, its value for a choice without groups, and its
+            value for a choice from the best groups; empty if groups always count.
+        dense_layers: the source's field that determines which layers have a dense MLP; empty if none has.
+        fused: tensor name in the source's layer -> its parts of all experts. Lamina's checkpoints store the tensors of
+            each expert separately, at `paths`.
     """
 
     paths: Mapping[str, Any]
@@ -93,13 +93,13 @@ class MixtureFamily:
         return tuple(dict.fromkeys(names))
 
     def padded_shared(self, shared_width: int, width: int) -> int:
-        """Return the least width of a shared expert that a config can say beside routed experts of a width."""
+        """Return the least width of the shared expert that a config can express with routed experts of `width`."""
         if self.sizes["width"] not in self.shared:
             return shared_width
         return -(-shared_width // width) * width
 
     def standard(self, source: PreTrainedConfig) -> dict[str, Any]:
-        """Return the standard `mixture` of a source's config. Raises InputError for one that cannot be built."""
+        """Return the standard `mixture` of a source's config. Raises InputError if it cannot be built."""
         sizes = {name: getattr(source, own) for name, own in self.sizes.items()}
         if self.shared:
             sizes["shared_width"] = math.prod(getattr(source, own) or 0 for own in self.shared)
@@ -119,7 +119,7 @@ class MixtureFamily:
         return mixture
 
     def _is_grouped(self, source: PreTrainedConfig) -> bool:
-        """Tell whether experts are chosen from the best groups. Raises InputError for another choice."""
+        """Return True if experts are chosen from the best groups. Raises InputError for another choice."""
         own, *known = self.group_methods
         if (method := getattr(source, own)) not in known:
             raise InputError(f"config.json: {own}: {method!r:.80} is not one of {', '.join(known)}")
@@ -139,7 +139,7 @@ class MixtureFamily:
         return True
 
     def source_fields(self, mixture: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the source's fields of a standard mixture. Raises InputError where its layers differ."""
+        """Return the source's fields of a standard mixture. Raises InputError if its layers differ."""
         layers = mixture["layers"]
         each = [sizes for sizes in layers if sizes is not None]
         if any(sizes != each[0] for sizes in each):
@@ -150,7 +150,7 @@ class MixtureFamily:
             count = self.shared[-1]
             known = math.prod(fields[own] for own in self.shared[:-1])
             if sizes["shared_width"] % known:
-                raise InputError(f"a shared expert of {sizes['shared_width']} channels is no multiple of {known}")
+                raise InputError(f"a shared expert of {sizes['shared_width']} channels is not a multiple of {known}")
             fields[count] = sizes["shared_width"] // known
         fields |= {own: mixture[name] for name, own in self.fields.items()}
         if self.group_methods:
@@ -179,5 +179,5 @@ class MixtureFamily:
 
 
 def _of_layer(size: Any, layer: int) -> Any:
-    """Return the size of a layer: some configs list one for each."""
+    """Return the size of a layer; some configs list sizes by layer."""
     return size[layer] if isinstance(size, list) and layer < len(size) else size

@@ -1,6 +1,6 @@
-"""Nemotron-H: each layer is one block after a norm: Mamba 2, attention, an MLP, or a mixture of experts.
+"""Nemotron-H: each layer is a norm and one block: Mamba 2, attention, an MLP, or a mixture of experts.
 
-Mamba 2 (arXiv 2405.21060) and attention, which rotates nothing, are copied, and transformers' own modules run them.
+Mamba 2 (arXiv 2405.21060) and attention, without rotation, are copied and run by transformers' own modules.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAMBA, HEADS = ("in_proj", "conv1d", "norm", "out_proj"), ("q_proj", "k_proj", "
 COUNTS = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size")
 SWITCHES = ("use_conv_bias", "use_bias")
 PATTERN = {LINEAR: "M", FULL: "*", "mlp": "-", "moe": "E"}  # letters of layer types
-INITIAL = "initial values alone"
+INITIAL = "only initial values"
 
 
 def _mamba(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return Mamba 2: it holds a state (head width, state width) for each head."""
+    """Return Mamba 2, which has a state (head width, state width) for each head."""
     heads, hidden = sizes["mamba_num_heads"], sizes["hidden_size"]
     inner = heads * sizes["mamba_head_dim"]
     channels = inner + 2 * sizes["n_groups"] * sizes["ssm_state_size"]
@@ -46,7 +46,7 @@ def _mamba(sizes: Mapping[str, Any]) -> ForeignBlock:
 
 
 def _attention(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return grouped attention without rotation and biases."""
+    """Return grouped attention without rotation or biases."""
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     queries, keys = (count * sizes["head_dim"] for count in (heads, sizes["num_key_value_heads"]))
     rows = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
@@ -55,15 +55,17 @@ def _attention(sizes: Mapping[str, Any]) -> ForeignBlock:
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields that no module can have."""
+    """Return the faults of fields from which no module can be built."""
     faults = size_faults(fields, COUNTS)
     if not faults and fields["mamba_num_heads"] % fields["n_groups"]:
-        faults.append(f"mamba_num_heads: {fields['mamba_num_heads']} is no multiple of n_groups: {fields['n_groups']}")
+        faults.append(
+            f"mamba_num_heads: {fields['mamba_num_heads']} is not a multiple of n_groups: {fields['n_groups']}"
+        )
     return faults + switch_faults(fields, SWITCHES)
 
 
-def _as_engines_read(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that other engines read in place of the list of layer types."""
+def _engine_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that other engines read instead of the list of layer types."""
     types = fields["layers_block_type"]
     return {"num_hidden_layers": len(types), "hybrid_override_pattern": "".join(PATTERN[each] for each in types)}
 
@@ -90,7 +92,7 @@ FAMILY = Family(
     fields={"norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
     requires={"mlp_bias": False, "moe_latent_size": None, "n_shared_experts": 1, "residual_in_fp32": False},
     windows=("layer_types",),
-    engine_fields=_as_engines_read,
+    engine_fields=_engine_fields,
     foreign=ForeignFamily("nemotron_h", None, "", _faults, {LINEAR: _mamba, FULL: _attention}),
     mixture=MixtureFamily(
         paths={
@@ -111,14 +113,16 @@ FAMILY = Family(
         "hidden_dropout": TRAINING,
         "attention_bias": "the module has none",
         "sliding_window": "the module has none",
-        "mamba_proj_bias": "use_bias says it",
-        "expand": "mamba_num_heads and mamba_head_dim say the width",
+        "mamba_proj_bias": "use_bias determines it",
+        "expand": "mamba_num_heads and mamba_head_dim determine the width",
         "mamba_ssm_cache_dtype": "the dtype of states in other engines",
         "moe_shared_expert_overlap": "speed in other engines",
-        "num_logits_to_keep": "what a call returns",
-        "output_router_logits": "what a call returns",
-        "time_step_limit": "the module takes time_step_min, and no upper limit",
+        "num_logits_to_keep": "the outputs of a call",
+        "output_router_logits": "the outputs of a call",
+        "time_step_limit": "the module uses time_step_min, and no upper limit",
         **dict.fromkeys(("time_step_max", "time_step_floor", "rescale_prenorm_residual"), INITIAL),
-        **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type"), "of further predicted tokens"),
+        **dict.fromkeys(
+            ("num_nextn_predict_layers", "mtp_layers_block_type"), "the number of further predicted tokens"
+        ),
     },
 )

@@ -12,14 +12,14 @@ HEAD_NORM_ROLES = ("q_norm", "k_norm")
 
 
 def has_norm_bias(block: Mapping[str, Any]) -> bool:
-    """Tell whether the norms of a family's layers have biases."""
+    """Return True if the norms of a family's layers have biases."""
     return block["norm"] == "layer" and bool(block.get("norm_bias", True))
 
 
 def norms_of(
     block: Mapping[str, Any], modules: Mapping[str, str], hidden: int, sizes: Mapping[str, int]
 ) -> tuple[Norm, ...]:
-    """Return the norms of a layer: of what blocks read and write, and of query and key heads."""
+    """Return the norms of a layer: of the blocks' inputs and outputs, and of query and key heads."""
     together = block.get("head_norms") == "all"
     head_dim = sizes["head_dim"]
     heads = zip(HEAD_NORM_ROLES, ("num_attention_heads", "num_key_value_heads"), strict=True)

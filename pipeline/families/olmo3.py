@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with sliding layers, which may have a rotation of their own."""
+"""OLMo 3: OLMo 2 with sliding layers, which may have a different rotation."""
 
 from pipeline.families.family import TRAINING, Family
 from pipeline.families.olmo2 import OLMO_BLOCK

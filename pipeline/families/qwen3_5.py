@@ -1,4 +1,4 @@
-"""Qwen3.5, its text model: Qwen3-Next's attention with other matrices, and a dense MLP."""
+"""The text model of Qwen3.5: Qwen3-Next's attention with other matrices, and a dense MLP."""
 
 from pipeline.families.delta import delta_family, hybrid_block, readers_apart
 from pipeline.families.family import TRAINING, Family

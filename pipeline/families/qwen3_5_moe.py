@@ -1,4 +1,4 @@
-"""Qwen3.5 with a mixture of experts in every layer, its text model."""
+"""The text model of Qwen3.5 with a mixture of experts in every layer."""
 
 from dataclasses import replace
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import transformers  # its Auto classes and activations are slow to import, and are looked up at their use
+import transformers  # its Auto classes and activations are slow to import, and are looked up on use
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
@@ -130,7 +130,7 @@ FAMILIES: dict[str, Family] = {
         ernie4_5,
     )
 }
-SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the name of the same in transformers
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the equivalent one in transformers
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
 BY_LAYER = "per_layer_config"  # field of a source's config.json in transformers: layer -> its differing fields
 
@@ -141,13 +141,13 @@ def supported_families() -> tuple[str, ...]:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config.json names a family, or a multimodal model around one."""
+    """Return True if a config.json names a family, or a multimodal model around one."""
     model_type = config.get("model_type")
     return is_wrapper(config) or (isinstance(model_type, str) and SAME_AS.get(model_type, model_type) in FAMILIES)
 
 
 def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a source model under standard names, as a Lamina checkpoint stores it, every form dense.
+    """Return the config of a source model under standard names, as a Lamina checkpoint stores it, with dense forms.
 
     Raises:
         InputError: unsupported `model_type`, a value of the wrong type, or an unsupported variant of the family.
@@ -176,7 +176,7 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if family.foreign is not None:
         standard["layer_types"] = family.foreign.layer_types(standard) or standard["layer_types"]
     if standard["sliding_window"] is not None and standard["sliding_window"] < 1:
-        raise InputError(f"config.json: sliding_window: {standard['sliding_window']} is no positive integer")
+        raise InputError(f"config.json: sliding_window: {standard['sliding_window']} is not a positive integer")
     if family.mixture is not None:
         standard["mixture"] = family.mixture.standard(source)
     standard["source_model_type"] = family.model_type
@@ -186,7 +186,7 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def family_names(standard: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Map stored names of a source's tensors to the names of its family, if they differ."""
+    """Map names of a source's tensors to the family's names, if they differ."""
     others, block = FAMILIES[standard["source_model_type"]].other_names, standard["block"]
     inside = re.compile(rf"({re.escape(block['layers'])}\.\d+)\.(.+)\.(\w+)")
     matches = [(name, match) for name in names if others and (match := inside.fullmatch(name)) and match[2] in others]
@@ -201,8 +201,8 @@ def geometry_of(
 ) -> Geometry:
     """Return the geometry of a model from its standard config (of a dense model or of a Lamina checkpoint).
 
-    `bits`: the size of most numbers; `stored_bits`: tensor -> the size of its numbers, for tensors that exist;
-    `stored_bytes`: weight -> its bytes, for weights that the source stores in a format, and whether it may stay so.
+    `bits`: the bits of most numbers. `stored_bits`: tensor -> the bits of its numbers, for existing tensors.
+    `stored_bytes`: for weights in a storage format: weight -> its bytes, and whether OUTPUT may keep the format.
     """
     block = standard["block"]
     hidden, vocab = standard["hidden_size"], standard["vocab_size"]
@@ -266,7 +266,7 @@ def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str,
 
 
 def _routing(mixture: Mapping[str, Any] | None, layer: int) -> tuple[tuple[str, Any], ...]:
-    """Return the fields of the rule by which a layer's router chooses experts; none for a dense MLP."""
+    """Return the fields of a layer's routing rule; empty for a dense MLP."""
     sizes = mixture_of(mixture, layer)
     if mixture is None or sizes is None:
         return ()
@@ -288,7 +288,7 @@ def _own_bytes(layer: LayerGeometry, stored_bytes: Mapping[str, tuple[int, bool]
 
 
 def _outer_matrices(standard: Mapping[str, Any], layer: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Return `LayerGeometry.outer`; nothing for tied embeddings."""
+    """Return `LayerGeometry.outer`; empty for tied embeddings."""
     shape = (standard["vocab_size"], standard["hidden_size"])
     owners = {"embed": 0, "head": standard["num_hidden_layers"] - 1}
     if standard["tie_word_embeddings"]:
@@ -304,7 +304,7 @@ def sizes_by_layer(standard: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def channels_of(block: MLPBlock) -> Callable[..., Tensor]:
-    """Return the function from the outputs of an MLP's readers to its channels."""
+    """Return the function that computes an MLP's channels from the outputs of its readers."""
     channels: Callable[..., Tensor] = Channels(block.activation, block.clamp)
     return channels
 
@@ -333,7 +333,7 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     if family is None:
         supported = f"supported: {supported_families()}{wrapper_fault(config)}"
         raise InputError(f"config.json: model_type {model_type!r} is not supported; {supported}")
-    # A copy, as transformers fills in missing values in place. `_layer_sizes` reads the sizes of single layers.
+    # A copy, because transformers fills in missing values in place. `_layer_sizes` reads the sizes of single layers.
     fields = copy.deepcopy({name: value for name, value in config.items() if name not in ("model_type", BY_LAYER)})
     for name in ("num_hidden_layers", "n_layer"):
         if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
@@ -366,13 +366,13 @@ def _layer_sizes(
     """Return each layer's differing sizes under standard names; an empty list if all layers are equal."""
     count = source.num_hidden_layers
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
-        raise InputError(f"config.json: {BY_LAYER}: {by_layer!r:.80} is no mapping of layers to their fields")
+        raise InputError(f"config.json: {BY_LAYER}: {by_layer!r:.80} is not a mapping of layers to their fields")
     differing = LAYER_FIELDS if family.foreign is None else ("intermediate_size",)
     names = {name: own for name in differing if isinstance(own := family.fields.get(name, name), str)}
     by_index: list[dict[str, int]] = [{} for _ in range(min(count, MAX_LAYERS))]
     for layer, fields in by_layer.items():
         if not str(layer).isdecimal() or int(layer) >= len(by_index):
-            raise InputError(f"config.json: {BY_LAYER}: {layer!r:.80} is none of the {count} layers")
+            raise InputError(f"config.json: {BY_LAYER}: {layer!r:.80} is not one of the {count} layers")
         if unknown := sorted(set(fields) - set(names.values())):
             raise InputError(
                 f"config.json: {BY_LAYER}: layer {layer} has {', '.join(unknown)} of its own, which is not supported; "
@@ -388,7 +388,7 @@ def _layer_sizes(
 def _block(family: Family, source: PreTrainedConfig, standard: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's block with the settings of this model, and its biases as a list of roles.
 
-    Some modules of foreign attention may be missing in this model.
+    A model may lack some modules of foreign attention.
     """
     biases = family.block["biases"]
     has_bias = {role: bias if isinstance(bias, bool) else getattr(source, bias) for role, bias in biases.items()}
@@ -398,7 +398,7 @@ def _block(family: Family, source: PreTrainedConfig, standard: Mapping[str, Any]
         value = block[key]
         is_number = isinstance(value, float | int) and not isinstance(value, bool)
         if is_number and not 0.0 < value < math.inf:
-            raise InputError(f"config.json: {name}: {value!r} is no positive number")
+            raise InputError(f"config.json: {name}: {value!r} is not a positive number")
     if family.foreign is not None:
         absent = {*foreign_roles(block)} - family.foreign.roles(standard)
         block["modules"] = {role: path for role, path in block["modules"].items() if role not in absent}

@@ -16,9 +16,9 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:
-    """Return the rope parameters of a model, or those of each layer type; None if it rotates nothing.
+    """Return the rope parameters of a model, or those of each layer type; None without rotation.
 
-    Raises InputError for values that cannot be, and for those that the family's model would not obey.
+    Raises InputError for impossible values, and for values that the family's model would ignore.
     """
     if family.block["rotary"] is None:
         return None
@@ -43,7 +43,7 @@ def _check_rope(family: Family, rope: Mapping[str, Any], head_dim: int) -> None:
         )
     theta, share = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
     if not isinstance(theta, float | int) or not 0.0 < theta < math.inf:
-        raise InputError(f"config.json: rope_theta: {theta!r} is no positive number")
+        raise InputError(f"config.json: rope_theta: {theta!r} is not a positive number")
     if share == 1.0:
         return
     if not family.partial_rotary:  # transformers' own models of these families disagree on it
@@ -51,5 +51,5 @@ def _check_rope(family: Family, rope: Mapping[str, Any], head_dim: int) -> None:
     width = head_dim * share if isinstance(share, float | int) and not isinstance(share, bool) else 0.0
     if not 2 <= width <= head_dim or width % 2:
         raise InputError(
-            f"config.json: partial_rotary_factor: {share!r} of {head_dim} is no even number within 2 to {head_dim}"
+            f"config.json: partial_rotary_factor: {share!r} of {head_dim} is not an even number within 2 to {head_dim}"
         )

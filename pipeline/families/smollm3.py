@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, of which some layers do not rotate queries and keys."""
+"""SmolLM3: Llama without rotation of queries and keys in some layers."""
 
 from pipeline.families import llama
 from pipeline.families.family import TRAINING, Family

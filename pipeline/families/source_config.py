@@ -43,8 +43,7 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def _config_of(
     standard: Mapping[str, Any], dtype: str, family: Family, own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config.json with the fields of one kind of the family's layers, and the properties that it
-    misstates."""
+    """Return the config.json for one kind of the family's layers, and the properties that it cannot express."""
     kind = family.model_type
     fields = {**{name: standard[other] for name, other in standard_fields(family).items()}, **own}
     if family.rotary_field == "rotary_dim":
@@ -62,7 +61,7 @@ def _config_of(
     biases = family.block["biases"]
     fields |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
     fields |= {field: role in standard["block"]["modules"] for role, field in family.optional.items()}
-    # Fields that engines read, and that the config class may not list.
+    # Fields that engines read, but that the config class may not list.
     named: dict[str, Any] = {name: value for name, value in family.requires.items() if value is not None}
     if family.mixture is not None:
         sizes = family.mixture.source_fields(standard["mixture"])
@@ -94,13 +93,13 @@ def _window_switches(standard: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shares_width(layer: LayerGeometry) -> bool:
-    """Tell whether a dense model's config has one width for a layer's shared expert and the routed ones."""
+    """Return True if a dense model's config has one width for a layer's shared expert and the routed ones."""
     family = FAMILIES[layer.model_type].mixture
     return family is not None and family.shared == (family.sizes["width"],)
 
 
 def shared_padding(layer: LayerGeometry, width: int) -> float:
-    """Count the zeros that a dense model's config needs in a layer's shared expert beside routed experts of a width."""
+    """Count the zeros that pad a layer's shared expert in a dense model with routed experts of `width`."""
     family = FAMILIES[layer.model_type].mixture
     shared = next((block for block in layer.mlps if block.name == SHARED), None)
     if family is None or shared is None:

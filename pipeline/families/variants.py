@@ -1,4 +1,4 @@
-"""Families whose models have layers of several kinds, which the config chooses from."""
+"""Families with several kinds of layers, of which the config chooses one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ F = TypeVar("F", bound=Any)
 
 @dataclass(frozen=True)
 class Variant:
-    """One kind of layers of a family that has several.
+    """One of several kinds of layers of a family.
 
     Attributes:
-        when: config field -> its value, or some values, of which the first is written.
+        when: config field -> its value, or several values, of which the first is written.
         changes: attributes of the family -> their values for this kind.
     """
 
@@ -27,11 +27,11 @@ class Variant:
         return {name: value[0] if isinstance(value, tuple) else value for name, value in self.when.items()}
 
     def fits(self, source: Any) -> bool:
-        """Tell whether a config has the fields of this kind."""
+        """Return True if a config has the fields of this kind."""
         allowed = {name: value if isinstance(value, tuple) else (value,) for name, value in self.when.items()}
         return all(getattr(source, name) in values for name, values in allowed.items())
 
     def of(self, family: F) -> F:
-        """Return the family as it is for this kind."""
+        """Return the family with the attributes of this kind."""
         changed: F = replace(family, **self.changes)
         return changed

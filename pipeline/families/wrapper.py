@@ -1,6 +1,6 @@
-"""Multimodal models: a text decoder of a family that we know, inside a class of transformers with towers for images.
+"""Multimodal models: a text decoder of a supported family inside a class of transformers with towers for images.
 
-The decoder is compressed. Towers and projectors are copied, and the source's own class runs them.
+The decoder is compressed. Towers and projectors are copied, and run by the source's own class.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from manifests.errors import InputError
 
-# Model type of the wrapper -> model types of its text decoder. Listed are those that tests compare with transformers:
-# the wrapper's class must feed embeddings to a decoder, and apply nothing to logits.
+# Model type of the wrapper -> model types of its text decoder. Tests compare these with transformers: the wrapper's
+# class must pass embeddings to a decoder, and must not change logits.
 WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "llama4": ("llama4_text",),
@@ -26,23 +26,23 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
-WITH_HEAD = ("llama4",)  # whose class has a decoder with its head, at the modules of older files
+WITH_HEAD = ("llama4",)  # wrappers whose class has a decoder with a head, under the names of older files
 # The modules of towers in a `quantization_config`.
 TOWERS = "re:^(model\\.(?!language_model\\.)|vision_model\\.|multi_modal_projector\\.)"
 BASE, TEXT, HEAD = "model", "model.language_model", "lm_head"  # modules of the wrapper's class
 OLDER_TEXT, OLDER_HEAD = "language_model.model", "language_model.lm_head"  # their names in most files on the hub
-FURTHER = "mtp."  # of layers that predict further tokens, which no class reads
+FURTHER = "mtp."  # prefix of layers that predict further tokens, which no class reads
 OF_FILE = ("_name_or_path", "architectures", "dtype", "tie_word_embeddings", "transformers_version")
-FINISHED_BY_TEXT_ALONE = ("logit_scale", "logit_divisor", "logit_softcap")  # what wrappers' classes leave out
+IGNORED_BY_WRAPPERS = ("logit_scale", "logit_divisor", "logit_softcap")
 
 
 def is_wrapper(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config.json describes a multimodal model with a text decoder."""
+    """Return True if a config.json describes a multimodal model with a text decoder."""
     return config.get("model_type") in [*WRAPPERS]
 
 
 def wrapper_fault(config: Mapping[str, Any]) -> str:
-    """Return why a model of an unknown type is not read though it has a text decoder; empty if it has none."""
+    """Return why a multimodal model of an unknown type is not supported; empty without a text decoder."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return ""
@@ -51,7 +51,7 @@ def wrapper_fault(config: Mapping[str, Any]) -> str:
 
 
 def whole_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the config that transformers makes of a wrapper's config.json. Raises InputError."""
+    """Return the config that transformers builds from a wrapper's config.json. Raises InputError."""
     fields = copy.deepcopy({name: value for name, value in config.items() if name != "model_type"})
     try:
         return transformers.AutoConfig.for_model(config["model_type"], **fields)
@@ -60,9 +60,9 @@ def whole_config(config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of a wrapper's text decoder as a model of its own.
+    """Return the config.json of a wrapper's text decoder as a separate model.
 
-    The wrapper's class ties embeddings by its own field. Raises InputError for a decoder of an unsupported type.
+    The wrapper's own field determines whether embeddings are tied. Raises InputError for an unsupported decoder.
     """
     whole, kind = whole_config(config), config["model_type"]
     text: dict[str, Any] = whole.get_text_config().to_dict()
@@ -83,15 +83,15 @@ def decoder_places(kind: str) -> tuple[str, str]:
 
 
 def inside_wrapper(standard: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the standard config of a wrapper's text decoder, by the names of the wrapper's modules.
+    """Return the standard config of a wrapper's text decoder, with the names of the wrapper's modules.
 
-    `standard`: of the decoder as a model of its own. Raises InputError for fields that the wrapper's class ignores.
+    `standard`: that of the decoder as a separate model. Raises InputError for fields that the wrapper's class ignores.
     """
     block = dict(standard["block"])
-    if ignored := [key for key in FINISHED_BY_TEXT_ALONE if block.get(key) is not None]:
+    if ignored := [key for key in IGNORED_BY_WRAPPERS if block.get(key) is not None]:
         raise InputError(
-            f"config.json: text_config: {', '.join(ignored)}: the class of {config['model_type']} does not apply "
-            "what the text model alone applies to logits, which is not supported"
+            f"config.json: text_config: {', '.join(ignored)}: the text model changes its logits, but the class of "
+            f"{config['model_type']} does not, which is not supported"
         )
     path, head = decoder_places(config["model_type"])
     for key in ("embed", "layers", "final_norm"):
@@ -102,12 +102,12 @@ def inside_wrapper(standard: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
 
 def towers(standard: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a standard config's wrapper without its text decoder, of which `standard` has every field itself."""
+    """Return a standard config's wrapper without its text decoder, whose fields `standard` itself has."""
     return {name: value for name, value in (standard.get("wrapper") or {}).items() if name != "text_config"}
 
 
 def wrapped_config(wrapper: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of the multimodal model around a dense text decoder with the config.json `text`."""
+    """Return the config.json of the multimodal model around a dense text decoder with the config.json `text`."""
     own = {name: value for name, value in text.items() if name not in ("architectures", "transformers_version")}
     tied, dtype = text["tie_word_embeddings"], text["dtype"]
     whole = {**wrapper, "text_config": own, "tie_word_embeddings": tied, "dtype": dtype}
@@ -122,9 +122,9 @@ def architecture(model_type: str) -> str:
 
 
 def module_names(names: Iterable[str], kind: str) -> dict[str, str]:
-    """Map the stored names of the tensors of a wrapper of this model type to those of its class's modules.
+    """Map the stored names of a wrapper's tensors to the names in its class.
 
-    Older files hold the decoder as a causal model of its own, `language_model.model` and `language_model.lm_head`, and
+    Older files hold the decoder as a separate causal model, `language_model.model` and `language_model.lm_head`, with
     all towers beside it.
     """
     return {name: name if kind in WITH_HEAD else _module_name(name) for name in names}
@@ -138,5 +138,5 @@ def _module_name(name: str) -> str:
 
 
 def is_tower(name: str) -> bool:
-    """Tell whether a tensor of a wrapper, by its module's name, belongs to a tower or a projector."""
+    """Return True if a tensor of a wrapper belongs to a tower or a projector, judged by its name."""
     return not name.startswith((f"{TEXT}.", f"{HEAD}.", f"{OLDER_TEXT}.", f"{OLDER_HEAD}."))

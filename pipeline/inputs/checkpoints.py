@@ -33,7 +33,7 @@ def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, M
     config = source.config
     missing = [name for name in ("block", "forms", "num_hidden_layers", "dtype") if name not in config]
     if missing:
-        raise InputError(f"{model}/config.json: lacks {', '.join(missing)}; it is no Lamina checkpoint")
+        raise InputError(f"{model}/config.json: lacks {', '.join(missing)}; it is not a Lamina checkpoint")
     check_fields(config)
     try:
         source = source.with_weights(stored_modules(config.get(STORED_FORMATS) or ()))

@@ -87,7 +87,7 @@ def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> 
 
     With columns p, the best refit of W on the first k channels, in any metric, has outputs of moment Σ_{i<k} p pᵀ and
     an error of Σ_{i>=k} p pᵀ. A singular C gets a relative jitter. N³/3 + D N² multiplications and additions.
-    Raises ValueError on shapes that do not fit, NaN, infinity, on a priority that is no permutation, or if C is not
+    Raises ValueError on shapes that do not fit, NaN, infinity, on a priority that is not a permutation, or if C is not
     positive semidefinite.
     """
     size = check_down(moment_NN, weight_DN)

@@ -1,1 +1,1 @@
-"""Ranks for a budget: importance (IPRS), progressive ratios, predicted loss, and exact rounding."""
+"""Allocation of ranks within a budget: by importance (IPRS), progressive ratios, or predicted loss."""

@@ -1,4 +1,4 @@
-"""Ranks for a budget: one common ratio over the entries that share it, or least predicted loss.
+"""Allocation of ranks within a budget: by a common ratio of the entries that share it, or by least predicted loss.
 
 docs/methods.md#budget, #allocation.
 """
@@ -25,7 +25,7 @@ class Prediction:
     Attributes:
         curves: task -> points; None before they are computed.
         least: the numbers that its smallest points store.
-        cache_target: the cache's numbers per token that it may keep; None: stored numbers are what is budgeted.
+        cache_target: the budget in cached numbers per token; None if the budget counts stored numbers.
     """
 
     curves: Mapping[str, Sequence[Point]] | None
@@ -35,20 +35,21 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the manifest as far as ranks go.
+    """An entry of the manifest, as the allocation of ranks sees it.
 
     Attributes:
-        where: names it in messages.
+        where: its name in messages.
         dense_numbers: the stored numbers of its claimed matrices when dense.
-        keep: a budget of its own, of these numbers.
-        fixed: its targets at ratio 1 are its ranks; no budget applies.
+        keep: the share of these numbers that it may store, if it has its own budget.
+        fixed: no budget applies; its targets at ratio 1 are its ranks.
         variables: the ranks to choose; the group of each is the key of its task.
         targets: common ratio -> the real-valued rank of every variable.
         prediction: the curves, if ranks follow predicted loss. There are then no variables.
         followers: task -> the tasks that get its ranks, if ranks are chosen for several tasks at once.
-        most: stored at most by an entry with a size of its own, while what its ranks follow is not measured; else 0.
-        heaviest: weight of its numbers within a budget that others share, where its own `keep` counts each as one.
-        least_reason: why its smallest size is no smaller; empty where nothing but steps limits it.
+        most: a bound on the stored numbers of an entry that sets its own size, before its measurements or curves are
+            known; else 0.
+        heaviest: with its own `keep`, the weight of its numbers in the shared budget.
+        least_reason: the reason for its smallest size; empty if only steps limit it.
     """
 
     where: str
@@ -70,13 +71,13 @@ class Entry:
 
     @property
     def keeps_share(self) -> bool:
-        """Return True if its ranks follow a `keep` of its own."""
+        """Return True if its ranks follow its own `keep`."""
         return self.keep is not None and not self.fixed
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The share `keep` (of the manifest's `field`) of `total` numbers, of which `reserved` are not to be chosen."""
+    """The share `keep` of `total` numbers, from the manifest's `field`; `reserved` of them are already used."""
 
     field: str
     keep: float
@@ -85,7 +86,7 @@ class Budget:
 
     @property
     def target(self) -> int:
-        """Return the numbers that may be stored, tolerating the rounding of floats."""
+        """Return the numbers that may be stored, with a tolerance for the rounding of floats."""
         numbers = self.keep * self.total - self.reserved
         return math.floor(numbers + 1e-6 + 1e-12 * abs(numbers))
 
@@ -99,8 +100,8 @@ class Budget:
             dense_numbers = sum(entry.dense_numbers for entry in entries)
             reasons = [f" ({entry.where}: {entry.least_reason})" for entry in entries if entry.least_reason]
             raise InputError(
-                f"{self.field}: {self.keep:g} leaves {max(0, self.target):,} numbers for what is claimed, which takes "
-                f"{least:,.0f} at the least ({dense_numbers:,} dense){''.join(reasons)}; claim more tensors or keep "
+                f"{self.field}: {self.keep:g} leaves {max(0, self.target):,} numbers for the claimed tensors, which "
+                f"take at least {least:,.0f} ({dense_numbers:,} dense){''.join(reasons)}; claim more tensors or keep "
                 f"more: reachable is {self.least_keep(least):.3f} to 1"
             )
 
@@ -108,21 +109,21 @@ class Budget:
         """Raise InputError if the reserved numbers alone exceed the budget."""
         if self.target >= 0:
             return
-        asks = self.least_keep(0.0)
-        raised = f"raise it to at least {asks:.3f}, " if asks <= 1.0 else ""
+        needed = self.least_keep(0.0)
+        raised = f"raise it to at least {needed:.3f}, " if needed <= 1.0 else ""
         raise InputError(
-            f"{self.field}: {self.keep:g} is out of reach: what is stored takes {asks:.3f}, as every size in the "
-            f"manifest is fixed and none follows the budget; {raised}lower those sizes, leave out an entry's own "
+            f"{self.field}: {self.keep:g} is out of reach: the stored tensors take {needed:.3f}, because every size in "
+            f"the manifest is fixed and none follows the budget; {raised}lower those sizes, leave out an entry's own "
             f"(`keep`, `ranks`, `cache_keep`), or leave out {self.field} (in a sweep: an empty list of sizes)"
         )
 
 
 def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget | None]) -> Chosen:
-    """Map each task to its ranks: first entries with ranks, a cache or a `keep` of their own; others share a budget.
+    """Map each task to its ranks. Entries with their own ranks, cache or `keep` come first; the others share a budget.
 
-    `shared` returns that budget, if there is one, from the numbers that the former store. Tasks whose curves are still
-    missing are left out, after a check that their smallest sizes fit. Raises InputError if a budget cannot be met, with
-    the reachable range, if there is none to share, or if only some entries of one budget follow predicted loss.
+    `shared` returns that budget, if there is one, from the numbers that the former store. Tasks whose curves are
+    missing are left out, after a check that their smallest sizes fit. Raises InputError if a budget cannot be met (with
+    the reachable range), if there is no budget to share, or if only some of its entries follow predicted loss.
     """
     chosen: Chosen = {}
     sharing: list[Entry] = []
@@ -150,16 +151,16 @@ def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget | None])
 
 def _required(budget: Budget | None, sharing: Sequence[Entry]) -> Budget:
     if budget is None:
-        open_ones = ", ".join(entry.where for entry in sharing)
+        without_size = ", ".join(entry.where for entry in sharing)
         raise InputError(
             "budget: missing; give budget.keep (in a sweep: keep), or `keep` or `ranks` in every method's entry "
-            f"({open_ones}: sizes are left open)"
+            f"({without_size}: no size)"
         )
     return budget
 
 
 def tied(entry: Entry) -> Entry:
-    """Return the entry with one rank for all layers of a group, whose cost is the sum over the layers."""
+    """Return the entry with one rank for all layers of a group. Its cost is the sum over the layers."""
     by_name: dict[tuple[str, str], list[RankVariable]] = {}
     for variable in entry.variables:
         by_name.setdefault((_beyond_layer(variable.group), variable.name), []).append(variable)
@@ -184,7 +185,7 @@ def tied(entry: Entry) -> Entry:
 def weighed(entry: Entry, weights: Mapping[str, float]) -> Entry:
     """Return the entry with numbers multiplied by the weights of its tasks.
 
-    A `keep` of its own counts each number as one; in the shared budget, all of its numbers get the largest weight.
+    Its own `keep` counts each number once; in the shared budget, all of its numbers get the largest weight.
     """
     heaviest = max(1.0, *weights.values())
     if entry.keeps_share:
@@ -225,7 +226,7 @@ def fixed_numbers(entry: Entry) -> float:
 
 
 def _fit(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
-    """Return ranks of entries that share a budget, and the numbers they store."""
+    """Return the ranks of entries that share a budget, and the numbers that they store."""
     predicted = [entry for entry in entries if entry.prediction is not None]
     if not predicted:
         return _by_ratio(entries, budget)
@@ -251,14 +252,14 @@ def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget
 
 
 def _by_cache(entry: Entry, prediction: Prediction, target: float) -> tuple[Chosen, float]:
-    """Return the ranks of least predicted loss whose cache stays within the target."""
+    """Return the ranks with the least predicted loss whose cache stays within the target."""
     if prediction.curves is None:
         return {}, 0.0
     least = sum(lower_hull(line, cache_numbers)[0].cache for line in prediction.curves.values())
     if target < least:
         raise InputError(
-            f"{entry.where}.cache_keep: leaves {target:,.0f} numbers per token for the cache, which takes {least:,} at "
-            "the least; keep more"
+            f"{entry.where}.cache_keep: leaves {target:,.0f} numbers per token for the cache, which takes at least "
+            f"{least:,}; keep more"
         )
     chosen = choose(prediction.curves, target, cache_numbers)
     return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())

@@ -1,4 +1,4 @@
-"""Exact budgets: integers near target ranks whose stored numbers approach a limit and never exceed it.
+"""Integer ranks near real-valued targets, whose stored numbers approach a budget and never exceed it.
 
 docs/methods.md#budget.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Key = tuple[int, str, str]
-# Variables whose steps cost at most this many times the finest variable's step share its level.
+# Variables share a level if their steps cost at most this many times the finest one's step.
 _LEVEL_SPREAD = 2.0
 _BISECTIONS = 200
 _NOTHING = 1e-9
@@ -17,11 +17,11 @@ _NOTHING = 1e-9
 
 @dataclass(frozen=True)
 class RankVariable:
-    """One integer to choose: the rank or width of one part of one layer.
+    """An integer to choose: the rank or width of a part of a layer.
 
-    Allowed are the multiples of `multiple` from `floor`, one of them, up to `cap`, and `cap` itself (the full rank).
-    `cost` gives the numbers stored at a rank: non-decreasing, defined between integers too, and at the cap at most the
-    dense cost.
+    Allowed are `cap`, the full rank, and the multiples of `multiple` from `floor`, itself a multiple, up to `cap`.
+    `cost` returns the numbers stored at a rank. It is non-decreasing, also defined between integers, and at the cap at
+    most the dense cost.
     """
 
     layer: int
@@ -46,18 +46,18 @@ class RankVariable:
         """Return the smallest allowed rank."""
         return min(max(self.multiple, self.floor), self.cap)
 
-    def nearest(self, want: float) -> int:
-        """Return the allowed rank nearest to `want`, the lower of two equally near."""
-        below = min(max(int(want // self.multiple) * self.multiple, self.least), self.cap)
+    def nearest(self, target: float) -> int:
+        """Return the allowed rank nearest to `target`, the lower of two equally near."""
+        below = min(max(int(target // self.multiple) * self.multiple, self.least), self.cap)
         above = self.above(below)
-        return below if above is None or want - below <= above - want else above
+        return below if above is None or target - below <= above - target else above
 
     def above(self, rank: int) -> int | None:
         """Return the next higher allowed rank, or None."""
         return min(rank // self.multiple * self.multiple + self.multiple, self.cap) if rank < self.cap else None
 
     def below(self, rank: int) -> int | None:
-        """The next lower allowed rank."""
+        """Return the next lower allowed rank, or None."""
         return (rank - 1) // self.multiple * self.multiple if rank > self.least else None
 
 
@@ -87,11 +87,11 @@ def solve_ratio(cost_at: Callable[[float], float], target: float) -> float:
 def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, int]:
     """Return allowed ranks near `targets` (by key) with a total cost at most `target`, as near to it as steps allow.
 
-    The targets are first scaled by one factor to cost the target, and rounded to the nearest allowed ranks. What
-    rounding leaves over or short is taken up by the variables with the finest steps (MLP widths, as a rule): by the one
-    furthest above (or below) its target relative to its cap, step by step; coarser variables move only when finer ones
-    are at their ends. No single step up fits below the target any more. Deterministic. Raises ValueError if the target
-    is below the least possible total, naming the least and most, on missing targets, and on two variables of one key.
+    The targets are scaled by one factor so that they cost `target`, and rounded to the nearest allowed ranks. The
+    difference is then compensated by the variables with the finest steps (usually MLP widths), step by step: each time
+    by the variable furthest above (or below) its target, relative to its cap. Coarser variables move only when finer
+    ones are at their limits. In the end, no further step fits. The result is deterministic. Raises ValueError if the
+    target is below the least possible total, on missing targets, and on two variables with the same key.
     """
     _check(variables, targets)
     least, most = (math.fsum(variable.cost(end(variable)) for variable in variables) for end in (_least, _cap))
@@ -124,9 +124,9 @@ def _check(variables: Sequence[RankVariable], targets: Mapping[Key, float]) -> N
         if variable.key in keys:
             raise ValueError(f"two variables are called {variable.key}")
         keys.add(variable.key)
-        want = targets.get(variable.key, math.nan)
-        if not 0.0 <= want < math.inf:
-            raise ValueError(f"{variable.key}: a rank that is finite and not negative must be wanted, not {want}")
+        wanted = targets.get(variable.key, math.nan)
+        if not 0.0 <= wanted < math.inf:
+            raise ValueError(f"{variable.key}: the target rank must be finite and not negative, not {wanted}")
 
 
 def _scaled(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, float]:
@@ -190,7 +190,7 @@ def _raise_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: 
     while heap:
         _, key, variable = heapq.heappop(heap)
         rank = variable.above(ranks[key])
-        # A variable whose step no longer fits is done: slack only shrinks.
+        # A step that does not fit now will never fit, because the slack only shrinks.
         if rank is not None and variable.cost(rank) - variable.cost(ranks[key]) <= slack:
             slack -= variable.cost(rank) - variable.cost(ranks[key])
             ranks[key] = rank

@@ -1,8 +1,8 @@
-"""A map from predicted to measured loss, through the sizes at which both are known. docs/methods.md#calibrated-losses.
+"""Calibration of predicted losses by measurements at a few sizes. docs/methods.md#calibrated-losses.
 
-A predicted loss adds up the losses of parts that are compressed alone. It is too small where many parts lose much, and
-it leaves out what calibration text does not show. Both grow smoothly with the size that is removed, so that three
-measurements are enough to correct it.
+A predicted loss is the sum of the losses of parts that are compressed alone. It is too small if many parts lose much,
+and it ignores errors that calibration text does not show. Both effects grow smoothly with compression, so that three
+measurements are enough to correct for them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import itertools
 from collections.abc import Iterable
 
 ENDS = (900, 500)  # thousandths of `keep`: the sizes that are measured besides the job's own
-MIDDLE = 700  # in place of one that the job's own size is close to
+MIDDLE = 700  # replaces an end within NEAR of the job's own size
 NEAR = 50
 OTHER_SIZES = 2  # the number of sizes besides the job's own
 
 
 def other_sizes(size: float) -> tuple[int, int]:
-    """Return two sizes, in thousandths of `keep`, to measure besides this one: together they span 0.9 to 0.5."""
+    """Return two sizes to measure besides this one, in thousandths of `keep`, so that they span 0.9 to 0.5."""
     far = [end for end in ENDS if abs(end - size) > NEAR]
     return (far[0], far[1]) if len(far) == 2 else (max(far[0], MIDDLE), min(far[0], MIDDLE))
 
@@ -27,13 +27,13 @@ class CalibratedLoss:
     """A monotone map from predicted to expected loss that meets every measurement.
 
     Between measurements it is a cubic with harmonic slopes (Fritsch and Carlson 1980; Fritsch and Butland 1984), which
-    does not overshoot. Below the smallest it is proportional, above the largest a straight line. Without measurements
-    the expected loss is the predicted one.
+    does not overshoot. Below the smallest measurement it is proportional, above the largest linear. Without
+    measurements it is the identity.
     """
 
     def __init__(self, measured: Iterable[tuple[float, float]]) -> None:
-        """`measured`: pairs of predicted and measured loss. A measurement below that of a smaller predicted loss is
-        noise, and counts as equal to it."""
+        """`measured`: pairs of predicted and measured loss. Measurements that fall with the predicted loss are noise,
+        and are raised to the previous one."""
         points: list[tuple[float, float]] = []
         for predicted, loss in sorted(measured):
             if predicted <= 0.0 or loss <= 0.0 or (points and predicted == points[-1][0]):
@@ -44,7 +44,7 @@ class CalibratedLoss:
         self.slopes = _slopes(self.predicted, self.measured)
 
     def __call__(self, predicted: float) -> float:
-        """Return the expected loss at a predicted one."""
+        """Return the expected loss for a predicted one."""
         x, y, slopes = self.predicted, self.measured, self.slopes
         if not x:
             return predicted
@@ -60,7 +60,7 @@ class CalibratedLoss:
 
 
 def _slopes(x: list[float], y: list[float]) -> list[float]:
-    """Return the slope at each point: harmonic means inside, and at both ends that of a parabola, within bounds."""
+    """Return the slope at each point: harmonic means inside, and bounded slopes of a parabola at both ends."""
     if len(x) < 2:
         return [value / at for at, value in zip(x, y, strict=True)]
     widths = [after - before for before, after in itertools.pairwise(x)]

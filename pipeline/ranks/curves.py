@@ -1,6 +1,6 @@
-"""Ranks by predicted loss: curves of (numbers, loss), their lower hulls, and the choice that a budget allows.
+"""Ranks by predicted loss: curves of (numbers, loss), their lower hulls, and the choice within a budget.
 
-docs/methods.md#allocation. A `Curve` is kept as columns; here it is a sequence of points.
+docs/methods.md#allocation. A `Curve` is stored as columns; here it is a sequence of points.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Point:
-    """One choice: ranks by name, the numbers stored, the cache's numbers per token, the loss in nats per token."""
+    """A choice: ranks by name, stored numbers, cached numbers per token, and the loss in nats per token."""
 
     ranks: Mapping[str, int]
     numbers: float
@@ -34,14 +34,14 @@ def stored_numbers(point: Point) -> float:
 
 
 def cache_numbers(point: Point) -> float:
-    """Return the cost of a point in a budget of the cache."""
+    """Return the cost of a point in a budget of cached numbers."""
     return point.cache
 
 
 def to_columns(points: Sequence[Point], hint: str = "") -> Curve:
-    """Return the curve as the ledger keeps it, with a hint for its solves.
+    """Return the curve as the ledger stores it, with a hint for solves.
 
-    Raises ValueError on a loss that is negative, NaN or infinite, or on no point.
+    Raises ValueError on a loss that is negative, NaN or infinite, or if there are no points.
     """
     if not points:
         raise ValueError("a curve needs a point")
@@ -67,7 +67,7 @@ def from_columns(curve: Curve) -> list[Point]:
 
 
 def frontier(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
-    """Return the Pareto-optimal points by ascending cost, and so by falling loss."""
+    """Return the Pareto-optimal points, by ascending cost and falling loss."""
     optimal: list[Point] = []
     for point in sorted(points, key=lambda point: (cost(point), point.loss)):
         if not optimal or point.loss < optimal[-1].loss:
@@ -86,17 +86,17 @@ def lower_hull(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Poi
 
 
 def merged(first: Sequence[Point], second: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
-    """Return the hull of all sums of a point of one curve and a point of another, whose losses add up.
+    """Return the lower hull of all sums of a point of each curve, by ascending cost. Costs and losses are added.
 
-    Ranks are joined, and so must not share a name; corners by ascending cost.
+    Ranks are joined, so that they must have different names.
     """
-    one, other = lower_hull(first, cost), lower_hull(second, cost)
-    sums, i, j = [_sum(one[0], other[0])], 0, 0
-    while i + 1 < len(one) or j + 1 < len(other):
-        gain = _slope(one[i], one[i + 1], cost) if i + 1 < len(one) else -1.0
+    hull, other = lower_hull(first, cost), lower_hull(second, cost)
+    sums, i, j = [_sum(hull[0], other[0])], 0, 0
+    while i + 1 < len(hull) or j + 1 < len(other):
+        gain = _slope(hull[i], hull[i + 1], cost) if i + 1 < len(hull) else -1.0
         other_gain = _slope(other[j], other[j + 1], cost) if j + 1 < len(other) else -1.0
         i, j = (i + 1, j) if gain >= other_gain else (i, j + 1)
-        sums.append(_sum(one[i], other[j]))
+        sums.append(_sum(hull[i], other[j]))
     return sums
 
 
@@ -117,11 +117,11 @@ def summed(curves: Sequence[Sequence[Point]]) -> list[Point]:
 
 
 def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = stored_numbers) -> dict[str, Point]:
-    """Choose one point of each curve, of least total loss within `target`.
+    """Choose one point of each curve, with the least total loss within `target`.
 
-    Segments of all hulls are taken by loss saved per cost, as long as they fit; then, as long as any fits, the step to
-    a point, on a hull or not, that saves most. Deterministic: of equal ones the first key. Raises ValueError if even
-    the cheapest points cost more than the target, naming the least and most.
+    First, segments of all hulls are taken in the order of saved loss per cost, as long as they fit. Then, as long as
+    one fits, the step to the point that saves most is taken, on a hull or not. The result is deterministic: among equal
+    steps, the first key is taken. Raises ValueError if even the cheapest points cost more than the target.
     """
     hulls = {key: lower_hull(points, cost) for key, points in curves.items()}
     chosen = {key: hull[0] for key, hull in hulls.items()}
@@ -135,9 +135,9 @@ def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = st
 
 
 def most_numbers(lines: Sequence[Sequence[Point]], cache: float) -> float:
-    """Bound the numbers stored by one point of each line whose cache numbers add up to at most `cache`.
+    """Bound the numbers stored by one point of each line, if their cached numbers add up to at most `cache`.
 
-    The optimum over all mixtures of two points of a line, whatever their losses.
+    The bound is the optimum over all mixtures of two points of a line; losses do not matter.
     """
     hulls = [lower_hull([replace(point, loss=-point.numbers) for point in line], cache_numbers) for line in lines]
     segments = [segment for hull in hulls for segment in itertools.pairwise(hull)]
@@ -153,7 +153,7 @@ def most_numbers(lines: Sequence[Sequence[Point]], cache: float) -> float:
 def predicted_loss(curves: Mapping[str, Curve], ranks: Mapping[str, Mapping[str, int]]) -> float:
     """Return the predicted loss of a choice in nats per token: the sum over curves, each at the point of its ranks.
 
-    Raises ValueError where a curve has no point of these ranks.
+    Raises ValueError if a curve has no point of these ranks.
     """
     total = 0.0
     for key, curve in curves.items():
@@ -166,14 +166,14 @@ def predicted_loss(curves: Mapping[str, Curve], ranks: Mapping[str, Mapping[str,
 
 
 def steps(limit: int, multiple: int = 1, count: int = 256, least: int | None = None) -> list[int]:
-    """Return about `count` multiples of `multiple` from `least` on, ascending and even, and last `limit` itself."""
+    """Return about `count` evenly spaced multiples of `multiple` from `least` on, ascending, and `limit` itself."""
     first = max(multiple, least or 0)
     stride = multiple * max(1, math.ceil((limit - first) / multiple / count))
     return [*range(-(-first // multiple) * multiple, limit, stride), limit]
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """Return at most `count` of some items, evenly spread from the first to the last."""
+    """Return at most `count` of the items, evenly spread from the first to the last."""
     count = min(count, len(items))
     return [items[place * (len(items) - 1) // max(1, count - 1)] for place in range(count)]
 
@@ -197,7 +197,7 @@ def _take_segments_(hulls: Mapping[str, Sequence[Point]], chosen: dict[str, Poin
         hull = hulls[key]
         price = cost(hull[corner]) - cost(chosen[key])
         if price > slack:
-            continue  # later corners of this hull cost more still
+            continue  # later corners of this hull cost even more
         chosen[key], slack = hull[corner], slack - price
         if corner + 1 < len(hull):
             heapq.heappush(heap, (-_slope(hull[corner], hull[corner + 1], cost), key, corner + 1))
@@ -208,10 +208,10 @@ def _fill_(points: Mapping[str, Sequence[Point]], chosen: dict[str, Point], slac
     while True:
         best: tuple[float, str, Point] | None = None
         for key, line in points.items():
-            now = chosen[key]
+            current = chosen[key]
             for point in line:
-                if point.loss < now.loss and cost(point) - cost(now) <= slack:
-                    saved = now.loss - point.loss
+                if point.loss < current.loss and cost(point) - cost(current) <= slack:
+                    saved = current.loss - point.loss
                     if best is None or saved > best[0]:
                         best = (saved, key, point)
         if best is None:

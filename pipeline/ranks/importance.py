@@ -17,11 +17,11 @@ def angular_importance(mean_cosines: Sequence[float]) -> list[float]:
 
 
 def preserve_importance(importance: Sequence[float], mean_ratio: float) -> list[float]:
-    """Return w_l in (0, 1] with Σ w_l = L · `mean_ratio`, in proportion to `importance` below 1 (Algorithm 1, IPRS).
+    """Return w_l in (0, 1] with Σ w_l = L · `mean_ratio`, proportional to `importance` where below 1 (Algorithm 1).
 
-    Ratios above 1 are clipped and the excess is shared among the others in proportion, until none is above. Importance
-    that is zero everywhere counts as equal. Raises ValueError unless 0 < mean_ratio <= 1, and on importance that is
-    negative, NaN or infinite, or empty.
+    Ratios above 1 are clipped, and the excess is shared among the others in proportion, until none is above 1. If all
+    importance is zero, ratios are equal. Raises ValueError unless 0 < mean_ratio <= 1, and on importance that is empty,
+    negative, NaN or infinite.
     """
     if not 0.0 < mean_ratio <= 1.0:
         raise ValueError(f"mean ratio must be within (0, 1], not {mean_ratio}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ProgressiveShares:
-    """Cache share r_l / (G·d) per layer, r_min and r_max of eq. 13 as shares, and the layers left dense."""
+    """The cache share r_l / (G·d) of each layer, r_min and r_max of eq. 13 as shares, and the layers left dense."""
 
     shares: tuple[float, ...]
     least: float
@@ -16,7 +16,7 @@ class ProgressiveShares:
 
 
 def cumulative_log_conditions(log_conditions: Sequence[Sequence[float]]) -> list[float]:
-    """log κ̃_l = Σ_{j >= l} Σ log κ over the matrices (W_k, W_v) of layer j (eq. 12, in logs: the product overflows).
+    """Return log κ̃_l = Σ_{j >= l} Σ log κ over W_k and W_v of layer j (eq. 12, in logs, as the product overflows).
 
     Raises ValueError on a log that is negative, NaN or infinite.
     """
@@ -34,9 +34,9 @@ def progressive_shares(
 ) -> ProgressiveShares:
     """Apply eq. 13 to each layer, with r_min solved so that the mean share is `cache_keep`; shallow layers keep more.
 
-    `cumulative` are natural logs; layers whose log10 κ̃ exceeds `skip_above` keep share 1 and count in the mean. Eq. 13
-    with r_max = G·d cannot go below a mean of about one half: where r_min would fall below `floor` x r_max, r_min /
-    r_max stays at `floor` and r_max is lowered instead. Equal κ̃ give equal shares. Raises ValueError unless
+    `cumulative` are natural logs. Layers whose log10 κ̃ exceeds `skip_above` keep share 1 and count in the mean. Eq. 13
+    with r_max = G·d cannot reach means below about one half. If r_min would fall below `floor` · r_max, r_max is
+    lowered instead, with r_min / r_max = `floor`. Equal κ̃ give equal shares. Raises ValueError unless
     0 < cache_keep <= 1 and 0 < floor <= 1, on logs that are not finite, and if skipped layers alone exceed the mean.
     """
     if not 0.0 < cache_keep <= 1.0:
@@ -55,7 +55,7 @@ def progressive_shares(
         least = len(skipped) / len(cumulative)
         raise ValueError(
             f"cache_keep {cache_keep} is out of reach: {len(skipped)} layers above skip_above {skip_above} "
-            f"keep a share of {least:.3f} alone; raise either"
+            f"already keep a share of {least:.3f}; raise either"
         )
     most, ratio = _solve([depth[layer] for layer in rest], allowed, floor)
     shares = [1.0] * len(cumulative)
@@ -65,7 +65,7 @@ def progressive_shares(
 
 
 def _depth(cumulative: Sequence[float]) -> list[float]:
-    """Return (max log κ̃ − log κ̃_l) / (max − min): 0 for the layer of largest κ̃, 1 for the smallest."""
+    """Return (max log κ̃ − log κ̃_l) / (max − min): 0 for the layer with the largest κ̃, 1 for the smallest."""
     high, low = max(cumulative), min(cumulative)
     return [(high - value) / (high - low) if high > low else 0.0 for value in cumulative]
 

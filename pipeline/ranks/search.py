@@ -1,7 +1,7 @@
-"""Searches the smallest size whose measured loss stays below a limit, to within CLOSE, guided by predictions.
+"""Searches for the smallest size whose measured loss is below a limit, guided by predictions.
 
-Sizes are thousandths of `keep`, so that a try has a name. Each try compresses the model and scores it, which is why the
-search stops CLOSE thousandths above a size that failed.
+Sizes are integers, thousandths of `keep`. Each try compresses and scores the model, so the search stops within CLOSE
+thousandths of a size that failed.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from collections.abc import Callable, Mapping
 from pipeline.ranks.calibration import CalibratedLoss
 
 WHOLE = 1000
-CLOSE = 5  # thousandths: no further try between a size that is too small and one that is not
-TRUSTED = 3  # tries that follow predictions; after these the bracket is halved
+CLOSE = 5  # thousandths between a size that failed and one that passed, at which the search stops
+TRUSTED = 3  # tries that follow predictions; afterwards the bracket is halved
 
 
 def next_size(limit: float, tries: Mapping[int, float], least: int, predicted: Callable[[int], float]) -> int:
-    """The size to try next; one that was tried already is the answer.
+    """Return the size to try next, or one that was tried already: the answer.
 
     Args:
         limit: the largest loss, in nats per token.
         tries: size -> measured loss.
-        least: the smallest size that is possible.
+        least: the smallest possible size.
         predicted: size -> predicted loss; it falls with the size. The tries calibrate it.
 
-    Returns WHOLE, tried and above the limit, when nothing stays below it.
+    Returns WHOLE, which was tried and is above the limit, if no size is below it.
     """
     passed = [size for size, loss in tries.items() if loss <= limit]
     failed = [size for size, loss in tries.items() if loss > limit]
-    enough = min(passed, default=WHOLE)
-    short = max((size for size in failed if size < enough), default=least - 1)
-    if enough == least or WHOLE in failed:
-        return enough
-    if enough - short <= CLOSE and short in tries:
-        return enough
-    if enough - short <= 1:
-        return enough
+    high = min(passed, default=WHOLE)
+    low = max((size for size in failed if size < high), default=least - 1)
+    if high == least or WHOLE in failed:
+        return high
+    if high - low <= CLOSE and low in tries:
+        return high
+    if high - low <= 1:
+        return high
     if len(tries) >= TRUSTED:
-        return (short + enough) // 2
+        return (low + high) // 2
     expected = CalibratedLoss((predicted(size), loss) for size, loss in tries.items())
-    size = _smallest(lambda size: expected(predicted(size)) <= limit, short + 1, enough)
-    nearest_untried = enough - 1 if size >= enough else size
-    return max(short + 1, nearest_untried)
+    size = _smallest(lambda size: expected(predicted(size)) <= limit, low + 1, high)
+    nearest_untried = high - 1 if size >= high else size
+    return max(low + 1, nearest_untried)
 
 
 def _smallest(holds: Callable[[int], bool], low: int, high: int) -> int:

@@ -1,1 +1,1 @@
-"""Rounding of stored matrices to fewer bits: the choice of matrices, the moments, and the checkpoint's schemes."""
+"""Rounding of stored matrices to fewer bits: the choice of matrices and bits, and the checkpoint's schemes."""

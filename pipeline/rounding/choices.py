@@ -34,15 +34,15 @@ from pipeline.rounding.solutions import (
     round_solution,
 )
 
-MOST_GAIN = 100.0  # of a channel that down hardly read before it was fitted again
+MOST_GAIN = 100.0  # limits the gain of channels that down hardly read before its refit
 TINY = 1e-150
-SAMPLED = 3  # sizes of points that have the same ranks full; factors lose more by rounding than what stays whole
-UNDERSTATED = 1.3  # measured divergence over what ranks are predicted to lose, where rounding's comes out as predicted
+SAMPLED = 3  # sizes that are rounded among points with the same full ranks; factors lose more than dense matrices
+UNDERSTATED = 1.3  # measured divergence of ranks, relative to the prediction; that of rounding is as predicted
 
 
 def gradient_moments(roles: Sequence[str], geometry: LayerGeometry) -> tuple[Moment, ...]:
-    """Return the gradients by which rounding of these roles is predicted: at their outputs, and for the readers of an
-    MLP at their common input. (Methods that factor q and k ask for theirs.)"""
+    """Return the moments of gradients that predict the loss of rounding these roles: at their outputs, and at the
+    common input of an MLP's readers. (Methods that factor q and k need those at their common input anyway.)"""
     matrices = [geometry.matrices[role] for role in roles if role in geometry.matrices]
     gradients = tuple(map(output_gradient, matrices))
     pulls = [
@@ -62,12 +62,12 @@ def with_bits(
     solve: Callable[[Ranks], Solution],
     geometry: LayerGeometry,
 ) -> Curve:
-    """Return the curve with a point at each of `quantize.choices` in place of each, `bits` among its ranks.
+    """Return the curve with each point repeated at each of `quantize.choices`, with `bits` among its ranks.
 
-    `numbers` become bytes in numbers of the layer's dtype, codes, scales and shapes counted. The loss is what the ranks
-    lose, times UNDERSTATED, and what rounding with error feedback loses, ½ tr(G Δ C Δᵀ). That is known at
-    SAMPLED sizes, at which the group is solved and rounded, and interpolated between them, among points of which the
-    same matrices are factors. `solve`: ranks -> solution.
+    `numbers` become bytes, in numbers of the layer's dtype, including codes, scales and shapes. The loss is UNDERSTATED
+    times that of the ranks, plus that of rounding with error feedback, ½ tr(G Δ C Δᵀ). The latter is computed at
+    SAMPLED sizes, at which the group is solved and rounded, and interpolated between points with the same factored
+    matrices. `solve`: ranks -> solution.
     """
     bits, choices = geometry.bits, quantize.choices
     roles = [role for role in group.roles if role in geometry.matrices and not quantize.skips(role)]
@@ -114,7 +114,7 @@ def with_bits(
 
 
 def _with_bits_of_nothing(curve: Curve, bits: int, wider: int) -> Curve:
-    """Return the curve of a group whose roles are all skipped: `bits` in name only, and `wider` numbers more."""
+    """Return the curve of a group whose roles are all skipped, with unused `bits`, and `wider` more numbers."""
     points = [
         Point({**point.ranks, BITS: bits}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
         for point in from_columns(curve)
@@ -123,13 +123,13 @@ def _with_bits_of_nothing(curve: Curve, bits: int, wider: int) -> Curve:
 
 
 def _counted_shape(weight_OI: Tensor, group: int | None, odd: bool) -> tuple[int, int]:
-    """Return the shape by which `rounding_overhead` counts a role: one group wide unless some groups are smaller."""
+    """Return the shape that `rounding_overhead` counts for a role: one group wide, unless some groups are smaller."""
     rows, columns = weight_OI.shape
     return (rows, columns) if odd or group is None else (rows, group)
 
 
 def _alike(points: Sequence[Point]) -> list[list[Point]]:
-    """Group the points by the set of their ranks that are full, each in order."""
+    """Group the points by which of their ranks are full, in order."""
     most = {name: max(point.ranks[name] for point in points) for name in points[0].ranks}
     groups: dict[tuple[bool, ...], list[Point]] = {}
     for point in points:
@@ -138,13 +138,13 @@ def _alike(points: Sequence[Point]) -> list[list[Point]]:
 
 
 class _Predictor:
-    """Predicts the loss of rounding solutions of a group to some bits, in nats per token: ½ tr(G Δ C Δᵀ).
+    """Predicts the loss of rounding solutions of a group, in nats per token: ½ tr(G Δ C Δᵀ).
 
-    For a matrix that writes to the stream, G is whole. For readers, only the diagonal of G at the dense outputs is
-    known, which suffices where rows err independently, as in whole matrices and second factors. The error of a first
-    factor is common to all outputs, so it is weighted by the gradient at their common input. Where down was refitted to
-    the channels that stay, these channels count more, by the gain of down's columns. Value heads in another basis,
-    whose G is unknown, count by the share of their squares that is lost.
+    For a matrix that writes to the stream, the whole G is known. For readers, only the diagonal of G at the dense
+    outputs is known, which suffices if the errors of rows are independent, as in dense matrices and second factors. The
+    error of a first factor affects all outputs, so it is weighted by the gradient at their common input. If down was
+    refitted to the kept channels, these are weighted by the gain of down's columns. The G of value heads in another
+    basis is unknown; their loss is estimated from the lost share of their squares.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _Predictor:
         # A skipped role may share a rounded factor with another.
         self.matrices = {role: geometry.matrices[role] for role in group.roles if role in geometry.matrices}
         self.mlps = [block for block in geometry.mlps if not {*block.roles}.isdisjoint(group.roles)]
-        # By role, of the dense one: predicted loss, share of squares lost.
+        # For each dense role: the predicted loss, and the lost share of squares.
         self.whole: dict[str, tuple[float, float]] = {}
         self.reading = [matrix for matrix in self.matrices.values() if not matrix.writes_stream]
         for matrix in (matrix for matrix in self.reading if not quantize.skips(matrix.role)):
@@ -176,7 +176,7 @@ class _Predictor:
             self.whole[role] = 0.5 * float(errors_O @ gradient_O), share
 
     def loss_of(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor], rounded: RoundedSolution) -> float:
-        """Predict the loss of a rounded solution. `before`: the exact one, multiplied out."""
+        """Predict the loss of a rounded solution. `before`: the exact solution, multiplied out."""
         gradients = self._output_gradients(solution, before)
         firsts = self._first_errors(solution, rounded, gradients)
         total = sum(first.loss for first in firsts.values())
@@ -205,7 +205,7 @@ class _Predictor:
         return max(0.0, total)
 
     def _output_gradients(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-        """Map each role that reads the stream to G of each output that the solution gives."""
+        """Map each role that reads the stream to G of each output of the solution."""
         gradients, gains = (
             {},
             {role: gain for block in self.mlps for role, gain in self._gains(block, solution, before).items()},
@@ -220,9 +220,9 @@ class _Predictor:
     def _gains(
         self, block: MLPBlock, solution: Solution, before: Mapping[tuple[str, ...], Tensor]
     ) -> dict[str, Tensor]:
-        """Map the readers of an MLP to (k,): how much more the loss feels of each channel that stays.
+        """Map the readers of an MLP to (k,): by how much the weight of each kept channel in the loss grows.
 
-        It follows from the writer's columns before and now; nothing where the solution does not hold the writer.
+        It follows from the writer's columns before and after the refit. Empty if the solution does not hold the writer.
         """
         writer = block.writer
         if (writer.role,) not in before:
@@ -242,9 +242,9 @@ class _Predictor:
     ) -> dict[str, _FirstError]:
         """Map the roles whose first factor is rounded, and whose common input has a gradient moment, to its error.
 
-        With P_A = C Aᵀ (A C Aᵀ)⁻¹ A, the second factors are W P_A of the dense W, and W' T x = W Q x with T = P_Â − I
-        and Q = P_A T: the loss is ½ tr(J Q C Qᵀ), J = E[j jᵀ] of the pull j = Wᵀ g, times the share of what the loss
-        feels of the dense outputs that it feels of those that the solution gives.
+        With P_A = C Aᵀ (A C Aᵀ)⁻¹ A, the second factors are W P_A for the dense W, and W' T x = W Q x with T = P_Â − I
+        and Q = P_A T. The loss is ½ tr(J Q C Qᵀ) with J = E[j jᵀ] of the pull j = Wᵀ g, times the `_share` of the
+        solution's outputs.
         """
         errors: dict[str, _FirstError] = {}
         for key, roles in readers_of_firsts(solution).items():
@@ -264,7 +264,7 @@ class _Predictor:
     def _share(
         self, solution: Solution, matrices: Sequence[Matrix], moment_II: Tensor, gradients: Mapping[str, Tensor]
     ) -> float:
-        """Return the share of Σ_o G_o E[y_o²] over the dense outputs y that the solution's outputs have."""
+        """Return Σ_o G_o E[y_o²] over the solution's outputs y, divided by that over the dense outputs."""
         now = dense = 0.0
         for matrix in matrices:
             role = matrix.role
@@ -279,8 +279,8 @@ class _FirstError(NamedTuple):
     """The error of a first factor A that is rounded to Â.
 
     Attributes:
-        loss: the predicted loss for the first of the roles that share the factor; 0 for the others.
-        turn: T (I, I): refitted second factors give W' + W' T in place of W' = B A.
+        loss: the predicted loss, for the first of the roles that share the factor; 0 for the others.
+        turn: T (I, I): with refitted second factors, W' = B A becomes W' + W' T.
     """
 
     loss: float

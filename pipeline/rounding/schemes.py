@@ -1,7 +1,7 @@
-"""Writes and reads the pack-quantized layout of compressed-tensors, and ours with a table of levels.
+"""Writes and reads the pack-quantized layout of compressed-tensors, and Lamina's layout with a table of levels.
 
-docs/formats.md#rounded-tensors. A module PATH that is rounded holds `PATH.weight_packed`, `PATH.weight_scale` and
-`PATH.weight_shape` in place of `PATH.weight`; with levels of its own also `PATH.weight_levels`.
+docs/formats.md#rounded-tensors. A rounded module PATH holds `PATH.weight_packed`, `PATH.weight_scale` and
+`PATH.weight_shape` in place of `PATH.weight`, and `PATH.weight_levels` if it has a table of levels.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from manifests.records import Scheme
 from pipeline.kernels.packing import pack, scaled, unpack, words_of
 
-FIELD = "quantization_config"  # of config.json: the modules of uniform levels
-TABLES = "level_tables"  # of config.json: the modules with a table of levels
+FIELD = "quantization_config"  # the field of config.json for modules with uniform levels
+TABLES = "level_tables"  # the field of config.json for modules with a table of levels
 WEIGHT = ".weight"
 PACKED, SCALE, SHAPE, LEVELS = ".weight_packed", ".weight_scale", ".weight_shape", ".weight_levels"
 LAYOUT = "pack-quantized"
-EVERY = "Linear"  # a target that means each module of the class that is not ignored
+EVERY = "Linear"  # the target of all Linear modules that are not ignored
 
 
 def packed_tensors(
@@ -38,7 +38,7 @@ def packed_tensors(
 def unpacked(tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
     """Return the tensors with `PATH.weight` in place of its packed tensors, in the dtype of the scales.
 
-    `rounded`: by the path of a module. Raises KeyError for packed tensors of a module that it lacks, or for a missing
+    `rounded`: module path -> scheme. Raises KeyError for packed tensors of a module without a scheme or for a missing
     part, and ValueError for words that do not fit their shape.
     """
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith((PACKED, SCALE, SHAPE, LEVELS))}
@@ -70,11 +70,10 @@ def packed_shapes(shapes: Mapping[str, tuple[int, ...]], rounded: Mapping[str, S
 
 
 def quantization_config(rounded: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
-    """Return the field of config.json for modules of uniform levels. `linears`: the paths of all modules that are
-    `torch.nn.Linear`.
+    """Return the field of config.json for modules with uniform levels.
 
-    A single scheme targets every Linear that is not ignored; several schemes name their modules. Rounded embeddings are
-    always named.
+    `linears`: the paths of all `torch.nn.Linear` modules. A single scheme targets every Linear that is not ignored;
+    several schemes name their modules. Rounded embeddings are always named.
     """
     linears = set(linears)
     schemes = sorted({(scheme.bits, scheme.group) for scheme in rounded.values()}, key=str)
@@ -129,9 +128,9 @@ def named_modules(config: Mapping[str, Any]) -> set[str]:
 
 
 def packed_names(name: str, stored: Container[str] = ()) -> set[str]:
-    """Return the names of the packed tensors of the weight `name`; of another tensor its own name.
+    """Return the names of the packed tensors of the weight `name`; for another tensor, its own name.
 
-    `stored`: the table of levels is among them if it is among these names.
+    The table of levels is included if it is in `stored`.
     """
     path = name.removesuffix(WEIGHT)
     if path == name:

@@ -1,4 +1,4 @@
-"""Rounds the matrices of a solution, each by the moment of its input. docs/methods.md#rounding.
+"""Rounds the matrices of a solution, each with the moment of its input. docs/methods.md#rounding.
 
 Legend: O outputs, I inputs, r latents; C the moment of the inputs, A a first factor, B a second one.
 """
@@ -27,11 +27,11 @@ FIRST, SECOND, ROWS, COEFFICIENTS = (
     "pivoted.rows.weight",
     "pivoted.coefficients.weight",
 )
-PARTS = (FIRST, SECOND, ROWS, COEFFICIENTS, "weight")  # the longest ends of keys first
-LEAST_GROUP = 16  # smaller ones would store more in scales than they save
+PARTS = (FIRST, SECOND, ROWS, COEFFICIENTS, "weight")  # ends of keys, the longest first
+LEAST_GROUP = 16  # smaller groups would store more in scales than they save
 ERROR_ROWS = 512
 Reads = Mapping[str, str]  # role -> the point that its dense matrix reads: `LayerGeometry.reads`
-RIDGE = 1e-6  # of the latents' mean moment, towards the second factor as it was
+RIDGE = 1e-6  # of the latents' mean moment, towards the previous second factor
 
 
 class Matrix(NamedTuple):
@@ -56,13 +56,13 @@ class RoundedSolution(NamedTuple):
 
 
 class Feedbacks:
-    """Caches error feedback by the moment of the calibration text that matrices read."""
+    """Caches error feedback by the moment of the matrices' input."""
 
     def __init__(self) -> None:
         self.cached: dict[Moment, Feedback | None] = {}
 
     def of(self, point: Moment | None, moment_II: Tensor | None) -> Feedback | None:
-        """Return the feedback of a moment; None without a moment or of zeros. It is cached unless `point` is None."""
+        """Return the feedback of a moment; None without a moment, or if it is zero. It is cached by `point`, if any."""
         if moment_II is None:
             return None
         if point is None:
@@ -73,15 +73,17 @@ class Feedbacks:
 
 
 def input_moments(roles: Sequence[str], reads: Reads) -> tuple[Moment, ...]:
-    """Return the moments that rounding with error feedback needs of a group of these roles, each once."""
+    """Return the distinct moments that a group of these roles needs for rounding with error feedback."""
     return tuple(dict.fromkeys(Moment(reads[role]) for role in roles if role in reads))
 
 
 def at_correction(
     pair: Moment, pairs: Sequence[Moment], moments: Mapping[Moment, Tensor], quantize: Quantize, reads: Reads
 ) -> tuple[dict[Moment, Tensor], Quantize]:
-    """Return what rounds a correction: the moments, at the pair's point that of the compressed layer's values, and
-    `quantize` without the roles that read at another of the group's `pairs`, whose correction gives them.
+    """Return the moments and settings that round the result of one correction.
+
+    At the pair's point, the moment is that of the compressed layer's values. Roles that read at another of the group's
+    `pairs` are skipped, because that pair's correction returns them.
     """
     whole_1PF, read = moments[pair], Moment(pair.point)
     others = {other.point for other in pairs} - {pair.point}
@@ -101,14 +103,14 @@ def round_solution(
 ) -> RoundedSolution:
     """Round every matrix of a solution.
 
-    First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
-    before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
-    give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, or with
-    `feedback: false`, every number goes to the nearest code. What no linear module or table holds (biases, norms,
-    factors per head, Tucker cores) stays. `weights`: dense, in the dtype of the scales. `feedbacks`: those of these
-    moments that are known already.
+    Dense matrices and first factors are rounded with the moment of the role's input: the solution's own, from `inputs`,
+    or else the dense one's. Second factors and pivoted coefficients are then refitted to the outputs of the rounded
+    first factors, B' = B A C Âᵀ (Â C Âᵀ)⁻¹, and rounded with the moment Â C Âᵀ of these latents. Without a moment, or
+    with `feedback: false`, numbers are rounded to the nearest code. Tensors outside of linear modules and tables
+    (biases, norms, factors per head, Tucker cores) are not rounded. `weights`: dense, in the dtype of the scales.
+    `feedbacks`: a cache of error feedback.
 
-    Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
+    Raises ValueError with the matrix's name if no group fits its columns, or on NaN or infinity.
     """
     tensors, worst = dict(solution.tensors), 0.0
     schemes: dict[str, Scheme] = {}
@@ -160,13 +162,13 @@ def _round(
     group: int | None,
     dtype: torch.dtype,
 ) -> list[_Candidate]:
-    """Round matrices that read the same, each by the kind of levels of least error; of equal ones by the first."""
+    """Round matrices with a common input, each to the kind of levels with the least error; the first of equal ones."""
     weights = [weight_oI for weight_oI, _ in read]
     candidates = []
     for kind in kinds:
         if kind == "uniform":
             rounded = _round_together(weights, feedback, bits, group, dtype)
-        else:  # each has a table of its own
+        else:  # each has its own table
             rounded = [round_with_feedback(weight_oI, feedback, bits, group, dtype, kind) for weight_oI in weights]
         errors = [_error(weight_oI, each, moment) for (weight_oI, moment), each in zip(read, rounded, strict=True)]
         candidates.append([_Candidate(kind, *pair) for pair in zip(rounded, errors, strict=True)])
@@ -184,9 +186,9 @@ def _round_together(
 
 
 def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple[str, ...], Tensor]:
-    """Multiply out a solution's factors: the roles that share a matrix -> the matrix (O, I), float64.
+    """Multiply out a solution's factors. Map the roles that share a matrix to it: (O, I), float64.
 
-    `rounded`: the stored values of the tensors that are rounded.
+    `rounded`: the stored values of rounded tensors.
     """
 
     def stored(key: str) -> Tensor:
@@ -206,7 +208,7 @@ def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple
 
 
 def readers_of_firsts(solution: Solution) -> dict[str, tuple[str, ...]]:
-    """Map the key of each first factor, or of pivot rows, to the roles whose second factors read it, in order."""
+    """Map the key of each first factor or pivot rows to the roles whose second factors read it, in order."""
     readers: dict[str, set[str]] = {}
     for matrix in rounded_matrices(solution, ()):
         if matrix.behind is not None:
@@ -215,7 +217,7 @@ def readers_of_firsts(solution: Solution) -> dict[str, tuple[str, ...]]:
 
 
 def roles_of_odd_groups(solution: Solution, quantize: Quantize) -> set[str]:
-    """Return the roles with a matrix whose columns the groups do not divide, so that it has smaller ones."""
+    """Return the roles with a matrix whose columns the group does not divide, so that it has smaller groups."""
     return {
         role
         for matrix in rounded_matrices(solution, quantize.skip)
@@ -227,7 +229,7 @@ def roles_of_odd_groups(solution: Solution, quantize: Quantize) -> set[str]:
 def fitting_group(columns: int, group: int | None) -> int | None:
     """Return how many of a matrix's columns share a scale: the greatest common divisor with `group`.
 
-    Raises ValueError where that is less than LEAST_GROUP.
+    Raises ValueError if it is less than LEAST_GROUP.
     """
     common = group and math.gcd(columns, group)
     if common and common < LEAST_GROUP:
@@ -236,7 +238,7 @@ def fitting_group(columns: int, group: int | None) -> int | None:
 
 
 def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
-    """Return the matrices of a solution to round, first factors before those that read their outputs."""
+    """Return the matrices of a solution to round, with first factors before the matrices that read their outputs."""
     matrices = []
     for key in sorted(key for key, tensor in solution.tensors.items() if tensor.ndim > 1):
         part = next((part for part in PARTS if key.endswith(f".{part}")), "")
@@ -280,7 +282,7 @@ def _as_read(
 
 
 def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> float:
-    """Estimate `rounding_error` on evenly spread rows: products with the moment are more work than rounding."""
+    """Estimate `rounding_error` on evenly spread rows, because products with the moment are more work than rounding."""
     rows = slice(None, None, max(1, len(weight_OI) // ERROR_ROWS))
     stored_oI = scaled(rounded.codes[rows], rounded.scales[rows].to(torch.float64), rounded.levels)
     return rounding_error(weight_OI[rows], stored_oI, moment_II)
@@ -289,7 +291,7 @@ def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> flo
 def _reading_the_same(
     matrices: Sequence[Matrix], solution: Solution, weights: Weights, reads: Reads
 ) -> list[list[Matrix]]:
-    """Group matrices of one dtype that read the same calibration moment at its width: they are rounded together."""
+    """Group matrices that can be rounded together: of the same dtype, with the same moment of their inputs."""
     groups: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
         tensor, point = solution.tensors[matrix.key], _read_by(matrix, solution, reads)
@@ -299,7 +301,7 @@ def _reading_the_same(
 
 
 def _read_by(matrix: Matrix, solution: Solution, reads: Reads) -> Moment | None:
-    """Return the moment of a matrix's input, where calibration text gives it."""
+    """Return the moment of a matrix's input, if it was summed on calibration text."""
     role = matrix.roles[0]
     own = matrix.behind is not None or role in solution.inputs
     return Moment(reads[role]) if role in reads and not own else None
@@ -314,7 +316,7 @@ def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor], read
 
 
 def _refit(second_Or: Tensor, cross_rr: Tensor, latents_rr: Tensor) -> Tensor:
-    """Return B' of least Σ‖B z − B' ẑ‖², with the latents z before and ẑ after rounding of the first factor."""
+    """Return B' that minimises Σ‖B z − B' ẑ‖², with the latents z before and ẑ after rounding of the first factor."""
     mean = latents_rr.diagonal().mean()
     if not mean > 0.0:
         return second_Or

@@ -21,7 +21,7 @@ from pipeline.rounding.solutions import LEAST_GROUP, input_moments
 def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry) -> tuple[Task, ...]:
     """Add to tasks the moments that rounding with error feedback needs.
 
-    Raises InputError for Tucker forms, for roles to skip that the model lacks, and for dense widths or fixed ranks that
+    Raises InputError for Tucker forms, for skipped roles that the model lacks, and for dense widths or fixed ranks that
     no group fits.
     """
     assert manifest.quantize is not None
@@ -49,13 +49,13 @@ def _refuse_methods(manifest: Manifest) -> None:
     for position, entry in enumerate(manifest.methods):
         if isinstance(entry, OfExperts) or getattr(entry, "shapes", "free") != "free":
             raise InputError(
-                f"quantize: methods.{position} ({entry.method}) removes experts, whose places codes do not follow yet; "
-                "leave out quantize, or use shapes: free"
+                f"quantize: methods.{position} ({entry.method}) removes experts and renumbers the others, which "
+                "rounding does not support yet; leave out quantize, or use shapes: free"
             )
         if isinstance(entry, LeSTD):
             raise InputError(
-                f"quantize: methods.{position} (lestd) stores a sparse core and factors that no linear module holds; "
-                "the pack-quantized layout has no place for their codes: use another method, or leave out quantize"
+                f"quantize: methods.{position} (lestd) stores a sparse core and factors outside of linear modules, "
+                "which the pack-quantized layout cannot hold: use another method, or leave out quantize"
             )
 
 
@@ -93,7 +93,7 @@ def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
 
 
 def _check_value_ranks(manifest: Manifest, geometry: Geometry) -> None:
-    """Check fixed ranks of value heads, which lie side by side in the input of o."""
+    """Check fixed ranks of value heads, which are concatenated in the input of o."""
     quantize = manifest.quantize
     assert quantize is not None
     for position, entry in enumerate(manifest.methods):
@@ -120,7 +120,7 @@ def _check_ends(quantize: Quantize, geometry: Geometry) -> None:
 
 
 def unfit_inputs(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]:
-    """Return each role and the width of its dense input where no group of scales fits, without repetition."""
+    """Return the distinct roles, with the width of their dense input, that no group of scales fits."""
     group = quantize.group
     widths = _odd_widths(quantize, geometry)
     return [(role, width) for role, width in widths if group and math.gcd(width, group) < LEAST_GROUP]
@@ -137,7 +137,7 @@ def _check_groups(quantize: Quantize, geometry: Geometry) -> None:
 
 
 def _odd_widths(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]:
-    """Return each role and the width of its dense input where groups do not divide it, without repetition."""
+    """Return the distinct roles, with the width of their dense input, that groups do not divide."""
     widths = {
         (role, layer.weight_shape(role)[1]): None
         for layer in geometry.layers

@@ -154,7 +154,7 @@ def _form_faults(
         layer = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
         forms = layers[int(layer)] if layer.isdecimal() and int(layer) < len(layers) else {}
         if form not in forms.values():
-            yield f"{name}: compression.json says {form}, which is no form of its layer"
+            yield f"{name}: compression.json says {form}, which is not a form of its layer"
 
 
 def _bitmap_faults(checkpoint: SourceCheckpoint, model: nn.Module) -> Iterator[str]:

@@ -39,7 +39,7 @@ __all__ = ["Finding", "verify"]
 def verify(output: Place, source: str | None, bound: float | None = None) -> Iterator[Finding]:
     """Yield the finding of each check.
 
-    Raises InputError if `output` is no Lamina checkpoint or of another version, or `source` is no model.
+    Raises InputError if `output` is not a Lamina checkpoint or of another version, or `source` is not a model.
     """
     original, standard = open_dense(str(source)) if source is not None else (None, {})
     checked = open_storage(output)

@@ -113,7 +113,7 @@ def check_coverage(pair: Pair) -> Finding:
             faults += _copy_faults(pair, name, "copied")
             continue
         if name not in roles or claimed[name] not in methods:
-            faults.append(f"{name}: claimed by {claimed[name]!r}, which is no method of the manifest that could")
+            faults.append(f"{name}: claimed by {claimed[name]!r}, which is not a method of the manifest that could")
             continue
         layer, role = roles[name]
         described = compression["layers"][layer.index]
@@ -252,7 +252,7 @@ def _stray_faults(pair: Pair, methods: set[str], head: Mapping[str, str]) -> Ite
         elif entry["origin"] == "copied" and name not in pair.original.tensors and name not in pair.original.stored:
             yield f"{name}: said to be copied, but the source has no such tensor"
         elif entry["origin"] != "copied" and entry["origin"] not in methods:
-            yield f"{name}: of {entry['origin']!r}, which is no method of the manifest"
+            yield f"{name}: of {entry['origin']!r}, which is not a method of the manifest"
 
 
 def check_logits(pair: Pair, bound: float | None) -> Finding:

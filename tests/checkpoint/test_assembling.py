@@ -198,7 +198,7 @@ def test_what_was_damaged_in_output_is_put_right(finished: Finished) -> None:
 
 
 def test_the_index_is_the_last_thing_written(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory without it is no checkpoint: so it goes first when there is an old one, and comes last."""
+    """A directory without it is not a checkpoint: so it goes first when there is an old one, and comes last."""
     finished.assemble()
     seen: list[set[str]] = []
 

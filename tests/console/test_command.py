@@ -50,7 +50,7 @@ def test_an_unknown_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert lamina(monkeypatch, "walk") == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.endswith(f"wrong input: 'walk' is no command; commands are {', '.join(sorted(COMMANDS))}\n")
+    assert shown.err.endswith(f"wrong input: 'walk' is not a command; commands are {', '.join(sorted(COMMANDS))}\n")
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])

@@ -213,7 +213,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything a unit or a result holds, down to what is no record, dataclass, mapping or sequence."""
+    """Everything a unit or a result holds, down to what is not a record, dataclass, mapping or sequence."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from leaves(key)

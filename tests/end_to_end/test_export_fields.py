@@ -189,7 +189,7 @@ def test_a_gguf_file_needs_a_folder_of_this_machine(
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     ended = command("export", str(output), "--to", "gguf", destination)
-    assert (ended.code, "its folder is no directory of this machine" in ended.err) == (2, True), ended.err
+    assert (ended.code, "its folder is not a directory of this machine" in ended.err) == (2, True), ended.err
     assert sorted(tmp_path.iterdir()) == before
 
 

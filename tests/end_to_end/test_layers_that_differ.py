@@ -113,11 +113,11 @@ def test_at_full_rank_the_logits_are_the_source_s(
     ("by_layer", "expected"),
     [
         ({"1": {"skip": ["mlp"]}}, "layer 1 has skip of its own, which is not supported"),
-        ({"3": {"intermediate_size": 56}}, "'3' is none of the 3 layers"),
+        ({"3": {"intermediate_size": 56}}, "'3' is not one of the 3 layers"),
         ({"1": {"intermediate_size": 0}}, "layer 1: intermediate_size: 0"),
-        ({"1": {"num_key_value_heads": 3}}, "layer 1: num_attention_heads: 4 is no multiple"),
+        ({"1": {"num_key_value_heads": 3}}, "layer 1: num_attention_heads: 4 is not a multiple"),
         ({"1": {"head_dim": 8}}, "layer 1 has head_dim 8, the model 16; rotary angles"),
-        ({"1": 5}, "no mapping of layers"),
+        ({"1": 5}, "not a mapping of layers"),
     ],
 )
 def test_what_layers_may_not_have(

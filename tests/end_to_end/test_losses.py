@@ -26,7 +26,7 @@ def strict(text: str) -> Any:
     """JSON as its standard has it."""
 
     def refuse(name: str) -> None:
-        pytest.fail(f"{name} is no JSON")
+        pytest.fail(f"{name} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 

@@ -99,7 +99,7 @@ def test_tensors_that_no_model_asks_for(listed: bool, layers: Any, tmp_path: Pat
 
 @pytest.mark.usefixtures("inline")
 def test_an_index_beside_a_single_file_is_not_read(tmp_path: Path, llama: Path, job: MakeJob) -> None:
-    """transformers, too, takes the single file; OUTPUT's own index is no copy of that one."""
+    """transformers, too, takes the single file; OUTPUT's own index is not a copy of that one."""
     source = with_config(llama, tmp_path / "source")
     shards = {path.name: load_file(path) for path in sorted(source.glob("*.safetensors"))}
     save_file({name: tensor for part in shards.values() for name, tensor in part.items()}, source / "model.safetensors")

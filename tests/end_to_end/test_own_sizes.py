@@ -28,7 +28,7 @@ def test_the_share_that_is_said_is_what_is_stored(job: MakeJob, entry: dict[str,
     made = job(methods=[entry], budget={budget: 0.5})
     for ended in (command("plan", str(made.manifest), "--gpu", "H200"), made.run()):
         assert ended.code == 2, ended.out
-        found = re.search(rf"budget\.{budget}: 0\.5 is out of reach: what is stored takes (0\.\d+)", ended.err)
+        found = re.search(rf"budget\.{budget}: 0\.5 is out of reach: the stored tensors take (0\.\d+)", ended.err)
         assert found, ended.err
     assert not made.run_dir.exists()
     counts = job(methods=[entry], budget={budget: float(found[1])}).run().json["counts"]

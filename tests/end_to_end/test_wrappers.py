@@ -263,7 +263,11 @@ assert type(model.model.language_model).__name__ == "LaminaModel", type(model.mo
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("gemma3", {"text_config.final_logit_softcapping": 9.0}, "logit_softcap: the class of gemma3 does not apply"),
+        (
+            "gemma3",
+            {"text_config.final_logit_softcapping": 9.0},
+            "logit_softcap: the text model changes its logits, but the class of gemma3",
+        ),
         ("mistral3", {"text_config.model_type": "phi3"}, "'phi3' inside of mistral3 is not supported"),
         ("mistral3", {"model_type": "kosmos"}, "model_type 'kosmos' is not supported.*its text_config is of 'mistral'"),
         ("llava", {"architectures": ["LlavaModel"]}, "LlavaForConditionalGeneration"),

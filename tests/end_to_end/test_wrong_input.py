@@ -161,7 +161,7 @@ def as_pickle(model: Path) -> None:
 WRONG_MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no directory": (shutil.rmtree, ["no such directory"]),
     "no index": (lambda model: (model / INDEX).unlink(), ["neither", INDEX]),
-    "index is no JSON": (lambda model: (model / INDEX).write_text("{"), [INDEX, "not JSON"]),
+    "index is not JSON": (lambda model: (model / INDEX).write_text("{"), [INDEX, "not JSON"]),
     "shard missing": (lambda model: some_shard(model).unlink(), ["00003-of", "missing"]),
     "shard truncated": (lambda model: os.truncate(some_shard(model), 5000), ["00003-of", "truncated", "5000"]),
     "shard is text": (lambda model: some_shard(model).write_text("x" * 999), ["00003-of", "header"]),

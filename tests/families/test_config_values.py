@@ -25,10 +25,10 @@ def test_right_values_pass() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "fault"),
     [
-        ("hidden_size", 0, "hidden_size: 0 is no positive integer"),
-        ("hidden_size", True, "hidden_size: True is no positive integer"),
+        ("hidden_size", 0, "hidden_size: 0 is not a positive integer"),
+        ("hidden_size", True, "hidden_size: True is not a positive integer"),
         ("num_hidden_layers", MAX_LAYERS + 1, "num_hidden_layers"),
-        ("num_attention_heads", 6, "num_attention_heads: 6 is no multiple of num_key_value_heads: 4"),
+        ("num_attention_heads", 6, "num_attention_heads: 6 is not a multiple of num_key_value_heads: 4"),
         ("norm_eps", float("inf"), "norm epsilon: inf"),
         ("hidden_act", "unheard_of", "activation: 'unheard_of'"),
         ("tie_word_embeddings", None, "tie_word_embeddings: None"),

@@ -39,7 +39,7 @@ def test_a_model_without_rotation() -> None:
     ("parameters", "fault"),
     [
         ({"rope_type": "unheard_of", "rope_theta": 1e4}, "rope_type: 'unheard_of'"),
-        ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta: -1.0 is no positive number"),
+        ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta: -1.0 is not a positive number"),
         ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "not supported for llama"),
     ],
 )

@@ -208,7 +208,7 @@ def test_ranks_that_do_not_fit_the_model(geometry: str, entry: Json, reason: str
 def test_a_budget_below_the_smallest_size_is_refused() -> None:
     where = GEOMETRIES["mha"]
     job = parse_manifest(document({"keep": 0.02}))
-    with pytest.raises(InputError, match=r"takes .* at the least"):
+    with pytest.raises(InputError, match=r"take at least"):
         allocate_ranks(job, build_methods(job), where, Scores())
 
 

@@ -68,7 +68,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "bytes of the model, rounded": {"budget": "bytes", "scope": "model", "quantize": {"bits": 4, "what": "all"}},
 }
 REFUSED = re.compile(
-    r"(?P<field>budget\.\w+): (?P<asked>[\d.]+) is out of reach: what is stored takes (?P<takes>[\d.]+)"
+    r"(?P<field>budget\.\w+): (?P<asked>[\d.]+) is out of reach: the stored tensors take (?P<takes>[\d.]+)"
 )
 
 
@@ -240,5 +240,5 @@ def test_a_plan_of_a_config_refuses_too(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(factories.make_config("llama").to_dict()))
     job = manifest([{"method": "flat_llm", "keep": 0.9}], {"keep": 0.5})
-    with pytest.raises(InputError, match=r"is out of reach: what is stored takes 0\.9"):
+    with pytest.raises(InputError, match=r"is out of reach: the stored tensors take 0\.9"):
         plan_report(job, config, RateSource(gpu="H200"))

@@ -309,7 +309,7 @@ def test_what_is_out_of_reach_is_told_with_its_numbers() -> None:
         allocate(manifest({"mlp": False}, keep=0.3), llama())
     message = str(raised.value)
     assert "budget.keep: 0.3 leaves 0 numbers" in message
-    assert "takes 1,728 at the least (27,648 dense)" in message
+    assert "take at least 1,728 (27,648 dense)" in message
     assert "claim more tensors or keep more" in message
 
 

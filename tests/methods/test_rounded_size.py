@@ -75,7 +75,7 @@ def test_rounding_alone_takes_what_is_counted(sizes: dict[str, Any], bits: int, 
         manifest(true * 0.99, quantize, scope=scope),
     )
     assert allocate_ranks(fits, build_methods(fits), geometry, Scores())
-    with pytest.raises(InputError, match=r"budget\.bytes: .* is out of reach: what is stored takes 0\.\d+"):
+    with pytest.raises(InputError, match=r"budget\.bytes: .* is out of reach: the stored tensors take 0\.\d+"):
         allocate_ranks(short, build_methods(short), geometry, Scores())
 
 

@@ -52,8 +52,8 @@ def test_embeddings_are_looked_up(scale: float | None) -> None:
 @pytest.mark.parametrize(
     ("path", "scheme", "says"),
     [
-        ("lost.linear", {"bits": 4, "group": None}, "lost.linear is no linear"),
-        ("norm", {"bits": 4, "group": None}, "norm is no linear"),
+        ("lost.linear", {"bits": 4, "group": None}, "lost.linear is neither a linear"),
+        ("norm", {"bits": 4, "group": None}, "norm is neither a linear"),
         ("linear", {"bits": 9, "group": None}, "does not fit 32 columns"),
         ("linear", {"bits": 4, "group": 24}, "does not fit 32 columns"),
         ("linear", {}, "does not fit 32 columns"),

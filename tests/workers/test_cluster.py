@@ -103,7 +103,7 @@ def test_a_signal_while_connecting() -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", ":6379", "host:port"])
 def test_no_address(address: str) -> None:
-    with pytest.raises(InputError, match="is no address; give --address HOST:PORT"):
+    with pytest.raises(InputError, match="is not an address; give --address HOST:PORT"):
         await_cluster(address, 5.0, never)
 
 
@@ -200,7 +200,7 @@ def test_the_environment_s_address_is_named(starts: list[dict[str, Any]], monkey
     with pytest.raises(InputError, match=r"none answers at 127.0.0.1:9.*RAY_ADDRESS gave this one: unset it"):
         connect(None, Workers(), timeout_s=0.1)
     monkeypatch.setenv("RAY_ADDRESS", "localhost")
-    with pytest.raises(InputError, match=r"'localhost' is no address.*RAY_ADDRESS gave this one"):
+    with pytest.raises(InputError, match=r"'localhost' is not an address.*RAY_ADDRESS gave this one"):
         connect(None, Workers())
 
 

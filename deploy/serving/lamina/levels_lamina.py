@@ -93,7 +93,7 @@ class TableEmbedding(_Table):
 def attach_tables(root: nn.Module, schemes: Mapping[str, Mapping[str, Any]]) -> None:
     """Replace the modules at these paths below `root` by modules with tables of levels.
 
-    `schemes`: path → `bits`, `group`. Raises ValueError for a path that is no linear and no table of embeddings.
+    `schemes`: path → `bits`, `group`. Raises ValueError for a path that is neither a linear nor a table of embeddings.
     """
     for path, scheme in schemes.items():
         *parents, name = path.split(".")
@@ -103,7 +103,7 @@ def attach_tables(root: nn.Module, schemes: Mapping[str, Mapping[str, Any]]) -> 
         except AttributeError:
             module = None
         if not isinstance(module, nn.Linear | nn.Embedding):
-            raise ValueError(f"level_tables: {path} is no linear and no table of embeddings of this model")
+            raise ValueError(f"level_tables: {path} is neither a linear nor a table of embeddings of this model")
         columns, bits, group = module.weight.shape[1], scheme.get("bits"), scheme.get("group")
         if not isinstance(bits, int) or not 2 <= bits <= 8 or not _divides(group, columns):
             raise ValueError(f"level_tables: {path}: {dict(scheme)} does not fit {columns} columns")

@@ -127,7 +127,7 @@ def check_mixture(mixture: Mapping[str, Any], layers: int) -> None:
     if mixture.get("weighs") == INPUTS and (mixture.get("renormalise", True) or mixture.get("biases")):
         raise ValueError("mixture.weighs is 'inputs', which goes with neither renormalise nor biases")
     if not isinstance(mixture["layers"], list) or len(mixture["layers"]) != layers:
-        raise ValueError(f"mixture.layers is no list of {layers} entries")
+        raise ValueError(f"mixture.layers is not a list of {layers} entries")
     for layer, sizes in enumerate(mixture["layers"]):
         if problem := _problem(mixture, sizes):
             raise ValueError(f"mixture.layers: layer {layer} {problem}")
@@ -140,7 +140,7 @@ def _problem(mixture: Mapping[str, Any], sizes: Any) -> str | None:
     if not isinstance(sizes, dict) or not {*SIZES} <= {*sizes} <= {*SIZES, "shared_width"}:
         return f"is {sizes!r}, needed are {', '.join(SIZES)}, and shared_width with a shared expert"
     if bad := [name for name, size in sizes.items() if type(size) is not int or size < (name != "shared_width")]:
-        return f"has {bad[0]} {sizes[bad[0]]!r}, which is no whole number from {int(bad[0] != 'shared_width')}"
+        return f"has {bad[0]} {sizes[bad[0]]!r}, which is not a whole number from {int(bad[0] != 'shared_width')}"
     if sizes.get("shared_width", 0) and not mixture.get("shared"):
         return "has a shared expert, for which mixture.shared gives no path"
     experts, groups = sizes["experts"], mixture.get("groups", 1)

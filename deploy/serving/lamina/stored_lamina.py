@@ -307,7 +307,7 @@ def stored_modules(groups: Iterable[Mapping[str, Any]]) -> dict[str, StoredForma
 
 
 def attach_stored(root: nn.Module, modules: Mapping[str, StoredFormat]) -> None:
-    """Replace the linears at these paths below `root`. Raises ValueError for a path that is no linear."""
+    """Replace the linears at these paths below `root`. Raises ValueError for a path that is not a linear."""
     for path, form in modules.items():
         parent_path, _, name = path.rpartition(".")
         try:
@@ -316,7 +316,7 @@ def attach_stored(root: nn.Module, modules: Mapping[str, StoredFormat]) -> None:
         except AttributeError:
             module = None
         if not isinstance(module, nn.Linear):
-            raise ValueError(f"config.json: {FIELD}: {path} is no linear of this model")
+            raise ValueError(f"config.json: {FIELD}: {path} is not a linear of this model")
         parent.add_module(name, StoredLinear(module, form))
 
 

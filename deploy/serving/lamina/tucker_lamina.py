@@ -133,7 +133,7 @@ class TuckerLinears(Derived):
                 initialization.normal_(getattr(self, name).weight, std=factor.shape[0] ** -0.5)
 
     def initial_std(self, name: str, std: float) -> float:
-        """Return the standard deviation of `third`, the only parameter that is no linear's."""
+        """Return the standard deviation of `third`, the only parameter that is not a linear's."""
         rows: int = getattr(self, name).shape[0]
         return float(rows**-0.5)
 
