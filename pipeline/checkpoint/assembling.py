@@ -60,7 +60,7 @@ SHARD_SUFFIX = ".safetensors"
 class ShardPlan:
     """The content of one output file: a staged layer, a whole source file, or some tensors of a source file.
 
-    `copy_of`: a tensor's name -> the source's, where it is written under another one.
+    `copy_of`: a tensor's name -> its name in the source, if that differs.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ShardPlan:
 
 
 def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
-    """Plan one shard for every claimed layer, one for the other tensors of each source file, and an untied head's."""
+    """Plan a shard for each claimed layer, for the other tensors of each source file, and for an untied head."""
     layers, claimed = layers_of(inputs.tasks), claimed_tensors(inputs)
     prefixes = tuple(inputs.geometry.layers[layer].prefix for layer in layers)
     rest: dict[str, list[str]] = {}
@@ -94,17 +94,17 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
 
 
 def own_class(inputs: Inputs) -> bool:
-    """Return whether OUTPUT is an ordinary checkpoint of another class than Lamina's."""
+    """Return True if OUTPUT is an ordinary checkpoint, not of Lamina's class."""
     return any(method.own_class for method in inputs.methods)
 
 
 def shard_name(number: int, total: int) -> str:
-    """Return the file name of a shard, which counts from 1."""
+    """Return the file name of a shard, numbered from 1."""
     return f"model-{number:05d}-of-{total:05d}{SHARD_SUFFIX}"
 
 
 class Assembler:
-    """Writes OUTPUT from a finished journal. Repeated after an interruption, it writes the same bytes."""
+    """Writes OUTPUT from a finished journal. After an interruption, another run writes the same bytes."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Assembler:
         return record
 
     def _forms(self) -> list[dict[str, Any]]:
-        """Return role -> form of every layer, as config.json has them."""
+        """Return the forms of every layer by role, as in config.json."""
         return [self._layer_report(layer)["forms"] for layer in range(self.inputs.geometry.num_layers)]
 
     def _entry(self, layer: int) -> LayerEntry | None:
@@ -262,7 +262,7 @@ class Assembler:
         }
 
     def _role_paths(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
-        """Return path of a module, with a trailing dot -> role, the longest first: a module may lie in another.
+        """Map module paths, with a trailing dot, to roles, the longest first, because modules may be nested.
 
         Modules of a group belong to its first role.
         """
@@ -287,7 +287,7 @@ class Assembler:
         return {**fields, "refined": report["refined"]} if "refined" in report else fields
 
     def _companions(self) -> list[str]:
-        """Return the files that are copied beside the weights, with tokenizer settings even if the source has none."""
+        """Return the files that are copied beside the weights, and tokenizer settings even if the source has none."""
         names = {*companions(self.inputs.source.storage, self._trusted)}
         return sorted((names | {TOKENIZER_SETTINGS} if self._tokenizer_class else names) - OUR_FILES)
 

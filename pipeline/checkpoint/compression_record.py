@@ -117,7 +117,7 @@ def index_arguments(compression: Mapping[str, Any]) -> tuple[dict[str, str], int
 
 
 def shard_record(file: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> ShardRecord:
-    """Return a shard and its tensors, as in the compression record, in the form of the ledger."""
+    """Convert a shard and its tensors from the compression record's format to the ledger's."""
     described = {
         name: TensorDescription(dtype=entry["dtype"], shape=tuple(entry["shape"]), sha256=entry["sha256"])
         for name, entry in tensors.items()
@@ -181,12 +181,12 @@ def file_fault(storage: Storage, name: str, record: Mapping[str, Any], digest: b
         if file.size != record["size"]:
             return f"{path}: {file.size} bytes, {RECORD_FILE} says {record['size']}"
         if digest and file.sha256() != record["sha256"]:
-            return f"{path}: sha256 differs from what {RECORD_FILE} says"
+            return f"{path}: sha256 differs from the one in {RECORD_FILE}"
     return None
 
 
 def quick_faults(output: Place, seal: str) -> list[str]:
-    """Return the faults that are visible without reading weights: the record, digests of small files, sizes of shards.
+    """Return the faults of the record, of small files (by digest) and of shards (by size), without reading weights.
 
     `seal`: the digest of the record that the job wrote.
     """
@@ -196,7 +196,7 @@ def quick_faults(output: Place, seal: str) -> list[str]:
     except (InputError, CorruptError) as error:
         return [str(error)]
     if compression[SEAL] != seal:
-        return [f"{storage.at(RECORD_FILE)}: not the one that this job wrote"]
+        return [f"{storage.at(RECORD_FILE)}: not written by this job"]
     faults = [file_fault(storage, name, record) for name, record in compression["files"].items()]
     faults += [file_fault(storage, name, record, digest=False) for name, record in compression["shards"].items()]
     return [fault for fault in faults if fault]

@@ -19,7 +19,7 @@ from stores.headers import DTYPES
 def count_sizes(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Count stored numbers and bytes and the cache per token, dense and compressed.
 
-    `tensors`: name -> dtype and shape, of all tensors that are written. `forms`: of each layer.
+    `tensors`: name -> dtype and shape of all written tensors. `forms`: those of each layer.
     """
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
     written = [(name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()]
@@ -31,7 +31,7 @@ def count_sizes(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapp
 
 
 def stored_sizes(tensors: Iterable[tuple[str, str, Sequence[int]]], layers_path: str, itemsize: int) -> dict[str, int]:
-    """Count the numbers, those of decoder layers and the bytes of tensors (name, dtype, shape)."""
+    """Count the numbers of tensors (name, dtype, shape), those in decoder layers, and the bytes."""
     prefix = f"{layers_path}."
     counted = [
         (name, stored_numbers(dtype, shape, itemsize), math.prod(shape) * DTYPES[dtype].itemsize)
@@ -56,7 +56,7 @@ def compressed_cache(config: LayersConfig, itemsize: int) -> dict[str, int]:
 
 
 def claimed_tensors(inputs: Inputs) -> dict[str, str]:
-    """Return source tensor -> name of the method that claims it, even if the method leaves it unchanged."""
+    """Map each claimed source tensor to the name of its method, even if the method leaves it unchanged."""
     layers = inputs.geometry.layers
     return {
         name: inputs.methods[task.method].name
@@ -66,7 +66,7 @@ def claimed_tensors(inputs: Inputs) -> dict[str, str]:
 
 
 def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return tensor -> dtype and shape of a checkpoint of the committed layers, and the forms of each layer."""
+    """Return the dtypes and shapes of a checkpoint's tensors from the committed layers, and the forms of each layer."""
     entries = [journal.get(layer_key(layer)) for layer in range(inputs.geometry.num_layers)]
     staged = tuple(layer.prefix for layer, entry in zip(inputs.geometry.layers, entries, strict=True) if entry)
     claimed = claimed_tensors(inputs)
@@ -83,6 +83,6 @@ def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], li
 
 
 def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:
-    """Count the numbers of a tensor. Integers count by their bytes, in numbers of the checkpoint's dtype."""
+    """Count the numbers of a tensor. Integers are counted as their bytes in numbers of the checkpoint's dtype."""
     size = int(math.prod(shape))
     return size if DTYPES[dtype].is_floating_point else math.ceil(size * DTYPES[dtype].itemsize / itemsize)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls
 # (torch and transformers ship types, but not for all of this)
-"""The cost of a decoding step, dense and compressed: numbers read and multiplications, counted in the model itself.
+"""The cost of a decoding step, dense and compressed: numbers read and multiplications, counted by running the model.
 
-A step adds a token to each sequence. Weights are read once for all sequences of a batch; each has a cache of its own.
+A step adds a token to each sequence. Weights are read once for a batch; each sequence has its own cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.rounding.schemes import FIELD
 
 
 def decoding_costs(config: Mapping[str, Any], source: Mapping[str, Any] | None = None) -> dict[str, dict[str, int]]:
-    """Count the costs of the model that a config describes, and of its dense source (`source`, if of another class).
+    """Count the costs of the model that a config describes, and of its dense source (`source`, if its class differs).
 
     `weights`: numbers of all layers and the head that a step reads from memory (sparse cores are dense there).
     `products`: multiply-adds for the token itself. `cached` and `cached_products`: numbers read and multiply-adds for
@@ -36,7 +36,7 @@ def decoding_costs(config: Mapping[str, Any], source: Mapping[str, Any] | None =
 
 
 def count_dense(config: Mapping[str, Any]) -> dict[str, int]:
-    """Count the costs of the dense model alone. Results are cached."""
+    """Count the costs of the dense model, cached."""
     plain = {name: value for name, value in config.items() if name != FIELD}
     dense = {**plain, "forms": [{} for _ in range(config["num_hidden_layers"])]}
     return dict(_cost(json.dumps(dense, sort_keys=True)))
@@ -44,7 +44,7 @@ def count_dense(config: Mapping[str, Any]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _cost(config: str) -> tuple[tuple[str, int], ...]:
-    """Run a few steps on the meta device. Products of a step are linear in the number of cached tokens."""
+    """Run a few steps on the meta device. The products of a step are linear in the number of cached tokens."""
     described = lamina.LaminaConfig(**json.loads(config))
     described._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -89,7 +89,7 @@ def _merge_equal_layers(model: nn.Module, forms: Sequence[Mapping[str, Any]], co
 
 
 class _ProductCounter(TorchDispatchMode):
-    """Counts as torch's FlopCounterMode does, without its hooks on every module."""
+    """Counts products like torch's FlopCounterMode, but without hooks on every module."""
 
     number = start = 0
 
@@ -110,7 +110,7 @@ class _ProductCounter(TorchDispatchMode):
 
 
 def _read_numbers(module: nn.Module) -> int:
-    """Count the module's own numbers in memory, with the zeros of a sparse core and without an embedding's rows."""
+    """Count a module's own numbers in memory, including the zeros of a sparse core, without an embedding's rows."""
     if isinstance(module, nn.Embedding):
         return 0
     if (shape := getattr(module, "shape", None)) is not None:

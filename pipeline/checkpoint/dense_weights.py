@@ -16,19 +16,16 @@ from manifests.errors import InputError
 from pipeline.families.blocks import AttentionBlock, Copied, Latent, LatentAttentionBlock, MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 
-ROUNDINGS = 64  # differences of up to so many units of rounding of the stored numbers count as zero
+ROUNDINGS = 64  # differences up to this many rounding errors of the stored numbers count as zero
 
 
 @torch.inference_mode()
 def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dtype) -> dict[str, Tensor]:
-    """Return `role.weight` and `role.bias` in float64, as a dense layer of the family has them. MLPs, latents and what
-    is read of these keep their widths.
+    """Return `role.weight` and `role.bias` of the dense layer, in float64. MLPs and latents keep their widths.
 
-    Every projection is linear, whatever its form, so its matrix is its output for the unit vectors. Value heads get
-    width d: narrower ones are padded with zeros, wider ones (absorbed latents) are projected on the d directions that
-    they span. `stored`: the coarsest dtype that the factors of v and o were rounded to.
-
-    Raises InputError if the rank of value heads is above d.
+    Every projection is linear in any form, so its matrix is its output for the unit vectors. Value heads get width d:
+    narrower ones are padded with zeros, wider ones (absorbed latents) are projected to the d directions that they span.
+    `stored`: the coarsest dtype of the factors of v and o. Raises InputError if the rank of value heads is above d.
     """
     layer = layer.to(torch.float64)
     weights = {
@@ -55,7 +52,7 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
         if geometry.matrices[role].bias:
             weights[f"{role}.bias"] = biases[role]
         elif biases[role].any():
-            raise InputError(f"layer: {role} has a bias, which a dense {geometry.model_type} model has no place for")
+            raise InputError(f"layer: {role} has a bias, which a dense {geometry.model_type} model cannot have")
     return weights
 
 
@@ -66,7 +63,7 @@ def _add_output_(
     block: AttentionBlock,
     stored: torch.dtype,
 ) -> None:
-    """Add the output projection, and bring value heads to d numbers."""
+    """Add the output projection, and change value heads to width d."""
     G, d = block.kv_heads, block.head_dim
     value, output = block.value_output
     attention = layer.get_submodule(".".join(layer._attention))
@@ -82,7 +79,7 @@ def _add_output_(
 
 
 def pad_mlp(weights: dict[str, Tensor], block: MLPBlock, width: int) -> dict[str, Tensor]:
-    """Return the weights with an MLP padded to `width` by channels of zeros, which leave its output unchanged."""
+    """Return the weights with an MLP padded to `width` by zero channels, which do not change its output."""
     missing = width - weights[block.writer.weight_key].shape[1]
     paddings: dict[str, tuple[int, ...]] = {block.writer.weight_key: (0, missing)}
     for reader in block.readers:
@@ -92,7 +89,7 @@ def pad_mlp(weights: dict[str, Tensor], block: MLPBlock, width: int) -> dict[str
 
 
 def _copied(layer: DecoderLayer, copied: Copied, attention: LatentAttentionBlock | None) -> dict[str, Tensor]:
-    """Return the tensors of a module outside of the blocks, multiplied out where it is factored."""
+    """Return the tensors of a module outside of the blocks, multiplied out if it is factored."""
     module = layer.role(copied.role)
     if attention is None or copied.role != attention.writer.role or isinstance(module, nn.Linear):
         return {name: module.get_parameter(name) for name, _ in copied.shapes}
@@ -105,7 +102,8 @@ def _copied(layer: DecoderLayer, copied: Copied, attention: LatentAttentionBlock
 def pad_latent(weights: dict[str, Tensor], latent: Latent, width: int) -> dict[str, Tensor]:
     """Return the weights with a latent padded to `width` by zeros, which its readers ignore.
 
-    A norm divides by the mean square, which they lower: the writer makes up for it, and the norm's weight for that.
+    The zeros lower the mean square by which the norm divides. The writer is scaled to compensate, and the norm's weight
+    to compensate for the writer.
     """
     kept = len(weights[f"{latent.norm}.weight"])
     missing, scale = width - kept, (width / kept) ** 0.5
@@ -146,7 +144,7 @@ def _affine(layer: DecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]
 def _to_head_dim(
     value_GwD: Tensor, bias_Gw: Tensor, output_DHw: Tensor, head_dim: int, stored: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, their bias and the output projection with heads of d numbers and unchanged products."""
+    """Return values, their bias and the output projection with heads of width d and the same product."""
     missing = head_dim - value_GwD.shape[1]
     if missing >= 0:
         return (
@@ -160,8 +158,8 @@ def _to_head_dim(
     lost = (values_Gk[:, head_dim:].square().sum() / values_Gk.square().sum()).sqrt().item()
     if lost > ROUNDINGS * torch.finfo(stored).eps:
         raise InputError(
-            f"values of {value_GwD.shape[1]} numbers a head, of a higher rank than {head_dim} (share {lost:.1e} would "
-            "be lost): no dense model of the family does the same"
+            f"values of {value_GwD.shape[1]} numbers per head, of a higher rank than {head_dim} (share {lost:.1e} "
+            "would be lost): no dense model of the family does the same"
         )
     basis_Gdw = right_Gkw[:, :head_dim]
     output_GRd = left_GRk[:, :, :head_dim] * values_Gk[:, None, :head_dim]

@@ -1,4 +1,4 @@
-"""The card's table of engines that can run a checkpoint, by its forms, layer sizes and rounding."""
+"""The model card's table of engines that can run a checkpoint, from its forms, layer sizes and rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.rounding.schemes import FIELD, TABLES
 
 NO_CACHE = "nothing of the cache"
 NOT_SERVED = "not served"
-ENGINE_WIDTH = 128  # channels of an expert, by the blocks of fused kernels
+ENGINE_WIDTH = 128  # channels of an expert in a block of fused kernels
 
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
@@ -54,7 +54,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _ordinary_table(config: Mapping[str, Any], cache_share: float) -> str:
-    """Return the table of a checkpoint of a class that engines have."""
+    """Return the table of an ordinary checkpoint, whose class engines have."""
     cache = f"{1 - cache_share:.0%} of the cache"
     serve = "`vllm serve PATH`; on a CPU `VLLM_MLA_DISABLE=1`, which caches whole heads"
     rows = [("engine", "how", "savings"), ("---", "---", "---"), ("transformers, 5.14 or newer", "as above", cache)]
@@ -62,7 +62,7 @@ def _ordinary_table(config: Mapping[str, Any], cache_share: float) -> str:
 
 
 def _kept_by_exports(config: Mapping[str, Any], described: LayersConfig) -> str:
-    """Return what an export of the source's class saves."""
+    """Return the savings of an export to the source's class."""
     if is_mixture(config):
         width = min(expert_widths(described))
         return (
@@ -75,9 +75,9 @@ def _kept_by_exports(config: Mapping[str, Any], described: LayersConfig) -> str:
 
 
 def planned_engines(config: Mapping[str, Any], stays_stored: bool = False) -> list[str]:
-    """Return the engines that load a checkpoint with this config, as far as its forms and rounding are known.
+    """Return the engines that load a checkpoint with this config, judged by the known forms and rounding.
 
-    `stays_stored`: weights may stay in a stored format of the source.
+    `stays_stored`: weights may keep a storage format of the source.
     """
     config = {**config, STORED_FORMATS: [{}]} if stays_stored else config
     described, rounded, tables = LayersConfig(**config), bool(config.get(FIELD)), bool(config.get(TABLES))

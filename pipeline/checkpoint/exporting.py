@@ -1,8 +1,8 @@
 """Export a compressed checkpoint as an ordinary one of its source's family, for engines without Lamina's code.
 
-`dense` multiplies all factors, so that tensors have the source's shapes. `stock` keeps narrower MLPs, whose width must
-be the same in all layers, so that it is smaller than the source. `dense` dequantizes rounded weights; `stock` keeps
-their codes where the projection is not factored.
+`dense` multiplies out all factors, so that tensors have the source's shapes. `stock` keeps narrower MLPs, whose width
+must be the same in all layers, and is therefore smaller than the source. `dense` dequantizes rounded weights; `stock`
+keeps their codes if the projection is not factored.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
 
-    `multiply_out`: store matrices with tables of levels unrounded, instead of refusing them. `stock` keeps normal
-    levels of 4 bits as NF4 weights of bitsandbytes otherwise.
+    `multiply_out`: store matrices with tables of levels unrounded, instead of refusing them. Otherwise `stock` keeps
+    normal levels of 4 bits as NF4 weights of bitsandbytes.
 
     Raises:
         InputError: OUTPUT is not a Lamina checkpoint, the destination is not empty or not writable, or the target
@@ -77,7 +77,7 @@ def export_checkpoint(
     config = counted(config)
     storage = open_storage(destination)
     if storage.fault() or storage.children():
-        raise InputError(f"{storage.at()}: holds something; give a directory that does not, or is not there yet")
+        raise InputError(f"{storage.at()}: not empty; give an empty or new directory")
     refuse_faults(config, target, multiply_out)
     with all_or_nothing(storage):
         try_destination(storage)
@@ -129,7 +129,7 @@ def _write(
     outer, file = [name for name, _ in geometry.outer], shard_name(geometry.num_layers + 1, total)
     if all(name in checkpoint.tensors for name in outer):
         copy_shard(storage, file, checkpoint, outer)
-    else:  # an embedding or a head is rounded; few engines read codes outside of layers
+    else:  # an embedding or a head is rounded, but few engines read codes outside of layers
         write_shard(storage, file, {name: tensor.to(dtype_of(name)) for name, tensor in reader.outer(*outer).items()})
     weight_map |= dict.fromkeys(outer, file)
     numbers += sum(math.prod(shape) for _, shape in geometry.outer)
@@ -149,9 +149,9 @@ def _write(
 def _packed(
     checkpoint: SourceCheckpoint, config: Mapping[str, Any], nf4: bool, fused: Mapping[str, Fused]
 ) -> dict[str, Scheme]:
-    """Map the paths of modules whose codes are exported as they are to their schemes.
+    """Map the paths of modules that keep their codes to their schemes.
 
-    Codes of weights that the target holds in one tensor, and codes with a table unless `nf4`, are multiplied out.
+    Codes of weights that the target fuses into one tensor, and codes with a table unless `nf4`, are multiplied out.
     """
     stored = rounded_modules(config, packed_modules(checkpoint.tensors))
     parts_of_fused = names_of(fused.values())
@@ -171,8 +171,8 @@ def layer_weights(
 ) -> dict[str, Tensor]:
     """Return `dense_weights` of a layer with MLPs, latents and value heads padded to the sizes of an export.
 
-    `widths`: `mlp` of a dense model's MLPs, `width` and `shared_width` of experts; others get the family's. `exported`:
-    the config of the export.
+    `widths`: `mlp` for a dense model's MLPs, `width` and `shared_width` for experts; other widths are the family's.
+    `exported`: the config of the export.
     """
     weights = dense_weights(module, layer, stored)
     for block in layer.mlps:
@@ -187,7 +187,7 @@ def layer_weights(
 
 
 def fuse(tensors: Mapping[str, Tensor], fused: Mapping[str, Fused]) -> dict[str, Tensor]:
-    """Put tensors together that the family's checkpoints hold in one. `fused`: see `fused_tensors`."""
+    """Fuse the tensors that the family's checkpoints store as one. `fused`: see `fused_tensors`."""
     wholes = {name: whole for name, whole in fused.items() if whole.parts[0].name in tensors}
     inside = names_of(wholes.values())
     together = {name: tensor for name, tensor in tensors.items() if name not in inside}
@@ -210,7 +210,7 @@ def try_destination(folder: Storage) -> None:
 
 @contextmanager
 def all_or_nothing(place: Storage) -> Iterator[None]:
-    """Empty a place that was empty before the block if the block raises, and remove the folders that it created."""
+    """If the block raises, delete what it wrote to an empty place, and the folders that it created."""
     folders = [] if place.folder is None else [Path(place.folder), *Path(place.folder).parents]
     missing = [folder for folder in folders if not folder.exists()]
     try:
@@ -226,25 +226,25 @@ def all_or_nothing(place: Storage) -> Iterator[None]:
 
 
 def _has_source_code(output: Storage) -> bool:
-    """True if OUTPUT has Python files of the source, which its manifest trusted."""
+    """Return True if OUTPUT has Python files of the source, which its manifest trusted."""
     return bool({*matching(output, CODE)} - {*MODELLING_FILES})
 
 
 def coarsest(layer: LayerGeometry, dtype_of: Callable[[str], torch.dtype]) -> torch.dtype:
-    """Return the coarsest dtype of the weights of v and o; float64 where attention is foreign."""
+    """Return the coarsest dtype of the weights of v and o; float64 if attention is foreign."""
     roles = (role for block in layer.attentions for role in roles_of(block.value_output))
     dtypes = (dtype_of(f"{layer.path(role)}{WEIGHT}") for role in roles)
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
-    """Return the roles that are stored as one matrix, of the family's shape or with fewer channels of an MLP."""
+    """Return the roles that are stored as one matrix, dense or with fewer MLP channels."""
     forms = config["forms"][layer.index]
     return [role for role in layer.matrices if forms.get(role, {"form": "dense"})["form"] in ("dense", "pruned")]
 
 
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
-    """Return the paths of all linear modules of the family's model, fused ones in place of their parts."""
+    """Return the paths of all linear modules of the family's model, with fused ones in place of their parts."""
     paths = [layer.path(role) for layer in geometry.layers for role in (*layer.matrices, *layer.foreign_linears)]
     weights = {path + WEIGHT: path for path in paths}
     for name, whole in fused_tensors(geometry).items():

@@ -1,4 +1,4 @@
-"""Repack rounded matrices as llama.cpp's blocks of 32: the same codes, the scale of the group in each block as float16.
+"""Repack rounded matrices as llama.cpp's blocks of 32, with the same codes, and the group's scale as float16 in each.
 
 Q8_0: the scale and 32 int8. Q4_0: the scale and 16 bytes, number j of a block in the low half of byte j, j + 16 in
 the high half, as code + 8. Legend: O outputs, I inputs, B blocks of a row.
@@ -21,7 +21,7 @@ ROUNDING = 2.0**-11  # relative rounding error of float16, by which a scale may 
 
 
 def block_kind(scheme: Scheme, columns: int, scales_OS: Tensor) -> Kind | None:
-    """Return the kind of block for such codes, or None if no kind fits them or float16 cannot represent the scales."""
+    """Return the kind of block for these codes, or None if none fits or float16 cannot represent the scales."""
     fits = not scheme.has_table and columns % BLOCK == 0 and (scheme.group is None or scheme.group % BLOCK == 0)
     exact_OS = scales_OS.to(torch.float64)
     near = (exact_OS.to(torch.float16).to(torch.float64) - exact_OS).abs() <= ROUNDING * exact_OS.abs()

@@ -1,4 +1,4 @@
-"""Export a compressed checkpoint as one GGUF file for llama.cpp. Factors are multiplied; MLPs keep their own widths.
+"""Export a compressed checkpoint as one GGUF file for llama.cpp. Factors are multiplied out; MLPs keep their widths.
 
 Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0. Mixtures of experts, whose codes are
 multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama` if all
@@ -77,7 +77,7 @@ def export_gguf(
     if is_address(destination) or not path.parent.is_dir():
         raise InputError(f"{destination}: its folder is not a directory of this machine; make it, or give another file")
     if os.path.lexists(path):
-        raise InputError(f"{destination}: is there already; give a file that is not")
+        raise InputError(f"{destination}: exists already; give a new file")
     refuse_faults(config, "gguf", multiply_out)
     try_destination(open_storage(path.parent))
     describe = partial(_add_description, output, checkpoint, config, _tokenizer(checkpoint, with_vocabulary, say))
@@ -95,7 +95,8 @@ def export_gguf(
 def _tokenizer(
     checkpoint: SourceCheckpoint, with_vocabulary: bool, say: Callable[[str], None]
 ) -> PreTrainedTokenizerBase | None:
-    """Return the checkpoint's tokenizer, if llama.cpp has a vocabulary like it; None if none is wanted or there."""
+    """Return the checkpoint's tokenizer, or None if it has none or none is wanted. Raises InputError if llama.cpp has
+    no such vocabulary."""
     if not with_vocabulary:
         return None
     if not matching(checkpoint.storage, TOKENIZERS):
@@ -103,7 +104,7 @@ def _tokenizer(
         return None
     tokenizer = load_tokenizer(checkpoint.storage)
     if vocabulary_of(tokenizer, checkpoint.config["vocab_size"]).single_spaces:
-        say("tokenizer: counts several spaces as one, which llama.cpp does not; give it text with single spaces")
+        say("tokenizer: merges several spaces into one, which llama.cpp does not; give it text with single spaces")
     return tokenizer
 
 
@@ -136,7 +137,7 @@ def _write(
     describe: Callable[[Any, Sequence[str]], None],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write the file. `describe`: adds the fields that are no sizes, by the writer and the kinds of matrices.
+    """Write the file. `describe`: adds all other fields than sizes, given the writer and the kinds of matrices.
 
     Returns its architecture and the count of its numbers.
     """
@@ -198,7 +199,7 @@ def _contents(
 
 @dataclass(frozen=True)
 class _RoundedMatrix:
-    """A matrix whose codes go into the file. `heads`: their count, if their rows are reordered."""
+    """A matrix whose codes are written to the file. `heads`: the number of heads, if rows are reordered."""
 
     path: str
     scheme: Scheme
@@ -206,7 +207,7 @@ class _RoundedMatrix:
     heads: int | None
 
     def read(self, checkpoint: SourceCheckpoint) -> Tensor:
-        """Return its blocks, (O, bytes of a row) uint8."""
+        """Return the blocks, (O, bytes of a row) uint8."""
         parts = checkpoint.read([self.path + part for part in (PACKED, SCALE, SHAPE)])
         codes_OI = unpack(parts[self.path + PACKED], self.scheme.bits, int(parts[self.path + SHAPE][1]))
         scales_OS = parts[self.path + SCALE]
@@ -216,7 +217,7 @@ class _RoundedMatrix:
 
 
 def _rounded_matrices(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, _RoundedMatrix]:
-    """Return name in the file -> matrix, of those whose codes fit llama.cpp's blocks. Others are dequantized."""
+    """Map names in the file to matrices whose codes fit llama.cpp's blocks. Others are dequantized."""
     heads: dict[str, int | None] = {config["block"][name]: None for name in ("embed", "head")}
     for layer in geometry_of(config).layers:
         rotated = _rotated(layer.attention)
@@ -308,7 +309,7 @@ def _frequency_factors(described: LayersConfig) -> Tensor | None:
 
 
 def _file_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return path of a module -> name of its matrix in the file."""
+    """Map module paths to names of matrices in the file."""
     names = {config["block"]["embed"]: "token_embd.weight", config["block"]["head"]: "output.weight"}
     for layer in geometry_of(config).layers:
         names |= {layer.path(role): f"blk.{layer.index}.{LAYER_NAMES[role]}.weight" for role in layer.matrices}
@@ -316,7 +317,7 @@ def _file_names(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _file_dtypes(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Return name in the file -> dtype of each matrix: the source's, but float32 for float64. Vectors are float32."""
+    """Map names in the file to the dtypes of matrices: the source's, but float32 for float64. Vectors are float32."""
     dtypes = {
         name: source_dtype(f"{path}.weight", checkpoint.tensors, config) for path, name in _file_names(config).items()
     }

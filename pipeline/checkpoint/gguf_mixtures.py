@@ -1,8 +1,8 @@
 """Mixtures of experts as tensors and fields of a GGUF file: `llama` for Mixtral, `qwen3moe`, `deepseek2`.
 
-A file holds the matrices of all experts of a layer in one tensor, expert by expert. All layers have as many experts of
-one width, as in a `stock` checkpoint, whose config gives the sizes. `llama` and `deepseek2` rotate neighbours, and so
-do DeepSeek's checkpoints; `qwen3moe` rotates halves.
+A file holds the matrices of all experts of a layer in one tensor, expert by expert. All layers have the same number and
+width of experts, as in a `stock` checkpoint, whose config gives the sizes. `llama` and `deepseek2` rotate neighbours,
+like DeepSeek's checkpoints; `qwen3moe` rotates halves.
 
 Legend: D hidden, H heads, N numbers of a key without rotation, V of a value, L of the latent, E experts.
 """
@@ -39,12 +39,12 @@ class FileTensor:
     """A tensor of the file.
 
     Attributes:
-        name: in the file.
-        shape: its shape; of experts' matrices (E, O, I).
-        dtype: in the file.
+        name: the name in the file.
+        shape: the shape; for experts' matrices (E, O, I).
+        dtype: the dtype in the file.
         keys: role and part of the weights that it holds.
-        arranged: a weight -> the same, or a part of it, in the file's order.
-        stacked: it holds one weight after another, of all experts.
+        arranged: returns a weight, or a part of it, in the file's order.
+        stacked: it holds the weights of all experts.
     """
 
     name: str
@@ -60,9 +60,9 @@ class MixtureFile:
     """The tensors and sizes of a compressed mixture in a GGUF file.
 
     Attributes:
-        checkpoint: the compressed one.
+        checkpoint: the compressed checkpoint.
         config: its config.
-        architecture: llama.cpp's.
+        architecture: llama.cpp's architecture.
     """
 
     checkpoint: SourceCheckpoint
@@ -136,14 +136,14 @@ class MixtureFile:
             yield replace(self._tensor(layer, name, keys, shape), stacked=True)
 
     def _arranged(self, layer: LayerGeometry, role: str) -> Callable[[Tensor], Tensor]:
-        """Return how the rows of a matrix are ordered in the file."""
+        """Return the function that reorders the rows of a matrix for the file."""
         if self.architecture == "llama" and role in ("q", "k"):
             block = layer.attention
             return partial(neighbours_first, heads=block.heads if role == "q" else block.kv_heads)
         return _unchanged
 
     def _keys_and_values(self, layer: LayerGeometry, key: str, shape: tuple[int, ...]) -> Iterator[FileTensor]:
-        """Yield the two parts of the matrix that reads the latent: of keys (H, L, N), and of values (H, V, L)."""
+        """Yield the two parts of the latent's reader: keys (H, L, N) and values (H, V, L)."""
         fields, heads, width = self.standard["foreign"], self.standard["num_attention_heads"], shape[1]
         nope, value = fields["qk_nope_head_dim"], fields["v_head_dim"]
 
@@ -172,7 +172,7 @@ class MixtureFile:
         return FileTensor(f"blk.{layer.index}.{name}", shape, dtype, tuple(keys), arranged or _unchanged)
 
     def _dtype(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.dtype:
-        """Return the dtype of a tensor in the file: the source's, but float32 for vectors and for what is finer."""
+        """Return the dtype of a tensor in the file: the source's, but float32 for vectors and wider dtypes."""
         if len(shape) == 1:
             return torch.float32
         dtype = reduce(
@@ -181,7 +181,7 @@ class MixtureFile:
         return dtype if dtype in HALVES else torch.float32
 
     def add_sizes(self, writer: Any) -> None:
-        """Write the model's sizes, and how its router chooses."""
+        """Write the model's sizes and its routing rule."""
         import gguf
 
         standard, mixture = self.standard, self.standard["mixture"]

@@ -1,7 +1,7 @@
 """Writes a tokenizer into a GGUF file, as llama.cpp's vocabulary `llama` (SentencePiece) or `gpt2` (byte-level BPE).
 
-llama.cpp has rules of its own where a tokenizer.json has data: regular expressions by name, and merges by the score of
-the merged token. A tokenizer that these rules would cut in another way is refused.
+llama.cpp has fixed rules where a tokenizer.json has data: regular expressions by name, and merges by the score of the
+merged token. A tokenizer that these rules would tokenize differently is refused.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Vocabulary:
         kind: `llama` or `gpt2`.
         pre: llama.cpp's name of the pre-tokenizer.
         tokens, types, scores: by id; scores of `gpt2` are empty.
-        merges: of `gpt2`, the pairs in order, each with a space between its parts.
-        space_first: a space is put before the text.
-        single_spaces: several spaces count as one.
+        merges: the pairs of `gpt2` in order, each with a space between its parts.
+        space_first: a space is inserted before the text.
+        single_spaces: several spaces are merged into one.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Vocabulary:
 
 
 def add_vocabulary(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Write a tokenizer, its special tokens and its chat template. Raises InputError if llama.cpp has none like it."""
+    """Write a tokenizer, its special tokens and its chat template. Raises InputError if llama.cpp cannot express it."""
     vocabulary = vocabulary_of(tokenizer, vocab_size)
     writer.add_tokenizer_model(vocabulary.kind)
     writer.add_tokenizer_pre(vocabulary.pre)
@@ -71,7 +71,7 @@ def add_vocabulary(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Vocabulary:
-    """Return a tokenizer as llama.cpp reads it, filled up to `vocab_size` tokens. Raises InputError."""
+    """Return a tokenizer as llama.cpp reads it, padded to `vocab_size` tokens. Raises InputError."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refusal(f"{type(tokenizer).__name__} is written in Python, without a tokenizer.json")
@@ -87,7 +87,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Vocabu
 
 
 def _tokens(described: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """Return token and type of each id; ids without a token are unused."""
+    """Return the token and the type of each id; ids without a token are unused."""
     names: dict[int, tuple[str, int]] = {}
     unknown = described["model"].get("unk_token")
     for token, index in described["model"]["vocab"].items():
@@ -114,7 +114,7 @@ def _byte_level(
 
 
 def _byte_pattern(described: Mapping[str, Any] | None) -> str | None:
-    """Return the pattern by which a pre-tokenizer of bytes splits; None if it is of another kind."""
+    """Return the pattern at which a byte-level pre-tokenizer splits; None for another kind."""
     parts = [] if described is None else described.get("pretokenizers", [described])
     kinds = [part["type"] for part in parts]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]) or parts[-1]["add_prefix_space"]:
@@ -139,7 +139,7 @@ def _sentencepiece(
 
 
 def _spaces(described: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a space comes first, and whether several spaces count as one."""
+    """Return `space_first` and `single_spaces` of a tokenizer."""
     normalizer, pre = described["normalizer"], described["pre_tokenizer"]
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     single = bool(steps) and steps[0] == {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
@@ -153,12 +153,10 @@ def _spaces(described: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[tuple[str, ...]]) -> dict[str, float]:
-    """Return the score of each token that merges make: the earlier the merge, the higher.
+    """Return the score of each merged token: the earlier the merge, the higher.
 
-    llama.cpp merges any two neighbours whose text is a token, the highest score first. That gives the same tokens if
-    every such pair is a merge, and the merges of one token follow each other.
-
-    Raises InputError if they do not.
+    llama.cpp merges any two neighbours whose text is a token, the highest score first. The result is the same if every
+    such pair is a merge, and the merges that produce a token are consecutive. Raises InputError otherwise.
     """
     vocabulary, pairs = set(tokens), set(merges)
     scores: dict[str, float] = {}
@@ -195,8 +193,8 @@ def _add_special_tokens(writer: Any, tokenizer: PreTrainedTokenizerBase) -> None
         writer.add_chat_template(template)
 
 
-def _refusal(what: str) -> InputError:
+def _refusal(reason: str) -> InputError:
     return InputError(
-        f"--to gguf: llama.cpp has no vocabulary like this tokenizer: {what}; with --no-vocabulary, the file reads and "
-        "prints token ids"
+        f"--to gguf: llama.cpp has no vocabulary like this tokenizer: {reason}; with --no-vocabulary, llama.cpp reads "
+        "and prints token ids"
     )

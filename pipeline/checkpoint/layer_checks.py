@@ -1,4 +1,4 @@
-"""Background verification of staged layers: each is checked as soon as it is committed, while others are computed."""
+"""Background verification of staged layers: each is checked when it is committed, while others are computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stores.threads import THREADS
 class LayerChecks(Journal):
     """A journal that verifies the digest of every compressed layer in background threads.
 
-    Layers that are committed already are verified, too. Use in a `with` block: its end cancels pending checks.
+    Layers that were committed earlier are also verified. Use in a `with` block, whose end cancels pending checks.
     """
 
     def __init__(self, journal: Journal, run_dir: Place, num_layers: int) -> None:
@@ -26,7 +26,7 @@ class LayerChecks(Journal):
         self.run_dir = open_storage(run_dir)
         self.keys = [layer_key(layer) for layer in range(num_layers)]
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
-        self.checks: dict[str, Future[str | None]] = {}  # by path; a layer that is solved again has another path
+        self.checks: dict[str, Future[str | None]] = {}  # by path; a layer that is solved again has a new path
         for key in self.keys:
             self._check(self.journal.get(key))
 
@@ -42,7 +42,7 @@ class LayerChecks(Journal):
         self.journal.retract(key)
 
     def damaged(self) -> dict[str, str]:
-        """Wait for the checks. Return ledger key -> fault of the damaged layers, and retract their entries."""
+        """Wait for the checks. Retract the entries of damaged layers, and return their faults by ledger key."""
         faults: dict[str, str] = {}
         for key in self.keys:
             entry = self.journal.get(key)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's directory, by the names in its record, and leftovers of killed writers."""
+"""Lists the files of a checkpoint's directory, and removes partial files of killed writers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUR_FILES = frozenset({*MODELLING_FILES, CONFIG_FILE, CARD_FILE, RECORD_FILE, IN
 
 
 def listed_files(output: Storage) -> list[str]:
-    """List a checkpoint's directory: files in folders of companions by their paths, any other folder as one name.
+    """List a checkpoint's directory: files in folders of companions by path, other folders by name.
 
     Hidden files and empty folders of companions are left out.
     """
@@ -30,9 +30,9 @@ def sweep_halves(output: Storage) -> None:
 
 
 def companion_faults(output: Place, source: Storage, code: bool) -> list[str]:
-    """Return the companions of the source that an undamaged checkpoint lacks, and those that the source lacks.
+    """Return the source's companions that an undamaged checkpoint lacks, and the checkpoint's that the source lacks.
 
-    They can differ if the source got files since, or if the manifest now trusts Python that it did not trust before.
+    They differ if files were added to the source later, or if the manifest did not trust its Python files before.
     """
     storage, expected = open_storage(output), {*companions(source, code)} - OUR_FILES
     recorded = read_record(storage)["files"].keys() - OUR_FILES

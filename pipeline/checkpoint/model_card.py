@@ -37,8 +37,7 @@ tags: [lamina, compressed]
 
 
 def _loading(config: Mapping[str, Any]) -> str:
-    """Explain how to load the checkpoint: by Lamina's code, or by transformers alone if its class is an ordinary
-    one."""
+    """Explain how to load the checkpoint: with Lamina's code, or with transformers alone for an ordinary class."""
     ordinary = config["model_type"] != "lamina"
     trust = "" if ordinary else ", trust_remote_code=True"
     example = f"""Load it with transformers:
@@ -55,11 +54,11 @@ tokenizer = AutoTokenizer.from_pretrained(PATH{trust})
     return f"""{example}
 Lamina's serving package loads it without `trust_remote_code`: `pip install CHECKOUT/deploy/serving`, where CHECKOUT is
 a checkout of Lamina, or a wheel that `pip wheel --no-deps CHECKOUT/deploy/serving` builds there; then `import lamina`.
-The package is on no index: a project called `lamina` there is somebody else's."""
+The package is not published: a project called `lamina` on a package index is a different one."""
 
 
 def _left_out(tensors: Sequence[str]) -> str:
-    """Say which tensors of the source the checkpoint lacks. Return an empty string without any."""
+    """Name the source's tensors that the checkpoint lacks; empty if there are none."""
     if not tensors:
         return ""
     return f"\nIt lacks the source's layers that predict further tokens: {len(tensors)} tensors, `{tensors[0]}` first."
@@ -83,7 +82,7 @@ def _decoding(costs: Mapping[str, Mapping[str, int]]) -> str:
     dense, compressed = costs["dense"], costs["compressed"]
     rows = {
         "numbers of weights read, once for all sequences": "weights",
-        "products a token": "products",
+        "products per token": "products",
         "numbers read for each cached token": "cached",
         "products for each cached token": "cached_products",
     }
@@ -98,15 +97,15 @@ from {next(even):,} cached tokens on (dense), or from {next(even):,} (compressed
 
 
 def _latents(compression: Mapping[str, Any]) -> str:
-    """Describe the cost of latent keys, and where they are faster. Return an empty string without latent keys."""
+    """Describe the cost of latent keys, and the devices on which they are faster; empty without latent keys."""
     keys = [layer["forms"].get("k", {}) for layer in compression["layers"]]
     if not (ranks := [form["rank"] for form in keys if form.get("form") == "latent"]):
         return ""
     itemsize = compression["counts"]["cache_bytes_per_token"]["dense"] / compression["decoding"]["dense"]["cached"]
     return f"""
-Each step computes the keys from latents, {min(ranks)} to {max(ranks)} numbers a token and layer. That is faster than
-reading keys if the device does more than {max(ranks) / itemsize:,.0f} operations in the time in which it reads a byte
-(a GPU does about 300, a CPU 10). On other devices a step is slower, and more so in longer contexts. The cache is
-smaller on every device, so that more or longer sequences fit. On a CPU that multiplies half precision slower than
-float32, transformers computes keys and attention in float32.
+Each step computes the keys from latents of {min(ranks)} to {max(ranks)} numbers per token and layer. This is faster
+than reading keys if the device computes more than {max(ranks) / itemsize:,.0f} operations per byte that it reads (a GPU
+about 300, a CPU 10). On other devices a step is slower, especially in long contexts. The cache is smaller on every
+device, so that more or longer sequences fit. On a CPU that multiplies half precision more slowly than float32,
+transformers computes keys and attention in float32.
 """

@@ -1,9 +1,9 @@
 """Write codes of normal levels as NF4 weights of bitsandbytes, which transformers and vLLM load.
 
-The levels are those of NF4, and a group's scale is its `absmax`, perhaps negative. What differs from weights that
-bitsandbytes rounds by itself: no absmax is the largest magnitude of its block, codes follow error feedback, and absmax
-is not rounded to 8 bits (double quantization). The table is NF4's in float32, so that a weight may differ from ours by
-the rounding of our stored levels. Legend: O outputs, I inputs, S scales of a row, A blocks.
+The levels are those of NF4, and a group's scale is its `absmax`, perhaps negative. Unlike weights that bitsandbytes
+rounds itself, absmax is not the largest magnitude of its block, codes follow error feedback, and absmax is not rounded
+to 8 bits (double quantization). The table is NF4's in float32, so that a weight may differ from Lamina's by the
+rounding of Lamina's stored levels. Legend: O outputs, I inputs, S scales of a row, A blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.kernels.packing import unpack
 from pipeline.rounding.schemes import FIELD, PACKED, SCALE, SHAPE, TABLES, WEIGHT
 
 BITS = 4
-BLOCKS = (32, 64, 128)  # numbers that share an absmax; 32 since bitsandbytes 0.50
+BLOCKS = (32, 64, 128)  # numbers per absmax; 32 since bitsandbytes 0.50
 QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 

@@ -28,8 +28,8 @@ class OutputFiles:
         output: the place, for messages.
         ours: files of this job and of its interrupted runs, which may be replaced and removed.
         of_lamina: files of a checkpoint that another job of Lamina wrote.
-        foreign: all other files and folders but hidden ones, ascending.
-        fresh: `of_lamina` may be replaced, too.
+        foreign: all other files and folders that are not hidden, ascending.
+        fresh: `of_lamina` may also be replaced.
     """
 
     output: str
@@ -55,7 +55,7 @@ class OutputFiles:
 
 
 def survey_output(output: Place, ledger: Ledger, fresh: bool = False) -> OutputFiles:
-    """Find the owners of the files in OUTPUT, by the ledger and by the compression record in it.
+    """Determine the owners of the files in OUTPUT from the ledger and OUTPUT's compression record.
 
     Raises StorageError.
     """
@@ -76,9 +76,9 @@ def survey_output(output: Place, ledger: Ledger, fresh: bool = False) -> OutputF
 
 
 def claim_files(ledger: Ledger, output: Place, names: Iterable[str], shards: Iterable[StagedRecord]) -> None:
-    """Record in the ledger that files of these names in OUTPUT are this job's, before any is written or replaced.
+    """Record in the ledger that files of these names in OUTPUT belong to this job, before any is written.
 
-    `shards`: records of some of them. Their sizes distinguish OUTPUT from a folder that replaces it later.
+    `shards`: records of some of them, whose sizes distinguish OUTPUT from a folder that replaces it later.
     """
     storage, names = open_storage(output), sorted(names)
     sizes = {record.size for record in shards}
@@ -88,7 +88,7 @@ def claim_files(ledger: Ledger, output: Place, names: Iterable[str], shards: Ite
 
 
 def _is_same_folder(storage: Storage, files: set[str], claim: AssemblingEntry) -> bool:
-    """True if the folder has the record, or a shard of a size in the claim: it is then the one that was claimed."""
+    """Return True if the folder is the claimed one: if it has the record, or a shard with a size in the claim."""
     sizes = claim.shard_bytes
     if not sizes or RECORD_FILE in files:
         return True
@@ -110,7 +110,7 @@ def _recorded(output: Storage) -> tuple[frozenset[str], str | None]:
 
 @contextmanager
 def claim_output(output: Place) -> Iterator[RunLock]:
-    """Create and lock OUTPUT for the block. Its end releases the lock, and removes OUTPUT if it is new and empty.
+    """Create and lock OUTPUT for the block. At the end, release the lock, and remove OUTPUT if it is new and empty.
 
     Raises InUseError, and InputError if OUTPUT is not writable.
     """

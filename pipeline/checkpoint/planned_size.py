@@ -35,7 +35,7 @@ def plan_of(inputs: Inputs) -> Plan:
 
 
 def bounded_plan(inputs: Inputs, size: Size | None = None) -> Plan:
-    """Return a plan with an upper bound on the size of the checkpoint, unless `size` is known."""
+    """Return a plan with the checkpoint's `size`, or an upper bound on it."""
     itemsize, source_bytes = inputs.dtype.itemsize, inputs.source_bytes
     return make_plan(inputs.manifest, inputs.geometry, inputs.tasks, itemsize, source_bytes, size)
 
@@ -46,7 +46,7 @@ def planned_size(inputs: Inputs) -> Size | None:
     Raises the InputErrors of `plan_of`.
     """
     ranks, claimed = known_ranks(inputs), claimed_tensors(inputs)
-    if ranks is None or claimed.keys() & inputs.source.stored_bytes().keys():  # unchanged ones stay in their format
+    if ranks is None or claimed.keys() & inputs.source.stored_bytes().keys():  # unchanged weights keep their format
         return None
     itemsize, tensors = inputs.dtype.itemsize, inputs.source.tensors.items()
     copied = [
@@ -61,12 +61,12 @@ def planned_size(inputs: Inputs) -> Size | None:
 
 
 def _num_bytes(record: TensorRecord) -> int:
-    """Return the bytes of a tensor, of a weight in a format as it is decoded."""
+    """Return the bytes of a tensor, decoded from its storage format."""
     return math.prod(record.shape) * record.torch_dtype.itemsize
 
 
 def known_ranks(inputs: Inputs) -> Ranks | None:
-    """Return task -> ranks if no measurement can change them and they decide every stored shape, else None."""
+    """Return the ranks by task if no measurement can change them and they determine every stored shape, else None."""
     manifest, methods, geometry = inputs.manifest, inputs.methods, inputs.geometry
     quantize = manifest.quantize
     chosen = quantize is not None and "auto" in (quantize.bits, quantize.levels)
@@ -81,7 +81,7 @@ def known_ranks(inputs: Inputs) -> Ranks | None:
 
 
 def _all_full(inputs: Inputs, ranks: Ranks) -> bool:
-    """True if every rank is at its cap, so that neither scores nor measurements can change it."""
+    """Return True if every rank is at its cap, so that neither scores nor measurements can change it."""
     caps = {
         (task.key, variable.name): variable.cap
         for task in inputs.tasks
@@ -143,7 +143,7 @@ def _task_sizes(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: M
 
 
 def _packed(solution: Solution, quantize: Quantize) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return rounded matrix -> names and shapes of its packed tensors. Raises ValueError if no group fits."""
+    """Map each rounded matrix to the names and shapes of its packed tensors. Raises ValueError if no group fits."""
     assert quantize.bits != "auto"
     assert quantize.levels != "auto"
     packed = {}

@@ -1,4 +1,4 @@
-"""Upload a checkpoint to the hub, its card with metadata: base model, methods, size, scores."""
+"""Upload a checkpoint to the hub, with metadata in its card: base model, methods, size, scores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def publish(
 ) -> str:
     """Upload the checkpoint in `output` and return the address of the commit.
 
-    The files are uploaded unchanged but for the card and its digest in the compression record.
+    The files are uploaded unchanged, except the card and its digest in the compression record.
 
     Raises:
         InputError: `output` is not a checkpoint, `run_dir` is of another one, or the hub refuses.
@@ -97,7 +97,7 @@ def card_metadata(
 
 
 def with_metadata(card: str, metadata: Mapping[str, Any]) -> str:
-    """Return the card with `metadata` added to its own; its text stays."""
+    """Return the card with additional metadata and unchanged text."""
     from huggingface_hub import ModelCard
 
     model_card = ModelCard(card)
@@ -109,9 +109,9 @@ def with_metadata(card: str, metadata: Mapping[str, Any]) -> str:
 def _results(evaluation: Mapping[str, Any], text: str) -> Iterator[tuple[str, str, str, float]]:
     """Yield (data, metric, its name, value) of a summary's scores. Names of the dense model's scores contain
     `dense`."""
-    for which, suffix in (("perplexity", ""), ("dense", ", dense model")):
-        if evaluation.get(which):
-            yield text, *_perplexity(evaluation[which], suffix)
+    for field, suffix in (("perplexity", ""), ("dense", ", dense model")):
+        if evaluation.get(field):
+            yield text, *_perplexity(evaluation[field], suffix)
     for model, suffix in (("compressed", ""), ("dense", ", dense model")):
         for task, scores in read_scores(evaluation.get("tasks", {}).get(model, {})).items():
             for metric, figure in scores.metrics.items():

@@ -1,8 +1,8 @@
-"""The limits of each export target. The command refuses models that a target cannot express; the card omits the target.
+"""The models that each export target can express. The command refuses others; the card omits the target.
 
 `dense` and `stock` write a config.json of the source's family, which is read back and compared
-(`pipeline.families.source_config`). A GGUF file has the fields that llama.cpp's architectures read, `llama` and
-`deci`, and for mixtures those of ARCHITECTURES: FIELDS and BLOCK give a rule for every field of a checkpoint's config.
+(`pipeline.families.source_config`). A GGUF file has the fields of llama.cpp's architectures: `llama` and `deci` for
+dense models, ARCHITECTURES for mixtures. FIELDS and BLOCK have a rule for every field of a checkpoint's config.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.rounding.schemes import TABLES, rounded_modules
 Target = Literal["dense", "stock", "gguf"]
 TARGETS: tuple[Target, ...] = ("dense", "stock", "gguf")
 FAMILIES = ("llama", "mistral")  # the dense sources of llama.cpp's `llama`
-ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "deepseek_v3": "deepseek2"}  # of mixtures
+ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "deepseek_v3": "deepseek2"}  # for mixtures
 ROPE_TYPES = ("default", "linear", "llama3")  # types that only scale frequencies
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,7 +41,7 @@ Rule = Callable[[LayersConfig], str | None]
 
 
 def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool = False) -> list[str]:
-    """Return everything in a checkpoint with this config.json that the target cannot express.
+    """Return the properties of a checkpoint with this config.json that the target cannot express.
 
     `multiply_out`: allow multiplying out weights with tables of levels.
     """
@@ -90,7 +90,7 @@ def refuse_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
 
 
 def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Return config.json of the dense model, with `stock` at the width of its first MLP or expert and of its widest
+    """Return the config.json of the dense model; with `stock`, of the first MLP's or expert's width and the widest
     latents.
 
     Raises InputError if the family cannot express it.
@@ -117,7 +117,7 @@ def written_config(config: Mapping[str, Any], target: Target) -> dict[str, Any]:
 
 
 def counted(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config whose mixtures have as many experts as are stored, without the forms that count these."""
+    """Return a config whose mixtures have the stored number of experts, without the forms that count them."""
     if config.get("mixture") is None:
         return config
     layers = [
@@ -129,7 +129,7 @@ def counted(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Return True if any layer of the model is a mixture of experts, not a dense one."""
+    """Return True if any layer of the model is a mixture of experts."""
     return any((config.get("mixture") or {}).get("layers", ()))
 
 
@@ -147,10 +147,10 @@ def expert_widths(described: LayersConfig) -> set[int]:
 
 
 def stock_widths(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return `width` of the routed experts, and `shared_width` of the shared one where the config says it, in a stock
+    """Return `width` of the routed experts and, if the config has it, `shared_width` of the shared one, in a stock
     export of a mixture.
 
-    A shared expert is padded by channels of zeros to whole multiples of a routed one where the family counts it so.
+    In some families, the shared expert is padded by zero channels to a multiple of a routed one.
     """
     widths = {"width": min(expert_widths(LayersConfig(**config)))}
     shared = max((sizes or {}).get("shared_width", 0) for sizes in config["mixture"]["layers"])
@@ -167,7 +167,7 @@ def mlp_widths(described: LayersConfig) -> list[int]:
 
 
 def gguf_faults(described: LayersConfig) -> list[str]:
-    """Return everything that llama.cpp's architectures cannot express, whatever the forms."""
+    """Return the properties, apart from forms, that llama.cpp's architectures cannot express."""
     return [fault for rule in (*FIELDS.values(), *BLOCK.values()) if (fault := rule(described))]
 
 
@@ -182,7 +182,7 @@ def _width_faults(config: Mapping[str, Any], widths: list[int]) -> list[str]:
 
 
 def _value_faults(config: Mapping[str, Any], described: LayersConfig) -> list[str]:
-    """Return the layers whose value heads no dense model can have, as far as forms and rounding show it."""
+    """Return the layers whose value heads no dense model can have, judged by forms and rounding."""
     faults, geometry = [], geometry_of(config)
     for layer in geometry.layers:
         form, spec = described.form_of(layer.index, "v")
@@ -204,7 +204,7 @@ def _in_file(_: LayersConfig) -> None:
 
 
 def _harmless(_: LayersConfig) -> None:
-    """Accept a field that is left out, as it changes no logits."""
+    """Accept a field that is left out because it changes no logits."""
 
 
 def _unless_known(noun: str, value: Any, supported: tuple[Any, ...]) -> str | None:
@@ -272,7 +272,7 @@ def _dtype(described: LayersConfig) -> str | None:
     return _unless_known("numbers of {}", str(described.dtype).removeprefix("torch."), DTYPES)
 
 
-# Field of a checkpoint's config -> rule that returns why a GGUF file cannot have it.
+# Field of a checkpoint's config -> a rule that returns why a GGUF file cannot express it.
 FIELDS: Mapping[str, Rule] = {
     "source_model_type": _family,
     **dict.fromkeys(
@@ -319,7 +319,7 @@ def _modules(described: LayersConfig) -> str | None:
     return f"layers that differ from Llama's in {', '.join(sorted(other))}" if other else None
 
 
-# Key of the config's block -> the same.
+# Key of the config's block -> such a rule.
 BLOCK: Mapping[str, Rule] = {
     **dict.fromkeys(("embed", "layers", "final_norm", "head"), _harmless),  # names of modules
     "modules": _modules,

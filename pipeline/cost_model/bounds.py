@@ -14,7 +14,7 @@ from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, saved_numbers
 from pipeline.methods.rounded_size import rounding_overhead
 
-MOST_BITS = 8  # of codes, if bits are chosen
+MOST_BITS = 8  # the largest choice of bits
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Size:
 
 
 def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], source_bytes: int) -> Size:
-    """Return the largest size of a checkpoint of the manifest. `source_bytes`: unused tensors included."""
+    """Return the largest size of a checkpoint of the manifest. `source_bytes`: bytes with unused tensors."""
     numbers = _most_numbers(manifest, geometry)
     beyond = max(0, source_bytes - geometry.model_bytes())
     if bounded_by(manifest) == "budget.bytes":
@@ -39,7 +39,7 @@ def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], so
 
 
 def _untied_head(manifest: Manifest, geometry: Geometry) -> Size:
-    """Return the size of the output embedding that a class of its own stores beside the one that the source ties."""
+    """Return the size of the untied output embedding of a checkpoint with its own class; 0 if nothing is added."""
     if not (geometry.tied and any(method.own_class for method in build_methods(manifest))):
         return Size(0, 0)
     name, shape = geometry.outer[0]
@@ -54,7 +54,7 @@ def bounded_by(manifest: Manifest) -> str:
 
 
 def _ignores_budget(manifest: Manifest) -> bool:
-    """True if every entry has a size of its own."""
+    """Return True if every entry has its own size."""
     return all(method.fixed_ranks or method.keep is not None for method in build_methods(manifest))
 
 
@@ -67,9 +67,9 @@ def _most_numbers(manifest: Manifest, geometry: Geometry) -> int:
 
 @dataclass(frozen=True)
 class _Claimed:
-    """The tensors of a task: their numbers, the stored bits of a number of the widest matrix, and extra bits.
+    """The tensors of a task: their numbers, the bits of a number of the widest matrix, and additional bits in all.
 
-    Extra bits are those of wider vectors, and of the shapes and scales of codes.
+    Additional are the bits of wider vectors, and of the shapes and scales of codes.
     """
 
     numbers: int
@@ -78,7 +78,7 @@ class _Claimed:
 
 
 def _most_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], numbers: int) -> int:
-    """Return the largest size in bytes of `numbers` numbers, assuming that those of the widest dtypes are kept."""
+    """Return the largest size in bytes of `numbers` numbers, those with the widest dtypes."""
     claimed = sorted(_claimed(manifest.quantize, geometry, tasks), key=lambda each: -each.bits)
     dense = sum(each.numbers for each in claimed)
     roles_of: dict[int, tuple[str, ...]] = {}

@@ -1,4 +1,4 @@
-"""The bytes and operations of a job, from its manifest and geometry alone.
+"""The bytes and operations of a job, from its manifest and geometry.
 
 docs/architecture.md#the-way-of-a-layer.
 
@@ -30,14 +30,14 @@ PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
 MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
-SAMPLE_BYTES = 8  # for each number of a sample, beside the sample, where experts are solved together
+SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
 TOKEN_BYTES = 4
-ONE_TEXT_KEEP = 0.7  # of the experts' numbers: below it, one calibration text is too little
+ONE_TEXT_KEEP = 0.7  # share of the experts' numbers below which one calibration text is too little
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes and floating-point operations of a job, or upper bounds of those that depend on the ranks.
+    """Bytes and floating-point operations of a job, or upper bounds if they depend on the ranks.
 
     Attributes:
         output_bound: the manifest field that bounds `expected_numbers` and `output_bytes`; empty if they are exact.
@@ -93,7 +93,7 @@ def make_plan(
     passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
     refined = settings_of(manifest)
-    # Hidden states of both models, and the targets of a layer, or of a layer for each worker.
+    # Hidden states of both models, and the targets of one layer, or of one layer per worker.
     states = 2 if refined is None else 6 if refined.inputs == "compressed" else 2 + 2 * workers
     drafts = refined is not None and refined.inputs == "mixed"  # beside the trained layers
     bound = "" if size else bounded_by(manifest)
@@ -156,13 +156,13 @@ def _solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
 
 
 def _read_bytes(geometry: Geometry, passes: int, size: Size) -> int:
-    """Return the bytes read by passes over the decoder, and by the comparison of both models for `verify`."""
+    """Return the bytes read by passes over the decoder and by the comparison of both models for `verify`."""
     dense_bytes, decoder_bytes = geometry.model_bytes(), geometry.decoder_bytes()
     return int(passes * decoder_bytes + 2 * (dense_bytes - decoder_bytes) + (dense_bytes + size.num_bytes))
 
 
 def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
-    """Say how many tokens an expert sees with even routing, and how many samples would be enough for each channel."""
+    """Report the tokens of an expert with even routing, and how many samples would be enough."""
     experts = [block for layer in geometry.layers for block in layer.mlps if block.share < 1.0]
     calibration = manifest.calibration
     if not experts or calibration is None:
@@ -173,7 +173,7 @@ def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
     enough = needed <= calibration.samples
     return (
         f"calibration: an expert of {rarest.width} channels sees {tokens:,} tokens if routing is even, "
-        f"{tokens / rarest.width:.1f} a channel"
+        f"{tokens / rarest.width:.1f} per channel"
         + (
             "" if enough else f"; {needed:,} samples of {calibration.sequence_length} would give {FEW_TOKENS} a channel"
         ),
@@ -181,7 +181,7 @@ def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
 
 
 def source_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
-    """Warn if experts are cut to a share below `ONE_TEXT_KEEP` by the statistics of one text alone."""
+    """Warn if experts are cut to a share below `ONE_TEXT_KEEP` with the statistics of a single text."""
     cut = {task.method for task in tasks if {*task.roles} & geometry.layers[task.layer].routed_roles}
     own = [entry.keep for position, entry in enumerate(manifest.methods) if position in cut]
     common = manifest.budget.share if manifest.budget else 1.0
@@ -189,8 +189,8 @@ def source_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
     if manifest.calibration is None or len(manifest.calibration.texts) > 1 or keep >= ONE_TEXT_KEEP:
         return ()
     return (
-        f"calibration.text: one text alone decides which experts keep their work at a budget of {keep:g}; those that "
-        "other text needs may go (published: REAP calibrated on C4 alone collapses on code): give calibration.text a "
+        f"calibration.text: a single text decides which experts are kept at a budget of {keep:g}; experts that other "
+        "text needs may be removed (published: REAP calibrated only on C4 collapses on code): give calibration.text a "
         "list of texts with shares",
     )
 
@@ -211,7 +211,7 @@ def rank_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) 
         return ()
     return (
         f"calibration: {samples} samples of {length} are {samples * length} tokens, fewer than the {width} "
-        f"columns of {point}: its statistics are rank-deficient, and what they do not show is lost; raise "
+        f"columns of {point}: its statistics are rank-deficient, and directions outside of them are lost; raise "
         "calibration.samples or calibration.sequence_length",
     )
 
@@ -225,7 +225,7 @@ def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
 
 
 def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
-    """Return the memory of one task on a worker: moments and their copies, samples, and weights, also in float64."""
+    """Return the memory of a task on a worker: moments and their copies, samples, and weights, also in float64."""
     samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
@@ -240,8 +240,8 @@ def _experts_of(task: Task, layer: LayerGeometry) -> int:
 def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
     """Return the memory of a task whose experts are read one at a time.
 
-    Two experts are held and the next is read; one is in float64, with its moment. Of the sampled tokens there are the
-    inputs and two more vectors in float32, the output to fit and its residual, or as many bytes of changes.
+    Memory holds two experts and the one that is being read, one expert in float64 with its moment, the sampled inputs,
+    and two more vectors per token in float32: the output to fit and its residual, or as many bytes of changes.
     """
     expert = next(block for block in geometry.mlps if block.routing and block.roles[0] in task.roles)
     routed = {role for block in geometry.mlps if block.routing for role in block.roles}
@@ -259,8 +259,8 @@ def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
 
 
 def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
-    """Return the bytes of what a worker sums at a time: moments of a slice of experts and outside of experts, or the
-    pairs of one step of a correction."""
+    """Return the bytes of the sums that a worker holds at a time: moments of a slice of experts and of points outside
+    of experts, or the pairs of one step of a correction."""
     roles = frozenset(layer.held_roles(experts))
     inside = [(block, (block.writer.reads, block.input if block.weighed else "")) for block in layer.mlps]
     held = {point for block, points in inside if roles.issuperset(block.roles) for point in points}
@@ -275,10 +275,9 @@ def _worker_peak(
 ) -> tuple[int, int]:
     """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
 
-    `moments`: bytes of the moments that are summed at a time, and of solving one task. `activations`: of its hidden
-    states.
-
-    With a GPU, the host has the process, a layer that is read ahead, hidden states, and a layer's reduced moments.
+    `moments`: bytes of the moments that are summed at a time, and of solving one task. `activations`: bytes of its
+    hidden states. With a GPU, host memory holds the process, a layer that is read ahead, hidden states, and a layer's
+    reduced moments.
     """
     calibration = manifest.calibration
     largest = max(each.numbers(each.held_roles(manifest.workers.experts)) for each in geometry.layers)
@@ -291,7 +290,7 @@ def _worker_peak(
     )
     hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     statistics, solving = moments
-    # Values of several micro-batches are joined for one product. The widest points count.
+    # Values of several micro-batches are joined for one product. The widest points determine the size.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
     waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + widest) * itemsize
     passing = layer + placed + 2 * statistics + batch * features * 4 + waiting
@@ -303,8 +302,7 @@ def _worker_peak(
 
 
 def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of the largest layer when it is read ahead (onto the GPU, if there is one) and when it is
-    computed.
+    """Return the bytes of the largest layer as it is read ahead (onto the GPU, if there is one) and as it is computed.
 
     If a layer has more experts than a worker holds, only one slice of them counts.
     """

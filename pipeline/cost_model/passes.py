@@ -37,6 +37,6 @@ def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pa
 
 
 def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
-    """Returns the number of tokens that go back through the model; 0 without gradients."""
+    """Returns the number of tokens in the backward pass; 0 without gradients."""
     length = manifest.calibration.sequence_length if manifest.calibration else 0
     return passes_of(manifest, (), tasks, geometry.hidden).gradient_samples * length

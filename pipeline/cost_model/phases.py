@@ -16,24 +16,24 @@ from pipeline.driver.layer_solving import layers_written_together
 from pipeline.units.scores import scorers, shards_per_worker
 
 START_SECONDS = 5.0  # start of a local Ray and its workers, measured on a CPU
-WORKERS_SECONDS = 3.0  # the workers' part of it, which every evaluated model costs again
-ASSEMBLE_SECONDS = 0.5  # besides the last layer
+WORKERS_SECONDS = 3.0  # the workers' part of it, which is repeated for every evaluated model
+ASSEMBLE_SECONDS = 0.5  # without the last layer
 DIGEST_THREADS = 16  # as `stores.threads`
 COPIES = 2  # a shard's hidden states are copied to the device and back
 
 
 @dataclass(frozen=True)
 class Pass:
-    """How a job passes through its layers.
+    """The passes of a job through its layers.
 
     Attributes:
         importance: shards of a separate pass before the walk (`propagate: compressed` with ranks by importance), or 0.
         compressed: the inputs of a layer are the outputs of compressed layers.
         offload: hidden states leave the device between layers.
-        cached: data stays in the nodes' page cache until it is read again.
+        cached: data remains in the nodes' page cache until it is read again.
         in_pass: layers are solved during the dense pass, from memory (`pipeline.driver.dense_walk`).
         keep_statistics: a dense pass stores its moments even if layers are solved from memory.
-        every: layers between two commits of hidden states; 0: unknown, or so many that commits take little.
+        every: layers between two commits of hidden states; 0: unknown, or so many that commits are cheap.
         gradient_shards, held_out_shards: shards of the backward pass's samples, and of held-out text.
     """
 
@@ -52,39 +52,39 @@ class Pass:
 
     @property
     def stores(self) -> bool:
-        """True if a dense pass stores its moments."""
+        """Return True if a dense pass stores its moments."""
         return self.keep_statistics or not self.in_pass
 
     @property
     def ahead(self) -> int:
-        """Layers of a dense pass whose sums may still be reduced or stored when the next layer starts."""
+        """Return the number of layers whose sums may still be reduced or stored when the next layer starts."""
         return 1 + (self.workers if self.in_pass else self.workers // AHEAD)
 
     @property
     def from_memory(self) -> bool:
-        """True if layers are solved from moments in the workers' memory."""
+        """Return True if layers are solved from moments in the workers' memory."""
         return self.compressed or self.in_pass
 
     @property
     def rounds(self) -> float:
-        """The load of the busiest worker over all tokens: its shards over all shards."""
+        """Return the busiest worker's share of all shards."""
         return self.rounds_of(self.shards)
 
     def rounds_of(self, shards: int) -> float:
-        """Return the same for another number of shards."""
+        """Return the busiest worker's share of this number of shards."""
         return math.ceil(shards / self.workers) / shards
 
     def nodes(self, rates: Rates) -> int:
-        """Return the number of nodes that the workers fill."""
+        """Return the number of nodes with workers."""
         return math.ceil(self.workers / rates.workers_per_node)
 
     def source_cached(self, rates: Rates) -> bool:
-        """True if the source is in the page cache of all nodes: the only node has read it for digests."""
+        """Return True if the source is in the page cache of all nodes, because the only node read it for digests."""
         return self.cached and self.nodes(rates) == 1
 
 
 def forward_seconds(work: LayerWork, rates: Rates, walk: Pass, *, packed: bool = False) -> float:
-    """Return a forward pass of all tokens through a layer on one worker. Hidden states are copied meanwhile.
+    """Return the time of a forward pass of all tokens through a layer on one worker, while hidden states are copied.
 
     `packed`: through the compressed layer.
     """
@@ -94,7 +94,7 @@ def forward_seconds(work: LayerWork, rates: Rates, walk: Pass, *, packed: bool =
 
 
 def importance_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
-    """Return a pass of the importance shards through a layer on one worker, with cosines and without moments."""
+    """Return the time of a pass of the importance shards through a layer on one worker, with cosines, no moments."""
     return forward_seconds(work, rates, walk) * walk.importance / walk.shards + work.cosine_bytes / rates.memory
 
 
@@ -104,7 +104,7 @@ def commit_seconds(rates: Rates, walk: Pass, shards: int) -> float:
 
 
 def held_out_seconds(flops: float, work: LayerWork, rates: Rates, walk: Pass) -> float:
-    """Return the time of all held-out text through a layer on one worker. Every scorer builds the layer."""
+    """Return the time of a pass of all held-out text through a layer on one worker. Every scorer builds the layer."""
     building = scorers(walk.held_out_shards, walk.workers) * work.built_bytes / rates.memory
     return flops / rates.single + building + commit_seconds(rates, walk, walk.held_out_shards)
 
@@ -123,7 +123,7 @@ def grid_seconds(work: LayerWork, rates: Rates) -> float:
 
 
 def gradient_seconds(work: LayerWork, rates: Rates) -> float:
-    """Return the backward pass of all samples through a layer on one worker, with their moments."""
+    """Return the time of the backward pass of all samples through a layer on one worker, with their moments."""
     moments = work.gradient_moment_flops / rates.single + work.gradient_moved_bytes / rates.memory
     return work.gradient_flops / rates.backward + moments
 
@@ -134,18 +134,18 @@ def gradient_grid_seconds(work: LayerWork, rates: Rates) -> float:
 
 
 def gradient_sums(work: LayerWork) -> LayerWork:
-    """Return a layer whose sums are those of gradients, for the time to collect, add and store them."""
+    """Return the work of a layer with the sums of gradients in place of moments, to be collected, added and stored."""
     return replace(work, moment_bytes=work.gradient_bytes)
 
 
 def correction_seconds(work: LayerWork, rates: Rates) -> float:
-    """Return all passes through both layers on one worker, and the sums of their pairs."""
+    """Return the time of all passes through both layers on one worker, with the sums of their pairs."""
     return work.correction_flops / rates.products + work.pair_added_bytes / rates.memory
 
 
 def pair_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
-    """Return the waits at all points of a corrected layer: for grids, by a micro-batch through both models, and for
-    sums, which are reduced like moments."""
+    """Return the waiting time at all points of a corrected layer: for grids, from a micro-batch through both models,
+    and for sums, which are reduced like moments."""
     pairs = replace(work, moment_bytes=sum(work.pair_bytes))
     summing = collect_seconds(pairs, rates) + add_seconds(pairs, rates, walk)
     return 2 * len(work.pair_bytes) * grid_seconds(work, rates) + summing + pairs.moment_bytes / rates.link
@@ -201,7 +201,7 @@ def store_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
 
 
 def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]:
-    """Return phase -> seconds of the whole job, in the order of the phases."""
+    """Return the seconds of each phase of the job, in order."""
     layers = walk.layers
     phases = {"digests": digest_seconds(work, rates, walk), "start": START_SECONDS}
     phases |= (_compressed_phases if walk.compressed else _dense_phases)(work, rates, walk)
@@ -230,7 +230,7 @@ def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
 
 
 def _compressed_phases(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]:
-    """Return the phases of a walk in which layers follow compressed ones: one layer after another."""
+    """Return the phases of a walk behind compressed layers, one layer after another."""
     layers, phases = walk.layers, {}
     if walk.importance:
         seconds = importance_seconds(work, rates, walk) * walk.rounds_of(walk.importance)
@@ -248,7 +248,7 @@ def _compressed_phases(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, f
 
 
 def _dense_phases(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]:
-    """Return the phases of a dense pass, in which layers are summed, stored and written while others are computed."""
+    """Return the phases of a dense pass, which computes layers while others are summed, stored and written."""
     nodes, layers = walk.nodes(rates), walk.layers
     statistics = statistics_seconds(work, rates, walk) * walk.rounds + grid_seconds(work, rates)
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, walk)
@@ -261,7 +261,7 @@ def _dense_phases(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
     solves, waiting = [solve_seconds(solve, rates) for solve in work.solves], moment_wait_seconds(work, rates, walk)
     solving = _spread([seconds + waiting for seconds in solves for _ in range(layers)], walk.workers)
     writing = work.written_bytes / nodes / rates.disk
-    if walk.in_pass:  # layers are written during the pass, but the last ones only after it
+    if walk.in_pass:  # layers are written during the pass, except the last ones
         last = min(layers, walk.workers + 1)
         disk_wait = layers * (on_disk + writing) - passing - solving
         passing += max(0.0, disk_wait)
@@ -285,7 +285,7 @@ def _gradient_layer_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
 
 
 def _scoring_phases(work: LayerWork, rates: Rates, walk: Pass, solve: float) -> dict[str, float]:
-    """Return the phases after the solves. Workers that are idle in the `solve` seconds do some of this work there."""
+    """Return the phases after the solves. Workers that are idle during the solves do some of this work then."""
     layers, workers, phases = walk.layers, walk.workers, {}
     reading = 0.0 if walk.cached else work.weight_bytes / rates.disk
     written = 0.0 if walk.cached else work.written_bytes / rates.disk
@@ -307,7 +307,7 @@ def _scoring_phases(work: LayerWork, rates: Rates, walk: Pass, solve: float) -> 
 
 
 def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:
-    """Return the time to score a model. `flops`: of the whole text, in float32."""
+    """Return the time to score a model. `flops`: operations for the whole text, in float32."""
     return flops / rates.single / workers
 
 
@@ -337,11 +337,11 @@ def compare_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
 
 
 def object_store_bytes(work: LayerWork, rates: Rates, walk: Pass) -> int:
-    """Return the peak of bytes in a node's part of Ray's object store.
+    """Return the peak size of Ray's object store on a node.
 
     It is the maximum over the phases: the pass (sums that are being reduced, samples, layers that are read for all
-    nodes, and if layers are solved in the pass, the sums and the factors of those in flight), the backward pass, the
-    pairs of a correction, and the factors of layers that are solved and written.
+    nodes and, if layers are solved in the pass, their sums and factors in flight), the backward pass, the pairs of a
+    correction, and the factors of layers that are solved and written.
     """
     here, nodes = min(walk.workers, rates.workers_per_node), walk.nodes(rates)
     sums = here + (here > 1) + (nodes > 1)  # each worker's, the node's, all nodes'
@@ -359,7 +359,7 @@ def object_store_bytes(work: LayerWork, rates: Rates, walk: Pass) -> int:
 
 
 def _spread(seconds: Sequence[float], workers: int) -> float:
-    """Return the time for all tasks if an idle worker always starts the longest pending one."""
+    """Return the time for all tasks if each idle worker starts the longest pending one."""
     busy = [0.0] * workers
     for amount in sorted(seconds, reverse=True):
         first = busy.index(min(busy))

@@ -25,8 +25,8 @@ from pipeline.families.geometry import Geometry
 from pipeline.kernels.half_precision import linear
 
 PROBE_SECONDS = 0.15
-LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # the widest layer to measure; wider ones have the same rate
-LONGEST = {"cpu": 512, "cuda": 4096}  # tokens of a sample
+LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # the widest measured layer; wider ones have the same rate
+LONGEST = {"cpu": 512, "cuda": 4096}  # the most tokens of a sample
 SAMPLES = {"cpu": 1, "cuda": 4}
 DOUBLE_SIZE = {"cpu": 1024, "cuda": 4096}
 MOMENT_TOKENS = {"cpu": 1024, "cuda": 4096}
@@ -41,7 +41,7 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class ProbedShape:
-    """The sizes of the layer that is measured. `features`: of all query heads; `read_features`: of keys or values."""
+    """The sizes of the measured layer. `features`: width of all query heads; `read_features`: of keys or values."""
 
     hidden: int = 1024
     intermediate: int = 2816
@@ -240,7 +240,7 @@ class _Layer:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call: other processes disturb the median least."""
+    """Return the median seconds of a call, which other processes disturb least."""
 
     def finish() -> None:
         if device.type == "cuda":

@@ -22,13 +22,13 @@ class Rates:
         factors: operations of Cholesky, LU and QR factors, triangular solves, and updates by few columns at a time.
         eigen: operations of eigenproblems, 10 n³ each.
         memory: bytes of device memory that elementwise kernels read and write, new tensors included.
-        link: bytes between host and device, pinned; on a CPU, bytes of copies in memory.
+        link: bytes between pinned host memory and the device; on a CPU, bytes of copies in memory.
         network: bytes that leave a node.
         disk: bytes that a node reads or writes.
         digest: bytes that a node digests, with at most 16 threads.
         step_s: seconds for one removal in an elimination, without its products (kernel launches).
         column_s: seconds to round a column with error feedback.
-        commit_s: fixed seconds of a commit: files are created and made durable.
+        commit_s: fixed seconds of a commit, to create files and make them durable.
         workers_per_node: workers that share a node's network and disk.
         device_bytes: memory of a worker's device, if known.
     """
@@ -61,7 +61,7 @@ class Rates:
         return {name: value for name, value in asdict(self).items() if value != float("inf")}
 
 
-# A core of a current CPU, to compare the phases of one job.
+# A core of a current CPU, for comparing the phases of a job.
 NOMINAL_CPU = Rates(
     products=50 * GIGA,
     backward=50 * GIGA,
@@ -83,7 +83,7 @@ NOMINAL_CPU = Rates(
 
 
 def _gpu(half: float, double: float, memory: float, link: float, device_bytes: float) -> Rates:
-    """Return the rates of a GPU by its operations in half and double precision, and its bytes per second."""
+    """Return the rates of a GPU from its operations in half and double precision, and its bytes per second."""
     return Rates(
         products=half,
         backward=half,
@@ -117,10 +117,10 @@ def rates_of(gpu: str) -> Rates:
     """Return the rates of a GPU by its name or a unique part of it. Raises ValueError with the known names."""
     fitting = [name for name in GPUS if gpu.lower() in name.lower()]
     if len(fitting) != 1:
-        raise ValueError(f"{gpu!r} is none, or several, of the GPUs whose rates are known: {', '.join(GPUS)}")
+        raise ValueError(f"{gpu!r} does not name exactly one of the GPUs with known rates: {', '.join(GPUS)}")
     return GPUS[fitting[0]]
 
 
 def known_rates(device: str) -> Rates:
-    """Return the rates of a GPU by its whole name, or else those of a CPU core."""
+    """Return the rates of the GPU with this name, or else those of a CPU core."""
     return GPUS.get(device, NOMINAL_CPU)

@@ -1,6 +1,6 @@
-"""The work of rounding, from the geometry and the tasks alone. docs/plan.md#work-of-a-layer.
+"""The work of rounding, from the geometry and the tasks. docs/plan.md#work-of-a-layer.
 
-Legend: O outputs, I inputs of a matrix as it is stored; N intermediate.
+Legend: O outputs, I inputs of a stored matrix; N intermediate.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.polishing import SWEEPS
 from pipeline.methods.method import Task
 
-TRIED_BYTES, NEAREST_BYTES = 200, 700  # moved for each number to try six scales, or twenty
-FED_BYTES = 300  # for each number: mostly the earlier errors of its block
-SIZES_TRIED = 2 * 3  # roundings for each choice of bits, if bits are chosen: two kinds at three sizes
-SEARCHED_BYTES = {"normal": 500, "learned": 1000}  # moved for each number to search the scales of a table
+TRIED_BYTES, NEAREST_BYTES = 200, 700  # moved per number to try six scales, or twenty
+FED_BYTES = 300  # moved per number for error feedback, mostly the earlier errors of its block
+SIZES_TRIED = 2 * 3  # roundings per choice of bits, if bits are chosen: two kinds at three sizes
+SEARCHED_BYTES = {"normal": 500, "learned": 1000}  # moved per number to search the scales of a table
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class RoundWork:
 def rounding_work(
     tasks: Iterable[Task], manifest: Manifest, layers: Sequence[LayerGeometry], kept: float
 ) -> tuple[RoundWork, ...]:
-    """Return the rounding work of every task of the job that rounds; none without `quantize`.
+    """Return the rounding work of every rounded task of the job; none without `quantize`.
 
     It is I³/3 for the factor of each input, whose readers are rounded together, and O I² for each matrix. Matrices
-    count as dense; their factors take less. `kept`: the share of an MLP's channels that stays if a method eliminates.
+    are counted as dense; their factors take less. `kept`: the share of an MLP's channels that a method keeps.
     """
     if manifest.quantize is None:
         return ()
@@ -77,7 +77,7 @@ def rounding_work(
 
 
 def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, int]:
-    """Return rows and columns of a matrix after the share `kept` of an MLP's channels stays."""
+    """Return rows and columns of a matrix if the share `kept` of an MLP's channels is kept."""
     rows, columns = layer.weight_shape(role)
     for block in layer.mlps:
         if role == block.writer.role:

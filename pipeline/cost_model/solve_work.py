@@ -1,4 +1,4 @@
-"""The work of solving a task, or of comparing its sizes, on any worker. docs/plan.md#work-of-a-layer.
+"""The work of solving a task, or of comparing its sizes. docs/plan.md#work-of-a-layer.
 
 Legend: D hidden, H heads, d head_dim, N intermediate, F width of a moment, R readers of the MLP's input.
 """
@@ -12,26 +12,26 @@ from pipeline.families.blocks import AttentionBlock, LatentAttentionBlock, MLPBl
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Moment, Task
 
-REMOVED_SHARE = 0.25  # of an MLP's channels, while ranks are unknown
+REMOVED_SHARE = 0.25  # removed share of an MLP's channels, while ranks are unknown
 EIGEN_FLOPS, VALUES_FLOPS = 10.0, 4.0  # times n³, with and without vectors; equivalent to their time on a CPU
-ALONE, ROUND_STEPS = 512, 3  # up to so many channels, one is removed at a time; a round of several costs 3 removals
+ALONE, ROUND_STEPS = 512, 3  # up to 512 channels, one is removed at a time; else a round of several costs 3 removals
 BASES = 16  # the most ranks of the value basis that are compared
-TURNS, GRADIENT_STEPS = 3, 14  # of the fit of values and o in a curve; conjugate gradients in each
-SOLVE_TURNS = 3  # average turns of the fit in a solve: seven if the values' rank is cut, in about every other layer
-GRADIENT_WAITS = 2  # one conjugate gradient of small matrices takes as long as so many removals
+TURNS, GRADIENT_STEPS = 3, 14  # iterations of the fit of values and o in a curve; conjugate gradients in each
+SOLVE_TURNS = 3  # average iterations of the fit in a solve: seven if values are cut, in about every other layer
+GRADIENT_WAITS = 2  # the time of one conjugate gradient of small matrices, in removals
 PROBED = 3  # widths of an MLP at which a sample is run: the smallest, one between, the largest
 PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of gate and up at each
-SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # tokens to fit down again: for each kept channel, and in all
-PROBE_TOKENS, LEAST_PROBE = 3, 2048  # of the sample, for each channel, and in all
-PROBE_OUTPUTS = 256  # mixtures of outputs at most
-FIT_TOKENS = 2  # for each channel that is fitted, at least
-CUT_SHARE = 0.65  # of a full rank, while ranks are unknown
-BASIS_SHARE = 0.75  # of the values' full rank
+SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # tokens to refit down: per kept channel, and in all
+PROBE_TOKENS, LEAST_PROBE = 3, 2048  # tokens of a probe: per channel, and in all
+PROBE_OUTPUTS = 256  # the most mixtures of outputs
+FIT_TOKENS = 2  # tokens per fitted channel, at least
+CUT_SHARE = 0.65  # share of the full rank, while ranks are unknown
+BASIS_SHARE = 0.75  # share of the values' full rank, while ranks are unknown
 LATENT_CHOICES, FIT_CALLS = 16, 40  # choices of rotated dimensions; evaluations of the loss of a normed latent
 SWAPS = 32  # row swaps until a pivoted form's coefficients are small
 SWAPPED_BYTES = 64  # moved for each coefficient and swap: magnitudes, their maximum, the update
-WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # for each number of weights and moments: read, checked, float64, and back
-WIDTH_BYTES = 200  # for each width of an MLP's curve and each of D² numbers: two growing moments, two eigenproblems
+WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # per number of weights and moments: read, checked, float64, and back
+WIDTH_BYTES = 200  # per width of an MLP's curve and each of D² numbers: two growing moments, two eigenproblems
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class SolveWork:
         flops: float64 operations, including eigenproblems and factors.
         steps: removals of channels, one after another.
         sample_flops: operations on a sample, in the checkpoint's dtype.
-        pieces: the number of pieces into which a curve may be cut.
-        shared: the part of this work before the pieces; None if the curve is not cut.
+        pieces: the number of pieces of the curve.
+        shared: the part of this work before the pieces; None without pieces.
         eigen_flops: float64 operations of eigenproblems.
         factor_flops: float64 operations of Cholesky, LU, QR, triangular solves, and updates by few columns.
         moved_bytes: bytes of device memory that elementwise work moves.
-        again_flops: float64 operations that each piece of a curve repeats.
+        repeated_flops: float64 operations that each piece of a curve repeats.
     """
 
     name: str
@@ -59,7 +59,7 @@ class SolveWork:
     eigen_flops: float = 0.0
     factor_flops: float = 0.0
     moved_bytes: float = 0.0
-    again_flops: float = 0.0
+    repeated_flops: float = 0.0
 
     def plus(self, *others: SolveWork) -> SolveWork:
         """Add the work of others. The result has the pieces of this one."""
@@ -76,12 +76,12 @@ class SolveWork:
 
 
 def _attentions(geometry: LayerGeometry) -> tuple[AttentionBlock | LatentAttentionBlock, ...]:
-    """Return the attention block whose values and output projection are compressed; none if it is copied."""
+    """Return the attention block whose values and output projection are compressed, or none if it is copied."""
     return geometry.attentions or ((geometry.latent_attention,) if geometry.latent_attention else ())
 
 
 def _value_width(geometry: LayerGeometry) -> int:
-    """Return the number of values of a head."""
+    """Return the width of a value head."""
     (block,) = _attentions(geometry)
     return block.value_width if isinstance(block, LatentAttentionBlock) else block.head_dim
 
@@ -100,8 +100,8 @@ def moment_width(moment: Moment, geometry: LayerGeometry) -> int:
 def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:
     """Return the work of comparing a task's sizes. docs/plan.md#work-of-a-layer.
 
-    Three kinds of curves have their own arithmetic: those of MLPs, of v and o, and of matrices that read the layer's
-    input and follow the loss. Any other curve takes as long as solving the task.
+    Three kinds of curves have their own arithmetic: those of MLPs, of v and o, and of readers of the layer's input in
+    the metric of the loss. Any other curve takes as long as solving the task.
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     contexts = [block.writer.reads for block in _attentions(geometry)]
@@ -123,8 +123,8 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
 def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = False) -> SolveWork:
     """Return the work of solving a task.
 
-    It consists of the moments' eigenproblems, and, with a full moment of the MLP's channels, of an elimination with its
-    refit. With a sample, of at most all calibration `tokens`, the MLP runs on it, whole and cut, and down is fitted.
+    It consists of the moments' eigenproblems and, with a full moment of the MLP's channels, of an elimination with its
+    refit. With a sample, at most all calibration `tokens`, the dense and the cut MLP run on it, and down is fitted.
     Matrices that are cut in the metric of the loss add the directions of the stack and its pivoted form.
 
     `hinted`: a curve was computed from the same moments, so that the kept channels of an MLP with a sample are known.
@@ -150,7 +150,7 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
             block = mlps[moment.point]
             if not (hinted and samples):
                 work = work.plus(_elimination(block, REMOVED_SHARE, refit=not samples))
-            if not samples and any(other.kind == "gradient" for other in task.moments):  # W_down's energy, too
+            if not samples and any(other.kind == "gradient" for other in task.moments):  # also W_down's energy
                 work = work.plus(SolveWork("", geometry.hidden * float(block.width) ** 2, 0))
         elif not moment.diagonal and moment.kind != "sample":
             eigen = EIGEN_FLOPS * moment.groups * width**3
@@ -161,7 +161,7 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
 
 
 def _is_latent(task: Task, geometry: LayerGeometry) -> bool:
-    """Return True if a task makes attention latent: it then has a sample of the attention's inputs."""
+    """Return True if a task makes attention latent, in which case it has a sample of the attention's inputs."""
     inputs = [block.input for block in geometry.attentions]
     return any(moment.kind == "sample" and moment.point in inputs for moment in task.moments)
 
@@ -192,7 +192,7 @@ def _directions(hidden: int) -> SolveWork:
 
 
 def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
-    """Return the work of a pivoted form: a QR of its left factor, an LU, two solves and swaps. kernels/pivoted.py."""
+    """Return the work of a pivoted form: QR of its left factor, LU, two solves and swaps. kernels/pivoted.py."""
     orthogonal = 4.0 * (outputs * rank**2 - rank**3 / 3)
     factors = orthogonal * 1.25 + 2.0 * (2.0 * rank**3 / 3 + 2.0 * outputs * rank**2)
     moved = SWAPS * SWAPPED_BYTES * outputs * rank
@@ -200,8 +200,8 @@ def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
 
 
 def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
-    """Return the work of factoring matrices times the root of their input moment: singular values by a gram, and
-    factors."""
+    """Return the work of factoring matrices times the root of their input moment: singular values from a Gram matrix,
+    and factors."""
     matrices = (geometry.matrices[role] for role in task.roles if role in geometry.matrices)
     outputs = sum(matrix.outputs for matrix in matrices if matrix.inputs == inputs)
     least = min(outputs, inputs)
@@ -212,7 +212,7 @@ def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
 
 
 def _directed_stack(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
-    """Return the work of factoring, by the loss, matrices that read the same `inputs` numbers."""
+    """Return the work of factoring, in the metric of the loss, matrices with a common input of width `inputs`."""
     outputs = sum(geometry.weight_shape(role)[0] for role in task.roles)
     rank = CUT_SHARE * min(outputs, inputs)
     product = SolveWork("", 2.0 * outputs * inputs * rank, 0)
@@ -231,7 +231,7 @@ def _directed_output(geometry: LayerGeometry) -> SolveWork:
 
 
 def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork:
-    """Return the work of fitting values and o at `reduced` numbers of all heads. kernels/value_output.py."""
+    """Return the work of fitting values and o, with `reduced` numbers in all heads. kernels/value_output.py."""
     hidden, features = _attentions(geometry)[0].writer.shape
     solved = (turns + 1) * (reduced**3 / 3 + hidden * reduced**2) + (turns + 1) * hidden * reduced**2
     steps = turns * GRADIENT_STEPS
@@ -248,8 +248,8 @@ def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork
 def _mlp_curve(task: Task, block: MLPBlock, tokens: int) -> SolveWork:
     """Return the work of an MLP's curve.
 
-    It eliminates channels down to the smallest width, factors the moment in their order, adds moments from width to
-    width and computes their eigenvalues. At three widths it computes the directions of the readers and runs a sample.
+    It consists of the elimination down to the smallest width, a factor of the moment in the channels' order, the
+    moments of each width and their eigenvalues and, at three widths, the directions of the readers and a sample.
     """
     hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     widths = [inner * place / task.pieces for place in range(1, task.pieces + 1)]
@@ -270,7 +270,7 @@ def _mlp_curve(task: Task, block: MLPBlock, tokens: int) -> SolveWork:
     moved = WIDTH_BYTES * task.pieces * float(hidden) ** 2
     grown = SolveWork("", flops + eigen, 0, seen, eigen_flops=eigen, moved_bytes=moved)
     again = ordered + hidden**3 / 3
-    return replace(shared.plus(grown), name=task.name, pieces=task.pieces, shared=shared, again_flops=again)
+    return replace(shared.plus(grown), name=task.name, pieces=task.pieces, shared=shared, repeated_flops=again)
 
 
 def _spaced(widths: Sequence[float]) -> list[float]:
@@ -314,7 +314,7 @@ def _refit_flops(block: MLPBlock, kept: float) -> float:
 
 
 def _fits(block: MLPBlock, tokens: int) -> SolveWork:
-    """Return the work of solving an MLP that has a sample, besides elimination and eigenproblems."""
+    """Return the work of solving an MLP with a sample, without elimination and eigenproblems."""
     hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     kept = (1 - REMOVED_SHARE) * inner
     rank = CUT_SHARE * min(readers * kept, hidden)

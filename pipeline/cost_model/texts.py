@@ -19,7 +19,7 @@ from pipeline.units.sharding import text_windows
 def texts_seconds(
     manifest: Manifest, geometry: Geometry, evaluation: int, work: LayerWork, rates: Rates, walk: Pass
 ) -> float:
-    """Return the seconds for both texts, or for the samples alone. `evaluation`: tokens of the evaluation text, or 0.
+    """Return the seconds for the samples and, if any, the evaluation text of `evaluation` tokens.
 
     Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without moments.
     """
@@ -38,7 +38,7 @@ def texts_seconds(
 def amount_seconds(calibration: Calibration, layer: LayerGeometry, rates: Rates) -> float:
     """Return the seconds in which one worker chooses the amount of text for `samples: auto`.
 
-    All samples go through the first layer, for a moment of its widest point. Three fits follow. Workers start again.
+    All samples pass the first layer, for a moment of its widest point. Three fits follow. Workers are restarted.
     """
     tokens, width = calibration.samples * calibration.sequence_length, max(map(layer.features, layer.points))
     passing = tokens * (forward_flops(layer, calibration.sequence_length) / rates.products + width**2 / rates.moments)

@@ -1,4 +1,4 @@
-"""The operations and bytes of a layer on any hardware, from geometry and tasks alone. docs/plan.md.
+"""The operations and bytes of a layer, from geometry and tasks. docs/plan.md.
 
 Legend: D hidden, H heads, d head_dim, N intermediate, F width of a moment, T calibration tokens.
 """
@@ -36,19 +36,19 @@ from pipeline.methods.registry import (
 )
 from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 
-# Bytes of device memory that are moved for each number:
+# Bytes of device memory that are moved per number:
 ADDED_BYTES = 32  # of a moment's sum, per product: written, rounded, added to a float64 sum
-PAIRED_BYTES = 40  # of a pair's Σ e xᵀ, per product: the same, with the rounding error subtracted
+PAIRED_BYTES = 40  # of a pair's Σ e xᵀ, per product: also the rounding error is subtracted
 ERROR_BYTES = 48  # of e: computed, checked, scaled, squared in float64
 SQUARED_BYTES = 40  # of the product in a gradient sample's norm: widened, squared, summed
-DIAGONAL_BYTES = 40  # of a gradient of which only squares are summed, with its sample's norm
+DIAGONAL_BYTES = 40  # of a gradient whose squares alone are summed, with its sample's norm
 COSINE_BYTES = 48  # of a hidden state: read, widened to float64, scaled, multiplied
 BUILT_BYTES = 16  # of a layer built in float32: read, checked, widened
 SCALED_PASSES = 3  # over each value in the checkpoint's dtype: one read for the check, a read and a write for scaling
-RESIDUAL_BYTES = 4  # of a gradient's number, as of the residual stream
-BACK = 3  # cost of a backward pass in forward passes
+RESIDUAL_BYTES = 4  # size of a number of a gradient or of the residual stream
+BACK = 3  # the cost of a forward and a backward pass, in forward passes
 WALKED, WALKED_SHORT = 4, 4  # passes of a correction through the whole layer, and only through its attention
-COMPARED_TOKENS = 128  # on which both models are compared; `verify` repeats the comparison
+COMPARED_TOKENS = 128  # tokens on which both models are compared; `verify` repeats the comparison
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def layer_work(
     gradient_tokens: int = 0,
     keep: float = 1.0,
 ) -> LayerWork:
-    """Count the work of the largest claimed layer among those with most moments. It stands for every layer.
+    """Count the work of the largest claimed layer among those with the most moments, as a model of every layer.
 
-    `keep`: the share of a layer's numbers that is written.
+    `keep`: the written share of a layer's numbers.
     """
     busiest = _busiest(manifest, geometry, tasks)
     layer, moments, tokens, sequence = busiest.layer, busiest.moments, busiest.tokens, busiest.sequence
@@ -163,7 +163,7 @@ def layer_work(
 
 @dataclass(frozen=True)
 class _Busiest:
-    """The claimed layer with most moments, and the needs of its tasks.
+    """The claimed layer with the most moments, and the needs of its tasks.
 
     Attributes:
         moments: without `samples` of values and `gradients`.
@@ -181,17 +181,17 @@ class _Busiest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all calibration samples."""
+        """Return the tokens of all calibration samples."""
         return self.manifest.calibration.samples * self.sequence if self.manifest.calibration else 0
 
     @property
     def sequence(self) -> int:
-        """Tokens of a calibration sample."""
+        """Return the tokens of a calibration sample."""
         return self.manifest.calibration.sequence_length if self.manifest.calibration else 0
 
     @property
     def pairs(self) -> list[Moment]:
-        """The moments that corrections are fitted to."""
+        """Return the pairs of all corrections."""
         return sorted({moment for task in self.tasks for moment in task.corrections})
 
     def solves(self) -> tuple[SolveWork, ...]:
@@ -287,7 +287,7 @@ def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:
 
 
 def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
-    """Return the bytes moved to sum a moment. The last product of a shard may be of fewer rows."""
+    """Return the bytes moved to sum a moment. The last product of a shard may have fewer rows."""
     calibration = manifest.calibration
     assert calibration is not None
     tokens, products = calibration.samples * calibration.sequence_length, _products(moment, manifest)
@@ -305,7 +305,7 @@ def _products(moment: Moment, manifest: Manifest) -> int:
 
 
 def _banded_numbers(moment: Moment, geometry: LayerGeometry) -> int:
-    """Return the numbers of a moment's sum while it is added: bands of rows, each from the diagonal on."""
+    """Return the numbers of a moment's sum during addition: bands of rows, each from the diagonal on."""
     width = moment_width(moment, geometry)
     if moment.diagonal:
         return moment.groups * width
@@ -313,7 +313,7 @@ def _banded_numbers(moment: Moment, geometry: LayerGeometry) -> int:
 
 
 def _pulled_roles(moment: Moment) -> tuple[str, ...]:
-    """Return the roles whose weights take the gradient back to their input."""
+    """Return the roles whose weights propagate the gradient back to their input."""
     return tuple(moment.point.removeprefix("pull:").split("+")) if moment.point.startswith("pull:") else ()
 
 
@@ -335,7 +335,7 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
 
 
 def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward: float) -> float:
-    """Return the operations of a correction per token. `forward`: of a forward pass."""
+    """Return the operations of a correction per token. `forward`: operations of a forward pass."""
     if not pairs:
         return 0.0
     mlp = 2.0 * sum(block.share * block.numbers(block.width) for block in geometry.mlps)

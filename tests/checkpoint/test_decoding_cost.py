@@ -120,5 +120,5 @@ def test_the_card_says_it() -> None:
     assert f"| numbers read for each cached token | {dense['cached']} | {ours['cached']} |" in card
     assert f"from {dense['weights'] // dense['cached']:,} cached tokens on (dense)" in card
     rank = forms["k"]["rank"]
-    assert f"latents, {rank} to {rank} numbers a token and layer" in card
+    assert f"latents of {rank} to {rank} numbers per token and layer" in card
     assert f"more than {rank / 4:,.0f} operations" in card

@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused_with_what_would_change_it(job: MakeJob, llama
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     ended = command("export", str(made.output), "--to", "dense", str(tmp_path / "full"))
-    assert (ended.code, "holds something" in ended.err) == (2, True), ended.err
+    assert (ended.code, "not empty" in ended.err) == (2, True), ended.err
     before = sorted(made.output.iterdir())
     ended = command("export", str(made.output), "--to", "dense", str(made.output / "dense"))
     assert (ended.code, "would no longer verify; give another place" in ended.err) == (2, True), ended.err

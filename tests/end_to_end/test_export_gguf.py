@@ -174,7 +174,7 @@ def test_what_llama_cpp_cannot_be_is_refused(tmp_path: Path, job: MakeJob) -> No
     assert not destination.exists()
     destination.write_text("mine")
     ended, _ = export(made, "gguf", "model.gguf")
-    assert (ended.code, "is there already" in ended.err) == (2, True)
+    assert (ended.code, "exists already" in ended.err) == (2, True)
 
 
 @pytest.mark.usefixtures("inline")

@@ -216,7 +216,7 @@ def test_an_expert_without_tokens_stays_dense_and_is_named(tmp_path: Path, job: 
 
 @inline
 def test_one_text_alone_for_a_small_budget_is_a_warning(tmp_path: Path, job: MakeJob) -> None:
-    source, said = make_source(tmp_path / "source", "qwen3_moe", layers=2), "one text alone decides which experts"
+    source, said = make_source(tmp_path / "source", "qwen3_moe", layers=2), "a single text decides which experts"
     made = job(source, methods=[EXPERTS_ALONE], **DENSE, budget={"keep": 0.6, "scope": "experts"})
     (warning,) = [warning for warning in made.run().json["warnings"] if said in warning]
     assert "at a budget of 0.6" in warning

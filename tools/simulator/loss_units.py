@@ -211,7 +211,7 @@ def _cut(
     begun, whole, again = (
         solve_seconds(curve.shared, rates),
         solve_seconds(curve, rates),
-        curve.again_flops / rates.double,
+        curve.repeated_flops / rates.double,
     )
     yield from read(f"{name} begun", after)
     yield Unit(f"{name} begun", "curves", begun, (f"{name} begun reread",))
