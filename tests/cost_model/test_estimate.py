@@ -431,7 +431,7 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([str(path), "--config", str(tmp_path / "none.json")]) == 2
     assert "--config: " in capsys.readouterr().err
     assert main([str(path), "--config", str(config), "--gpu", "RTX"]) == 2
-    assert "--gpu: 'RTX' is none, or several" in capsys.readouterr().err
+    assert "--gpu: 'RTX' does not name exactly one" in capsys.readouterr().err
 
 
 @pytest.mark.slow
