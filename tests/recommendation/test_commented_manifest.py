@@ -44,3 +44,11 @@ def test_what_is_written_is_read(goal: Goal, name: str) -> None:
     assert (manifest.quantize is not None) == (goal.field == "bytes")
     assert manifest.quantize is None or manifest.quantize.skip == goal.unrounded
     assert manifest.methods[0].model_dump()["correct"] == ("output" if goal.corrected else "none")
+
+
+def test_the_training_of_layers_takes_the_place_of_corrections() -> None:
+    text = commented_manifest("init", Places("model", ["text"], "out", "run"), Goal("keep", 0.6), SETTINGS)
+    text = text.replace("  - {method", "  # - {corrected", 1).replace("  # - {method", "  - {method", 1)
+    (entry,) = parse_manifest(decode_document(text.encode(), "it"), "it").methods
+    assert entry.refine is not None
+    assert entry.refine.inputs == "mixed"
