@@ -30,6 +30,7 @@ from workers.differentiable import DifferentiableLayer, residual_dtype
 from workers.embedding_and_head import head
 from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
+from workers.sliced_gradients import SlicedGradients, SlicedState
 from workers.streamed_gradients import StreamedGradients
 
 ROWS_PER_HEAD = 256
@@ -64,6 +65,8 @@ class BackwardPass:
             NumericsError: NaN or infinity, naming layer and point.
             CorruptError: stored inputs or gradients are damaged.
         """
+        if unit.part is not None:
+            return self._run_part(unit, unit.part, take)
         gradient_of = self._gradients_at_output(unit)
         return self._through(unit, unit.layer, gradient_of, take, emit=unit.emit, store=unit.store)
 
@@ -72,14 +75,86 @@ class BackwardPass:
 
         The gradients omit the effect on later tokens. Raises the errors of `run`.
         """
-        whole = self._gradients_at_output(unit)
-
-        def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
-            return whole(sample, output_SD)[: len(output_SD)]
-
+        if unit.part is not None:
+            self._begin_part(unit, unit.part, take, enough)
+            return
+        gradient_of = _beginning(self._gradients_at_output(unit))
         for _ in self._samples(unit, unit.layer, gradient_of, take, GRID_TOKENS):
             if enough():
                 return
+
+    # -- a layer slice by slice --------------------------------------------------------------------------------------
+
+    def _run_part(self, unit: Backward, number: int, take: Take | None) -> ArrayRecord | None:
+        """Do as `run` for one slice of the layer's experts."""
+        samples, state = range(self._opened(unit, unit.layer).shape[0]), self._state(unit, "samples")
+        if unit.forth:
+            self.hidden.release_beyond(LINEAGE, unit.base)
+            with self.computing():
+                self._sliced(unit, state, samples, take).forward(number)
+            return None
+        gradient_of = self._gradients_before(unit, state)
+        sliced = self._sliced(unit, state, samples, take)
+        shard_key = (LINEAGE, unit.layer, unit.shard)
+        emit = unit.emit and number == 0
+        writer = self._writer(shard_key, self._opened(unit, unit.layer).shape, unit.store) if emit else None
+        if number == 0:
+            sliced.streamed.block.hold(0, -1)
+            self.layers.read_ahead(unit.ahead, back=True)
+        see, reads_output = partial(_see, unit.moments, take), self._reads_output(unit)
+        if unit.alone and number > 0:
+            with self.computing():
+                sliced.alone(number, gradient_of, see, reads_output=reads_output)
+            return None
+        with self.computing():
+            for gradient_SD in sliced.back(number, gradient_of, see, reads_output=reads_output):
+                if writer is not None:
+                    writer.append(gradient_SD[None])
+        return self.hidden.keep(shard_key, writer) if writer is not None else None
+
+    def _begin_part(self, unit: Backward, number: int, take: Take, enough: Callable[[], bool]) -> None:
+        """Do as `begin` for one slice of the layer's experts."""
+        see = partial(_see, unit.moments, take)
+        for sample in range(self._opened(unit, unit.layer).shape[0]):
+            state = self._state(unit, f"grid {sample}")
+            gradient_of, choices = self._gradients_before(unit, state), [sample]
+            sliced = self._sliced(unit, state, choices, take, GRID_TOKENS)
+            at = _at_samples(_beginning(gradient_of), choices)
+            with self.computing():
+                for _ in sliced.back(number, at, see, reads_output=self._reads_output(unit)):
+                    pass
+            if enough():
+                return
+
+    def _gradients_before(self, unit: Backward, state: SlicedState) -> GradientOf:
+        """Return the gradients at the layer's output, if samples in this state still need them."""
+        if state.entered:
+            return _needs_none
+        return self._gradients_at_output(unit)
+
+    def _state(self, unit: Backward, name: str) -> SlicedState:
+        return SlicedState(self.hidden, (LINEAGE, unit.layer + 1, unit.shard), name)
+
+    def _sliced(
+        self, unit: Backward, state: SlicedState, samples: Sequence[int], take: Take | None, tokens: int | None = None
+    ) -> SlicedGradients:
+        """Return the layer with its experts in slices, for some samples: all of their tokens, or the first `tokens`."""
+        assert unit.part is not None
+        step = 1 if unit.forth else 0 if unit.alone else -1
+        block = self.layers.differentiable_block(unit.layer, unit.part, step)
+        points = sorted({moment.point for moment in unit.moments}) if take is not None else []
+        streamed = StreamedGradients(block, points, every_expert=tokens is not None)
+        inputs = self._opened(unit, unit.layer)
+        return SlicedGradients(streamed, state, [partial(self._sample, inputs, sample, tokens) for sample in samples])
+
+    def _sample(self, inputs: ArrayReader, sample: int, tokens: int | None) -> Tensor:
+        return inputs.read(sample, sample + 1)[0, :tokens].to(self.layers.device)
+
+    def _reads_output(self, unit: Backward) -> bool:
+        """Return True if the gradients at the layer's output follow from the values there."""
+        return unit.probe or self.hidden.get((LINEAGE, unit.layer + 1, unit.shard)) is None
+
+    # -- a whole layer -----------------------------------------------------------------------------------------------
 
     def _gradients_at_output(self, unit: Backward) -> GradientOf:
         """Return the gradients at the layer's output: held, stored, or recomputed from a later layer or the head."""
@@ -104,7 +179,11 @@ class BackwardPass:
         self, unit: Backward, layer: int, gradient_of: GradientOf, take: Take | None, *, emit: bool, store: bool
     ) -> ArrayRecord | None:
         """Run all samples back through one layer, and hold the gradients at its inputs if `emit`."""
-        self.layers.read_ahead(unit.ahead if layer == unit.layer else layer - 1)
+        ahead = unit.ahead if layer == unit.layer else layer - 1
+        if (
+            self.setup.geometry.layers[layer].num_experts <= self.setup.experts
+        ):  # slices of experts read each other ahead
+            self.layers.read_ahead(ahead)
         shard_key = (LINEAGE, layer, unit.shard)
         writer = self._writer(shard_key, self._opened(unit, layer).shape, store) if emit else None
         for gradient_SD in self._samples(unit, layer, gradient_of, take):
@@ -142,21 +221,15 @@ class BackwardPass:
         tokens: int | None,
     ) -> Iterator[Tensor]:
         """Do the same for a layer whose experts stream past, slice by slice over all of these samples."""
-        moments = unit.moments if take is not None else ()
-        points = sorted({moment.point for moment in moments})
-
-        def see(gradients: Mapping[str, Tensor]) -> None:
-            for moment in moments:
-                if take is not None and moment.point in gradients:
-                    take(moment, gradients[moment.point])
-
-        hidden = (inputs.read(sample, sample + 1)[0, :tokens].to(self.layers.device) for sample in samples)
+        points = sorted({moment.point for moment in unit.moments}) if take is not None else []
+        see = partial(_see, unit.moments, take)
+        hidden = (self._sample(inputs, sample, tokens) for sample in samples)
         streamed = StreamedGradients(block, points, every_expert=tokens is not None)
         held = not unit.probe and self.hidden.get((LINEAGE, layer + 1, unit.shard)) is not None
         with self.computing():
             yield from streamed.pull_back(
                 hidden,
-                lambda number, output_SD: gradient_of(samples[number], output_SD),
+                _at_samples(gradient_of, samples),
                 see,
                 reads_output=not held,
             )
@@ -226,6 +299,27 @@ def _pull_back(
         for moment in moments:
             take(moment, at[moment.point])
     return gradient_SD
+
+
+def _see(moments: Sequence[Moment], take: Take | None, gradients: Mapping[str, Tensor]) -> None:
+    """Pass a sample's gradients to `take`, for the moments at their points."""
+    for moment in moments:
+        if take is not None and moment.point in gradients:
+            take(moment, gradients[moment.point])
+
+
+def _beginning(gradient_of: GradientOf) -> GradientOf:
+    """Return the gradients at the first tokens of samples, if only these have passed the layer."""
+    return lambda sample, output_SD: gradient_of(sample, output_SD)[: len(output_SD)]
+
+
+def _at_samples(gradient_of: GradientOf, samples: Sequence[int]) -> GradientOf:
+    """Return the gradients of some samples of a shard, by their place among these."""
+    return lambda place, output_SD: gradient_of(samples[place], output_SD)
+
+
+def _needs_none(sample: int, output_SD: Tensor) -> Tensor:
+    raise AssertionError("these samples have left the layer's output behind")
 
 
 def _read_from(reader: HiddenReader) -> GradientOf:

@@ -41,9 +41,10 @@ class ExpertSlices:
         expert = name.removeprefix(self.prefix).partition(".")[0]
         return self._slice_of[int(expert)] if expert.isdigit() else None
 
-    def is_read(self, name: str, number: int) -> bool:
-        """Return True if a tensor is read with a slice; those outside of experts are read with the first."""
-        return (self.number(name) or 0) == number
+    def is_read(self, name: str, number: int, outside: bool) -> bool:
+        """Return True if a tensor is of a slice, or with `outside` of no slice."""
+        own = self.number(name)
+        return outside if own is None else own == number
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,13 @@ class StreamedExperts:
     Attributes:
         path: of the module of all experts, below the layer.
         ranges: the experts of each slice.
-        load: returns the tensors of a slice, by names below the layer, in the forward's dtype on the device.
+        load: returns the tensors of a slice, by names below the layer, in the forward's dtype on the device. Its
+            second argument is the step to the next slice, as in `TappedLayer.hold`.
     """
 
     path: str
     ranges: tuple[range, ...]
-    load: Callable[[int], Mapping[str, Tensor]]
+    load: Callable[[int, int], Mapping[str, Tensor]]
 
 
 def expert_slices(config: LayersConfig, layer: int, prefix: str, size: int) -> ExpertSlices | None:

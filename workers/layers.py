@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -24,7 +23,6 @@ from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
 from pipeline.units.units import Unwritten
-from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from stores.threads import parallel_map
 from workers.config import WorkerConfig
@@ -40,6 +38,7 @@ Shared = Callable[[], Mapping[str, Tensor]]  # returns source tensors that anoth
 Read = Callable[[list[str]], dict[str, Tensor]]
 Tensors = Callable[[Callable[[str], bool]], Mapping[str, Tensor]]  # those whose names are wanted
 BlockKey = tuple[int, str]  # layer, and which version of its weights
+SliceKey = tuple[BlockKey, int, bool]  # of a block the slice of experts, and whether with what is outside of them
 
 
 class LayerReader:
@@ -58,7 +57,7 @@ class LayerReader:
         self.current: tuple[BlockKey, Any] | None = None
         self.outside: tuple[Hashable, Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self.ahead: tuple[tuple[BlockKey, int], Future[dict[str, Tensor]]] | None = None  # by block and slice
+        self.ahead: tuple[SliceKey, Future[dict[str, Tensor]]] | None = None
         self.following: Callable[[], None] | None = None  # reads the next layer ahead, after the last slice of this one
 
     # -- blocks ------------------------------------------------------------------------------------------------------
@@ -74,17 +73,19 @@ class LayerReader:
         config = self._config_of(layer, {role: form.as_json() for role, form in solved.write.forms.items()})
         slices = self._slices(config, layer)
 
-        def read(number: int) -> Mapping[str, Tensor]:
-            return tensors(lambda name: slices is None or slices.is_read(name, number))
+        def read(number: int, outside: bool, step: int) -> Mapping[str, Tensor]:
+            return tensors(lambda name: slices is None or slices.is_read(name, number, outside))
 
         key = (layer, f"unwritten {solved.name}")
         block: TappedLayer = self._current_block(key, lambda: self._block(config, layer, solved.rounded, read))
         return block
 
-    def differentiable_block(self, layer: int) -> DifferentiableLayer:
-        """Return the layer with its dense weights for the backward pass."""
+    def differentiable_block(self, layer: int, start: int = 0, step: int = 1) -> DifferentiableLayer:
+        """Return the layer with its dense weights for the backward pass. `start`: the slice of experts that it holds
+        first; `step`: as in `TappedLayer.hold`."""
         key = (layer, "differentiable dense")
-        block: DifferentiableLayer = self._current_block(key, lambda: DifferentiableLayer(self._build(layer, None)))
+        build = partial(self._build, layer, None, start=start, step=step)
+        block: DifferentiableLayer = self._current_block(key, lambda: DifferentiableLayer(build()))
         return block
 
     def kept_outside(self, name: Hashable, build: Callable[[], T]) -> T:
@@ -119,11 +120,13 @@ class LayerReader:
                 self.current = (key, build())
         return self.current[1]
 
-    def _build(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> TappedLayer:
+    def _build(
+        self, layer: int, staged: StagedLayer | None, shared: Shared = dict, *, start: int = 0, step: int = 1
+    ) -> TappedLayer:
         config = self.config if staged is None else self._config_of(layer, staged.as_json()["forms"])
         names = self._sizes(layer) if staged is None else staged.tensors
         rounded = rounded_modules(self.setup.config, packed_modules(names)) if staged is None else staged.rounded
-        return self._block(config, layer, rounded, lambda number: self._tensors(layer, staged, shared, number))
+        return self._block(config, layer, rounded, partial(self._tensors, layer, staged, shared), start, step)
 
     def _config_of(self, layer: int, forms: dict[str, Any]) -> LayersConfig:
         """Return the config of a model of which one layer has these forms."""
@@ -147,17 +150,18 @@ class LayerReader:
         config: LayersConfig,
         layer: int,
         rounded: Mapping[str, Scheme],
-        read: Callable[[int], Mapping[str, Tensor]],
+        read: Callable[[int, bool, int], Mapping[str, Tensor]],
+        start: int = 0,
+        step: int = 1,
     ) -> TappedLayer:
-        """Build a block. `read` returns the tensors of a slice of experts; the first slice includes those outside of
-        experts.
+        """Build a block. `read`: see `_tensors`. `start`, `step`: see `differentiable_block`.
 
         Rounded weights are dequantized in the forward's dtype, as in transformers.
         """
         geometry, slices = self._geometry_of(config, layer), self._slices(config, layer)
 
-        def placed(number: int) -> dict[str, Tensor]:
-            prefix, tensors = geometry.prefix, read(number)
+        def placed(number: int, outside: bool, step: int) -> dict[str, Tensor]:
+            prefix, tensors = geometry.prefix, read(number, outside, step)
             inside = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             plain = self.setup.source.decoded(inside)
             converted = {name: self._converted(tensor) for name, tensor in plain.items()}
@@ -166,16 +170,16 @@ class LayerReader:
             relative = unpacked(converted, schemes)
             return {name.removeprefix(prefix): tensor for name, tensor in relative.items()}
 
-        tensors = placed(0)
+        tensors = placed(start, True, step)
         if slices is None:
             return TappedLayer(config, geometry, tensors, self.device)
         path = slices.prefix.removeprefix(geometry.prefix).rstrip(".")
         first = {name: tensors.pop(name) for name in [*tensors] if name.startswith(f"{path}.")}
         streamed = StreamedExperts(
-            path, slices.ranges, lambda number: first if first and not number else placed(number)
+            path, slices.ranges, lambda number, step: first if first else placed(number, False, step)
         )
         block = TappedLayer(config, geometry, tensors, self.device, streamed)
-        block.hold(0)
+        block.hold(start)
         first.clear()
         return block
 
@@ -255,14 +259,19 @@ class LayerReader:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def read_ahead(self, layer: int | None, staged: StagedLayer | None = None, shared: Shared = dict) -> None:
+    def read_ahead(
+        self, layer: int | None, staged: StagedLayer | None = None, shared: Shared = dict, *, back: bool = False
+    ) -> None:
         """Start to read a layer's tensors in the background, dense or staged, and to copy them to the device.
 
         Does nothing for a layer behind the last. `shared` returns source tensors that were read once for all nodes.
+        `back`: begin with the last slice of its experts.
         """
         if layer is None or layer >= self.setup.geometry.num_layers:
             return
-        self.following = partial(self._read_ahead, layer, staged, shared, 0)
+        slices = self._slices_of(layer, staged)
+        start = len(slices.ranges) - 1 if slices is not None and back else 0
+        self.following = partial(self._read_ahead, layer, staged, shared, start, True)
         block = None if self.current is None else self.current[1]
         if not isinstance(block, TappedLayer) or block.ends_with(block.held):
             self._begin_following()
@@ -272,25 +281,38 @@ class LayerReader:
         if following is not None:
             following()
 
-    def _read_ahead(self, layer: int, staged: StagedLayer | None, shared: Shared, number: int) -> None:
-        key = (_block_key(layer, staged), number)
+    def _read_ahead(
+        self, layer: int, staged: StagedLayer | None, shared: Shared, number: int, outside: bool = False
+    ) -> None:
+        key = (_block_key(layer, staged), number, outside)
         if self.ahead is None or self.ahead[0] != key:
-            self.ahead = (key, self.thread.submit(self._read_layer, layer, staged, shared, number))
+            self.ahead = (key, self.thread.submit(self._read_layer, layer, staged, shared, number, outside))
 
     def read_part(self, layer: int, part: int, parts: int) -> dict[str, Tensor]:
         """Return one of `parts` parts of a layer's source tensors, in their stored dtype."""
         return self.setup.source.read(_balanced_parts(self._sizes(layer), parts)[part])
 
-    def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared, number: int) -> dict[str, Tensor]:
-        """Return a layer's tensors, or those of a slice of its experts. The next slice is read ahead."""
-        if self.ahead is None or self.ahead[0] != (_block_key(layer, staged), number):
-            tensors = self._read_layer(layer, staged, shared, number)
+    def _tensors(
+        self,
+        layer: int,
+        staged: StagedLayer | None,
+        shared: Shared,
+        number: int,
+        outside: bool,
+        step: int,
+    ) -> dict[str, Tensor]:
+        """Return a layer's tensors, or those of a slice of its experts. The next slice is read ahead.
+
+        `outside`: include the tensors outside of experts. `step`: to the next slice, as in `TappedLayer.hold`.
+        """
+        if self.ahead is None or self.ahead[0] != (_block_key(layer, staged), number, outside):
+            tensors = self._read_layer(layer, staged, shared, number, outside)
         else:
             future, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that the next call tries again
             tensors = future.result()
-        slices = self._slices_of(layer, staged)
-        if slices is not None and number + 1 < len(slices.ranges):
-            self._read_ahead(layer, staged, shared, number + 1)
+        slices, following = self._slices_of(layer, staged), number + step
+        if slices is not None and step and 0 <= following < len(slices.ranges):
+            self._read_ahead(layer, staged, shared, following)
         elif slices is not None:
             self._begin_following()
         return self._arrived(tensors)
@@ -304,10 +326,12 @@ class LayerReader:
         prefix = self.setup.geometry.layers[layer].prefix
         return {name: at.num_bytes for name, at in self.setup.source.tensors.items() if name.startswith(prefix)}
 
-    def _read_layer(self, layer: int, staged: StagedLayer | None, shared: Shared, number: int) -> dict[str, Tensor]:
+    def _read_layer(
+        self, layer: int, staged: StagedLayer | None, shared: Shared, number: int, outside: bool
+    ) -> dict[str, Tensor]:
         """Read a layer's tensors in their stored dtype, which takes half the memory of a float32 forward pass.
 
-        `number`: the slice of experts to read alone. The first slice includes the tensors outside of experts.
+        `number`: the slice of experts to read alone. `outside`: include the tensors outside of experts.
         """
         if staged is not None:
             sizes = {name: prod(tensor.shape) for name, tensor in staged.tensors.items()}
@@ -316,7 +340,7 @@ class LayerReader:
             sizes, read = self._sizes(layer), partial(self._read, shared=shared())
         slices = self._slices_of(layer, staged)
         if slices is not None:
-            sizes = {name: size for name, size in sizes.items() if slices.is_read(name, number)}
+            sizes = {name: size for name, size in sizes.items() if slices.is_read(name, number, outside)}
         return self._fetched(sizes, read)
 
     def _fetched(self, sizes: Mapping[str, int], read: Read) -> dict[str, Tensor]:
@@ -345,31 +369,6 @@ class LayerReader:
             for name, tensor in tensors.items():
                 _require_finite(name, tensor, where)
         return tensors
-
-
-def cpu_reader(
-    source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch.dtype, whole: bool = False
-) -> LayerReader:
-    """Return a reader of a checkpoint, dense or compressed, whose blocks are in `dtype` on this process's CPU.
-
-    `config`: of the checkpoint, under standard names (`pipeline.families.registry.standard_config`) or Lamina's own.
-    `whole`: blocks hold all experts of a layer, not a slice.
-    """
-    setup = WorkerConfig(
-        source=source,
-        config=config,
-        geometry=geometry_of(config),
-        run_dir=source.storage,
-        tokens=None,
-        shards=1,
-        micro_batch=1,
-        dtype=dtype,
-        threads=torch.get_num_threads(),
-        use_gpu=False,
-        hidden_bytes=0,
-        experts=sys.maxsize if whole else WorkerConfig.experts,
-    )
-    return LayerReader(setup, torch.device("cpu"))
 
 
 def _balanced_parts(sizes: Mapping[str, int], parts: int) -> list[list[str]]:

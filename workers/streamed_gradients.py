@@ -1,4 +1,4 @@
-"""Differentiates a layer whose experts stream past, slice by slice, over all samples of a shard.
+"""Differentiates a layer whose experts stream past, slice by slice, over some samples.
 
 The gradient of each sample goes back through the shared expert, then through the experts in descending order, then
 through the router and the attention: the order in which autograd adds up a whole layer's gradients, so that the size of
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ Take = Callable[[Mapping[str, Tensor]], None]  # receives the gradients (S, F) o
 
 
 @dataclass
-class _Sample:
+class Sample:
     """A sample on its way back.
 
     Attributes:
@@ -33,12 +34,17 @@ class _Sample:
         inputs, weights: the gradients so far, (S, D) at the mixture's inputs and (S, k) at the weights of the experts.
     """
 
-    hidden: Tensor
     stream: Tensor
     outgoing: Tensor
     mixed: Tensor
     inputs: Tensor
     weights: Tensor
+
+    @classmethod
+    def of(cls, stream: Tensor) -> Self:
+        """Return a sample before `StreamedGradients.enter`."""
+        nothing = torch.zeros(0)
+        return cls(stream, nothing, nothing, nothing, nothing)
 
 
 class StreamedGradients:
@@ -66,25 +72,31 @@ class StreamedGradients:
         `hidden`: the layer's inputs (S, D) of each sample. `gradient_of`: as in `workers.backward`; with
         `reads_output`, from the values of the layer's output. Raises the errors of `DifferentiableLayer.pull_back`.
         """
-        samples = self._begun([each.detach().to(residual_dtype(self.layer.dtype)) for each in hidden])
-        outputs = self._outputs(samples) if reads_output or self.module.has_role("mlp_out_norm") else None
+        hidden = list(hidden)
+        samples = [Sample.of(self.attended(each)) for each in hidden]
+        outputs = self._outputs(samples) if reads_output or self.reads_output else None
         for number, sample in enumerate(samples):
-            mixed_SD = None if outputs is None else outputs[number]
-            self._enter(sample, number, mixed_SD, gradient_of, take)
+            self.enter(sample, number, None if outputs is None else outputs[number], gradient_of)
+            self.share(sample, take)
         assert self.block.streamed is not None
         for number in reversed(range(len(self.block.streamed.ranges))):
-            experts = self.block.hold(number)
+            experts = self.block.hold(number, -1)
             for sample in samples:
-                self._through(sample, experts, take)
-        outside = [
-            point for point in self.points if not _points_of([point], EXPERT) and not _points_of([point], SHARED)
-        ]
-        for sample in samples:
-            yield self._leave(sample, outside, take)
+                self.through(sample, experts, take)
+        for sample, hidden_SD in zip(samples, hidden, strict=True):
+            yield self.leave(sample, hidden_SD, take)
 
-    def _begun(self, hidden: Sequence[Tensor]) -> list[_Sample]:
-        nothing = torch.zeros(0)
-        return [_Sample(each, self._attended(each), nothing, nothing, nothing, nothing) for each in hidden]
+    @property
+    def reads_output(self) -> bool:
+        """True if the way back from the layer's output needs the values of the mixture's output."""
+        return self.module.has_role("mlp_out_norm")
+
+    def attended(self, hidden_SD: Tensor) -> Tensor:
+        """Return the residual stream (S, D) that the mixture reads."""
+        return self._attended(self._residual(hidden_SD))
+
+    def _residual(self, hidden_SD: Tensor) -> Tensor:
+        return hidden_SD.detach().to(residual_dtype(self.layer.dtype))
 
     def _attended(self, hidden_SD: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):  # its backward pass is deterministic on every device
@@ -92,36 +104,48 @@ class StreamedGradients:
             stream_1SD: Tensor = self.module.attended(hidden_SD[None], angles)
         return stream_1SD[0]
 
-    def _outputs(self, samples: Sequence[_Sample]) -> list[Tensor]:
+    def _outputs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return the mixture's outputs (S, D)."""
         assert self.block.streamed is not None
         sums: list[Tensor | None] = [None] * len(samples)
         for number in range(len(self.block.streamed.ranges)):
             experts = self.block.hold(number)
             for place, sample in enumerate(samples):
-                x_SD, routing = self.module.routed(sample.stream)
-                sums[place] = self.module.with_experts(x_SD, routing, sums[place], experts)
+                sums[place] = self.added(sample.stream, sums[place], experts)
         return [
-            self.module.with_shared(self.module.routed(sample.stream)[0], sum_SD)
+            self.mixed(sample.stream, sum_SD)
             for sample, sum_SD in zip(samples, sums, strict=True)
             if sum_SD is not None
         ]
 
-    def _enter(
+    def added(self, stream_SD: Tensor, sum_SD: Tensor | None, experts: range) -> Tensor:
+        """Return the sum (S, D) over experts with the outputs of these added."""
+        x_SD, routing = self.module.routed(stream_SD)
+        added_SD: Tensor = self.module.with_experts(x_SD, routing, sum_SD, experts)
+        return added_SD
+
+    def mixed(self, stream_SD: Tensor, sum_SD: Tensor) -> Tensor:
+        """Return the mixture's output (S, D) from the sum over all experts."""
+        mixed_SD: Tensor = self.module.with_shared(self.module.routed(stream_SD)[0], sum_SD)
+        return mixed_SD
+
+    def enter(
         self,
-        sample: _Sample,
+        sample: Sample,
         number: int,
         mixed_SD: Tensor | None,
         gradient_of: Callable[[int, Tensor], Tensor],
-        take: Take,
     ) -> None:
-        """Go back from the layer's output to the mixture's, and through the shared expert."""
+        """Go back from the layer's output to the mixture's."""
         mixed_SD = torch.zeros_like(sample.stream) if mixed_SD is None else mixed_SD
         mixed_SD = mixed_SD.detach().requires_grad_()
         with torch.enable_grad():
             output_SD = sample.stream + self.module.written("mlp_out_norm", mixed_SD)
         sample.outgoing = gradient_of(number, output_SD.detach())
         (sample.mixed,) = torch.autograd.grad(output_SD, [mixed_SD], sample.outgoing)
+
+    def share(self, sample: Sample, take: Take) -> None:
+        """Go back from the mixture's output through the shared expert."""
         x_SD, (weights_Sk, _) = self.module.routed(sample.stream)
         sample.weights = torch.zeros_like(weights_Sk)
         sample.inputs = torch.zeros_like(x_SD)
@@ -134,7 +158,7 @@ class StreamedGradients:
             sample.inputs = gradients[0]
             take(self.layer.at(points, captured, gradients[1:]))
 
-    def _through(self, sample: _Sample, experts: range, take: Take) -> None:
+    def through(self, sample: Sample, experts: range, take: Take) -> None:
         """Go back through the experts of a slice."""
         x_SD, (weights_Sk, chosen_Sk) = self.module.routed(sample.stream)
         tokens = {expert: places for expert, *places in passing(chosen_Sk) if expert in experts}
@@ -161,9 +185,10 @@ class StreamedGradients:
                 sample.weights[token_t, place_t] = weight_t1[:, 0]
         take(wanted)
 
-    def _leave(self, sample: _Sample, points: Sequence[str], take: Take) -> Tensor:
-        """Go back through the router and the attention. Return the gradient at the layer's inputs."""
-        hidden_SD = sample.hidden.requires_grad_()
+    def leave(self, sample: Sample, hidden_SD: Tensor, take: Take) -> Tensor:
+        """Go back through the router and the attention. Return the gradient at the layer's inputs `hidden_SD`."""
+        hidden_SD = self._residual(hidden_SD).requires_grad_()
+        points = [point for point in self.points if not _points_of([point], EXPERT) and not _points_of([point], SHARED)]
         with torch.enable_grad(), self.layer.captured(points) as captured:
             stream_SD = self._attended(hidden_SD)
             x_SD, (weights_Sk, _) = self.module.routed(stream_SD)

@@ -124,21 +124,24 @@ class TappedLayer:
 
     # -- streamed experts --------------------------------------------------------------------------------------------
 
-    def hold(self, number: int) -> range:
-        """Hold the experts of one slice in place of another's. Return their numbers."""
+    def hold(self, number: int, step: int = 1) -> range:
+        """Hold the experts of one slice in place of another's. Return their numbers.
+
+        `step`: from this slice to the next one that will be held: 1, −1, or 0 if none follows.
+        """
         assert self.streamed is not None
         if self.held != number:
             with torch.inference_mode(False), torch.no_grad():  # autograd accepts no tensors of inference mode
-                self._replace_experts(number)
+                self._replace_experts(number, step)
         return self.streamed.ranges[number]
 
-    def _replace_experts(self, number: int) -> None:
+    def _replace_experts(self, number: int, step: int) -> None:
         assert self.streamed is not None
         for expert in self.streamed.ranges[self.held] if self.held >= 0 else ():
             self._expert(expert).to_empty(device="meta")
         return_freed_pages()
         self.held, experts, names = -1, self.streamed.ranges[number], stored_state(self.module).keys()
-        placed = {name: tensor for name, tensor in self.streamed.load(number).items() if name in names}
+        placed = {name: tensor for name, tensor in self.streamed.load(number, step).items() if name in names}
         paths = tuple(f"{self.streamed.path}.{expert}." for expert in experts)
         if missing := [name for name in names if name.startswith(paths) and name not in placed]:
             raise RuntimeError(f"layer {self.layer} lacks {', '.join(missing[:3])}")

@@ -57,7 +57,7 @@ from stores.checkpoint import copy_shard, write_index, write_shard
 from stores.model_files import CODE, copy_companions
 from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, Storage, contains, matching, open_storage
-from workers.layers import cpu_reader
+from workers.checkpoint_reader import cpu_reader
 
 
 def export_checkpoint(

@@ -46,7 +46,7 @@ from stores.durable import partial_path, storage_errors
 from stores.model_files import TOKENIZERS
 from stores.source import SourceCheckpoint
 from stores.storage import is_address, matching, open_storage
-from workers.layers import cpu_reader
+from workers.checkpoint_reader import cpu_reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.source_dtypes import source_dtype
 from stores.source import SourceCheckpoint
-from workers.layers import cpu_reader
+from workers.checkpoint_reader import cpu_reader
 
 HALVES = (torch.bfloat16, torch.float16)
 

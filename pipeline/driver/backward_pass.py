@@ -19,6 +19,7 @@ from pipeline.driver.ledger_keys import dense_key, gradient_key
 from pipeline.driver.reduction import PassResult, Reductions
 from pipeline.driver.scheduler import TaskStream
 from pipeline.driver.session import Session
+from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients
 from pipeline.units.units import Backward
 
@@ -30,6 +31,8 @@ class GradientPass:
         self.job = session.job
         self.session = session
         self.reductions = Reductions(session)
+        self.statistics: dict[str, ArrayRecord] = {}  # of the parts of a layer that are done, `parts` of them
+        self.parts = 0
 
     def run(self) -> TaskStream[None]:
         """Runs the pass, from the last committed gradients."""
@@ -38,18 +41,30 @@ class GradientPass:
             return
         self.session.observer.phase("gradient", len(pending), len(self.job.gradient_shards))
         in_flight = LayersInFlight(self.session, partial(self._enter, pending[0]))
+        self.statistics, self.parts = {}, 0
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
-            units = partial(self._units, layer, emit=emit, store=store)
-            yield from in_flight.run(layer, layer_gradients(self.job.tasks, layer), units, stores=store)
+            parts = self.job.parts(layer, layer_gradients(self.job.tasks, layer))
+            for part in parts if len(parts) > 1 and self._reads_outputs(layer) else ():
+                yield self._units(layer, (), part=part.number, forth=True)
+            for part in reversed(parts):
+                ends = store and part.first
+                units = partial(
+                    self._units, layer, part.moments, part=part.number, emit=emit and part.first, store=ends
+                )
+                yield from in_flight.run(layer, part.moments, units, stores=ends)
         yield from in_flight.finish()
         self.session.cleaner.retain_activations(())
 
     def _enter(self, first: int, layer: int, result: PassResult) -> TaskStream[Sequence[ArrayRecord] | None]:
-        """Enters one layer of the pass, which ends at layer `first`. Returns the stored hidden states that the rest of
-        the pass still needs, or None if none can be dropped."""
-        statistics = yield from self.reductions.stored(result)
+        """Enters one layer of the pass, which ends at layer `first`, when its first part is done. Returns the stored
+        hidden states that the rest of the pass still needs, or None if none can be dropped."""
+        self.statistics |= yield from self.reductions.stored(result)
+        self.parts += 1
+        if self.parts < len(self.job.parts(layer, ())):
+            return None
+        statistics, self.statistics, self.parts = self.statistics, {}, 0
         activations = tuple(shard.activation for shard in result.done if shard.activation)
         entry = GradientEntry(
             statistics=cast("dict[str, GradientRecord]", statistics),
@@ -69,6 +84,10 @@ class GradientPass:
         """Returns the records of those layers' stored inputs that the dense pass has entered so far."""
         entries = [self.session.journal.get(dense_key(layer)) for layer in layers]
         return [record for entry in entries if entry for record in entry.inputs or () if record]
+
+    def _reads_outputs(self, layer: int) -> bool:
+        """Returns True if the gradients at a layer's output follow from the values there."""
+        return self.job.gradient == "local" or self._base(layer) == layer + 1 == self.job.num_layers
 
     def _pending(self) -> list[int]:
         """Returns the layers that the pass has not entered yet, ascending."""
@@ -91,9 +110,18 @@ class GradientPass:
         entry = self.session.journal.get(gradient_key(layer))
         return entry.activations if entry else None
 
-    def _units(self, layer: int, *, emit: bool, store: bool) -> list[Backward]:
-        """Returns the units that run all shards with gradient samples back through a layer, in shard order, from the
-        latest committed gradients."""
+    def _units(
+        self,
+        layer: int,
+        moments: tuple[Moment, ...],
+        *,
+        part: int | None,
+        emit: bool = False,
+        store: bool = False,
+        forth: bool = False,
+    ) -> list[Backward]:
+        """Returns the units that run all shards with gradient samples back through a layer or a part of it, in shard
+        order, from the latest committed gradients."""
         base = self._base(layer)
         gradients = self._gradients(base) if self.job.gradient == "model" else None
         inputs = [self.session.entry(dense_key(above)).inputs or () for above in range(layer, base)]
@@ -102,11 +130,13 @@ class GradientPass:
                 layer=layer,
                 shard=shard,
                 inputs=tuple(_stored(records[shard]) for records in inputs),
-                moments=layer_gradients(self.job.tasks, layer),
+                moments=moments,
                 probe=self.job.gradient == "local",
                 emit=emit,
                 store=store,
                 base_record=gradients[place] if gradients else None,
+                part=part,
+                forth=forth,
                 ahead=layer - 1 if emit else None,
             )
             for place, shard in enumerate(self.job.gradient_shards)

@@ -157,6 +157,11 @@ class Backward(WorkUnit):
         probe: use random gradients at the layer's output instead of the model's.
         emit: keep the gradients at this layer's inputs, for the layer below.
         store: write these gradients to the activation store.
+        part: the slice of the layer's experts to go back through; None: the whole layer. The last part begins at the
+            layer's output, and the first ends at its inputs. A worker that has not passed the parts behind this one
+            passes them first.
+        forth: run the samples forwards through the part, because the way back needs the layer's output.
+        alone: only the moments are wanted; no other part follows.
         ahead: the layer to read next, if any.
     """
 
@@ -171,8 +176,10 @@ class Backward(WorkUnit):
     emit: bool = True
     store: bool = False
     base_record: ArrayRecord | None = None
+    part: int | None = None
+    forth: bool = False
+    alone: bool = False
     ahead: int | None = None
-    part: ClassVar[int | None] = None
 
     @property
     def base(self) -> int:
@@ -181,11 +188,11 @@ class Backward(WorkUnit):
 
     @property
     def key(self) -> str:
-        return f"backward/{self.layer}/{self.shard}"
+        return f"backward/{layer_part_name(self.layer, self.part)}/{self.shard}{'/forth' if self.forth else ''}"
 
     def for_sums_only(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
         """Returns a unit that only sums these moments of the same shard."""
-        return replace(self, moments=moments, sums=sums, emit=False, store=False)
+        return replace(self, moments=moments, sums=sums, emit=False, store=False, alone=True, ahead=None)
 
 
 Summable = Forward | Pair | Backward  # units whose moments a worker sums

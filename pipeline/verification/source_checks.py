@@ -33,8 +33,8 @@ from stores.formats import keeps
 from stores.headers import DTYPE_NAMES, DTYPES
 from stores.model_files import is_copy
 from stores.source import SourceCheckpoint
+from workers.checkpoint_reader import cpu_reader
 from workers.comparing import compare_models, deviation
-from workers.layers import cpu_reader
 
 SKETCH_BOUND = 1e-3  # intact ones repeat bit for bit on one machine
 EXACT_BOUND = 1e-3  # relative error of the logits when nothing is cut off; float32 reaches 1e-5

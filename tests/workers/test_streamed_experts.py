@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.families.fused import fused_tensors
 from pipeline.units.sharding import expert_ranges
-from pipeline.units.units import Forward
+from pipeline.units.units import Backward, Forward
 from tests import factories
 from tests.workers import bench
 from workers.config import WorkerConfig
@@ -127,6 +127,41 @@ def test_parts_that_a_worker_did_not_do_are_passed_again(setup: WorkerConfig) ->
         assert expected is not None
         assert torch.equal(found, expected)
         assert [key[:3] for key in worker.hidden.held] == [("dense", LAYER + 1, 0)], "nothing is left between slices"
+
+
+@pytest.mark.parametrize("forth", [False, True])
+def test_parts_of_the_backward_pass_read_an_expert_once_for_all_shards(
+    forth: bool, setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of the whole layer. With `forth`, the outputs that they follow from are computed in parts, too."""
+    setup = replace(setup, gradient_samples=bench.SAMPLES)
+    whole, worker = (bench.make_worker(replace(setup, experts=size)) for size in (WHOLE, 2))
+    inputs = [
+        whole.execute(Forward("dense", LAYER, shard, keep_inputs=True, replay=(None,))).inputs for shard in range(2)
+    ]
+    units = [Backward(LAYER, shard, (record,), probe=True) for shard, record in enumerate(inputs)]
+    for unit in units:
+        whole.execute(unit)
+    parts = [*range(len(expert_ranges(setup.geometry.layers[LAYER].num_experts, 2)))]
+    read: list[int] = []
+    reading = LayerReader._read_layer
+    monkeypatch.setattr(LayerReader, "_read_layer", lambda *of: read.append(of[4]) or reading(*of))
+    for part in parts if forth else ():
+        for unit in units:
+            worker.execute(replace(unit, part=part, forth=True))
+    assert read == (parts if forth else [])
+    for part in reversed(parts):
+        for unit in units:
+            worker.execute(replace(unit, part=part))
+    for unit in units:
+        key = ("gradient", LAYER, unit.shard)
+        found, expected = worker.hidden.get(key), whole.hidden.get(key)
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found.read(0, 2), expected.read(0, 2))
+    if forth:
+        assert sorted(read) == sorted([*parts, *parts[:-1]]), "the last slice is held when the way back begins"
+        assert len(worker.hidden.held) == 2, "nothing is left between slices"
 
 
 def outputs_of(worker: Worker, unit: Forward) -> Tensor | None:

@@ -171,7 +171,7 @@ def test_the_next_layer_is_read_ahead(llama: Path, tmp_path: Path) -> None:
     worker.execute(Forward("dense", 0, 0, ahead=1))
     assert worker.layers.ahead is not None
     name, future = worker.layers.ahead
-    assert name == ((1, "dense"), 0)
+    assert name == ((1, "dense"), 0, True)
     weight = future.result(timeout=30)["model.layers.1.self_attn.q_proj.weight"]
     worker.execute(Forward("dense", 1, 0, replay=(None,), ahead=None))
     assert worker.layers.ahead is None
