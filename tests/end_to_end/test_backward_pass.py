@@ -80,8 +80,9 @@ def test_damage_is_repaired(kind: str, job: MakeJob, reference: dict[str, str]) 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
-def test_bytes_for_any_number_of_workers(job: MakeJob, reference: dict[str, str]) -> None:
-    made = job(**LOSS, **{"workers.max": 3})
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_bytes_for_any_number_of_workers(workers: int, job: MakeJob, reference: dict[str, str]) -> None:
+    made = job(**LOSS, **{"workers.max": workers})
     assert made.run().code == 0
     assert file_digests(made.output) == reference
 

@@ -52,6 +52,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["llama", "opt", "gptj"])
 def test_perplexity_of_dense_and_compressed(family: str, tmp_path: Path, scored: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", family, layers=2)

@@ -24,16 +24,17 @@ WAIT_S = 240
 WINDOW = "32"  # of a model that has seen no more
 
 
-def _start(folder: Path, name: str, *more: str, **values: str) -> Child:
+def _start(folder: Path, name: str, *more: str, inline: bool = False, **values: str) -> Child:
     """The command of the table's row, with the words in capitals replaced; forked, as to import takes seconds."""
     (row,) = re.findall(rf"^\| `python -m pipeline\.{name} ([^`]+)` \|", TABLE, re.MULTILINE)
     words = [values.get(word, word) for word in shlex.split(row)]
     assert not [word for word in words if word.isupper()], row
-    return Child(name, [*words, *more], folder / f"{name}.log", inline=False)
+    return Child(name, [*words, *more], folder / f"{name}.log", inline=inline)
 
 
 def _run(folder: Path, name: str, *more: str, **values: str) -> str:
-    child = _start(folder, name, *more, **values)
+    """The output of a row's command, which computes without Ray."""
+    child = _start(folder, name, *more, inline=True, **values)
     assert child.end(WAIT_S) == 0, child.said
     return child.said
 

@@ -35,7 +35,17 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[ROUNDED, APART, MIXED], ids=["compressed", "dense", "mixed"])
+KINDS = {"compressed": ROUNDED, "dense": APART, "mixed": MIXED}  # by the inputs on which layers are trained
+
+
+def kinds(*nightly: str) -> pytest.MarkDecorator:
+    """All kinds of inputs, some of them only at night."""
+    marks = {name: pytest.mark.nightly if name in nightly else () for name in KINDS}
+    each = [pytest.param(value, id=name, marks=marks[name]) for name, value in KINDS.items()]
+    return pytest.mark.parametrize("changes", each, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def changes(request: pytest.FixtureRequest) -> dict[str, Any]:
     changes: dict[str, Any] = request.param
     return changes
@@ -58,6 +68,7 @@ def reference(
     return file_digests(made.output)
 
 
+@kinds()
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("every", "hook"),
@@ -86,10 +97,12 @@ def killed_in_training(made: Job, kills: int) -> dict[str, str]:
     return file_digests(made.output)
 
 
+@kinds("dense", "mixed")
 def test_killed_in_training_it_ends_the_same(job: MakeJob, changes: dict[str, Any], reference: dict[str, str]) -> None:
     assert killed_in_training(job(**changes), 3) == reference
 
 
+@kinds()
 @pytest.mark.nightly
 def test_killed_fifty_times_in_training_it_ends_the_same(
     job: MakeJob, changes: dict[str, Any], reference: dict[str, str]
@@ -97,6 +110,7 @@ def test_killed_fifty_times_in_training_it_ends_the_same(
     assert killed_in_training(job(**changes), 50) == reference
 
 
+@kinds("compressed", "dense")
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 def test_bytes_on_three_workers(job: MakeJob, changes: dict[str, Any], reference: dict[str, str]) -> None:
@@ -105,6 +119,7 @@ def test_bytes_on_three_workers(job: MakeJob, changes: dict[str, Any], reference
     assert file_digests(made.output) == reference
 
 
+@kinds()
 @pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
@@ -125,6 +140,7 @@ def test_a_correction_needs_the_layers_before(inputs: str, job: MakeJob) -> None
     assert f"refine: inputs: {inputs} trains layers by themselves" in ended.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_refined_and_verified(method: str, job: MakeJob, inline: None) -> None:
     made = job(**{**REFINED, **SMALL, "methods": [{**METHODS[method], "refine": {"steps": 8}}], "budget.keep": 0.8})
@@ -138,6 +154,7 @@ def test_every_method_is_refined_and_verified(method: str, job: MakeJob, inline:
     assert command("verify", str(made.output), "--source", str(made.source)).code == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_changes_at_full_size(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
@@ -148,6 +165,7 @@ def test_nothing_changes_at_full_size(family: str, tmp_path: Path, job: MakeJob,
     assert relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1e-5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "method"), list(zip(factories.MIXTURES, ("loss_aware", "magnitude", "flat_llm"), strict=False))
 )
@@ -162,13 +180,14 @@ def test_experts_are_refined(family: str, method: str, tmp_path: Path, job: Make
     assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
 
 
-def test_a_limit_of_the_loss_counts_refined_layers(job: MakeJob, inline: None) -> None:
+def test_a_limit_of_the_loss_counts_refined_layers(tmp_path: Path, job: MakeJob, inline: None) -> None:
+    source = make_source(tmp_path / "source", "llama", layers=1)
     refined = {**REFINED, **SMALL, "methods": [{"method": "loss_aware", "refine": {"steps": 5}}]}
     budget = {"budget": {"max_loss": 0.01}}
-    made = job(**{name: value for name, value in refined.items() if name != "budget.keep"}, **budget)
+    made = job(source, **{name: value for name, value in refined.items() if name != "budget.keep"}, **budget)
     summary = made.run().json
     assert summary["held_out"]["divergence"] <= 0.01
-    single = job(**{**refined, "budget.keep": summary["tries"][0]["keep"]})
+    single = job(source, **{**refined, "budget.keep": summary["tries"][0]["keep"]})
     tried = {entry["keep"]: entry["divergence"] for entry in summary["tries"]}
     assert single.run().json["held_out"]["divergence"] == tried[summary["tries"][0]["keep"]]
 

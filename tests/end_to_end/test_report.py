@@ -50,8 +50,13 @@ def done(finished: Job) -> Job:
     return finished.put_back()
 
 
-def test_one_file_that_needs_nothing_else(done: Job) -> None:
-    page = report(done)
+@pytest.fixture(scope="module")
+def page(finished: Job) -> Page:
+    """The page of the job as it was."""
+    return report(finished.put_back())
+
+
+def test_one_file_that_needs_nothing_else(page: Page) -> None:
     assert len(page.ids) == len(set(page.ids))
     targets = [link.removeprefix("#") for link in page.links]
     assert all(link.startswith("#") for link in page.links)
@@ -62,12 +67,12 @@ def test_one_file_that_needs_nothing_else(done: Job) -> None:
     assert used <= set(re.findall(r"--([a-z0-9-]+):", page.content))
 
 
-def test_the_same_run_gives_the_same_page(done: Job) -> None:
-    assert report(done).content == report(done).content
+def test_the_same_run_gives_the_same_page(page: Page, done: Job) -> None:
+    assert report(done).content == page.content
 
 
-def test_figures_are_the_ledger_s(done: Job) -> None:
-    page, ranks, summary = report(done), done.ledger("ranks"), done.ledger("complete")["summary"]
+def test_figures_are_the_ledger_s(page: Page, done: Job) -> None:
+    ranks, summary = done.ledger("ranks"), done.ledger("complete")["summary"]
     rows = page.tables["layers"][1:]
     assert len(rows) == 6
     heading = page.tables["layers"][0]
@@ -112,9 +117,8 @@ def claimed_bytes(entry: dict[str, Any]) -> int:
     return sum(math.prod(tensor["shape"]) * DTYPES[tensor["dtype"]].itemsize for tensor in claimed)
 
 
-def test_spectra(done: Job) -> None:
+def test_spectra(page: Page, done: Job) -> None:
     """Of what was cut by its energy, with every layer in the plot, and what was chosen on its line."""
-    page = report(done)
     (told,) = (caption for caption in page.captions if "stands beyond a rank" in caption)
     assert "energy of attention" in told
     for layer in range(3):
@@ -174,10 +178,10 @@ def test_of_a_job_that_failed(job: Callable[..., Job], inline: None, llama: Path
     assert "up" in record["error"]
 
 
-def test_loss_curves(done: Job) -> None:
+def test_loss_curves(page: Page, done: Job) -> None:
     """Where the budget went: the point of each curve that has the ranks which were chosen."""
     ranks = done.ledger("ranks")["ranks"]
-    before = len(report(done).captions)
+    before = len(page.captions)
     expected = {}
     for layer in range(3):
         curves = {}
@@ -196,7 +200,7 @@ def test_loss_curves(done: Job) -> None:
     assert f"{math.fsum(expected.values()):.4g}" in page.text
 
 
-def test_what_the_workers_did(done: Job) -> None:
+def test_what_the_workers_did(page: Page, done: Job) -> None:
     """A line for each unit, which the last run's summary counts; cut off by a kill, the rest is still drawn."""
     (path,) = (done.run_dir / "logs").glob("*.units.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -213,13 +217,12 @@ def test_what_the_workers_did(done: Job) -> None:
     assert losses["calibration"]["tokens"] == 12 * 23
     assert sum(line["tokens"] for line in lines) == (3 + 3 + 2) * 12 * 24 + held_out + texts
     assert sorted(line["ended"] for line in lines) == [line["ended"] for line in lines]
-    with_units = report(done)
-    assert sum("idle time" in caption for caption in with_units.captions) == 1
+    assert sum("idle time" in caption for caption in page.captions) == 1
     with open(path, "a") as file:
         file.write('{"unit": "solve/00002')
-    assert report(done).captions == with_units.captions
+    assert report(done).captions == page.captions
     path.unlink()
-    assert len(report(done).captions) == len(with_units.captions) - 3
+    assert len(report(done).captions) == len(page.captions) - 3
 
 
 def test_bars_that_all_but_touch_are_one() -> None:
