@@ -1,0 +1,78 @@
+"""Curves of Tucker decompositions: the loss of a change, and the sizes between those that are solved."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.methods.lestd_loss import SOLVED, curve, loss_of, matrix_changes, moments
+from pipeline.methods.method import Statistics
+from pipeline.methods.moments import input_moment, output_gradient
+from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.curves import from_columns
+from tests.families.geometries import llama
+
+TOKENS = 50
+
+
+def square(width: int, seed: int) -> Tensor:
+    root = torch.randn(width, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return root @ root.T
+
+
+def test_the_loss_is_half_the_trace_of_each_matrix() -> None:
+    block = llama().layers[0].attention
+    entered = {}
+    for seed, moment in enumerate(moments(block)):
+        width = next(
+            m.inputs if input_moment(m) == moment else m.outputs
+            for m in block.matrices
+            if moment in (input_moment(m), output_gradient(m))
+        )
+        entered[moment] = square(width, seed)[None]
+    statistics = Statistics(entered, TOKENS)
+    source = torch.Generator().manual_seed(9)
+    changes = {m: torch.randn(m.shape, generator=source, dtype=torch.float64) for m in block.matrices}
+    expected = sum(
+        0.5
+        * torch.trace(statistics.mean(output_gradient(m))[0] @ change @ statistics.mean(input_moment(m))[0] @ change.T)
+        for m, change in changes.items()
+    )
+    assert loss_of(changes, statistics) == pytest.approx(float(expected))
+
+
+def test_errors_of_stacked_tensors_have_the_shapes_of_the_weights() -> None:
+    block = llama().layers[0].attention
+    heads, width = block.heads, block.head_dim
+    errors = {
+        m.role: torch.randn(48, width, m.outputs // width if not m.writes_stream else heads) for m in block.matrices
+    }
+    changes = matrix_changes(block, errors)
+    assert {m: tuple(change.shape) for m, change in changes.items()} == {m: m.shape for m in block.matrices}
+    query, writer = block.query, block.writer
+    assert torch.equal(changes[query][width + 3], errors[query.role][:, 3, 1]), "head 1 follows head 0"
+    assert torch.equal(changes[writer][:, width + 3], errors[writer.role][:, 3, 1])
+
+
+def test_sizes_between_solved_ones_follow_the_logarithm_of_the_loss() -> None:
+    """A loss that falls exponentially is met at every size; the cap loses nothing."""
+    variable = RankVariable(0, "attention", "core", 400, 1, lambda size: 3.0 * size)
+    solved: list[int] = []
+
+    def loss_at(size: int) -> float:
+        solved.append(size)
+        return math.exp(-0.02 * size)
+
+    points = from_columns(curve(variable, 7, loss_at))
+    assert len(solved) == len(set(solved)) <= len(SOLVED)
+    *below, cap = points
+    assert len(below) > 2 * len(solved)
+    assert (cap.ranks, cap.numbers, cap.loss) == ({"core": 400}, 1200, 0.0)
+    for point in below:
+        size = point.ranks["core"]
+        assert (point.numbers, point.cache) == (3 * size, 7)
+        if solved[0] <= size <= solved[-1]:
+            assert point.loss == pytest.approx(math.exp(-0.02 * size))
