@@ -69,12 +69,13 @@ def main() -> int:
 
 
 def _compress(keep: float, output: Path, with_dense: bool) -> dict[str, float]:
-    """Runs a job. Returns the perplexities of its output and, `with_dense`, of the source."""
-    settings = {"budget.keep": keep, "output": output, "run_dir": output.with_suffix(".run")}
+    """Runs a job in one process: Ray and two workers would take longer to start than the job. Returns the perplexities
+    of its output and, `with_dense`, of the source."""
+    settings = {"budget.keep": keep, "output": output, "run_dir": output.with_suffix(".run"), "workers.max": 1}
     if with_dense:
         settings["evaluation.perplexity.dense"] = "true"
     options = [part for field, value in settings.items() for part in ("--set", f"{field}={value}")]
-    command = [sys.executable, "-m", "pipeline.run", str(MANIFEST), *options, "--json"]
+    command = [sys.executable, "-m", "pipeline.run", str(MANIFEST), *options, "--in-process", "--json"]
     print("$", " ".join(["python", *command[1:]]), flush=True)
     summary = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return {name: float(score["perplexity"]) for name, score in summary["evaluation"].items()}
