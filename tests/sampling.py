@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pytest
 
 OF_WHOLE_JOBS = 3  # variants of a test of whole jobs in `make test`, unless its own mark says another number
+LONG_GRIDS = {"methods", "serving"}  # folders of which `make test` runs every second variant outside the sample
 
 
 def mark_variants(items: Iterable[pytest.Item]) -> None:
     """Marks as `variant` all tests outside the sample, which `make unit` leaves out. Of whole jobs `make test` leaves
-    them out, too, and `make nightly` runs them."""
+    them out, too, and of long grids every second one; `make nightly` runs them."""
     functions: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -24,8 +25,13 @@ def mark_variants(items: Iterable[pytest.Item]) -> None:
         for position, item in enumerate(variants):
             if position not in sample:
                 item.add_marker("variant")
-                if "end_to_end" in item.path.parts:
+                if at_night(item.path.parts, position):
                     item.add_marker("nightly")
+
+
+def at_night(folders: Collection[str], position: int) -> bool:
+    """Tell whether `make test` leaves out the variant at this position of a test, which is not in the sample."""
+    return "end_to_end" in folders or (position % 2 == 1 and not LONG_GRIDS.isdisjoint(folders))
 
 
 def covering(variants: Sequence[Mapping[str, object]]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tests.sampling import covering
+from tests.sampling import at_night, covering
 
 
 def test_each_value_of_each_parameter_occurs() -> None:
@@ -19,6 +19,12 @@ def test_each_value_of_each_parameter_occurs() -> None:
 
 def test_one_parameter_keeps_all_its_values() -> None:
     assert covering([{"seed": object()} for _ in range(9)]) == list(range(9))
+
+
+def test_of_long_grids_every_second_variant_runs_by_day() -> None:
+    assert [at_night(("tests", "serving", "test_a.py"), position) for position in range(4)] == [False, True] * 2
+    assert not any(at_night(("tests", "kernels", "test_a.py"), position) for position in range(4))
+    assert all(at_night(("tests", "end_to_end", "test_a.py"), position) for position in range(4))
 
 
 def test_tests_without_parameters_stay() -> None:

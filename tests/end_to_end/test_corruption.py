@@ -26,10 +26,12 @@ pytestmark = pytest.mark.usefixtures("inline")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> Job:
+def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Job:
     """A finished job whose copies stand where it ran."""
+    folder = tmp_path_factory.mktemp("whole")
+    source = factories.make_model(folder / "source", num_hidden_layers=2)
     with without_ray():
-        made = stopped_job(Job(tmp_path_factory.mktemp("whole") / "job", llama, text, METHODS["lestd"]), "")
+        made = stopped_job(Job(folder / "job", source, text, METHODS["lestd"]), "")
     assert made is not None
     return made
 
@@ -85,7 +87,7 @@ def test_damaged_beyond_the_staged_layer(how: str, whole: Job, expected: dict[st
     copied = copy_job(whole, whole.root.with_name("job"))
     staged = sorted(copied.run_dir.glob("staged/*"))[1]
     assert damage(staged, DAMAGES[how])
-    assert damage(copied.output / "model-00002-of-00006.safetensors", DAMAGES["deleted"])
+    assert damage(copied.output / "model-00002-of-00005.safetensors", DAMAGES["deleted"])
     ended = copied.run()
     assert (ended.code, f"repairing: {staged}: " in ended.err) == (0, True), ended.err
     assert file_digests(copied.output) == expected

@@ -40,7 +40,7 @@ PLAIN = {"method": "loss_aware", "factors": "plain", "rank_multiple": 32}
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose widths groups of 32 divide."""
-    return make_source(tmp_path_factory.mktemp("wide"), "llama", **SIZES)
+    return make_source(tmp_path_factory.mktemp("wide"), "llama", layers=2, **SIZES)
 
 
 def rounding(bits: int | str, group: int | None = 32, **more: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
     assert whole.run().code == 0
     again = job(wide, methods=[], budget=None, **rounding(8, what="all"))
     assert again.run().code == 0
-    for entry in (again.run_dir / "ledger").glob("layer.00002.*"):
+    for entry in (again.run_dir / "ledger").glob("layer.00001.*"):
         entry.unlink()
     again.changes = {**again.changes, **rounding(4, what="all")}
     found = again.run().json
