@@ -17,9 +17,11 @@ from pipeline.families.blocks import owner_of
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import DeferredTensors
 from pipeline.methods.capabilities import Correcting, SharingSizes
+from pipeline.methods.experts.method import ROUTER
 from pipeline.methods.experts.scores import few_tokens
 from pipeline.methods.method import Group, Method, Moment, Ranks, Solution, Statistics, stored_dtype
 from pipeline.methods.unchanged import BITS
+from pipeline.rounding.experts import round_by_expert
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
 from pipeline.units.units import SolveDone
@@ -82,7 +84,13 @@ def named_solution(
         moments = statistics.moments
         if (pair := _pair(statistics)) is not None:
             moments, quantize = at_correction(pair, group.corrections, moments, quantize, geometry.reads)
-        solution, schemes, _ = round_solution(solution, quantize, bits, moments, weights, geometry.reads)
+        described = weights.described if isinstance(weights, StreamedWeights) else weights
+        if ROUTER in group.roles:
+            solution, schemes = round_by_expert(
+                solution, quantize, bits, moments, described, geometry.reads, statistics.aside
+            )
+        else:
+            solution, schemes, _ = round_solution(solution, quantize, bits, moments, described, geometry.reads)
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
     factors = _stored(problem, before, solution)

@@ -90,7 +90,7 @@ class MergeExpertsMethod(REAPMethod):
         """Merge clusters of experts. The router keeps the row of each cluster's member with the most tokens."""
         experts, mixture = routed(geometry), mixture_of(geometry, weights)
         if ranks[EXPERTS] == len(experts):
-            return Solution(weights, {}, {"dense": True})
+            return self.unchanged(geometry, weights, statistics)
         inputs_TD = self.inputs(geometry, statistics)
         clusters = cluster(mean_outputs(mixture, inputs_TD), ranks[EXPERTS], mixture.rule.groups)
         tokens_E = expert_tokens(mixture, inputs_TD)

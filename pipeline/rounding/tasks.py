@@ -13,6 +13,7 @@ from manifests.quantize import OUTER_ROLES, Quantize, is_skipped
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.methods.experts.method import ROUTER
 from pipeline.methods.method import Task
 from pipeline.rounding.choices import gradient_moments
 from pipeline.rounding.solutions import LEAST_GROUP, input_moments
@@ -39,18 +40,28 @@ def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
     if manifest.quantize is None or not manifest.rounds_by_feedback:
         return task
     roles = [role for role in task.roles if not manifest.quantize.skips(role)]
-    needed = input_moments(roles, layer.reads)
+    needed = input_moments([role for role in roles if not _sampled(role, task, layer)], layer.reads)
     if manifest.quantize.bits == "auto" and roles:
         needed += gradient_moments(task.roles, layer)  # a skipped role may share a rounded factor
     return replace(task, moments=tuple(dict.fromkeys((*task.moments, *needed))))
 
 
+def _sampled(role: str, task: Task, layer: LayerGeometry) -> bool:
+    """Tell whether the task's sample gives the moment of a role's input: an expert's own, where experts are chosen
+    together."""
+    if ROUTER not in task.roles or role not in layer.routed_roles:
+        return False
+    block = layer.mlp_of(role)
+    return role == block.writer.role or bool(block.weighed)
+
+
 def _refuse_methods(manifest: Manifest) -> None:
+    chosen = manifest.quantize is not None and manifest.quantize.bits == "auto"
     for position, entry in enumerate(manifest.methods):
-        if isinstance(entry, OfExperts) or getattr(entry, "shapes", "free") != "free":
+        if chosen and (isinstance(entry, OfExperts) or getattr(entry, "shapes", "free") != "free"):
             raise InputError(
-                f"quantize: methods.{position} ({entry.method}) removes experts and renumbers the others, which "
-                "rounding does not support yet; leave out quantize, or use shapes: free"
+                f"quantize.bits: auto: methods.{position} ({entry.method}) chooses the experts of a layer together, "
+                "without bits for each; give bits: 8, 4, 3 or 2, or use shapes: free"
             )
         if isinstance(entry, LeSTD):
             raise InputError(

@@ -167,10 +167,16 @@ def _expert_faults(pair: Pair, name: str, role: str, stays: int, method: str) ->
 
     `check_forms` checks their shapes.
     """
-    block = role.rpartition(".")[0]
+    block, tensors = role.rpartition(".")[0], pair.checkpoint.tensors
+    packed = packed_names(name, tensors)
     if block and int(block.rpartition(".")[2]) >= stays:
-        if name in pair.checkpoint.tensors:
+        if not {name, *packed}.isdisjoint(tensors):
             yield f"{name}: {method} keeps {stays} experts of this layer, but it is stored"
+        return
+    if name not in tensors and packed <= tensors.keys():
+        yield from _packed_faults(pair, packed, method)
+        for part in sorted(packed):
+            yield from _dtype_faults(pair, part, [name])
         return
     entry, record = pair.entry(name), pair.original.tensors[name]
     if (entry.get("origin"), entry.get("dtype")) != (method, record.dtype):

@@ -3,19 +3,70 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
+from tests.end_to_end.test_levels import plain_model
+from tests.end_to_end.test_methods import decodes_as_it_prefills
 from tests.end_to_end.test_quantize import load_plain, rounding
 
 pytestmark = pytest.mark.usefixtures("inline")
 
 MakeJob = Callable[..., Job]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}  # groups of 32 divide them
+
+
+CHOSEN: dict[str, dict[str, Any]] = {
+    "stock": {"method": "loss_aware", "shapes": "stock"},
+    "layer": {"method": "loss_aware", "shapes": "layer"},
+    "reap": {"method": "reap", "refit": True},
+    "merge": {"method": "merge_experts"},
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("name", "family", "levels", "bits"),
+    [
+        ("stock", "mixtral", "uniform", 4),
+        ("stock", "qwen3_moe", "normal", 4),
+        ("layer", "qwen3_moe", "uniform", 4),
+        ("layer", "llama4_text", "uniform", 8),  # whose router weighs inputs
+        ("layer", "mixtral", "normal", 3),
+        ("reap", "mixtral", "uniform", 3),
+        ("merge", "qwen3_moe", "learned", 4),
+    ],
+)
+def test_experts_that_are_chosen_together_are_rounded(
+    name: str, family: str, levels: str, bits: int, tmp_path: Path, job: MakeJob
+) -> None:
+    sizes = SIZES if family == "qwen3_moe" else {"hidden_size": 64, "intermediate_size": 96}
+    source = make_source(tmp_path / "source", family, 2, **sizes)
+    budget = {"keep": 0.6, "scope": "experts"}
+    made = job(source, methods=[CHOSEN[name]], budget=budget, **rounding(bits, levels=levels))
+    assert command("plan", str(made.manifest)).code == 0
+    ended = made.run()
+    assert ended.code == 0, ended.err
+    model, ids_BT = load(made.output), some_tokens(320)
+    assert relative_error(logits_of(model, ids_BT), logits_of(plain_model(made.output), ids_BT)) < 1e-5
+    decodes_as_it_prefills(model, source)
+    assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
+    before, after = read_tensors(source), read_tensors(made.output)
+    experts = [key for key in after if ".experts." in key]
+    assert experts
+    assert all("weight_" in key for key in experts)
+    routers = [key for key in after if re.search(r"(mlp|sparse_moe|feed_forward)\.(gate|router)\.", key)]
+    assert name == "layer" or any(len(after[key]) < len(before[key]) for key in routers), "experts go"
+    assert all(after[key].is_floating_point() for key in routers)
+    layers = [layer["groups"] for layer in made.compression()["layers"]]
+    groups = [groups["experts"] for groups in layers if "experts" in groups]
+    assert all(0.0 < group["rounding_error"] < 0.5 and "nearest" not in group for group in groups)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from pipeline.methods.base import MethodBase
 from pipeline.methods.experts.mixture import Mixture, expert_tokens
 from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, expert_counts, kept_experts
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH
-from pipeline.methods.experts.solutions import metric_of, mixture_from, rule_of, sample_of, solve
+from pipeline.methods.experts.solutions import inputs_of, metric_of, mixture_from, rule_of, sample_of, solve
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
 
 ROUTER, ROUTER_BIAS = "router", "router_bias"
@@ -105,13 +105,18 @@ class ExpertsMethod(MethodBase[E_]):
         experts, mixture = routed(geometry), mixture_of(geometry, weights)
         width = ranks.get(WIDTH, experts[0].width)
         if ranks[EXPERTS] == len(experts) and width == experts[0].width:
-            return Solution(weights, {}, {"dense": True})
+            return self.unchanged(geometry, weights, statistics)
         inputs_TD = self.inputs(geometry, statistics)
         scores_E = self.expert_scores(mixture, inputs_TD, geometry, statistics)
         kept = kept_experts(scores_E, ranks[EXPERTS], mixture.rule.groups).tolist()
         solution = solve(experts, mixture, statistics, sampled(geometry), kept, width, self.refits)
         figures = {TOKENS_BY_EXPERT: expert_tokens(mixture, inputs_TD).tolist(), self.scored_by: scores_E.tolist()}
         return renumbered(replace(solution, report=solution.report | figures), geometry, kept, weights)
+
+    def unchanged(self, layer: LayerGeometry, weights: Weights, statistics: Statistics) -> Solution:
+        """Return the weights, and the moments by which they may be rounded."""
+        inputs = inputs_of(routed(layer), mixture_of(layer, weights), self.inputs(layer, statistics))
+        return Solution(weights, {}, {"dense": True}, inputs)
 
     def inputs(self, layer: LayerGeometry, statistics: Statistics) -> Tensor:
         """Return the sampled inputs of the mixture (T, D)."""
@@ -153,6 +158,7 @@ def renumbered(solution: Solution, layer: LayerGeometry, kept: Sequence[int], we
         }
     )
     forms = {renamed(role): form for role, form in solution.forms.items()}
+    inputs = {renamed(role): moment for role, moment in solution.inputs.items()}
     if len(kept) < len(experts):
         forms[ROUTER] = FormSpec(form="experts", rank=len(kept))
-    return replace(solution, tensors=tensors, forms=forms, outputs={})
+    return replace(solution, tensors=tensors, forms=forms, inputs=inputs, outputs={})

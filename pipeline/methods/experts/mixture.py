@@ -226,6 +226,23 @@ def weighted_moment(part: Served, tokens: int) -> Tensor:
     return moment_NN / tokens
 
 
+def channel_moment(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routing) -> Tensor:
+    """Return C_e (N, N) of an expert."""
+    return weighted_moment(mixture.served(number, inputs_TD, routing), len(inputs_TD))
+
+
+def reader_moment(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routing) -> Tensor:
+    """Return E[(p x)(p x)ᵀ] (D, D) per token of all, x the tokens of an expert whose inputs the weights multiply."""
+    tokens_t, weights_t = routing.of(number)
+    inputs_tD, _ = mixture.weighed(inputs_TD[tokens_t], weights_t)
+    return weighted_moment(Served(tokens_t, inputs_tD), len(inputs_TD))
+
+
+def narrowed(mixture: Mixture, kept: Sequence[int], solved: Sequence[SolvedExpert]) -> Mixture:
+    """Return the mixture of the experts that stay, with their new weights."""
+    return _narrow(mixture.subset(kept), solved)
+
+
 def width_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored, widths: Sequence[int]) -> Tensor:
     """Return the predicted loss of each expert at each width (E, n), nats per token, after a refit of its writer."""
     routing, rows = mixture.route(inputs_TD), []
@@ -274,7 +291,7 @@ def shape_loss(
     mixture: Mixture, inputs_TD: Tensor, metric: Factored, kept: Sequence[int], solved: Sequence[SolvedExpert]
 ) -> float:
     """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, where δ is the change of the mixture's output."""
-    narrow = _narrow(mixture.subset(kept), solved)
+    narrow = narrowed(mixture, kept, solved)
     weighted_TD = (mixture.output(inputs_TD) - narrow.output(inputs_TD)).double() @ metric.factor
     return 0.5 * metric.scale * float(weighted_TD.square().sum()) / len(inputs_TD)
 

@@ -23,6 +23,9 @@ from pipeline.methods.experts.mixture import (
     ExpertWeights,
     Mixture,
     SolvedExpert,
+    channel_moment,
+    narrowed,
+    reader_moment,
     shape_loss,
     solve_shape,
 )
@@ -113,7 +116,23 @@ def solve(
         for number, each in zip(kept, solved, strict=True)
         for reader in experts[number].readers
     }
-    return Solution(DeferredTensors(tensors), forms, report, outputs=outputs)
+    inputs = inputs_of([experts[number] for number in kept], narrowed(mixture, kept, solved), inputs_TD)
+    return Solution(DeferredTensors(tensors), forms, report, inputs, outputs)
+
+
+def inputs_of(experts: Sequence[MLPBlock], mixture: Mixture, inputs_TD: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Map the matrices whose inputs are an expert's own to functions that compute their moments on the sample.
+
+    They are the writers, and the readers of experts whose inputs the router's weights multiply. `experts`: the blocks
+    of the mixture's experts, in order.
+    """
+    routing, inputs = mixture.route(inputs_TD), dict[str, Callable[[], Tensor]]()
+    for number, block in enumerate(experts):
+        inputs[block.writer.role] = partial(channel_moment, mixture, number, inputs_TD, routing)
+        if block.weighed:
+            read = partial(reader_moment, mixture, number, inputs_TD, routing)
+            inputs |= dict.fromkeys(roles_of(block.readers), read)
+    return inputs
 
 
 def _weight(solved: SolvedExpert, place: int) -> Tensor:
