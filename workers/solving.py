@@ -87,7 +87,7 @@ def named_solution(
         described = weights.described if isinstance(weights, StreamedWeights) else weights
         if ROUTER in group.roles:
             solution, schemes = round_by_expert(
-                solution, quantize, bits, moments, described, geometry.reads, statistics.aside
+                solution, quantize, bits, moments, described, geometry.reads, statistics.offload
             )
         else:
             solution, schemes, _ = round_solution(solution, quantize, bits, moments, described, geometry.reads)

@@ -10,8 +10,9 @@ from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
 from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.vllm_lamina import foreign_rotation, unlike_experts, vllm_lacks
+from pipeline.checkpoint.expert_codes import expert_code_faults
 from pipeline.checkpoint.nf4 import is_nf4
-from pipeline.checkpoint.targets import expert_widths, export_faults, is_mixture, mlp_widths
+from pipeline.checkpoint.targets import counted, expert_widths, export_faults, is_mixture, mlp_widths
 from pipeline.rounding.schemes import FIELD, TABLES
 
 NO_CACHE = "nothing of the cache"
@@ -39,11 +40,13 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
         codes = f"; codes of 8 and 4 bits of matrices that are not factored{uniform}" if rounded else ""
         codes = "" if is_mixture(config) else codes  # multiplied out
         rows.append(("llama.cpp", f"`{export} --to gguf{option} FILE`", cut + codes))
-    if not export_faults(config, "stock", tables):
-        codes = f"; codes of matrices that are not factored{uniform}" if rounded else ""
-        nf4 = is_nf4(config)
-        codes = "; NF4 codes, for bitsandbytes, of matrices that are not factored" if nf4 else codes
-        rows.append(("any other", f"`{export} --to stock{'' if nf4 else option} DEST`", cut + codes))
+    kept = f"; codes of matrices that are not factored{uniform}" if rounded else ""
+    if not export_faults(config, "stock"):
+        kept = "; NF4 codes, for bitsandbytes, of matrices that are not factored" if is_nf4(config) else kept
+        rows.append(("any other", f"`{export} --to stock DEST`", cut + kept))
+    elif not export_faults(config, "stock", multiply_out=True):
+        kept = "" if expert_code_faults(counted(config)) else kept
+        rows.append(("any other", f"`{export} --to stock --multiply-out DEST`", cut + kept))
     elif not export_faults(config, "dense"):
         rows.append(("any other", f"`{export} --to dense DEST`", "nothing"))
     return _table(rows)

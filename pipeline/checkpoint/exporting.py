@@ -26,6 +26,14 @@ from manifests.records import Scheme
 from pipeline.checkpoint.assembling import shard_name
 from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_latent, pad_mlp, pad_values
+from pipeline.checkpoint.expert_codes import (
+    common_group,
+    described_codes,
+    expert_code_faults,
+    expert_paths,
+    in_groups_of,
+    whole_roles,
+)
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.nf4 import is_nf4, nf4_config, nf4_tensors
 from pipeline.checkpoint.targets import (
@@ -50,7 +58,6 @@ from pipeline.rounding.schemes import (
     WEIGHT,
     packed_modules,
     packed_names,
-    quantization_config,
     rounded_modules,
 )
 from stores.checkpoint import copy_shard, write_index, write_shard
@@ -65,8 +72,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
 
-    `multiply_out`: store matrices with tables of levels unrounded, instead of refusing them. Otherwise `stock` keeps
-    normal levels of 4 bits as NF4 weights of bitsandbytes.
+    `multiply_out`: store matrices with tables of levels unrounded, instead of refusing them, and all of them where the
+    class cannot hold codes of experts. `stock` keeps normal levels of 4 bits as NF4 weights of bitsandbytes otherwise.
 
     Raises:
         InputError: OUTPUT is not a Lamina checkpoint, the destination is not empty or not writable, or the target
@@ -102,6 +109,11 @@ def _write(
     total, numbers = geometry.num_layers + 1 + bool(towers), 0
     nf4, fused = is_nf4(config) and not multiply_out, fused_tensors(geometry_of(standard_config(exported_config)))
     packed = _packed(checkpoint, config, nf4, fused) if target == "stock" else {}
+    if multiply_out and expert_code_faults(config):
+        packed = {}
+    experts = {*expert_paths(config)}
+    group = common_group(scheme for path, scheme in packed.items() if path in experts)
+    packed |= {path: scheme.model_copy(update={"group": group}) for path, scheme in packed.items() if path in experts}
     rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
     for layer in geometry.layers:
@@ -114,6 +126,7 @@ def _write(
             if path in packed:
                 del tensors[path + WEIGHT]
                 parts = checkpoint.read(sorted(packed_names(path + WEIGHT)))
+                parts = in_groups_of(packed[path].group, path, parts)
                 tensors |= nf4_tensors(path, parts, packed[path].group or 0) if nf4 else parts
                 rounded[path] = packed[path]
         tensors = fuse(tensors, fused)
@@ -137,8 +150,8 @@ def _write(
     copy_companions(storage, checkpoint.storage, _has_source_code(checkpoint.storage), OUR_FILES)
     if rounded:
         linears = [*_linear_modules(config, geometry), *([TOWERS] if towers else [])]
-        described = nf4_config(rounded, linears, config["dtype"]) if nf4 else quantization_config(rounded, linears)
-        exported_config[FIELD] = described
+        described = nf4_config(rounded, linears, config["dtype"]) if nf4 else None
+        exported_config[FIELD] = described or described_codes(rounded, linears, experts)
     storage.replace(CONFIG_FILE, encode_json(exported_config))
     size = sum(storage.size(file) for file in set(weight_map.values()))
     write_index(storage, weight_map, size, numbers)
@@ -237,15 +250,17 @@ def coarsest(layer: LayerGeometry, dtype_of: Callable[[str], torch.dtype]) -> to
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
-    """Return the roles that are stored as one matrix, dense or with fewer MLP channels."""
-    forms = config["forms"][layer.index]
-    return [role for role in layer.matrices if forms.get(role, {"form": "dense"})["form"] in ("dense", "pruned")]
-
-
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
-    """Return the paths of all linear modules of the family's model, with fused ones in place of their parts."""
-    paths = [layer.path(role) for layer in geometry.layers for role in (*layer.matrices, *layer.foreign_linears)]
+    """Return the paths of all linear modules of the family's model, fused ones in place of their parts.
+
+    Routers and gates are among them, which are linear modules in some families.
+    """
+    paths = [
+        layer.path(role)
+        for layer in geometry.layers
+        for role in (*layer.matrices, *layer.foreign_linears, *(each.role for each in layer.copied))
+        if len(layer.role_shapes(role).get("weight", ())) == 2
+    ]
     weights = {path + WEIGHT: path for path in paths}
     for name, whole in fused_tensors(geometry).items():
         if name.endswith(WEIGHT):

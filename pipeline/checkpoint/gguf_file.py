@@ -30,7 +30,8 @@ from manifests.errors import InputError
 from manifests.packages import install_advice
 from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination, whole_roles
+from pipeline.checkpoint.expert_codes import whole_roles
+from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.checkpoint.gguf_mixtures import MixtureFile, neighbours_first
 from pipeline.checkpoint.gguf_names import LAYER_NAMES

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifests.quantize import Quantize
 from manifests.records import Scheme
-from pipeline.kernels.deferred import Aside, DeferredTensors
+from pipeline.kernels.deferred import DeferredTensors, Offload
 from pipeline.methods.method import Moment, Solution, Weights
 from pipeline.rounding.solutions import Feedbacks, Reads, round_solution
 
@@ -22,11 +22,11 @@ def round_by_expert(
     moments: Mapping[Moment, Tensor],
     weights: Weights,
     reads: Reads,
-    aside: Aside,
+    offload: Offload,
 ) -> tuple[Solution, dict[str, Scheme]]:
     """Round the matrices of a solution's experts, and return it with their schemes by module path.
 
-    One expert is in memory at a time; codes and scales lie where `aside` puts them. The router is never rounded.
+    One expert is in memory at a time; codes and scales lie where `offload` puts them. The router is never rounded.
     `solution`: its keys are ordered by expert. The other arguments and the errors are those of `round_solution`.
     """
     feedbacks, tensors, schemes = Feedbacks(), dict[str, Callable[[], Tensor]](), dict[str, Scheme]()
@@ -37,7 +37,7 @@ def round_by_expert(
             one, found, _ = round_solution(one, quantize, bits, moments, weights, reads, feedbacks)
             schemes |= found
             parts.append(one.report)
-        tensors |= {name: aside(tensor) for name, tensor in one.tensors.items()}
+        tensors |= {name: offload(tensor) for name, tensor in one.tensors.items()}
     report = dict(solution.report)
     if schemes:
         report["rounding_error"] = max(part.get("rounding_error", 0.0) for part in parts)

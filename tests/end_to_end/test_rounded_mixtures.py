@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
@@ -101,3 +103,79 @@ def test_a_skipped_role_that_no_layer_has(tmp_path: Path, job: MakeJob) -> None:
     ended = job(source, methods=[], budget=None, **rounding(8, skip=["shared.down"])).run()
     assert ended.code == 2
     assert "has no matrix shared.down; it has q, k, v, o, experts.gate, experts.up, experts.down" in ended.err
+
+
+def exported(made: Job, name: str, *options: str) -> Any:
+    """The job's `stock` export in the source's own class of transformers, float32."""
+    folder = made.root / name
+    ended = command("export", str(made.output), "--to", "stock", *options, str(folder))
+    assert ended.code == 0, ended.err
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+OTHERS_SKIPPED = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("family", "sizes", "quantize"),
+    [
+        ("mixtral", {"intermediate_size": 96}, {"bits": 4}),
+        ("qwen3_moe", {"moe_intermediate_size": 48}, {"bits": 4}),  # gate and up in groups of 32, down in groups of 16
+        ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}, {"bits": 3}),
+        (
+            "deepseek_v3",
+            {"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+            {"bits": 4, "skip": OTHERS_SKIPPED},
+        ),
+        ("hunyuan_v1_moe", {"intermediate_size": 96}, {"bits": 4}),  # whose router is a linear module
+        ("glm4_moe", {"moe_intermediate_size": 32, "intermediate_size": 80}, {"bits": 8, "group": None}),
+    ],
+)
+def test_transformers_own_classes_read_codes_of_experts(
+    family: str, sizes: dict[str, int], quantize: dict[str, Any], tmp_path: Path, job: MakeJob
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    source = make_source(tmp_path / "source", family, 2, hidden_size=64, **sizes)
+    budget = {"keep": 0.7, "scope": "experts"}
+    made = job(source, methods=[CHOSEN["stock"]], budget=budget, **rounding(**quantize))
+    assert made.run().code == 0
+    ids_BT = some_tokens(320)
+    assert (
+        relative_error(logits_of(exported(made, "stock"), ids_BT), logits_of(plain_model(made.output), ids_BT)) < 1e-5
+    )
+    names = read_tensors(made.root / "stock")
+    assert all("weight_" in name for name in names if ".experts." in name)
+    assert any(".experts." in name for name in names)
+    assert "--to stock DEST" in (made.output / "README.md").read_text()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("family", "quantize", "reason"),
+    [
+        ("qwen3_moe", {"bits": 4, "skip": ["experts.down"]}, "matrices of experts without (quantize.skip)"),
+        ("qwen3_moe", {"bits": 4, "skip": ["experts.gate", "experts.up", "experts.down"]}, "of experts without"),
+        ("mixtral", {"bits": 4, "levels": "normal"}, "NF4 codes of"),
+        ("llama4_text", {"bits": 4}, "which transformers then expects one by one"),
+    ],
+)
+def test_codes_of_experts_that_transformers_cannot_read_are_refused(
+    family: str, quantize: dict[str, Any], reason: str, tmp_path: Path, job: MakeJob
+) -> None:
+    sizes = SIZES if family == "qwen3_moe" else {"hidden_size": 64, "intermediate_size": 96}
+    source = make_source(tmp_path / "source", family, 2, **sizes)
+    made = job(source, methods=[], budget=None, **rounding(**quantize))
+    assert made.run().code == 0
+    refused = command("export", str(made.output), "--to", "stock", str(made.root / "stock"))
+    assert refused.code == 2
+    assert reason in refused.err
+    assert "--multiply-out" in refused.err
+    ids_BT, model = some_tokens(320), exported(made, "unrounded", "--multiply-out")
+    assert relative_error(logits_of(model, ids_BT), logits_of(plain_model(made.output), ids_BT)) < 1e-5
+    assert not [name for name in read_tensors(made.root / "unrounded") if "weight_" in name]
+    assert "--to stock --multiply-out DEST" in (made.output / "README.md").read_text()
