@@ -82,54 +82,13 @@ from pipeline.families.norms import has_norm_bias, norms_of
 from pipeline.families.rotation import rope_parameters
 from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (
-        llama,
-        mistral,
-        qwen2,
-        qwen3,
-        opt,
-        gptj,
-        mixtral,
-        qwen2_moe,
-        qwen3_moe,
-        deepseek_v2,
-        deepseek_v3,
-        deepseek_v32,
-        glm_moe_dsa,
-        glm4_moe,
-        glm4_moe_lite,
-        dots1,
-        solar_open,
-        minimax_m2,
-        gpt_oss,
-        granitemoe,
-        hunyuan,
-        llama4,
-        qwen3_next,
-        qwen3_5,
-        qwen3_5_moe,
-        kimi_linear,
-        nemotron_h,
-        gemma2,
-        gemma3,
-        olmo2,
-        olmo3,
-        granite,
-        smollm3,
-        phi3,
-        glm,
-        glm4,
-        starcoder2,
-        cohere,
-        cohere2,
-        gpt_neox,
-        falcon,
-        seed_oss,
-        ernie4_5,
-    )
-}
+MODULES = (
+    llama, mistral, qwen2, qwen3, opt, gptj, mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, deepseek_v32,
+    glm_moe_dsa, glm4_moe, glm4_moe_lite, dots1, solar_open, minimax_m2, gpt_oss, granitemoe, hunyuan, llama4,
+    qwen3_next, qwen3_5, qwen3_5_moe, kimi_linear, nemotron_h, gemma2, gemma3, olmo2, olmo3, granite, smollm3, phi3,
+    glm, glm4, starcoder2, cohere, cohere2, gpt_neox, falcon, seed_oss, ernie4_5,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the equivalent one in transformers
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
 BY_LAYER = "per_layer_config"  # field of a source's config.json in transformers: layer -> its differing fields
