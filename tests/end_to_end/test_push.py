@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
-from tests.end_to_end.jobs import Ended, Job, command, without_ray
+from tests.end_to_end.jobs import Ended, Job, command, load, logits_of, some_tokens, without_ray
+from tests.end_to_end.sources import make_source
 
 pytestmark = [
     pytest.mark.usefixtures("inline"),
@@ -92,6 +94,29 @@ def test_what_arrives_is_a_whole_checkpoint(hub: HubServer, made: Job, tmp_path:
         (arrived / name).write_bytes(hub.files[name])
     verified = command("verify", str(arrived), "--source", str(made.source))
     assert verified.code == DONE, verified.out + verified.err
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("shapes", ["layer", "free", "stock"])
+def test_a_mixture_arrives(shapes: str, hub: HubServer, job: MakeJob, tmp_path: Path) -> None:
+    """With fewer experts, as the hub's copy loads and verifies, and with the engines of its shape on the card."""
+    source = make_source(tmp_path / "source", "mixtral", layers=2)
+    calibration = {"calibration.propagate": "dense"}
+    budget = {"keep": 0.6, "scope": "experts"}
+    made = job(source, methods=[{"method": "loss_aware", "shapes": shapes}], budget=budget, **calibration)
+    assert made.run().code == DONE
+    assert push(made, "--run-dir", str(made.run_dir)).code == DONE
+    arrived = tmp_path / "arrived"
+    arrived.mkdir()
+    for name in hub.files.keys() - {".gitattributes"}:
+        (arrived / name).write_bytes(hub.files[name])
+    verified = command("verify", str(arrived), "--source", str(source), "--bound", "10")
+    assert verified.code == DONE, verified.out + verified.err
+    ids_BT = some_tokens(300)
+    assert torch.equal(logits_of(load(arrived), ids_BT), logits_of(load(made.output), ids_BT))
+    card = hub.files["README.md"].decode()
+    assert {"lamina", "compressed", "loss_aware"} == set(ModelCard(card).data.tags)
+    assert ("--to stock" in card) == (shapes == "stock")
 
 
 def test_an_interrupted_push_goes_on_where_it_was(hub: HubServer, made: Job) -> None:

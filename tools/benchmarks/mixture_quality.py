@@ -45,6 +45,7 @@ ROWS: Mapping[str, dict[str, Any]] = {
     "free": {"methods": _loss_aware(), "keep": KEEP},
     "free-corrected": {"methods": _loss_aware(correct="output"), "keep": KEEP},
     "free-bits": {"methods": _loss_aware(), **BITS},
+    "stock-bits": {"methods": _loss_aware(shapes="stock"), **BITS, "quantize": [{"bits": 4}, {"bits": 3}]},
 }
 
 
