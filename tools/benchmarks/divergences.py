@@ -4,9 +4,9 @@
     python -m tools.benchmarks.divergences MODEL --text TEXT --bfloat16 --rows uniform learned --bytes 0.285 0.22
 
 `--text`: a text, or a JSON list of texts, of which the first `--texts` are joined by newlines. Calibration samples are
-`--samples` of 256 tokens, drawn from all of it. As many windows of the remaining text are scored, where a job scores a
-tenth as many. `--rows` are ways to compress (`ROWS`); `--keep` are shares of the decoder's numbers, `--bytes` of its
-bytes. One sweep does all of it; run again with the same `--directory`, it resumes.
+`--samples` of 256 tokens, drawn from the whole text. As many windows of the remaining text are scored; a job scores a
+tenth of that. `--rows`: ways to compress. `--keep`: shares of the decoder's numbers, `--bytes`: of its bytes. One sweep
+computes all points. With the same `--directory` it resumes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ REFINED: Mapping[str, dict[str, Any]] = {
     "plain": {},
     "corrected": {"correct": "output"},
     "refined": {"refine": True},
-    "apart": {"refine": {"inputs": "dense"}},
-    "mixed": {"refine": {"inputs": "mixed"}},
+    "refined-dense": {"refine": {"inputs": "dense"}},
+    "refined-mixed": {"refine": {"inputs": "mixed"}},
     "corrected-refined": {"correct": "output", "refine": True},
 }
 ROWS: Mapping[str, dict[str, Any]] = {
