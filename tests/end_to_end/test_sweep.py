@@ -174,17 +174,18 @@ def test_points_behind_their_own_layers_share_the_dense_pass(
         "plain": {"method": "loss_aware"},
         "corrected": {"method": "loss_aware", "correct": "output"},
         "refined": {"method": "loss_aware", "refine": {"steps": 6}},
-        "apart": {"method": "loss_aware", "refine": {"steps": 6, "inputs": "dense"}},
+        "dense": {"method": "loss_aware", "refine": {"steps": 6, "inputs": "dense"}},
+        "mixed": {"method": "loss_aware", "refine": {"steps": 6, "inputs": "mixed"}},
     }
     points = [{"name": name, "methods": [entry], "save": "all"} for name, entry in entries.items()]
     source = make_source(tmp_path / "source", "llama", layers=2)
     made = sweep(*points, source=source, keep=[0.6])
     found = made.run().json
     assert len(made.forwards()) == len(set(made.forwards()))
-    assert len([unit for unit in made.units() if unit.startswith("refine/")]) == 4
+    assert len([unit for unit in made.units() if unit.startswith("refine/")]) == 6
     dense = {"calibration.propagate": "dense", "evaluation": made.document["evaluation"], "budget.keep": 0.6}
     rows = {row["point"]: row for row in found["points"]}
-    for name in ("corrected", "refined", "apart"):
+    for name in ("corrected", "refined", "dense", "mixed"):
         single = job(source, **dense, methods=[entries[name]])
         assert single.run().code == 0
         assert file_digests(Path(rows[f"{name}-0.6"]["output"])) == file_digests(single.output)
