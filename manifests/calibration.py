@@ -37,6 +37,13 @@ class Text(Block):
             raise ValueError("begin and end cut `files`; for a dataset, give another `split`")
         return self
 
+    @property
+    def sources(self) -> dict[str, Text]:
+        """Map the names of the sources, each file or the dataset, to the text of each alone."""
+        if self.dataset:
+            return {" ".join(filter(None, (self.dataset, self.name, self.split))): self}
+        return {file: self.model_copy(update={"files": (file,)}) for file in self.files or ()}
+
 
 TEXT_TAGS = ("one text", "several texts")  # parts of pydantic's error locations
 

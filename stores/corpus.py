@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -96,9 +97,42 @@ def draw_samples(
 
     Raises InputError: fewer tokens than samples * sequence_length.
     """
+    drawn = draw_from_sources([documents], tokenizer, samples, held_out, sequence_length, seed)
+    return drawn.samples, drawn.held_out
+
+
+class Drawn(NamedTuple):
+    """Samples and held-out windows as `draw_samples` returns them, and the place of each sample's source."""
+
+    samples: torch.Tensor
+    held_out: torch.Tensor
+    sources: tuple[int, ...]
+
+
+def draw_from_sources(
+    sources: Sequence[Iterable[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    held_out: int,
+    sequence_length: int,
+    seed: int,
+) -> Drawn:
+    """Draw as `draw_samples` from the documents of several sources, one after another.
+
+    A sample belongs to the source of its first token. Raises the InputError of `draw_samples`.
+    """
     chosen, others = _Reservoir(samples, seed), _Reservoir(held_out, f"held out {seed}")
-    num_tokens = 0
-    for position, window in enumerate(_windows(_token_pieces(documents, tokenizer), sequence_length)):
+    num_tokens, ends = 0, list[int]()
+
+    def pieces() -> Iterator[torch.Tensor]:
+        count = 0
+        for documents in sources:
+            for piece in _token_pieces(documents, tokenizer):
+                count += len(piece)
+                yield piece
+            ends.append(count)
+
+    for position, window in enumerate(_windows(pieces(), sequence_length)):
         num_tokens += len(window)
         if len(window) < sequence_length or position == POOL_FACTOR * samples:
             break
@@ -110,7 +144,9 @@ def draw_samples(
             f"calibration text: {num_tokens} tokens, but {samples} samples of {sequence_length} need "
             f"{samples * sequence_length}; give more text, or lower calibration.samples or sequence_length"
         )
-    return chosen.stacked(sequence_length), others.stacked(sequence_length)
+    begins = sorted(position * sequence_length for position, _ in chosen.windows)
+    places = tuple(bisect_right(ends, begin) for begin in begins)
+    return Drawn(chosen.stacked(sequence_length), others.stacked(sequence_length), places)
 
 
 def count_tokens(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, most: int) -> int:

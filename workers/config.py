@@ -12,6 +12,7 @@ import torch
 from manifests.records import ArrayRecord
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
+from pipeline.methods.text_sources import NO_SOURCES, TextSources
 from pipeline.units.sharding import gradient_count, shard_range
 from stores.source import SourceCheckpoint
 from stores.storage import Place
@@ -38,6 +39,7 @@ class WorkerConfig:
         device_bytes: planned device memory; free memory beyond it holds hidden states. 0: unknown.
         experts: the number of a layer's experts that a worker holds at a time.
         hardware: hardware on which the job began (workers/hardware.py); None: the first worker's.
+        sources: of the calibration samples.
     """
 
     source: SourceCheckpoint
@@ -60,6 +62,7 @@ class WorkerConfig:
     device_bytes: int = 0
     experts: int = 8
     hardware: Mapping[str, str] | None = None
+    sources: TextSources = NO_SOURCES
 
     @property
     def tokens_shape(self) -> tuple[int, int]:

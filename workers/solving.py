@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from pipeline.methods.capabilities import Correcting, SharingSizes
 from pipeline.methods.experts.method import ROUTER
 from pipeline.methods.experts.scores import few_tokens
 from pipeline.methods.method import Group, Method, Moment, Ranks, Solution, Statistics, stored_dtype
+from pipeline.methods.text_sources import BY_SOURCE
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.experts import round_by_expert
 from pipeline.rounding.schemes import WEIGHT
@@ -133,7 +135,7 @@ def _refitted(problem: GroupProblem, factors: Mapping[str, Tensor], solution: So
     return sorted(changed)
 
 
-def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, int]:
+def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, Any]:
     """Return the number of tokens that passed an expert, and again as `few_tokens` if it is too small for its
     channels."""
     width = {block.writer.reads: block.width for block in problem.geometry.mlps if block.routing}
@@ -146,7 +148,17 @@ def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, int]:
         return {}
     ((point, tokens),) = counts.items()
     few = {"few_tokens": tokens} if few_tokens(tokens, width[point]) else {}
-    return {"tokens": tokens, **few}
+    return {"tokens": tokens, **few, **_by_source(problem, point, statistics)}
+
+
+def _by_source(problem: GroupProblem, point: str, statistics: Statistics) -> dict[str, Any]:
+    """Return the sampled tokens of the expert at a point by source, where its routing weights are sampled."""
+    (routing,) = (block.routing for block in problem.geometry.mlps if block.writer.reads == point)
+    samples = (
+        each for moment, each in statistics.moments.items() if (moment.point, moment.kind) == (routing, "sample")
+    )
+    counts = statistics.sources.count(sample[0, :, 0] != 0) if (sample := next(samples, None)) is not None else {}
+    return {BY_SOURCE: counts} if counts else {}
 
 
 def _changes(solution: Solution, role: str) -> bool:

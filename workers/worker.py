@@ -334,7 +334,8 @@ class Worker:
             if isinstance(record, CountedRecord | Summed) and not isinstance(record, GradientRecord):
                 passed[moment] = record.tokens
         passed = {moment: tokens for moment, tokens in passed.items() if tokens != self.setup.calibration_tokens}
-        return Statistics(moments, self.setup.calibration_tokens, hint, passed, shared.factors)
+        sources = self.setup.sources
+        return Statistics(moments, self.setup.calibration_tokens, hint, passed, shared.factors, sources=sources)
 
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]

@@ -181,17 +181,19 @@ def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
 
 
 def source_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
-    """Warn if experts are cut to a share below `ONE_TEXT_KEEP` with the statistics of a single text."""
+    """Warn if experts are cut to a share below `ONE_TEXT_KEEP` with the statistics of a single file or dataset."""
     cut = {task.method for task in tasks if {*task.roles} & geometry.layers[task.layer].routed_roles}
     own = [entry.keep for position, entry in enumerate(manifest.methods) if position in cut]
     common = manifest.budget.share if manifest.budget else 1.0
     keep = min((common if share is None else share for share in own), default=1.0)
-    if manifest.calibration is None or len(manifest.calibration.texts) > 1 or keep >= ONE_TEXT_KEEP:
+    texts = manifest.calibration.texts if manifest.calibration else ()
+    sources = {name for text, _ in texts for name in text.sources}
+    if len(sources) != 1 or keep >= ONE_TEXT_KEEP:
         return ()
     return (
-        f"calibration.text: a single text decides which experts are kept at a budget of {keep:g}; experts that other "
-        "text needs may be removed (published: REAP calibrated only on C4 collapses on code): give calibration.text a "
-        "list of texts with shares",
+        f"calibration.text: a single source decides which experts are kept at a budget of {keep:g}: all tokens of "
+        f"every expert are of {sources.pop()}; experts that other text needs may be removed (published: REAP "
+        "calibrated only on C4 collapses on code): give more files, or a list of texts with shares",
     )
 
 

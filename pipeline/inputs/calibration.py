@@ -13,8 +13,9 @@ from manifests.errors import InputError
 from manifests.records import Origin
 from pipeline.families.foreign import sequence_limit
 from pipeline.inputs.job_inputs import Inputs
+from pipeline.methods.text_sources import TextSources
 from pipeline.units.sharding import held_out_windows
-from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
+from stores.corpus import draw_from_sources, evaluation_windows, load_tokenizer, read_documents
 from stores.storage import Place
 
 SAMPLE_SHAPE = (2, 64)
@@ -29,6 +30,7 @@ class CalibrationTokens:
 
     samples: torch.Tensor
     held_out: torch.Tensor
+    sources: TextSources
 
 
 def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
@@ -39,10 +41,27 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
     tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
     samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
     drawn = [
-        draw_samples(read_documents(text), tokenizer, count, held_out_windows(count, samples, length), length, seed)
+        draw_from_sources(
+            [read_documents(source) for source in text.sources.values()],
+            tokenizer,
+            count,
+            held_out_windows(count, samples, length),
+            length,
+            seed,
+        )
         for text, count in calibration.texts
     ]
-    tokens = CalibrationTokens(*(torch.cat(parts) for parts in zip(*drawn, strict=True)))
+    of_samples = [
+        [*text.sources][place]
+        for (text, _), each in zip(calibration.texts, drawn, strict=True)
+        for place in each.sources
+    ]
+    names = tuple(dict.fromkeys(name for text, _ in calibration.texts for name in text.sources))
+    tokens = CalibrationTokens(
+        torch.cat([each.samples for each in drawn]),
+        torch.cat([each.held_out for each in drawn]),
+        TextSources(names, tuple(map(names.index, of_samples)), length),
+    )
     check_ids(tokens.samples, inputs.geometry.vocab)
     return tokens
 

@@ -32,6 +32,7 @@ from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
+from pipeline.methods.text_sources import NO_SOURCES, TextSources
 from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
 from stores.lock import RunLock
@@ -65,6 +66,7 @@ class JobContext:
     tokens: torch.Tensor | None
     held_out: torch.Tensor | None
     evaluation: torch.Tensor | None
+    sources: TextSources
     source_files: Mapping[str, SourceFile]
     run_dir: RunDirectory
     locks: tuple[RunLock, ...]
@@ -166,8 +168,9 @@ def with_entered_samples(job: JobContext) -> JobContext:
     if calibration is None or not calibration.chooses_samples or entered is None or job.tokens is None:
         return job
     inputs = replace(job.inputs, manifest=with_samples(job.manifest, entered.samples))
-    tokens = job.tokens[torch.arange(entered.samples) * len(job.tokens) // entered.samples]
-    return replace(job, inputs=inputs, tokens=tokens, plan=plan_of(inputs))
+    chosen = torch.arange(entered.samples) * len(job.tokens) // entered.samples
+    sources = job.sources.some(chosen.tolist())
+    return replace(job, inputs=inputs, tokens=job.tokens[chosen], sources=sources, plan=plan_of(inputs))
 
 
 class Text(NamedTuple):
@@ -176,13 +179,15 @@ class Text(NamedTuple):
     samples: torch.Tensor | None
     held_out: torch.Tensor | None
     evaluation: torch.Tensor | None
+    sources: TextSources
 
 
 def read_text(inputs: Inputs) -> Text:
     """Reads the texts for calibration and evaluation. Raises InputError."""
     drawn = calibration_tokens(inputs)
     held_out = drawn.held_out if drawn and len(drawn.held_out) else None
-    return Text(drawn.samples if drawn else None, held_out, evaluation_tokens(inputs))
+    sources = drawn.sources if drawn else NO_SOURCES
+    return Text(drawn.samples if drawn else None, held_out, evaluation_tokens(inputs), sources)
 
 
 def read_source(inputs: Inputs, ledger: Ledger) -> Mapping[str, SourceFile]:

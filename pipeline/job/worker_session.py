@@ -305,6 +305,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         gradient_samples=job.inputs.passes.gradient_samples,
         experts=manifest.workers.experts,
         hardware=job.ledger.get(HARDWARE),
+        sources=job.sources,
     )
 
 

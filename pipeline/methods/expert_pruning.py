@@ -13,7 +13,14 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import Deferred
 from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
-from pipeline.methods.experts.method import ExpertsMethod, mixture_of, renumbered, routed, sampled
+from pipeline.methods.experts.method import (
+    ExpertsMethod,
+    mixture_of,
+    renumbered,
+    routed,
+    sampled,
+    tokens_of_experts,
+)
 from pipeline.methods.experts.mixture import Mixture, expert_sums, expert_tokens
 from pipeline.methods.experts.scores import (
     SALIENCY_BY_EXPERT,
@@ -101,5 +108,5 @@ class MergeExpertsMethod(REAPMethod):
         stored |= {number: partial(merged.experts.__getitem__, place) for place, number in enumerate(kept)}
         placed = replace(mixture, experts=Deferred([stored[number] for number in range(len(experts))]))
         solution = solve(experts, placed, statistics, sampled(geometry), kept, experts[0].width, refit=False)
-        report = {**solution.report, "clusters": clusters, TOKENS_BY_EXPERT: tokens_E.tolist()}
+        report = {**solution.report, "clusters": clusters, **tokens_of_experts(mixture, inputs_TD, statistics)}
         return renumbered(replace(solution, report=report), geometry, kept, weights)

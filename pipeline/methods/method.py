@@ -21,6 +21,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import Offload, in_memory
 from pipeline.kernels.sensitivity import Factored
+from pipeline.methods.text_sources import NO_SOURCES, TextSources
 from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
@@ -83,6 +84,7 @@ class Statistics:
         factors: the cache of `moments.factored_mean`, shared by a layer's groups: moment -> its sum and the factor of
             its mean.
         offload: stores a tensor until it is read again, for the results of solves of many experts.
+        sources: of the calibration text, for the report.
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class Statistics:
     passed: Mapping[Moment, int] = field(default_factory=dict)
     factors: dict[Moment, tuple[Tensor, Factored]] = field(default_factory=dict, compare=False, repr=False)
     offload: Offload = field(default=in_memory, compare=False, repr=False)
+    sources: TextSources = NO_SOURCES
 
     @property
     def unseen(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +14,14 @@ from matplotlib.ticker import MaxNLocator
 from pipeline.console.expert_groups import EXPERTS, expert_number
 from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT, SALIENCY_BY_EXPERT, TOKENS_BY_EXPERT
 from pipeline.methods.method import read_task_key
+from pipeline.methods.text_sources import BY_SOURCE
 from pipeline.reporting.drawing import Plot, draw
 from pipeline.reporting.run_data import Run
 
 ByExpert = Mapping[tuple[int, int], float]  # (layer, expert) -> value
 HEIGHT_INCHES = 3.1
 LEAST = 1e-12  # nats: smaller losses have the colour of this one
+NAMED = 5  # experts furthest from the text's own division, in a caption
 SCORES = {"removals": REMOVAL_LOSS_BY_EXPERT, "saliencies": SALIENCY_BY_EXPERT}  # map -> field of a report
 MAPS = {  # name -> logarithmic colours, label, caption
     "tokens": (
@@ -51,7 +54,40 @@ def expert_plots(run: Run, losses: Mapping[str, float]) -> list[Plot]:
         if (number := expert_number(group)) is not None:
             lost[layer, number] = max(loss, LEAST)
     by_expert["losses"] = lost
-    return [_heat_map(name, values, *MAPS[name]) for name, values in by_expert.items() if values]
+    plots = [_heat_map(name, values, *MAPS[name]) for name, values in by_expert.items() if values]
+    return plots + _source_plots(run)
+
+
+def _source_plots(run: Run) -> list[Plot]:
+    """Draw the share of each expert's tokens that come from each source of the text; nothing for one source."""
+    tokens: dict[str, dict[tuple[int, int], int]] = {}
+    for layer, entry in run.layers.items():
+        for group, group_report in entry.groups.items():
+            for source, counts in group_report.as_json().get(BY_SOURCE, {}).items():
+                numbers = [expert_number(group)] if group != EXPERTS else range(len(counts))
+                of_experts = counts if group == EXPERTS else [counts]
+                tokens.setdefault(source, {}).update(
+                    {
+                        (layer, number): each
+                        for number, each in zip(numbers, of_experts, strict=True)
+                        if number is not None
+                    }
+                )
+    totals = Counter[tuple[int, int]]()
+    for counts in tokens.values():
+        totals.update(counts)
+    plots = []
+    for place, (source, counts) in enumerate(tokens.items()):
+        overall = sum(counts.values()) / max(1, totals.total())
+        shares = {expert: count / totals[expert] for expert, count in counts.items() if totals[expert]}
+        furthest = sorted(shares, key=lambda expert: -abs(shares[expert] - overall))[:NAMED]
+        named = ", ".join(f"layer {layer} expert {number} {shares[layer, number]:.0%}" for layer, number in furthest)
+        caption = (
+            f"Share of each expert's sampled tokens that come from {source}, {overall:.0%} of all of them. Furthest "
+            f"from that: {named}."
+        )
+        plots.append(_heat_map(f"source-{place}", shares, False, f"tokens from {source}", caption))
+    return plots
 
 
 def _of_expert(run: Run, layer: int, group: str, report: Mapping[str, Any]) -> dict[str, dict[int, float]]:

@@ -264,6 +264,8 @@ def _notes(report: Mapping[str, Any]) -> str:
     notes += [
         f"{name.replace('_', ' ')} {number(value) if isinstance(value, (int, float)) else value}"
         for name, value in report.items()
-        if name not in SHOWN_BESIDE and not name.endswith(("spectrum", "by_expert")) and value not in (0, False, None)
+        if name not in SHOWN_BESIDE
+        and not name.endswith(("spectrum", "by_expert", "by_source"))
+        and value not in (0, False, None)
     ]
     return ", ".join(notes)

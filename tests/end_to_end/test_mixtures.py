@@ -218,17 +218,63 @@ def test_an_expert_without_tokens_stays_dense_and_is_named(tmp_path: Path, job: 
 
 @inline
 def test_one_text_alone_for_a_small_budget_is_a_warning(tmp_path: Path, job: MakeJob) -> None:
-    source, said = make_source(tmp_path / "source", "qwen3_moe", layers=2), "a single text decides which experts"
+    source, said = make_source(tmp_path / "source", "qwen3_moe", layers=2), "a single source decides which experts"
     made = job(source, methods=[EXPERTS_ALONE], **DENSE, budget={"keep": 0.6, "scope": "experts"})
     (warning,) = [warning for warning in made.run().json["warnings"] if said in warning]
-    assert "at a budget of 0.6" in warning
+    assert f"at a budget of 0.6: all tokens of every expert are of {made.text};" in warning
     assert warning in next((made.run_dir / "logs").glob("*.log")).read_text()
     assert command("report", str(made.run_dir)).code == 0
     assert f"<b>calibration.text: {said}" in (made.run_dir / "report.html").read_text()
-    file = {"files": [str(made.text)], "share": 0.5}
-    for changes in ({"calibration.text": [file, file]}, {"budget.keep": 0.7}, {"methods": [{"method": "lorc"}]}):
+    other = factories.write_text(tmp_path / "other.txt", 20_000, seed=5)
+    two = {"files": [str(made.text), str(other)]}
+    apart = [{"files": [file], "share": 0.5} for file in two["files"]]
+    for changes in (
+        {"calibration.text": two},
+        {"calibration.text": apart},
+        {"budget.keep": 0.7},
+        {"methods": [{"method": "lorc"}]},
+    ):
         changed = job(source, **({"methods": [EXPERTS_ALONE], "budget.keep": 0.6} | DENSE | changes)).write()
         assert said not in command("plan", str(changed.manifest)).out
+
+
+@pytest.mark.sample(2)
+@inline
+@pytest.mark.parametrize(
+    "entry",
+    [EXPERTS_ALONE, {"method": "reap"}, {"method": "merge_experts"}, {"method": "loss_aware", "shapes": "layer"}],
+)
+def test_the_report_divides_tokens_of_experts_over_sources(
+    entry: dict[str, Any], tmp_path: Path, job: MakeJob, text: Path
+) -> None:
+    """Of 12 samples, 9 are of one file, 2 of another, and 1 of the last; a token passes 2 of 6 experts."""
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
+    others = [factories.write_text(tmp_path / f"{name}.txt", 20_000, seed=5) for name in ("prose", "code")]
+    counts = dict(zip(map(str, (text, *others)), (9, 2, 1), strict=True))
+    texts = [{"files": [file], "share": count / 12} for file, count in counts.items()]
+    budget = {"keep": 0.6, "scope": "experts"}
+    made = job(source, methods=[entry], **DENSE, **{"calibration.text": texts, "budget": budget})
+    made.run().json  # noqa: B018 - asserts the exit code
+    for layer in made.compression()["layers"]:
+        groups = {name: group for name, group in layer["groups"].items() if name.startswith("experts")}
+        by_source = [group["tokens_by_source"] for group in groups.values()]
+        for file, samples in counts.items():
+            routed = sum(sum(each[file]) if "experts" in groups else each[file] for each in by_source)
+            assert routed == samples * 24 * 2
+        for group in groups.values():
+            divided = [*map(sum, zip(*group["tokens_by_source"].values(), strict=True))] if "experts" in groups else []
+            assert (
+                divided == group["tokens_by_expert"]
+                if divided
+                else (sum(group["tokens_by_source"].values()) == group["tokens"])
+            )
+    assert command("report", str(made.run_dir)).code == 0
+    page = (made.run_dir / "report.html").read_text()
+    assert [f"tokens that come from {file}, {count / 12:.0%} of all" in page for file, count in counts.items()] == [
+        True
+    ] * 3
+    assert re.search(r"Furthest from that: layer \d expert \d \d+%", page)
+    assert "by source" not in page, "a table does not list a number for each expert"
 
 
 @inline

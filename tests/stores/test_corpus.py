@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from manifests.calibration import Text
 from manifests.errors import InputError
 from stores import corpus
-from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
+from stores.corpus import draw_from_sources, draw_samples, evaluation_windows, load_tokenizer, read_documents
 
 DOCUMENTS = ["w1 w2\nw3", "", "w4"]
 BOS = 1
@@ -225,6 +225,16 @@ def test_windows_held_out_are_others_and_change_no_sample() -> None:
     assert held_out_counts.max() < 24
     assert draw_samples(documents, tokenizer, 97, 5, 10, 0)[1].shape == (3, 10)
     assert draw_samples(documents, tokenizer, 100, 5, 10, 0)[1].shape == (0, 10)
+
+
+def test_a_sample_belongs_to_the_source_of_its_first_token() -> None:
+    tokenizer, ends = make_tokenizer(None), (333, 700, 1000)
+    sources = [[words(begin, end)] for begin, end in zip((0, *ends), ends, strict=False)]
+    drawn = draw_from_sources(sources, tokenizer, 60, 5, 10, seed=3)
+    assert torch.equal(drawn.samples, pack_samples([text for texts in sources for text in texts], tokenizer, 60, 10, 3))
+    firsts = (drawn.samples[:, 0] - 2).tolist()
+    assert list(drawn.sources) == [sum(first >= end for end in ends) for first in firsts]
+    assert len({*drawn.sources}) == 3
 
 
 def test_a_large_corpus_is_not_read_to_its_end() -> None:

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -20,11 +20,12 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import DeferredTensors
 from pipeline.methods.base import MethodBase
-from pipeline.methods.experts.mixture import Mixture, expert_tokens
+from pipeline.methods.experts.mixture import Mixture
 from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, expert_counts, kept_experts
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH
 from pipeline.methods.experts.solutions import inputs_of, metric_of, mixture_from, rule_of, sample_of, solve
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
+from pipeline.methods.text_sources import BY_SOURCE
 
 ROUTER, ROUTER_BIAS = "router", "router_bias"
 LEAST_SAMPLE = 65_536  # tokens, if the text has that many
@@ -110,7 +111,7 @@ class ExpertsMethod(MethodBase[E_]):
         scores_E = self.expert_scores(mixture, inputs_TD, geometry, statistics)
         kept = kept_experts(scores_E, ranks[EXPERTS], mixture.rule.groups).tolist()
         solution = solve(experts, mixture, statistics, sampled(geometry), kept, width, self.refits)
-        figures = {TOKENS_BY_EXPERT: expert_tokens(mixture, inputs_TD).tolist(), self.scored_by: scores_E.tolist()}
+        figures = tokens_of_experts(mixture, inputs_TD, statistics) | {self.scored_by: scores_E.tolist()}
         return renumbered(replace(solution, report=solution.report | figures), geometry, kept, weights)
 
     def unchanged(self, layer: LayerGeometry, weights: Weights, statistics: Statistics) -> Solution:
@@ -121,6 +122,17 @@ class ExpertsMethod(MethodBase[E_]):
     def inputs(self, layer: LayerGeometry, statistics: Statistics) -> Tensor:
         """Return the sampled inputs of the mixture (T, D)."""
         return statistics.moments[sample_of(routed(layer), sampled(layer))][0]
+
+
+def tokens_of_experts(mixture: Mixture, inputs_TD: Tensor, statistics: Statistics) -> dict[str, Any]:
+    """Return figures of a report: the sampled tokens of each dense expert, of several sources also by source."""
+    routing, by_source = mixture.route(inputs_TD), dict[str, list[int]]()
+    for number in range(len(mixture.experts)):
+        passed_T = (routing.experts == number).any(dim=1)
+        for source, tokens in statistics.sources.count(passed_T).items():
+            by_source.setdefault(source, []).append(tokens)
+    figures: dict[str, Any] = {TOKENS_BY_EXPERT: routing.tokens(len(mixture.experts)).tolist()}
+    return figures | ({BY_SOURCE: by_source} if by_source else {})
 
 
 def routed(layer: LayerGeometry) -> list[MLPBlock]:
