@@ -69,6 +69,36 @@ def test_a_weight_is_decoded_on_its_parts_device(kind: str, device: str, tmp_pat
         assert torch.equal(weight.cpu(), stored.expected)
 
 
+def test_awq_is_read_as_compressed_tensors_reads_it(tmp_path: Path) -> None:
+    """Its converter of AWQ checkpoints is the judge, not the encoder of these tests; any bits are a weight."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    bits = torch.iinfo(torch.int32)
+
+    def any_bits(tensors: dict[str, Tensor], scale: str) -> None:
+        random = torch.Generator().manual_seed(1)
+        for name in tensors.keys() - {scale}:
+            tensors[name] = torch.randint(bits.min, bits.max, tensors[name].shape, generator=random, dtype=torch.int32)
+        tensors[scale] = tensors[scale].half()
+
+    stored = Stored(tmp_path, "awq", any_bits)
+    parts = AutoAWQConverter(group_size=16, ignore=()).process(dict(stored.tensors))
+    shape = torch.Size(parts["q_proj.weight_shape"].tolist())
+    scales = parts["q_proj.weight_scale"]
+    expected = dequantize(
+        unpack_from_int32(parts["q_proj.weight_packed"], 4, shape),
+        scales.float(),
+        unpack_from_int32(parts["q_proj.weight_zero_point"], 4, scales.shape, packed_dim=0),
+        QuantizationArgs(num_bits=4, group_size=16, symmetric=False, strategy="group"),
+        dtype=torch.float32,
+    )
+    weight = decode(stored.weight, stored.parts())
+    assert torch.equal(weight, expected.to(weight.dtype))
+
+
 def remove(tensors: dict[str, Tensor], scale: str) -> None:
     del tensors[scale]
 
