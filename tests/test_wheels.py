@@ -35,6 +35,7 @@ class Environment:
 
     def __init__(self, folder: Path, *wheels: Path) -> None:
         self.python, self.folder = folder / "env" / "bin" / "python", folder
+        (folder / "lamina").mkdir()  # as a clone is called: Python prefers the package to a folder without modules
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
         (own,) = (folder / "env" / "lib").glob("python3*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps", *wheels]

@@ -1,4 +1,4 @@
-"""Checkpoints of every method's forms, of a size that vLLM's kernels take: heads of 32 numbers.
+"""Checkpoints of every method's forms, of a size that vLLM's kernels take: heads of 32 numbers, or of 8 in one case.
 
 D 128, H 4 query heads over G 2, MLPs of 192; OPT and GPT-J with H = G = 4.
 """
@@ -45,6 +45,7 @@ SOURCES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**LLAMA),
     "llama-tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "llama-mha": LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}),
+    "llama-small-heads": LlamaConfig(**{**LLAMA, "head_dim": 8}),
     "llama-yarn": LlamaConfig(
         **LLAMA, hidden_act="gelu",
         rope_parameters={
@@ -93,6 +94,7 @@ CASES = {
     **{method: ("llama", layers) for method, layers in METHODS.items()},
     "flat_llm-mha": ("llama-mha", [kinds.joint_head, flat, kinds.narrow_keys_latent_values]),
     "lestd-mha": ("llama-mha", [kinds.tucker, kinds.tucker_sparse_own_output, kinds.joint_head]),
+    "small-heads": ("llama-small-heads", [*METHODS["loss_aware"][:2], flat]),
     "lorc-wide": ("llama", [wide, kinds.latent_keys, kinds.latent_values]),
     "tied": ("llama-tied", METHODS["flat_llm"]),
     "yarn": ("llama-yarn", METHODS["lorc"]),

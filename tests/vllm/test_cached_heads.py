@@ -50,6 +50,11 @@ def test_a_cpu_holds_equal_widths() -> None:
     assert (heads.key, heads.value, heads.backend) == (96, 96, None)
 
 
+def test_heads_without_a_kernel_are_widened() -> None:
+    heads = CachedHeads(config_of(flat, flat, flat), kernel_sizes=(40, 64))
+    assert (heads.key, heads.value, heads.backend) == (40, 40, None)
+
+
 @pytest.mark.usefixtures("on_cuda")
 def test_cuda_holds_narrow_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for able, name in ((True, "FLASH_ATTN_DIFFKV"), (False, "TRITON_ATTN_DIFFKV")):

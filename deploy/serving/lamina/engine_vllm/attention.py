@@ -24,9 +24,7 @@ class CachedHeads:
     def __init__(self, config: LaminaConfig, requested: Any = None, kernel_sizes: tuple[int, ...] = ()) -> None:
         self.backend: Any = None
         width = config.served_value_width()
-        self.key = self.value = config.head_dim
-        if width > config.head_dim:  # absorbed latents
-            self.key = self.value = _widened(width, kernel_sizes)
+        self.key = self.value = _widened(max(width, config.head_dim), kernel_sizes)  # wider: absorbed latents
         if width < config.head_dim and current_platform.is_cuda():
             self.backend = _unequal_backend(requested, config.head_dim, width)
         if self.backend is not None:
