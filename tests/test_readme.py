@@ -75,6 +75,7 @@ def test_each_command_of_the_pages_is_run_by_a_test() -> None:
         "pip install": "Makefile",  # by `make setup`, which comes before every test
         "lamina run": "tests/test_installation.py",
         "lamina plan": "tests/test_installation.py",
+        "python -m vllm.entrypoints.openai.api_server": "tests/vllm/test_first_hour.py",
         **{f"python -m {module}": tables for module in MODULES},
     }
     words = r"(?:^|`)((?:make|ray job|pip|lamina|python -m) [\w.]*\w)"
