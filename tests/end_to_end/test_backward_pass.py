@@ -78,9 +78,10 @@ def test_damage_is_repaired(kind: str, job: MakeJob, reference: dict[str, str]) 
     assert file_digests(made.output) == reference
 
 
+@pytest.mark.nightly  # `test_job_variants.py` has two workers
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_bytes_for_any_number_of_workers(workers: int, job: MakeJob, reference: dict[str, str]) -> None:
     made = job(**LOSS, **{"workers.max": workers})
     assert made.run().code == 0
@@ -121,7 +122,7 @@ def test_another_budget_takes_no_pass(job: MakeJob, inline: None) -> None:
     assert file_digests(second) == file_digests(clean.output)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*((family, "model") for family in FAMILIES), *((family, "local") for family in ("qwen3", "opt", "gptj"))],

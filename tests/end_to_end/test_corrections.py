@@ -55,9 +55,10 @@ def test_killed_again_and_again_it_ends_the_same(
     assert file_digests(made.output) == reference
 
 
+@pytest.mark.nightly  # `test_job_variants.py` has two workers
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_bytes_for_any_number_of_workers(workers: int, job: MakeJob, reference: dict[str, str]) -> None:
     made = job(**ROUNDED, **{"workers.max": workers})
     assert made.run().code == 0
@@ -75,7 +76,7 @@ def test_another_budget_walks_again(job: MakeJob, inline: None, reference: dict[
     assert file_digests(second) == reference
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_the_source_at_full_size(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
@@ -86,7 +87,7 @@ def test_every_family_is_the_source_at_full_size(family: str, tmp_path: Path, jo
     assert relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1e-5
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", family, layers=2)

@@ -60,7 +60,7 @@ def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> No
     assert not (destination / "compression.json").exists()
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize(
     ("family", "overrides"),

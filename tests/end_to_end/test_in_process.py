@@ -85,7 +85,7 @@ def test_threads_are_those_of_the_manifest(job: MakeJob, inline: None, monkeypat
             return super().wait()
 
     monkeypatch.setattr(workers.pools, "InProcessPool", Watched)
-    summary = job(**{"workers.cpus": 2}).run().json
+    summary = job(methods=[{"method": "svd"}], calibration=None, **{"workers.cpus": 2}).run().json
     assert seen == {2}
     assert torch.get_num_threads() == before
     assert list(summary["peak_bytes"]["workers"]) == [NAME]

@@ -99,7 +99,7 @@ def check_job(run: Job, source: Path, mixture: str) -> None:
     assert verified.code == 0, verified.out + verified.err
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mixture", ["vectors float32", "vectors float16", "a layer float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
@@ -120,7 +120,7 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mixture", ["vectors float32", "a layer float32"])
 @pytest.mark.parametrize("name", FIXED)
 def test_planned_bytes_are_those_written(name: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]) -> None:

@@ -43,7 +43,7 @@ LATENT_KEYS = {"lorc": [{"method": "lorc"}]}
 FULL = ("loss_aware", "flat_llm", "svd", "svd_llm", "magnitude")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @inline
 @pytest.mark.parametrize(
     ("name", "family"),
@@ -72,7 +72,7 @@ def test_a_method_on_a_mixture(name: str, family: str, tmp_path: Path, job: Make
     assert all(torch.equal(before[name], after[name]) for name in untouched), "a router is never changed"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @inline
 @pytest.mark.parametrize(("method", "family"), [*zip(FULL, FAMILIES, strict=True), *zip(FULL, LATER, strict=False)])
 def test_full_rank_is_the_source(method: str, family: str, tmp_path: Path, job: MakeJob) -> None:
@@ -83,6 +83,7 @@ def test_full_rank_is_the_source(method: str, family: str, tmp_path: Path, job: 
     assert relative_error(logits_of(load(made.output), ids_BT), logits_of(load(source), ids_BT)) < 1e-5
 
 
+@pytest.mark.nightly  # `test_job_variants.py` has the like
 @pytest.mark.usefixtures("shared_ray")
 def test_the_numbers_of_workers_and_of_experts_they_hold_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen2_moe", layers=2)

@@ -110,7 +110,8 @@ def test_killed_fifty_times_in_training_it_ends_the_same(
     assert killed_in_training(job(**changes), 50) == reference
 
 
-@kinds("compressed", "dense")
+@kinds()
+@pytest.mark.nightly  # `test_job_variants.py` has two workers
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 def test_bytes_on_three_workers(job: MakeJob, changes: dict[str, Any], reference: dict[str, str]) -> None:

@@ -117,6 +117,7 @@ def test_split_between_layers_with_one_on_disk(checkpoints: Path, tmp_path: Path
             assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])
 
 
+@pytest.mark.nightly  # `test_serving_loading.py` has the like of the dense and pruned forms
 @pytest.mark.slow
 def test_code_in_the_checkpoint_is_enough(checkpoints: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
