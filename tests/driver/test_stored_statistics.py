@@ -1,0 +1,39 @@
+"""The stored moments of a job's layers: those of both passes, what is missing, and what an interruption has left."""
+
+from __future__ import annotations
+
+import pytest
+
+from manifests.errors import CorruptError
+from pipeline.driver.scheduler import Scheduler
+from pipeline.driver.session import Session
+from pipeline.driver.stored_statistics import StoredStatistics
+from pipeline.methods.registry import layer_gradients, layer_moments
+from tests.driver.simulation import JOBS, MemoryJournal, Recorder, SimulatedPool, World, WorldCleaner, run
+
+
+def stored(name: str, world: World) -> StoredStatistics:
+    scheduler = Scheduler(SimulatedPool(world), Recorder(world))
+    return StoredStatistics(Session(JOBS[name](), scheduler, MemoryJournal(world), WorldCleaner(world)))
+
+
+@pytest.mark.parametrize("name", ["dense", "gradient", "gradient-some"])
+def test_each_task_finds_its_moments(name: str) -> None:
+    job = JOBS[name]()
+    world, _ = run(job)
+    statistics = stored(name, world)
+    for task in job.tasks:
+        assert {*statistics.of_task(task)} == {*task.moments}
+    for layer in range(job.num_layers):
+        both = {moment.key for moment in (*layer_moments(job.tasks, layer), *layer_gradients(job.tasks, layer))}
+        assert statistics.of_layer(layer).keys() == both
+        assert statistics.missing(layer) == ()
+
+
+def test_before_the_pass_all_are_missing() -> None:
+    job, statistics = JOBS["gradient"](), stored("gradient", World())
+    for layer in range(job.num_layers):
+        assert statistics.of_dense_pass(layer) == {}
+        assert statistics.missing(layer) == layer_moments(job.tasks, layer)
+        with pytest.raises(CorruptError, match="is missing or damaged"):
+            statistics.of_layer(layer)
