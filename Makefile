@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-# A file's tests stay in one process, as they share what they have computed; each process has a Ray of its own.
+# The tests of a file stay in one process, as they share what they have computed; those on one Ray, too (tests/processes.py).
 # Those of whole jobs wait for processes two thirds of their time: four at once fill two cores. They come early, in the
 # order of the folders: few and long in each file, they would come last by their number.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder -n

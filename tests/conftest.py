@@ -24,6 +24,7 @@ from hypothesis import settings
 
 from manifests.processor import limit_onednn
 from tests import buckets
+from tests.processes import make_scheduler
 from tests.remote_code import modules_cache
 from tests.sampling import mark_variants
 
@@ -46,6 +47,12 @@ def pytest_configure() -> None:
     nothing more; `make nightly` uses a disk all the same."""
     if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= NEEDED_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)  # pytest's name for the parent of its folders
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keeps the tests of a file in one process, and those of all files on one Ray."""
+    return make_scheduler(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

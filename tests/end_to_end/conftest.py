@@ -14,6 +14,7 @@ from manifests.schema import Workers
 from tests import factories
 from tests.end_to_end.jobs import Job, without_ray
 from tests.end_to_end.shared_ray import KeptPool
+from tests.processes import ON_ONE_RAY
 from workers.cluster import connect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +36,15 @@ def _cluster(_processes_find_the_packages: None) -> Iterator[tuple[str, list[Any
 
 
 @pytest.fixture(scope="module")
-def shared_ray(_cluster: tuple[str, list[Any]]) -> Iterator[None]:
+def shared_ray(request: pytest.FixtureRequest, _cluster: tuple[str, list[Any]]) -> Iterator[None]:
     """The commands use one Ray, in this process."""
+    by_day = any(
+        item.path == request.path and "shared_ray" in item.fixturenames and not item.get_closest_marker("nightly")
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+    )
+    file = request.path.relative_to(ROOT).as_posix()
+    assert file in ON_ONE_RAY or not by_day, f"add {file} to ON_ONE_RAY in tests/processes.py"
     address, idle = _cluster
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeptPool, "idle", idle, raising=False)
