@@ -197,6 +197,23 @@ def source_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
     )
 
 
+def stored_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
+    """Warn if matrices stay in a storage format of the source beside rounded ones, which vLLM does not load."""
+    claimed = {(task.layer, role) for task in tasks for role in task.roles}
+    kept = {
+        role
+        for layer in geometry.layers
+        for role in (key.rpartition(".")[0] for key, _, keeps in layer.own_bytes if keeps)
+        if (layer.index, role) not in claimed
+    }
+    if manifest.quantize is None or not kept:
+        return ()
+    return (
+        f"quantize: {', '.join(sorted(kept))} stay in the source's storage format beside rounded matrices; "
+        "transformers loads that, vLLM does not: for vLLM leave out quantize.skip, so that all are rounded",
+    )
+
+
 def rank_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
     """Warn if a moment has more columns than the calibration text has tokens."""
     if manifest.calibration is None:

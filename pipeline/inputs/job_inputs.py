@@ -14,7 +14,7 @@ import torch
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import size_bound
-from pipeline.cost_model.estimate import expert_remarks, rank_remarks, source_remarks
+from pipeline.cost_model.estimate import expert_remarks, rank_remarks, source_remarks, stored_remarks
 from pipeline.driver.job_spec import Passes, passes_of
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
@@ -84,7 +84,7 @@ class Inputs:
         of_tokens += expert_remarks(self.manifest, self.geometry)
         of_tokens += source_remarks(self.manifest, self.geometry, self.tasks)
         of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
-        of_model += self._size_remarks
+        of_model += self._size_remarks + stored_remarks(self.manifest, self.geometry, self.tasks)
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property

@@ -163,7 +163,10 @@ def check_llama_cpp(made: Job, vocabulary: int) -> None:
     got = torch.from_numpy(llama.scores[: ids_BT.shape[1]].copy())
     expected = logits_of(load(made.output), ids_BT)[0]
     assert relative_error(got, expected) < 0.005
-    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+    # Of two tokens with logits as near as the error either may lead.
+    assert (got.argmax(-1) == expected.argmax(-1)).float().mean() >= 0.9
+    chosen_T = expected.gather(-1, got.argmax(-1, keepdim=True))[:, 0]
+    assert float((expected.amax(-1) - chosen_T).max()) < 0.005 * float(expected.abs().max())
 
 
 @pytest.mark.slow

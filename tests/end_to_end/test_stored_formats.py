@@ -186,6 +186,18 @@ def test_a_result_that_may_not_be_smaller_is_announced(kind: str, job: MakeJob, 
         assert ("not smaller: give budget.bytes, or quantize" in said) == ("keep" in budget)
 
 
+@pytest.mark.parametrize("skip", [[], ["o"]])
+def test_stored_weights_beside_rounded_ones_are_announced(skip: list[str], job: MakeJob, models: Any) -> None:
+    """By `plan`, before any work: vLLM refuses such a checkpoint."""
+    encoded, _ = models("fp8 blocks")
+    quantize = {"bits": 8, "group": None, "skip": skip}
+    run = job(encoded, methods=[], calibration=None, budget=None, quantize=quantize)
+    ended = command("plan", str(run.manifest), "--gpu", "H100")
+    assert ended.code == 0, ended.err
+    announced = "quantize: o stay in the source's storage format beside rounded matrices; transformers loads that, vLLM"
+    assert (announced in ended.out) == bool(skip)
+
+
 def test_a_weight_that_stays_dense_stays_stored(job: MakeJob, models: Any) -> None:
     """Full ranks change nothing: the result has the source's bytes."""
     encoded, _ = models("fp8 blocks")
