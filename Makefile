@@ -1,7 +1,8 @@
 # make setup | check | unit | test | nightly | test-vllm | test-llama-cpp | test-transformers | gpu | mutants | quickstart | docs | dist | clean
-# PYTHON chooses the interpreter of the environment, VENV its folder.
+# PYTHON chooses the interpreter of the environment, VENV its folder, PROCESSES those that test at once.
 PYTHON ?= python3
 VENV ?= .venv
+PROCESSES ?= 4
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
@@ -42,12 +43,12 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p build; $(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; \
-	$(PYTEST) 4 -m "not nightly"; tests=$$?; \
+	$(PYTEST) $(PROCESSES) -m "not nightly"; tests=$$?; \
 	wait $$types; types=$$?; cat build/mypy.log; exit $$((tests + types))
 
 # Every test, with its folders on a disk. Each night (.github/workflows/nightly.yml), with the three targets below.
 nightly: setup check
-	PYTEST_DEBUG_TEMPROOT=$${TMPDIR:-/tmp} $(PYTEST) 4
+	PYTEST_DEBUG_TEMPROOT=$${TMPDIR:-/tmp} $(PYTEST) $(PROCESSES)
 
 # In environments of their own below .engines, which the script builds: vLLM for CPUs (3.4 GB), llama.cpp, transformers 5.14 to 5.23.
 test-vllm:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import pytest
 
 OF_WHOLE_JOBS = 3  # variants of a test of whole jobs in `make test`, unless its own mark says another number
-LONG_GRIDS = {"methods", "serving"}  # folders of which `make test` runs every second variant outside the sample
+# Folders of which `make test` runs every second variant outside the sample.
+LONG_GRIDS = {"families", "methods", "recommendation", "serving", "workers"}
 
 
 def mark_variants(items: Iterable[pytest.Item]) -> None:

@@ -102,6 +102,7 @@ def test_messages_of_the_table_are_in_the_code() -> None:
             assert part.strip(" ;:()") in SOURCES, part
 
 
+@pytest.mark.slow
 def test_figures_are_the_plan_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_hollow_checkpoint(tmp_path / "model", "meta-llama/Llama-2-70b-hf")
     command = [

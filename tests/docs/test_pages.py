@@ -109,6 +109,7 @@ def test_the_manifest_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]
     assert main(["--check"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_of_families_is_what_the_code_says() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == written(page), "run: python -m tests.docs.family_table"

@@ -38,6 +38,7 @@ def sizes_of(method: Any, group: Group, weights: dict[str, torch.Tensor], statis
     return [dict.fromkeys(group.roles, rank) for rank in (9, 5, 3, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_each_has_the_bytes_that_it_has_alone(name: str) -> None:
     method = METHODS[name]

@@ -208,6 +208,7 @@ def test_the_choice_is_the_seeds_and_keeps_the_order() -> None:
     assert counts.max() < 42
 
 
+@pytest.mark.slow
 def test_windows_held_out_are_others_and_change_no_sample() -> None:
     tokenizer = make_tokenizer(None)
     documents = [words(0, 1000)]  # a hundred windows

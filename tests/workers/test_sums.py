@@ -58,6 +58,7 @@ def same(found: dict[Moment, Tensor], expected: dict[Moment, Tensor]) -> bool:
     return all(torch.equal(found[moment], expected[moment]) for moment in expected)
 
 
+@pytest.mark.slow
 def test_no_order_and_no_division_of_the_shards_shows(setup: WorkerConfig) -> None:
     """All ways of giving five shards to two workers, forth and back, and the totals added either way."""
     alone = make_worker(setup)
