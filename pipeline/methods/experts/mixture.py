@@ -20,14 +20,17 @@ from torch import Tensor
 
 from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.elimination import eliminate, prune
+from pipeline.kernels.interpolation import interpolate
 from pipeline.kernels.mixture_refit import Served, refit_mixture
 from pipeline.kernels.moments import add_head_moment_
 from pipeline.kernels.nystrom import nested_losses, nested_outputs
 from pipeline.kernels.routing import Removals, Routing, RoutingRule, add_change_, removal_sums, removals, route
 from pipeline.kernels.sensitivity import Factored
-from pipeline.methods.experts.scores import ExpertSums
+from pipeline.methods.experts.scores import ExpertSums, kept_experts
 from pipeline.methods.tensors import channel_priority
+from pipeline.ranks.curves import spread
 
+REFITTED = 4  # numbers of experts at which the refit is measured
 BATCH = 4096  # tokens of one product with an expert's weights
 
 
@@ -285,6 +288,32 @@ def solve_shape(
         offload=offload,
     )
     return [replace(each, writer=partial(fitted.__getitem__, number)) for number, each in enumerate(solved)]
+
+
+def remaining_shares(
+    mixture: Mixture,
+    inputs_TD: Tensor,
+    metric: Factored,
+    removal_E: Tensor,
+    counts: Sequence[int],
+    offload: Offload = in_memory,
+) -> Tensor:
+    """Return the share (C,) of the summed removal losses that remains after the refit, at each number of experts.
+
+    It is measured at up to REFITTED of the `counts`, at the full width, and interpolated between them.
+    """
+    groups, width = mixture.rule.groups, len(mixture.experts[0].readers[0])
+    measured = spread([count for count in counts if count < len(removal_E)], REFITTED)
+    shares = []
+    for count in measured:
+        kept = kept_experts(removal_E, count, groups)
+        removed, kept_k = float(removal_E.sum() - removal_E[kept].sum()), kept.tolist()
+        solved = solve_shape(mixture, inputs_TD, metric, kept_k, width, offload=offload)
+        loss = shape_loss(mixture, inputs_TD, metric, kept_k, solved)
+        shares.append(min(1.0, loss / removed) if removed > 0.0 else 1.0)
+    if not measured:
+        return torch.ones(len(counts), dtype=torch.float64)
+    return interpolate(measured, torch.tensor(shares, dtype=torch.float64), torch.tensor(counts))
 
 
 def shape_loss(

@@ -28,20 +28,23 @@ def shape_points(
     counts: Sequence[int],
     numbers_per_channel: int,
     groups: int = 1,
+    remaining: Sequence[float] | None = None,
 ) -> list[Point]:
     """Return a point for each (E', N'): the experts with the largest removal losses are kept, all at the same width.
 
     The loss is the sum of the losses of the removals and of the narrowing, as if they were independent. The full count
-    and width lose nothing. `numbers_per_channel`: the numbers stored for a channel of one expert. Raises ValueError on
-    shapes that do not fit.
+    and width lose nothing. `numbers_per_channel`: the numbers stored for a channel of one expert. `remaining`: for each
+    count, the share of the removals' loss that a refit leaves; None: all of it. Raises ValueError on shapes that do not
+    fit.
     """
     if width_losses_En.shape != (len(removal_E), len(widths)):
         shapes = f"{tuple(width_losses_En.shape)} and {tuple(removal_E.shape)}"
         raise ValueError(f"losses by width and by removal do not fit {len(widths)} widths: {shapes}")
     points = []
-    for count in counts:
+    for place, count in enumerate(counts):
         kept = kept_experts(removal_E, count, groups)
         removed = float(removal_E.sum() - removal_E[kept].sum()) if count < len(removal_E) else 0.0
+        removed *= 1.0 if remaining is None else remaining[place]
         by_width = width_losses_En[kept].sum(dim=0).tolist()
         points += [
             Point({EXPERTS: count, WIDTH: width}, count * width * numbers_per_channel, max(0.0, removed) + loss)

@@ -17,7 +17,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.source_config import shared_padding, shares_width
 from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed
-from pipeline.methods.experts.mixture import Mixture, removal_losses, width_losses
+from pipeline.methods.experts.mixture import Mixture, remaining_shares, removal_losses, width_losses
 from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH, shape_points
 from pipeline.methods.experts.solutions import metric_of
@@ -85,9 +85,10 @@ class ShapedExperts(ExpertsMethod[LossAware]):
             return latents.curve(self.entry, group, geometry, weights, statistics)
         mixture, inputs_TD = mixture_of(geometry, weights), self.inputs(geometry, statistics)
         metric, widths = factored_mean(statistics, metric_of(routed(geometry))), self.widths(geometry)
-        removal_E = removal_losses(mixture, inputs_TD, metric)
+        removal_E, counts = removal_losses(mixture, inputs_TD, metric), self.counts(geometry)
         losses_En = width_losses(mixture, inputs_TD, metric, widths)
-        points = shape_points(removal_E, losses_En, widths, self.counts(geometry), 1, mixture.rule.groups)
+        remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, statistics.offload)
+        points = shape_points(removal_E, losses_En, widths, counts, 1, mixture.rule.groups, remaining_C.tolist())
         counted = [
             replace(point, numbers=round(self.stored_numbers(geometry, point.ranks[EXPERTS], point.ranks[WIDTH])))
             for point in points

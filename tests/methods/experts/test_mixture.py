@@ -13,10 +13,13 @@ from pipeline.methods.experts.mixture import (
     ExpertWeights,
     Mixture,
     expert_sums,
+    remaining_shares,
     removal_losses,
     shape_loss,
     solve_shape,
 )
+from pipeline.methods.experts.scores import kept_experts
+from pipeline.methods.experts.shapes import shape_points
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 300, 8, 6, 5
 RULES = {
@@ -109,6 +112,21 @@ def test_a_refit_over_the_mixture_lowers_the_error(rule: str, kept: list[int], w
             assert torch.equal(each.weights.readers[0], mixture.experts[number].readers[0][each.channels])
         losses.append(shape_loss(mixture, inputs_TD, metric, kept, solved))
     assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_shapes_of_full_width_are_predicted_with_their_refit(rule: str) -> None:
+    mixture, inputs_TD, metric = make_mixture(rule)
+    removal_E, counts = removal_losses(mixture, inputs_TD, metric), [*range(mixture.rule.top_k, EXPERTS + 1)]
+    remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts)
+    assert bool((remaining_C <= 1.0).all())
+    assert float(remaining_C.min()) < 0.95
+    points = shape_points(removal_E, torch.zeros(EXPERTS, 1), [WIDTH], counts, 1, remaining=remaining_C.tolist())
+    for point, remaining in zip(points[:-1], remaining_C, strict=False):
+        kept = kept_experts(removal_E, point.ranks["experts"]).tolist()
+        solved = shape_loss(mixture, inputs_TD, metric, kept, solve_shape(mixture, inputs_TD, metric, kept, WIDTH))
+        assert point.loss == pytest.approx(solved) or float(remaining) == 1.0
+    assert points[-1].loss == 0.0
 
 
 def test_an_expert_that_no_token_reaches_goes_first_and_keeps_its_weights() -> None:
