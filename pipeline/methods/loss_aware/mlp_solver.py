@@ -160,15 +160,15 @@ class Solver:
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the results of `losses`, from eigenproblems of the readers' rows."""
         for width in sorted(widths):
-            down = gram_losses(self._weighted_outputs[:, :width], self._metric.scale)
+            writer = gram_losses(self._weighted_outputs[:, :width], self._metric.scale)
             pulled_Dm = self._pulled(self.priority[:width])
             if width not in directed:
-                yield width, gram_losses(pulled_Dm, self._input.scale), down
+                yield width, gram_losses(pulled_Dm, self._input.scale), writer
                 continue
             self._directions = {width: thin_directions(self._input, pulled_Dm)}
             values_m = self._directions[width].values
             values_D = torch.cat((values_m, values_m.new_zeros(len(pulled_Dm) - len(values_m))))
-            yield width, tail_losses(values_D), down
+            yield width, tail_losses(values_D), writer
 
     def _pulled(self, kept_k: Tensor) -> Tensor:
         """Return Y (D, m) such that Y Yᵀ is `_pull` in the basis of the input's factor."""
