@@ -25,7 +25,7 @@ from pipeline.console.wrapping import say
 if TYPE_CHECKING:
     from pipeline.job.plan_report import RateSource
 
-NOT_IN_TABLE = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds")
+NOT_IN_TABLE = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds", "read_phases")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,6 +103,8 @@ def _print(plan: Mapping[str, Any]) -> None:
     table = Table(title="plan", show_header=False)
     for phase, seconds in plan["phases"].items():
         table.add_row(f"time, {phase}", duration(seconds))
+    for phase, amount in plan["read_phases"].items():
+        table.add_row(f"read, {phase}", _shown("read_bytes", amount))
     for name, value in plan.items():
         if name not in NOT_IN_TABLE:
             table.add_row(name.replace("_", " "), _shown(name, value))

@@ -162,7 +162,7 @@ class Worker:
         """Release the layers of other kinds of units, so that one layer is held at a time."""
         if not isinstance(_passing(unit), Pair):
             self.pairs.release()
-        if not isinstance(unit, SolveUnit):
+        if not isinstance(unit, SolveUnit | CurveUnit):
             self.shared.release()
         if isinstance(unit, SolveUnit | Refine):
             return_freed_pages()  # after forward passes, because a solve needs the most memory

@@ -8,13 +8,14 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size, bounded_by, size_bound
 from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import refine_bytes, settings_of
 from pipeline.cost_model.solve_work import moment_width, solve_work
 from pipeline.cost_model.work import forward_flops, pair_bytes
@@ -40,6 +41,7 @@ class Plan:
     """Bytes and floating-point operations of a job, or upper bounds if they depend on the ranks.
 
     Attributes:
+        read_phases: phase -> bytes read; `read_bytes` is their sum.
         output_bound: the manifest field that bounds `expected_numbers` and `output_bytes`; empty if they are exact.
     """
 
@@ -65,6 +67,7 @@ class Plan:
     solve_flops: float
     calibration_tokens: int
     workers: int
+    read_phases: Mapping[str, int] = field(default_factory=dict)
 
     def report(self) -> dict[str, Any]:
         """Return the plan as JSON."""
@@ -108,13 +111,15 @@ def make_plan(
     between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
     host, device = _worker_peak(manifest, geometry, itemsize, (summed, solving), between // max(1, workers))
     host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30)) if refined else 0  # the targets
+    reads = read_phases(manifest, geometry, tasks, size, source_bytes, walk)
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
         layer_bytes=max(each.num_bytes() for each in geometry.layers),
         source_bytes=source_bytes,
         decoded_bytes=source_bytes + geometry.saved_bytes("model"),
-        read_bytes=_read_bytes(geometry, passes + (walk.importance > 0), size),
+        read_bytes=sum(reads.values()),
+        read_phases=reads,
         worker_peak_bytes=host + device,
         worker_host_bytes=host,
         worker_device_bytes=device,
@@ -153,12 +158,6 @@ def _solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]
     )
     trainings = (refine_bytes(manifest, geometry.layers[layer]) for layer in layers_of(tasks))
     return max((*solves, *trainings), default=0)
-
-
-def _read_bytes(geometry: Geometry, passes: int, size: Size) -> int:
-    """Return the bytes read by passes over the decoder and by the comparison of both models for `verify`."""
-    dense_bytes, decoder_bytes = geometry.model_bytes(), geometry.decoder_bytes()
-    return int(passes * decoder_bytes + 2 * (dense_bytes - decoder_bytes) + (dense_bytes + size.num_bytes))
 
 
 def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:

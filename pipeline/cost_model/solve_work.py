@@ -152,12 +152,22 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
                 work = work.plus(_elimination(block, REMOVED_SHARE, refit=not samples))
             if not samples and any(other.kind == "gradient" for other in task.moments):  # also W_down's energy
                 work = work.plus(SolveWork("", geometry.hidden * float(block.width) ** 2, 0))
-        elif not moment.diagonal and moment.kind != "sample":
+        elif not moment.diagonal and moment.kind != "sample" and not (samples and _narrow(_mlp(task, geometry))):
             eigen = EIGEN_FLOPS * moment.groups * width**3
             work = work.plus(SolveWork("", eigen, 0, eigen_flops=eigen))
             if moment.heads == 1 and all(other.kind == "value" for other in task.moments):
                 work = work.plus(_low_rank(task, geometry, width))
-    return work.plus(_fits(geometry.mlp_of(task.roles[0]), samples[0])) if samples else work
+    return work.plus(_fits(_mlp(task, geometry), samples[0])) if samples else work
+
+
+def _mlp(task: Task, geometry: LayerGeometry) -> MLPBlock:
+    return geometry.mlp_of(task.roles[0])
+
+
+def _narrow(block: MLPBlock) -> bool:
+    """Return True if the readers have fewer rows than inputs: eigenproblems are those of the rows, and the factors of
+    the moments of width D are those of the layer, computed once for all experts."""
+    return len(block.readers) * block.width < block.writer.outputs
 
 
 def _is_latent(task: Task, geometry: LayerGeometry) -> bool:
@@ -255,21 +265,31 @@ def _mlp_curve(task: Task, block: MLPBlock, tokens: int) -> SolveWork:
     widths = [inner * place / task.pieces for place in range(1, task.pieces + 1)]
     ordered = hidden**3 / 3 + 2.0 * hidden**2 * inner + inner**3 / 3 + hidden * inner**2
     shared = replace(_elimination(block, 1 - 1 / task.pieces), name="shared")
-    shared = shared.plus(SolveWork("", ordered, 0, factor_flops=(hidden**3 + inner**3) / 3))
     flops, seen = hidden**3 / 3 + (4.0 * readers + 2.0) * inner * hidden**2, 0.0
     probed = _spaced([width for width in widths if tokens >= FIT_TOKENS * width])
     eigen = (2 * task.pieces * VALUES_FLOPS + len(probed) * (EIGEN_FLOPS - VALUES_FLOPS)) * hidden**3
+    directions, moved = 3.0 * hidden**3, WIDTH_BYTES * task.pieces * float(hidden) ** 2
+    if _narrow(block):
+        ordered -= hidden**3 / 3
+        rows = [(readers * width, width) for width in widths]
+        flops = sum(2.0 * row * hidden**2 + 2.0 * hidden * (row**2 + width**2) for row, width in rows)
+        eigen = sum(VALUES_FLOPS * (row**3 + width**3) for row, width in rows)
+        eigen += sum((EIGEN_FLOPS - VALUES_FLOPS) * (readers * width) ** 3 for width in probed)
+        moved = WIDTH_BYTES * sum(float(row) ** 2 for row, _ in rows)
     mixtures = min(PROBE_OUTPUTS, hidden)
     for width in probed:
         ranks = [share * min(readers * width, hidden) for share in PROBES]
-        flops += 3.0 * hidden**3 + _refit_flops(block, width) + 2.0 * readers * max(ranks) * hidden * width
+        if _narrow(block):
+            directions = 3.0 * readers * width * hidden**2
+        flops += directions + _refit_flops(block, width) + 2.0 * readers * max(ranks) * hidden * width
         flops += len(ranks) * (width**3 / 3 + 2.0 * mixtures * width**2)
         whole = 2.0 * readers * hidden * inner + 4.0 * mixtures * inner
         cut = sum(2.0 * rank * (hidden + readers * width) + width**2 + 8.0 * mixtures * width for rank in ranks)
         seen += min(tokens, max(LEAST_PROBE, PROBE_TOKENS * width)) * (whole + cut)
-    moved = WIDTH_BYTES * task.pieces * float(hidden) ** 2
+    factored = inner**3 / 3 + (0.0 if _narrow(block) else hidden**3 / 3)
+    shared = shared.plus(SolveWork("", ordered, 0, factor_flops=factored))
     grown = SolveWork("", flops + eigen, 0, seen, eigen_flops=eigen, moved_bytes=moved)
-    again = ordered + hidden**3 / 3
+    again = ordered + (0.0 if _narrow(block) else hidden**3 / 3)
     return replace(shared.plus(grown), name=task.name, pieces=task.pieces, shared=shared, repeated_flops=again)
 
 
@@ -318,10 +338,13 @@ def _fits(block: MLPBlock, tokens: int) -> SolveWork:
     hidden, inner, readers = block.writer.outputs, block.width, len(block.readers)
     kept = (1 - REMOVED_SHARE) * inner
     rank = CUT_SHARE * min(readers * kept, hidden)
-    metrics = 8.0 * hidden**3 + 2.0 * hidden**2 * inner + (4.0 * readers + 2.0) * hidden**2 * kept
+    metrics, eigen = 8.0 * hidden**3 + 2.0 * hidden**2 * inner + (4.0 * readers + 2.0) * hidden**2 * kept, 0.0
+    if _narrow(block):
+        eigen = EIGEN_FLOPS * ((readers * kept) ** 3 + kept**3)
+        metrics = eigen + 2.0 * hidden**2 * inner + 5.0 * hidden**2 * kept * (readers + 1)
     fits = _refit_flops(block, kept) + kept**3 / 3 + 4.0 * hidden * kept**2 + 2.0 * readers * hidden * rank * kept
     whole = 2.0 * (readers + 1) * hidden * inner
     per_token = whole + 2.0 * rank * (hidden + readers * kept) + 2.0 * hidden * kept + kept**2
     fitted = min(tokens, max(LEAST_SAMPLE, SAMPLE_TOKENS * kept))
     stored = _pivoted(readers * kept, hidden, rank), _pivoted(hidden, kept, CUT_SHARE * min(hidden, kept))
-    return SolveWork("", metrics + fits, 0, fitted * per_token).plus(*stored)
+    return SolveWork("", metrics + fits, 0, fitted * per_token, eigen_flops=eigen).plus(*stored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -130,4 +130,20 @@ class Correcting(Protocol):
 
         `before`: `role.weight` and `role.bias` after the previous correction, for roles that are stored in this form.
         """
+        ...
+
+
+class Visits(NamedTuple):
+    """How often each expert is read by a curve and by a solve of experts that are read one at a time."""
+
+    curve: float
+    solve: float
+
+
+@runtime_checkable
+class VisitingExperts(Protocol):
+    """A method that solves all experts of a layer together."""
+
+    def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
+        """Return the visits of each expert. `tokens`: of the calibration text."""
         ...

@@ -12,6 +12,7 @@ from manifests.methods import REAP, Frequency, MergeExperts
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import Deferred
+from pipeline.methods.capabilities import Visits
 from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
 from pipeline.methods.experts.method import (
     ExpertsMethod,
@@ -90,6 +91,11 @@ class MergeExpertsMethod(REAPMethod):
     """`method: merge_experts`: merges the experts with the closest mean outputs, to as many in each layer."""
 
     name: ClassVar[str] = "merge_experts"
+
+    def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
+        """Return how often each expert is read: for its mean output, to merge and compare it, and for the target of a
+        refit. Merged experts are not read from the source."""
+        return Visits(0, 3 + self.refits)
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks

@@ -47,13 +47,14 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -
             own["curves"] = seconds.get("curves", 0.0)
         curved.add(point.curves_digest)
         phases |= {name: phases[name] + amount for name, amount in own.items()}
-    plan = _plan(shared)
+    plan, others = _plan(shared), (len(rows) - 1) * shared.geometry.decoder_bytes()
     plan = replace(
         plan,
         run_dir_bytes=run_dir_bytes(swept, plan),
         output_bytes=sum(row["output_bytes"] for row in rows),
         solve_flops=sum(_plan(point.inputs).solve_flops for point in swept),
-        read_bytes=plan.read_bytes + (len(rows) - 1) * shared.geometry.decoder_numbers() * shared.dtype.itemsize,
+        read_bytes=plan.read_bytes + others,
+        read_phases={**plan.read_phases, "other points": others},
     )
     report = plan.report() | _stored_bytes(swept, shared, rates) | seconds_of(phases, rates)
     del report["expected_numbers"]  # points differ in it

@@ -19,7 +19,9 @@ from pipeline.families.blocks import MLPBlock
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import DeferredTensors
+from pipeline.kernels.mixture_refit import SWEEPS
 from pipeline.methods.base import MethodBase
+from pipeline.methods.capabilities import Visits
 from pipeline.methods.experts.mixture import Mixture
 from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, expert_counts, kept_experts
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH
@@ -84,6 +86,11 @@ class ExpertsMethod(MethodBase[E_]):
         rule, least = dict(layer.routing), self.counts(layer)[0]
         groups = f" in {rule['groups']} equal groups" if rule["groups"] > 1 else ""
         return f"a router that chooses {rule['top_k']} experts{groups} leaves {least} of {len(routed(layer))} or more"
+
+    def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
+        """Return how often each expert is read: for its score, to narrow, compare and store it, for a refit also to
+        compute the target and subtract its output, and in each sweep."""
+        return Visits(0, 4 + self.refits * (2 + SWEEPS))
 
     @abstractmethod
     def expert_scores(

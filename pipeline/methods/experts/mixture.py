@@ -268,12 +268,13 @@ def solve_shape(
     width: int,
     refit: bool = True,
     offload: Offload = in_memory,
+    output_TD: Tensor | None = None,
 ) -> list[SolvedExpert]:
     """Keep some experts at one width, with their rows of the router, and refit their writers.
 
     Channels are eliminated by each expert's moment under the new routing, weighted by `metric` if given. With `refit`,
     writers are fitted to the dense mixture's output, otherwise each to its own expert's. New writers are stored by
-    `offload`. Raises ValueError as `elimination.prune`.
+    `offload`. `output_TD`: the dense mixture's output, if known. Raises ValueError as `elimination.prune`.
     """
     remaining = mixture.subset(kept)
     routing = remaining.route(inputs_TD)
@@ -281,8 +282,9 @@ def solve_shape(
     if not refit:
         return solved
     narrow = _narrow(remaining, solved)
+    target_TD = mixture.output(inputs_TD) if output_TD is None else output_TD
     fitted = refit_mixture(
-        mixture.output(inputs_TD) - remaining.written_biases(routing),
+        target_TD - remaining.written_biases(routing),
         lambda number: narrow.served(number, inputs_TD, routing),
         Deferred([each.writer for each in solved]),
         offload=offload,
@@ -303,25 +305,39 @@ def remaining_shares(
     It is measured at up to REFITTED of the `counts`, at the full width, and interpolated between them.
     """
     groups, width = mixture.rule.groups, len(mixture.experts[0].readers[0])
-    measured = spread([count for count in counts if count < len(removal_E)], REFITTED)
-    shares = []
+    measured, shares = refitted_counts(counts, len(removal_E)), []
+    output_TD = mixture.output(inputs_TD) if measured else None
     for count in measured:
         kept = kept_experts(removal_E, count, groups)
         removed, kept_k = float(removal_E.sum() - removal_E[kept].sum()), kept.tolist()
-        solved = solve_shape(mixture, inputs_TD, metric, kept_k, width, offload=offload)
-        loss = shape_loss(mixture, inputs_TD, metric, kept_k, solved)
+        solved = solve_shape(mixture, inputs_TD, metric, kept_k, width, offload=offload, output_TD=output_TD)
+        loss = shape_loss(mixture, inputs_TD, metric, kept_k, solved, output_TD)
         shares.append(min(1.0, loss / removed) if removed > 0.0 else 1.0)
     if not measured:
         return torch.ones(len(counts), dtype=torch.float64)
     return interpolate(measured, torch.tensor(shares, dtype=torch.float64), torch.tensor(counts))
 
 
+def refitted_counts(counts: Sequence[int], experts: int) -> Sequence[int]:
+    """Return the numbers of experts at which `remaining_shares` measures."""
+    return spread([count for count in counts if count < experts], REFITTED)
+
+
 def shape_loss(
-    mixture: Mixture, inputs_TD: Tensor, metric: Factored, kept: Sequence[int], solved: Sequence[SolvedExpert]
+    mixture: Mixture,
+    inputs_TD: Tensor,
+    metric: Factored,
+    kept: Sequence[int],
+    solved: Sequence[SolvedExpert],
+    output_TD: Tensor | None = None,
 ) -> float:
-    """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, where δ is the change of the mixture's output."""
+    """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, where δ is the change of the mixture's output.
+
+    `output_TD`: the dense mixture's output, if known.
+    """
     narrow = narrowed(mixture, kept, solved)
-    weighted_TD = (mixture.output(inputs_TD) - narrow.output(inputs_TD)).double() @ metric.factor
+    dense_TD = mixture.output(inputs_TD) if output_TD is None else output_TD
+    weighted_TD = (dense_TD - narrow.output(inputs_TD)).double() @ metric.factor
     return 0.5 * metric.scale * float(weighted_TD.square().sum()) / len(inputs_TD)
 
 

@@ -56,7 +56,7 @@ def mixture_from(experts: Sequence[MLPBlock], weights: Mapping[str, Tensor], rul
     `weights`: those of the routed experts, `router.weight`, and `router_bias.*` and `router.bias` if the router has
     them.
     """
-    bias = next((tensor for key, tensor in weights.items() if key.startswith(f"{ROUTER_BIAS}.")), None)
+    bias = next((weights[key] for key in weights if key.startswith(f"{ROUTER_BIAS}.")), None)  # reads no expert
     parts, channels = Deferred([partial(_expert, block, weights) for block in experts]), channels_of(experts[0])
     return Mixture(parts, weights[ROUTER], bias, rule, channels, weights.get(LOGIT_BIAS))
 
@@ -94,7 +94,8 @@ def solve(
     """
     inputs_TD = statistics.moments[sample_of(experts, tokens)][0]
     metric = factored_mean(statistics, metric_of(experts)) if metric_of(experts) in statistics.moments else None
-    solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit, statistics.offload)
+    output_TD = mixture.output(inputs_TD) if refit and metric is not None else None  # both below need it
+    solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit, statistics.offload, output_TD)
     tensors: dict[str, Callable[[], Tensor]] = {}
     forms: dict[str, FormSpec] = {}
     for number, each in zip(kept, solved, strict=True):
@@ -110,7 +111,7 @@ def solve(
     tensors |= {key: in_memory(tensor) for key, tensor in rows.items() if tensor is not None}
     report: dict[str, Any] = {"experts": list(kept), "width": width, **_few_tokens(experts, kept, solved)}
     if metric is not None:
-        report["loss"] = shape_loss(mixture, inputs_TD, metric, kept, solved)
+        report["loss"] = shape_loss(mixture, inputs_TD, metric, kept, solved, output_TD)
     outputs = {
         reader.role: each.channels
         for number, each in zip(kept, solved, strict=True)

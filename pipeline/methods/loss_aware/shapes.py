@@ -5,10 +5,12 @@ docs/methods.md#mixtures, docs/methods.md#latent-attention.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
@@ -16,8 +18,17 @@ from manifests.records import Curve
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.source_config import shared_padding, shares_width
-from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed
-from pipeline.methods.experts.mixture import Mixture, remaining_shares, removal_losses, width_losses
+from pipeline.kernels.mixture_refit import SWEEPS
+from pipeline.methods.capabilities import Visits
+from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed, sampled
+from pipeline.methods.experts.mixture import (
+    Mixture,
+    refitted_counts,
+    remaining_shares,
+    removal_losses,
+    removal_span,
+    width_losses,
+)
 from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH, shape_points
 from pipeline.methods.experts.solutions import metric_of
@@ -93,7 +104,21 @@ class ShapedExperts(ExpertsMethod[LossAware]):
             replace(point, numbers=round(self.stored_numbers(geometry, point.ranks[EXPERTS], point.ranks[WIDTH])))
             for point in points
         ]
-        return to_columns(counted if self.uniform else frontier(counted))
+        # The hint: the solve need not compute the losses of removal again.
+        return to_columns(counted if self.uniform else frontier(counted), json.dumps(removal_E.tolist()))
+
+    def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
+        """Return how often each expert is read.
+
+        A curve reads it for the losses of widths, for those of removals once per span of tokens, for the target of
+        refits, and in each refit if it is kept, or follows one that is and is read ahead. A solve reads it to narrow and
+        to store it, for the target of the refit and its start, in each sweep, and for the loss.
+        """
+        sample, experts = min(tokens, sampled(layer)), len(routed(layer))
+        spans = -(-sample // removal_span(sample, dict(layer.routing)["top_k"]))
+        kept = [count / experts for count in refitted_counts(self.counts(layer), experts)]
+        refits = sum(share * (2 - share) for share in kept) * (3 + SWEEPS)
+        return Visits(1 + spans + bool(kept) + refits, 5 + SWEEPS)
 
     def stored_numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
         """Count the numbers of a shape; with `stock`, also the padding of the shared expert in an export."""
@@ -125,4 +150,6 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
     ) -> Tensor:
         """Return the predicted loss of each expert's removal, nats per token."""
+        if statistics.hint:
+            return torch.tensor(json.loads(statistics.hint), dtype=torch.float64, device=inputs_TD.device)
         return removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(routed(layer))))

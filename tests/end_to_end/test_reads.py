@@ -1,0 +1,72 @@
+"""The bytes that a plan says a job reads, against those that it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stores.disk import Disk, DiskFile
+from tests.end_to_end.jobs import Job
+from tests.end_to_end.sources import make_source
+
+MakeJob = Callable[..., Job]
+SIZES = {"hidden_size": 128, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes of weights and moments that this process reads, by the folder that they are in."""
+    counted: Counter[str] = Counter()
+
+    def count(path: Path, amount: int) -> int:
+        folder = next((each for each in ("statistics.zarr", "staged", "source") if each in path.parts), "")
+        counted[folder] += amount if folder == "statistics.zarr" or path.suffix == ".safetensors" else 0
+        return amount
+
+    whole, part, into = Disk.read, DiskFile.read, DiskFile.read_into
+
+    def read_whole(disk: Disk, name: str, *of: Any, **more: Any) -> Any:
+        data = whole(disk, name, *of, **more)
+        count(disk.root / name, len(data or b""))
+        return data
+
+    def read_part(file: DiskFile, begin: int, end: int) -> bytes:
+        data = part(file, begin, end)
+        count(file._path, len(data))
+        return data
+
+    monkeypatch.setattr(Disk, "read", read_whole)
+    monkeypatch.setattr(DiskFile, "read", read_part)
+    monkeypatch.setattr(DiskFile, "read_into", lambda file, *of: count(file._path, into(file, *of)))
+    return counted
+
+
+@pytest.mark.sample(2)
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"method": "flat_llm", "attention": False, "allocation": "uniform"},
+        {"method": "loss_aware"},
+        {"method": "loss_aware", "shapes": "stock"},
+        {"method": "loss_aware", "shapes": "layer"},
+        {"method": "reap", "refit": True},
+    ],
+)
+def test_a_mixture_reads_what_its_plan_says(
+    entry: dict[str, Any], read: Counter[str], tmp_path: Path, job: MakeJob
+) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=3, **SIZES)
+    read.clear()
+    sizes = {"samples": 16, "sequence_length": 128, "shards": 4, "micro_batch": 2, "propagate": "dense"}
+    changes = {f"calibration.{name}": value for name, value in sizes.items()}
+    made = job(
+        source, methods=[entry], **changes, **{"workers.experts": 4, "budget": {"keep": 0.8, "scope": "experts"}}
+    )
+    plan = made.run().json["plan"]
+    assert sum(plan["read_phases"].values()) == plan["read_bytes"]
+    assert sum(read.values()) == pytest.approx(plan["read_bytes"], rel=0.1)
