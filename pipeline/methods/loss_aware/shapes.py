@@ -111,8 +111,8 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         """Return how often each expert is read.
 
         A curve reads it for the losses of widths, for those of removals once per span of tokens, for the target of
-        refits, and in each refit if it is kept, or follows one that is and is read ahead. A solve reads it to narrow and
-        to store it, for the target of the refit and its start, in each sweep, and for the loss.
+        refits, and in each refit if it is kept, or follows one that is and is read ahead. A solve reads it to narrow
+        and to store it, for the target of the refit and its start, in each sweep, and for the loss.
         """
         sample, experts = min(tokens, sampled(layer)), len(routed(layer))
         spans = -(-sample // removal_span(sample, dict(layer.routing)["top_k"]))
