@@ -26,8 +26,8 @@ from stores.run_directory import ENDED, MANIFEST, existing_run
 from stores.storage import Place, Storage, matching
 
 LOG_LINES = 5
-GO_ON = "; run the same command again to go on"
-ADVICE = {"interrupted": GO_ON, "stopped": GO_ON, "killed": f" (SIGKILL, or its machine is gone){GO_ON}"}
+RESUME = "; run the same command again to resume"
+ADVICE = {"interrupted": RESUME, "stopped": RESUME, "killed": f" (SIGKILL, or its machine is gone){RESUME}"}
 ADVICE["failed"] = "; run the same command again when the cause is mended"
 
 

@@ -1,6 +1,6 @@
-"""The Ray actors: a `Worker` in a process of its own, and a probe of a worker's speed.
+"""The Ray actors: a `Worker` in its own process, and a probe of a worker's speed.
 
-Units return their tensors as return values of the actor's method. The caller owns them in Ray's object store, so they
+The tensors of a unit are return values of the actor's method. The caller owns them in Ray's object store, so they
 outlive the worker and are lost only with their node.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from manifests.importing import quick_imports
 from manifests.packages import prepare_process
 
-# A worker's process imports this module, and unpickles what an actor's constructor takes, before the constructor has
-# called `prepare_process`. Modules that import `lamina` are therefore imported in functions.
+# A worker's process imports this module, and unpickles the arguments of an actor's constructor, before the constructor
+# calls `prepare_process`. Modules that import `lamina` are therefore imported in functions.
 with quick_imports():
     import ray
     import torch
@@ -26,7 +26,7 @@ with quick_imports():
 
     from manifests.errors import LostInputError
     from pipeline.kernels.deferred import DeferredTensors
-    from workers.device_settings import settle_device
+    from workers.device_settings import configure_device
     from workers.memory import map_large_tensors
     from workers.tensor_transfer import Handle, Packed, TensorTransfer, pack, unpack
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class _Outbox(threading.local):
-    """Returns of the unit of this thread: each gives packed tensors."""
+    """The functions that return the packed tensors of this thread's unit."""
 
     def __init__(self) -> None:
         self.packed: list[Callable[[], Packed]] = []
 
 
 class RayTransfer(TensorTransfer):
-    """Collects tensors until the unit returns them. A handle is an index here; the pool makes it a `Handle`."""
+    """Collects tensors until the unit returns them. A handle is an index, which the pool converts to a `Handle`."""
 
     def __init__(self) -> None:
         self._outbox = _Outbox()
@@ -69,18 +69,18 @@ class RayTransfer(TensorTransfer):
         return lambda: unpack(ray.get(reference))[""].to(device)
 
     def emptied(self) -> list[Callable[[], Packed]]:
-        """Return what gives the tensors of this thread's unit, and forget it."""
+        """Return the functions that return the tensors of this thread's unit, and clear them."""
         packed, self._outbox.packed = self._outbox.packed, []
         return packed
 
 
-# Concurrency groups of the actor -> threads. A `ConcurrentUnit` runs in one of them. `Collect` has a group of its own,
-# because the next layer's units wait for it while storing takes long.
+# Concurrency groups of the actor -> threads. A `ConcurrentUnit` runs in one of them. `Collect` has its own group,
+# because the next layer's units wait for it, and storing takes long.
 BESIDE = {"beside": 1, "giving": 1}
 
 
 class WorkerActor:
-    """A worker in a process of its own. Errors for users travel as values and are raised by the driver."""
+    """A worker in its own process. It returns errors for users as values, which the driver raises."""
 
     run = "none yet"
 
@@ -93,7 +93,7 @@ class WorkerActor:
 
         setup: WorkerConfig = pickle.loads(pickled_setup)
         map_large_tensors()
-        settle_device(setup.gpu_share)
+        configure_device(setup.gpu_share)
         torch.set_num_threads(setup.threads)
         self.transfer = RayTransfer()
         self.worker = Worker(setup, self.transfer)
@@ -105,7 +105,7 @@ class WorkerActor:
         return f"lamina({self.run})"
 
     def ready(self) -> dict[str, Any]:
-        """Return where this worker runs, and on what hardware."""
+        """Return this worker's location and hardware."""
         from workers.hardware import describe_hardware, machine_cores, software_versions
 
         return {
@@ -120,7 +120,7 @@ class WorkerActor:
         }
 
     def execute(self, unit: Unit) -> Any:
-        """Run one unit. Return its Outcome, behind `unit.handles` packed tensors if there are any."""
+        """Run one unit. Return its Outcome, after `unit.handles` packed tensors if there are any."""
         from workers.outcomes import do_unit
 
         outcome = do_unit(self.worker, unit)
@@ -159,7 +159,7 @@ class RateProbe:
         map_large_tensors()
 
     def node(self) -> str:
-        """Return the id of this node, once the process has imported everything."""
+        """Return the id of this node, after the process has imported everything."""
         return str(ray.get_runtime_context().get_node_id())
 
     def rates(
@@ -172,6 +172,6 @@ class RateProbe:
 
 
 def _ray_folder() -> str:
-    """Return where Ray keeps logs and spilled objects on this node."""
+    """Return the folder of Ray's logs and spilled objects on this node."""
     node = ray._private.worker._global_node
     return str(node.get_session_dir_path()) if node else "its --temp-dir"

@@ -194,11 +194,11 @@ class BackwardPass:
     def _samples(
         self, unit: Backward, layer: int, gradient_of: GradientOf, take: Take | None, tokens: int | None = None
     ) -> Iterator[Tensor]:
-        """Yield the gradients (S, D) at a layer's inputs, by sample, for its first `tokens` tokens or all."""
+        """Yield the gradients (S, D) at a layer's inputs for each sample, of its first `tokens` tokens or all."""
         inputs = self._opened(unit, layer)
         block = self.layers.differentiable_block(layer)
         if block.block.streamed is not None:
-            every = [*range(inputs.shape[0])]  # one at a time if grids are chosen: the first may be enough
+            every = [*range(inputs.shape[0])]  # one at a time if grids are chosen, because the first may be enough
             for samples in [every] if tokens is None else [[sample] for sample in every]:
                 yield from self._streamed(unit, layer, block, inputs, samples, gradient_of, take, tokens)
             return

@@ -43,7 +43,7 @@ from workers.liveness import RayWatch, fault_at
 from workers.ray_messages import log_message
 
 CHECK_SECONDS = 0.2
-AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # a raylet starts them, and ends with them
+AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # the agents that a raylet starts
 AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
 SESSION_BYTES = 32_000_000  # the logs of a small job take 2 MB; those of a long one are rotated
 MAX_PROBES = 64
@@ -59,13 +59,13 @@ def connect(
     stopped: Callable[[], bool] = lambda: False,
     about: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Join a running Ray cluster, or start one on this machine that listens on loopback only. Return its address.
+    """Join a running Ray cluster, or start one on this machine that listens only on loopback. Return its address.
 
-    Does nothing if the process is connected already. `ray job submit` sets the address by RAY_ADDRESS.
+    Do nothing if the process is already connected. `ray job submit` sets the address by RAY_ADDRESS.
 
     Args:
         timeout_s: how long to wait for a cluster that does not answer.
-        stopped: returns True once a signal has arrived; checked while waiting.
+        stopped: returns True after a signal; checked while waiting.
         about: metadata of the job, which Ray's dashboard and `ray list jobs` show.
 
     Raises:
@@ -107,7 +107,7 @@ def connect(
         ray.shutdown()
         raise InputError(
             f"workers.gpus: {workers.gpus} for each of {workers.min} workers, but this machine has "
-            f"{resources.get('GPU', 0):g} GPUs; set workers.gpus: 0 or give --address of a cluster that has them"
+            f"{resources.get('GPU', 0):g} GPUs; set workers.gpus: 0 or give --address of a cluster with enough"
         )
     return str(ray.get_runtime_context().gcs_address)
 
@@ -150,19 +150,17 @@ def _refusal(address: str | None, error: Exception) -> str:
         )
     if SOCKET_PATH in str(error):
         place = get_default_system_temp_dir()
-        return (
-            f"Ray: no socket can be below {place}, whose path is too long; set TMPDIR (or RAY_TMPDIR) to a shorter one"
-        )
+        return f"Ray: the path {place} is too long for sockets below it; set TMPDIR (or RAY_TMPDIR) to a shorter one"
     return (
         f"Ray: no cluster at {address or 'this machine'} ({error}); give --address HOST:PORT or none; "
-        "a cluster with tokens answers with RAY_AUTH_MODE=token only"
+        "a cluster with tokens answers only with RAY_AUTH_MODE=token"
     )
 
 
 def check_temporary_folder() -> None:
     """Check the folder in which a Ray on this machine keeps its sockets and logs.
 
-    Raises InputError if nothing can be written there, or it has too little room.
+    Raises InputError if it is not writable or has too little space.
     """
     place = open_storage(get_default_system_temp_dir())
     remedy = "set TMPDIR (or RAY_TMPDIR) to a folder with room, whose path is short"
@@ -188,7 +186,7 @@ def _start_local(workers: Workers) -> None:
         try:
             with _bare_node():
                 ray.init(
-                    address="local",  # not one that happens to run here
+                    address="local",  # not a cluster that runs here already
                     num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
                     _memory=machine_bytes(),  # by default Ray counts free memory, of which a busy machine has little
                     include_dashboard=False,
@@ -200,7 +198,7 @@ def _start_local(workers: Workers) -> None:
                     },
                 )
             return
-        except Exception as error:  # Ray raises no exception class of its own here
+        except Exception as error:  # Ray has no exception class for this
             if TOO_SLOW not in str(error):
                 raise
             ray.shutdown()
@@ -242,7 +240,7 @@ class _BareNode(ray_node.Node):
         """Do nothing: there is no dashboard, and no jobs are submitted."""
 
     def start_raylet(self, *arguments: Any) -> None:
-        """Start the raylet with agents that do nothing, and without importing the dashboard's libraries."""
+        """Start the raylet with agents that do nothing, without importing the dashboard's libraries."""
         start_process, dashboard_error = services.start_ray_process, ray_utils.get_dashboard_dependency_error
 
         def start(command: list[str], *others: Any, **options: Any) -> Any:
@@ -272,9 +270,9 @@ def _bare_node() -> Iterator[None]:
 
 
 def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> Rates:
-    """Measure the rates of these workers while all of them compute, on the nodes where Ray places them.
+    """Return the mean rates of workers that compute at the same time, on the nodes where Ray places them.
 
-    Measures as many at a time as the cluster has room for, at most `MAX_PROBES`. Returns their mean.
+    As many are measured as fit into the cluster, at most `MAX_PROBES`.
     """
     remote: Any = ray.remote(RateProbe).options(num_cpus=workers.cpus, num_gpus=workers.gpus)
     probes = [remote.remote() for _ in range(min(workers.max, MAX_PROBES, _room(workers)))]
@@ -286,7 +284,7 @@ def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> R
 
 
 def _room(workers: Workers) -> int:
-    """Return how many workers fit beside other jobs; at least one, for which an autoscaler may add a node."""
+    """Return how many workers fit beside other jobs; at least 1, because an autoscaler may add a node."""
     free = ray.available_resources()
     by_gpu = free.get("GPU", 0.0) // workers.gpus if workers.gpus else float("inf")
     return max(1, int(min(free.get("CPU", 0.0) // workers.cpus, by_gpu)))
@@ -303,16 +301,16 @@ def object_store_room() -> int:
 
 
 def declared_memory(workers: Workers, memory_bytes: int) -> int:
-    """Return the memory to request from Ray: `memory_bytes` if a node has declared so much, else 0.
+    """Return the memory to request from Ray: `memory_bytes` if a node has declared that much, else 0.
 
-    Node types of an autoscaler need not declare their memory. If a worker requested some, it would add no node.
+    Node types of an autoscaler need not declare their memory, and would then never fit a request for memory.
     """
     fits = memory_bytes and _fits_a_node(workers, memory_bytes, live_nodes()) and not autoscales()
     return memory_bytes if fits else 0
 
 
 def why_unplaceable(workers: Workers, memory_bytes: int = 0) -> str | None:
-    """Return why no worker can ever start: no node has its resources, and no autoscaler adds nodes. None: one may."""
+    """Return why no worker can ever start (no node has its resources, and no autoscaler adds nodes), or None."""
     alive = live_nodes()
     if _fits_a_node(workers, memory_bytes, alive) or autoscales():
         return None
@@ -341,8 +339,8 @@ def _fits_a_node(workers: Workers, memory_bytes: int, nodes: list[dict[str, floa
 def autoscales() -> bool:
     """Return True if Ray's autoscaler may add nodes.
 
-    Its monitor reports node types in any cluster. If it can start nodes, the types have the names of its configuration.
-    Otherwise every node has a type of its own, named after the node's id.
+    Its monitor reports node types in any cluster. If it can start nodes, the types are named in its configuration.
+    Otherwise every node has its own type, named after the node's id.
     """
     own = {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
     try:

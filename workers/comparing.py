@@ -32,10 +32,10 @@ class Comparison:
     Attributes:
         layer_errors: by layer, ‖compressed update − dense update‖ / ‖dense update‖, both on the dense model's hidden
             states.
-        error: the same for the logits of the whole models, relative to their deviation from the mean over tokens.
+        error: the error of the whole model's logits, relative to their deviation from the mean over tokens.
         sketch: by layer, projections of the compressed update on K random directions, divided by the norm of the dense
             update. They are about 1, and change if anything in the layer changes.
-        logits_sketch: the same for the compressed model's logits.
+        logits_sketch: such projections of the compressed model's logits.
     """
 
     layer_errors: tuple[float, ...]
@@ -88,7 +88,7 @@ def embedded(dense: LayerReader, packed: LayerReader, first: StagedLayer | None,
 def compare_layers(
     dense: LayerReader, packed: LayerReader, staged: Sequence[StagedLayer | None], states: States, first: int = 0
 ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], States]:
-    """Return errors and sketches of the layers from `first` on, whose inputs are `states`, and their last outputs."""
+    """Return errors and sketches of the layers from `first` on with inputs `states`, and the last layer's outputs."""
     (dense_BSD, packed_BSD), errors, sketches = states, [], []
     for layer, record in enumerate(staged, first):
         block = dense.block(layer, None)
@@ -138,7 +138,7 @@ def sketch(tensor: Tensor, unit: Tensor, layer: int) -> tuple[float, ...]:
 
 
 def deviation(report: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[float]:
-    """Return the largest difference of two reports' sketches, by layer and last of the logits.
+    """Return the largest difference of two reports' sketches for each layer, and for the logits.
 
     Differences are relative if the recorded number is above 1.
     """
@@ -147,7 +147,7 @@ def deviation(report: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[fl
         (report["logits_sketch"], recorded["logits_sketch"]),
     ]
     return [
-        max(abs(one - other) / max(1.0, abs(other)) for one, other in zip(ours, theirs, strict=True))
+        max(abs(actual - known) / max(1.0, abs(known)) for actual, known in zip(ours, theirs, strict=True))
         for ours, theirs in pairs
     ]
 

@@ -1,4 +1,4 @@
-"""Configuration of a worker: locations of its data, and the split of samples into shards."""
+"""The configuration of a worker: locations of its data, and the split of samples into shards."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class WorkerConfig:
     Attributes:
         config: standard config (families/registry.py) of the source: all forms dense, or a Lamina checkpoint's.
         tokens: record of token ids (samples, sequence) in the activation store; None for data-free jobs.
-        shards: number of parts of the samples.
-        dtype: of the forward pass.
-        manifest: None when nothing is compressed (evaluation).
+        shards: number of shards of the samples.
+        dtype: dtype of the forward pass.
+        manifest: the job's manifest; None for evaluation.
         points: manifests of a sweep's points; a task's `method` is an index into the methods of all of them.
-        gradient_samples: number of samples that go through the backward pass, spread over the shards.
-        run_dir: holds activations.zarr, statistics.zarr and staged/.
-        token_ids: windows to score (windows, length) that are in no store.
+        gradient_samples: number of samples of the backward pass, spread over the shards.
+        run_dir: the place of activations.zarr, statistics.zarr and staged/.
+        token_ids: windows to score (windows, length) that are not stored.
         gpu_share: each worker's share of a GPU, which limits its allocator.
         memory_bytes: planned host memory, which Ray reserves; 0: unknown.
         device_bytes: planned device memory; free memory beyond it holds hidden states. 0: unknown.
@@ -66,7 +66,7 @@ class WorkerConfig:
 
     @property
     def tokens_shape(self) -> tuple[int, int]:
-        """(samples, sequence); (0, 0) for data-free jobs."""
+        """Return (samples, sequence); (0, 0) for data-free jobs."""
         samples, sequence = self.tokens.shape if self.tokens else (0, 0)
         return samples, sequence
 
@@ -82,7 +82,7 @@ class WorkerConfig:
 
     @property
     def gradient_tokens(self) -> int:
-        """Return the number of tokens that go through the backward pass."""
+        """Return the number of tokens in the backward pass."""
         return self.gradient_samples * self.sequence
 
     def shard_shape(self, shard: int) -> tuple[int, int, int]:
@@ -104,5 +104,5 @@ class WorkerConfig:
         return [(start, min(start + self.micro_batch, samples)) for start in range(0, samples, self.micro_batch)]
 
     def gradient_count(self, shard: int) -> int:
-        """Return the number of a shard's first samples that go through the backward pass."""
+        """Return how many of a shard's first samples are in the backward pass."""
         return gradient_count(shard, self.shards, self.tokens_shape[0], self.gradient_samples)

@@ -1,6 +1,6 @@
 """Copies between a worker's device and pinned host memory, on a separate CUDA stream, parallel to computation.
 
-On a CPU, host and device are one, and tensors are returned as they are.
+On a CPU, tensors are returned unchanged.
 
 B micro-batch, S sequence, D hidden.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stores.threads import parallel_map
 
-PIECE_BYTES = 32 * 2**20  # of pinned memory that each running copy holds
+PIECE_BYTES = 32 * 2**20  # pinned memory of each running copy
 
 
 class HiddenReader(Protocol):
@@ -35,7 +35,7 @@ class Copies:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, on_device: bool) -> Tensor:
-        """Allocate memory on the device, or on the host, where it is pinned so that copies are asynchronous."""
+        """Allocate memory on the device, or pinned memory on the host, so that copies are asynchronous."""
         place = self.device if on_device else torch.device("cpu")
         return torch.empty(shape, dtype=dtype, device=place, pin_memory=self.stream is not None and not on_device)
 
@@ -86,12 +86,12 @@ class Copies:
             return copied
 
     def ahead(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread computes on the copies' stream, behind what it brings itself."""
+        """Return a context in which this thread computes on the copies' stream, after the copies that it starts."""
         context: AbstractContextManager[None] = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         return context
 
     def bring_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy several tensors by several threads; this thread may compute with the results."""
+        """Copy several tensors with several threads; this thread may compute with the results."""
         if self.stream is None:
             return list(tensors)
         return [self.arrived(values) for values in parallel_map(self.bring, tensors)]

@@ -1,4 +1,4 @@
-"""Predicts the curve of a group, as a whole or in pieces."""
+"""Computes the curve of a group, or some pieces of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Read = Callable[[Mapping[Moment, ArrayRecord]], Statistics]
 
 
 def curve_result(unit: CurveUnit, problem: GroupProblem, read: Read) -> Any:
-    """Return the unit's result. `read`: returns statistics as methods receive them."""
+    """Return the result of a unit. `read`: returns statistics as methods receive them."""
     if isinstance(unit, Predict):
         return _curve(unit, problem, read)
     method, statistics = problem.method, read(unit.statistics)

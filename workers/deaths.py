@@ -1,4 +1,4 @@
-"""Logs deaths of workers in one line for each node: the workers, the cause, and the units that run again."""
+"""Logs deaths of workers in one line per node: the workers, the cause, and the units that run again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-GATHER_SECONDS = 1.0  # the workers of a dead node are missed one after another within this time
+GATHER_SECONDS = 1.0  # the workers of a dead node are noticed one after another within this time
 SHOWN_UNITS = 3
 STARTING = "that was starting"
 NODE_IN_ERROR = re.compile(r"^\s*ip: (\S+)", re.MULTILINE)  # in Ray's error about an actor
@@ -43,7 +43,7 @@ class Deaths:
         node.causes += [cause] if (cause := type(error).__name__) not in node.causes else []
 
     def report(self, ready_on: Mapping[str, int], now: bool = False) -> None:
-        """Log deaths after `GATHER_SECONDS`, or all at once if `now`. `ready_on`: node -> workers that are ready."""
+        """Log deaths that are `GATHER_SECONDS` old, or all with `now`. `ready_on`: node -> number of ready workers."""
         for name, node in list(self.nodes.items()):
             if now or time.monotonic() - node.since >= GATHER_SECONDS:
                 self.note(_line(name, node, ready_on.get(name, 0)))

@@ -1,4 +1,4 @@
-"""Settings of a worker's process for its GPU: those that determine the output's bytes, and its share of the memory."""
+"""Settings of a worker's process for its GPU: deterministic kernels, precision, and the share of its memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
-USABLE_SHARE = 0.85  # of a GPU's memory; CUDA itself and fragmentation take the rest
+USABLE_SHARE = 0.85  # usable share of a GPU's memory; CUDA and fragmentation take the rest
 WORKSPACE = ":4096:8"  # a cuBLAS workspace that makes products deterministic
 
 
-def settle_device(gpu_share: float) -> None:
-    """Configure torch for this process; call it once, before the first CUDA call. `gpu_share`: `workers.gpus`.
+def configure_device(gpu_share: float) -> None:
+    """Configure torch for this process, before its first CUDA call. `gpu_share`: `workers.gpus`.
 
-    Algorithms are deterministic, and an operation that has no such algorithm warns. Products of float32 use TF32 only
+    Algorithms are deterministic; an operation without a deterministic one warns. Products of float32 use TF32 only
     inside `tensor_cores`. Products of half precision are summed in float32. A share below 1 limits the allocator to
     that share of the GPU's memory.
     """

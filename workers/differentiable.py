@@ -35,14 +35,14 @@ def residual_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class DifferentiableLayer:
-    """Computes vector-Jacobian products of a layer. It changes the block, which must not be used otherwise."""
+    """Computes vector-Jacobian products of a layer. It changes the block, which must not be used elsewhere."""
 
     def __init__(self, block: TappedLayer) -> None:
         self.block = block
         self.dtype = backward_dtype(block.dtype)
         if self.dtype != block.dtype:
             widen_linears_(block.module.to(self.dtype), self.dtype, block.device)
-            block.dtype = self.dtype  # for the experts that it will hold
+            block.dtype = self.dtype  # for experts that it will load
         roles = block.geometry.roles
         for role in RESIDUAL_NORMS:
             if role in roles:
@@ -63,8 +63,8 @@ class DifferentiableLayer:
 
         Args:
             gradient_of: output (S, D) -> gradient at the output (S, D).
-            points: `ROLE.out`, `mid`, `out` and `pull:ROLE+ROLE`, see `methods.method.Moment`. Of an expert, the rows
-                are those of the tokens that passed it, perhaps none.
+            points: `ROLE.out`, `mid`, `out` and `pull:ROLE+ROLE`, see `methods.method.Moment`. For an expert, the rows
+                are its tokens, of which there may be none.
 
         Raises:
             NumericsError: a gradient is not finite, naming layer and point.
@@ -109,7 +109,7 @@ class DifferentiableLayer:
 
     @contextmanager
     def captured(self, points: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Collect the tensors of the forward pass whose gradients are wanted."""
+        """Collect the tensors of the forward pass whose gradients are needed."""
         captured: dict[str, Tensor] = {}
         roles = {point.removesuffix(".out") for point in points if point.endswith(".out")}
         roles |= {role for point in points if point.startswith("pull:") for role in _pulled(point)}
@@ -143,7 +143,7 @@ class DifferentiableLayer:
         return pulled
 
     def _nothing(self, point: str) -> Tensor:
-        """Return no rows (0, F), for an expert that no token of the sample passed."""
+        """Return no rows (0, F), for an expert without tokens of the sample."""
         return torch.zeros(0, self.block.geometry.features(point), device=self.block.device)
 
     def require_finite(self, point: str, gradient: Tensor) -> None:

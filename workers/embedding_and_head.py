@@ -1,4 +1,4 @@
-"""Applies the modules outside the layers: token embeddings, final norm and head.
+"""The modules outside the layers: token embeddings, final norm and head.
 
 Legend: B batch, S sequence, T tokens, D hidden, V vocabulary.
 """
@@ -85,7 +85,7 @@ def tapped(
 def split_taps(
     layers: LayerReader, taps: Iterable[tuple[str, Tap]]
 ) -> tuple[list[tuple[str, Tap]], Callable[[Tensor], None] | None]:
-    """Return the taps inside the layer, and a function that shows the layer's outputs to those at `head.in`, if any."""
+    """Return the taps inside the layer, and a function that calls those at `head.in`, if any, with its outputs."""
     taps = list(taps)
     inside = [(point, tap) for point, tap in taps if point != HEAD_INPUT]
     behind = [tap for point, tap in taps if point == HEAD_INPUT]
@@ -102,7 +102,7 @@ def split_taps(
 
 
 def _loaded(layers: LayerReader, modules: dict[str, nn.Module], staged: StagedLayer | None) -> list[nn.Module]:
-    """Load modules, by their paths in the model, onto the device, or return those that `layers` holds already."""
+    """Load modules, by their paths in the model, onto the device, or return those that `layers` holds."""
     block = layers.config.block
     tied = {f"{block['head']}.weight": f"{block['embed']}.weight"} if layers.config.tie_word_embeddings else {}
     stored = {

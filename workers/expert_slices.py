@@ -1,7 +1,7 @@
-"""The experts of a mixture in slices. A worker holds one slice at a time.
+"""Slices of a mixture's experts. A worker holds one slice at a time.
 
-A slice is a range of neighbouring experts. Experts add to a token's sum in ascending order, so that the size of a slice
-does not change the result.
+A slice is a range of consecutive experts. Experts are added to a token's sum in ascending order, so that the size of a
+slice does not change the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ExpertSlices:
     """The slices of one layer's experts, and the names of their tensors.
 
     Attributes:
-        prefix: of the tensors of all experts.
+        prefix: the prefix of the experts' tensors.
         ranges: the experts of each slice.
     """
 
@@ -52,7 +52,7 @@ class StreamedExperts:
     """The slices of a layer, and the function that loads their tensors.
 
     Attributes:
-        path: of the module of all experts, below the layer.
+        path: the path, below the layer, of the module of all experts.
         ranges: the experts of each slice.
         load: returns the tensors of a slice, by names below the layer, in the forward's dtype on the device. Its
             second argument is the step to the next slice, as in `TappedLayer.hold`.
@@ -64,9 +64,10 @@ class StreamedExperts:
 
 
 def expert_slices(config: LayersConfig, layer: int, prefix: str, size: int) -> ExpertSlices | None:
-    """Return the slices of a layer of at most `size` experts; None if it has no more than one.
+    """Return the slices of a layer, of at most `size` experts each; None for a single slice.
 
-    `prefix`: of the layer's tensors. `config`: with the layer's forms, which say how many experts are left.
+    `prefix`: the prefix of the layer's tensors. `config`: with the layer's forms, which determine the number of
+    experts.
     """
     sizes = config.layer_mixture(layer)
     ranges = expert_ranges(sizes.experts if sizes else 0, size)

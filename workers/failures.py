@@ -1,4 +1,4 @@
-"""Counts consecutive deaths of workers on a unit, and ends the job when there are too many."""
+"""Counts consecutive deaths of workers on a unit, and ends the job after too many."""
 
 from __future__ import annotations
 

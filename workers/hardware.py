@@ -14,15 +14,15 @@ from lamina.processor_lamina import CPU_INFO, LIMIT, processor_flags
 from manifests import VERSION
 from workers.device_settings import device_settings
 
-# Processor flags by which oneDNN chooses how to multiply half precision.
+# Processor flags that determine how oneDNN multiplies half precision.
 HALF_PRECISION = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "bf16", "asimdhp")
 
 
 def describe_hardware(device: torch.device) -> dict[str, str]:
-    """Return field -> value. Workers with equal fields compute the same bytes.
+    """Return the fields of a device. Workers with equal fields compute the same bytes.
 
-    A GPU has its name, compute capability, versions of torch and CUDA, and settings. A CPU has its maker and the
-    instructions by which torch, oneMKL and oneDNN choose kernels.
+    The fields of a GPU are its name, compute capability, versions of torch and CUDA, and settings. Those of a CPU are
+    its maker and the instructions for which torch, oneMKL and oneDNN choose kernels.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -42,12 +42,12 @@ def describe_hardware(device: torch.device) -> dict[str, str]:
 
 
 def machine_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_fault(threads: int, cores: int, where: str) -> str | None:
-    """Return why a worker with more threads than `cores` is refused, as they would wait for each other; else None."""
+    """Return why a worker with more threads than `cores` is refused (they would wait for each other), or None."""
     if threads <= cores:
         return None
     return (
@@ -57,7 +57,7 @@ def thread_fault(threads: int, cores: int, where: str) -> str | None:
 
 
 def software_versions() -> dict[str, str]:
-    """Return versions that a worker must share with the command, because they exchange pickled values."""
+    """Return the versions that must be the same in workers and the command, which exchange pickled values."""
     libraries = {name: version(name) for name in ("ray", "torch", "transformers")}
     return {"Lamina": VERSION, "Python": platform.python_version(), **libraries}
 

@@ -1,4 +1,4 @@
-"""Holds hidden states of a worker's shards: on its device while they fit, then in host memory, then in the store.
+"""The hidden states of a worker's shards: on its device while they fit, then in host memory, then in the store.
 
 Legend: M samples of a shard, S sequence, D hidden, B micro-batch.
 """
@@ -17,7 +17,7 @@ from stores.activations import ActivationStore
 from stores.background import Background
 from workers.copies import Copies, HiddenReader
 
-ShardKey = tuple[Any, ...]  # lineage, layer, shard; and the stage within the layer, where experts stream past
+ShardKey = tuple[Any, ...]  # lineage, layer, shard; with streamed experts, also the stage within the layer
 Place = Literal["device", "host"]
 ON_CPU = Copies(torch.device("cpu"))
 WINDOWS = "windows-"  # prefix of the lineages of windows
@@ -52,7 +52,7 @@ class HiddenWriter:
         self.copies = copies
         self.background = background  # writes to the store while the next micro-batch is computed
         self.memory = memory
-        self.spilled = spilled  # stored only because memory is full; no ledger entry names it
+        self.spilled = spilled  # stored because memory is full, without a ledger entry
         self.hidden_MSD = copies.empty(shape_MSD, dtype, memory == "device") if memory else None
         self.filled = 0
 
@@ -78,12 +78,12 @@ def _append(writer: Any, hidden_BSD: Tensor) -> None:
 
 
 class HiddenStates:
-    """Hidden states of each shard of a worker, of one layer at a time."""
+    """The hidden states of a worker's shards, of one layer at a time."""
 
     def __init__(
         self, store: ActivationStore, limit_bytes: int, copies: Copies = ON_CPU, device_bytes: int = 0
     ) -> None:
-        """`limit_bytes`: of host memory; `device_bytes`: of device memory, which is used first."""
+        """`limit_bytes`: host memory. `device_bytes`: device memory, which is used first."""
         self.store = store
         self.copies = copies
         self.limits: dict[Place, int] = {"device": device_bytes, "host": limit_bytes}
@@ -128,7 +128,7 @@ class HiddenStates:
     def hidden_writer(
         self, shard_key: ShardKey, shape_MSD: tuple[int, int, int], dtype: torch.dtype, store: bool, batch: int
     ) -> HiddenWriter:
-        """Return a writer of a layer's outputs. If both memories are full, it writes to the store in any case."""
+        """Return a writer of a layer's outputs. If memory is full, it writes to the store even without `store`."""
         nbytes = shape_MSD[0] * shape_MSD[1] * shape_MSD[2] * dtype.itemsize
         memory = next((at for at, limit in self.limits.items() if self._bytes_in(at) + nbytes <= limit), None)
         lineage, layer, shard = shard_key[:3]
@@ -137,10 +137,10 @@ class HiddenStates:
         return HiddenWriter(shape_MSD, dtype, writer, memory, spilled, self.background, self.copies)
 
     def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> ArrayRecord | None:
-        """Hold the written outputs in place of the shard's older ones. Return their record if they were stored.
+        """Replace the shard's older hidden states by the written outputs. Return their record if they were stored.
 
-        States at a stage within a layer are held beside the layer's inputs, and released with them. Samples of other
-        lineages are released, too. Windows of several models are held at a time, beside samples.
+        States at a stage within a layer are held in addition to the layer's inputs, and released with them. Samples of
+        other lineages are also released. Windows of several models can be held beside samples.
         """
         record = hidden_writer.finish()
         lineage, layer, shard = shard_key[:3]
@@ -163,12 +163,12 @@ class HiddenStates:
         return record
 
     def keep_reader(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> HiddenReader:
-        """Do as `keep`, but return a reader."""
+        """Keep the written outputs, as `keep`, and return a reader of them."""
         self.keep(shard_key, hidden_writer)
         return self.held[shard_key]
 
     def release(self, shard_key: ShardKey) -> None:
-        """Release the hidden states under this key, if there are any."""
+        """Release the hidden states under this key, if any."""
         self._release([shard_key] if shard_key in self.held else [])
 
     def release_shard(self, lineage: str, shard: int) -> None:
@@ -176,11 +176,11 @@ class HiddenStates:
         self._release([shard_key for shard_key in self.held if (shard_key[0], shard_key[2]) == (lineage, shard)])
 
     def release_before(self, lineage: str, layer: int) -> None:
-        """Release hidden states before a committed layer: another worker has taken these shards over."""
+        """Release hidden states before a committed layer, of shards that another worker has taken over."""
         self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] < layer])
 
     def release_beyond(self, lineage: str, layer: int) -> None:
-        """Release gradients above a committed layer: another worker has taken these shards over."""
+        """Release gradients above a committed layer, of shards that another worker has taken over."""
         self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] > layer])
 
     def _release(self, shard_keys: list[ShardKey]) -> None:
@@ -190,7 +190,7 @@ class HiddenStates:
                 self.store.drop(self.spilled.pop(shard_key))
 
     def forget(self, path: str) -> bool:
-        """Release everything, as some of it is corrupt. Return True if only this worker knew `path`."""
+        """Release everything after corruption at `path`. Return True if only this worker knew `path`."""
         own = any(record.path == path for record in self.spilled.values())
         self._release(list(self.held))
         return own

@@ -13,7 +13,7 @@ from manifests.errors import InputError, Interrupted
 from manifests.schema import Workers
 from pipeline.units.units import Unit
 from workers.config import WorkerConfig
-from workers.device_settings import settle_device
+from workers.device_settings import configure_device
 from workers.hardware import describe_hardware, differing, machine_cores, thread_fault
 from workers.memory import map_large_tensors
 from workers.outcomes import UnitAccounts, do_unit, result_of
@@ -48,7 +48,7 @@ class InProcessPool(UnitAccounts):
         super().__init__()
         check_device(workers)
         map_large_tensors()
-        settle_device(setup.gpu_share)
+        configure_device(setup.gpu_share)
         self.worker = Worker(setup, LocalTransfer())
         self.hardware = describe_hardware(self.worker.device)
         if others := differing(setup.hardware or self.hardware, self.hardware):
@@ -76,7 +76,7 @@ class InProcessPool(UnitAccounts):
     def wait(self) -> tuple[Unit, Any]:
         """Run the next unit and return it with its result."""
         if self.stop.is_set():
-            raise Interrupted("stopped by a signal; run the same command again to go on")
+            raise Interrupted("stopped by a signal; run the same command again to resume")
         unit = self.waiting.popleft()
         self.running = unit.key
         outcome = do_unit(self.worker, unit)
@@ -85,7 +85,7 @@ class InProcessPool(UnitAccounts):
         return unit, result_of(unit, outcome)
 
     def cancel_pending(self) -> None:
-        """Discard all submitted units; none is running."""
+        """Discard all submitted units, none of which is running."""
         self.waiting.clear()
 
     def forget(self) -> None:
@@ -99,11 +99,11 @@ class InProcessPool(UnitAccounts):
     def resize(self, workers: int) -> None:
         """Log that the job has one worker if another number is requested."""
         if workers not in (self.size, self.asked):
-            self.note(f"{workers} workers are asked for: a job with --in-process has one")
+            self.note(f"{workers} workers are requested, but a job with --in-process has one")
         self.asked = workers
 
     def show(self, phase: str, finished: int, units: int) -> None:
-        """Do nothing: metrics go through Ray."""
+        """Do nothing, because metrics need Ray."""
 
     def close(self) -> None:
         """End the worker's threads and restore torch's number of threads."""

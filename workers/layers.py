@@ -1,4 +1,4 @@
-"""Reads layers for a worker, from the source or from a staged shard, and holds one at a time as a block."""
+"""Reads layers for a worker, from the source or from staged shards, and holds one block at a time."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from workers.streamed_weights import StreamedWeights
 from workers.tapped_layer import TappedLayer
 
 T = TypeVar("T")
-Shared = Callable[[], Mapping[str, Tensor]]  # returns source tensors that another worker has read, by name
+Shared = Callable[[], Mapping[str, Tensor]]  # returns source tensors that other workers have read, by name
 Read = Callable[[list[str]], dict[str, Tensor]]
-Tensors = Callable[[Callable[[str], bool]], Mapping[str, Tensor]]  # those whose names are wanted
+Tensors = Callable[[Callable[[str], bool]], Mapping[str, Tensor]]  # returns the tensors whose names pass the filter
 BlockKey = tuple[int, str]  # layer, and which version of its weights
 SliceKey = tuple[BlockKey, int, bool]  # of a block the slice of experts, and whether with what is outside of them
 
 
 class LayerReader:
-    """Builds the block of a layer.
+    """Builds the blocks of layers.
 
-    It holds one block on the device, and the tensors of at most one more layer. If a layer has many experts, it holds
-    only the experts of one slice, and those of the next. While the first layer or none is on the device, it also holds
-    the last built modules outside the layers (embeddings, final norm, head).
+    It holds one block on the device, and the tensors of at most one more layer. For a layer with many experts, it holds
+    only one slice of them, and the next. While the first layer or none is on the device, it also holds the last built
+    modules outside the layers (embeddings, final norm, head).
     """
 
     def __init__(self, setup: WorkerConfig, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class LayerReader:
         return block
 
     def unwritten_block(self, solved: Unwritten, tensors: Tensors) -> TappedLayer:
-        """Return a solved layer that is not written yet. `tensors` returns the tensors that will be written."""
+        """Return a solved layer that is not written yet. `tensors`: returns the tensors that will be written."""
         layer = solved.write.layer
         config = self._config_of(layer, {role: form.as_json() for role, form in solved.write.forms.items()})
         slices = self._slices(config, layer)
@@ -89,7 +89,7 @@ class LayerReader:
         return block
 
     def kept_outside(self, name: Hashable, build: Callable[[], T]) -> T:
-        """Return the modules of this name outside the layers; build them unless they are held."""
+        """Return the modules of this name outside the layers, which are built unless they are held."""
         if self.outside is None or self.outside[0] != name:
             self.outside = None
             with torch.inference_mode(False), torch.no_grad():
@@ -99,7 +99,7 @@ class LayerReader:
 
     @property
     def version(self) -> str:
-        """Name the weights of the current block."""
+        """Return a name of the current block's weights."""
         assert self.current is not None
         return self.current[0][1]
 
@@ -116,7 +116,7 @@ class LayerReader:
             self.current = None  # frees the device before the next layer is built
             self.outside = self.outside if key[0] == 0 else None
             return_freed_pages()
-            with torch.inference_mode(False), torch.no_grad():  # autograd accepts no tensors of inference mode
+            with torch.inference_mode(False), torch.no_grad():  # autograd does not accept tensors of inference mode
                 self.current = (key, build())
         return self.current[1]
 
@@ -129,7 +129,7 @@ class LayerReader:
         return self._block(config, layer, rounded, partial(self._tensors, layer, staged, shared), start, step)
 
     def _config_of(self, layer: int, forms: dict[str, Any]) -> LayersConfig:
-        """Return the config of a model of which one layer has these forms."""
+        """Return the config of a model in which one layer has these forms."""
         if latent_form([forms]):
             return LayersConfig(**described_config(self.setup.config, [forms]))
         config = copy.copy(self.config)
@@ -137,7 +137,7 @@ class LayerReader:
         return config
 
     def _geometry_of(self, config: LayersConfig, layer: int) -> LayerGeometry:
-        """Return the geometry of a layer, according to its class after compression."""
+        """Return the geometry of a layer in the class of the compressed model."""
         if config.source_model_type == self.config.source_model_type:
             return self.setup.geometry.layers[layer]
         return geometry_of(config.to_dict()).layers[layer]
@@ -193,7 +193,7 @@ class LayerReader:
     def outer(self, *names: str, staged: StagedLayer | None = None) -> dict[str, Tensor]:
         """Return tensors outside the layers (embeddings, final norm, head), on the device in the forward's dtype.
 
-        `staged`: the layer that holds the rounded ones among them, if they are not the source's.
+        `staged`: the layer that holds those that are rounded.
         """
         stored = self.setup.source.tensors.keys() | (staged.tensors.keys() if staged is not None else set())
         wanted = {part for name in names for part in (name, *packed_names(name, stored))}
@@ -208,21 +208,21 @@ class LayerReader:
         return unpacked({name: self._converted(tensor) for name, tensor in tensors.items()}, rounded)
 
     def dense_weights(self, layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """`role.weight` -> source tensor, for {role.weight: tensor name}; in the source's dtype, on the device.
+        """Map each `role.weight` in `names` to its source tensor, in the source's dtype, on the device.
 
-        Tensors of the current dense block are returned without a copy: callers must not write to them. A current dense
-        block that holds none of them in the source's dtype is released.
+        `names`: `role.weight` -> tensor name. Tensors of the current dense block are not copied, so that callers must
+        not write to them. A current dense block that holds none of them in the source's dtype is released.
         """
         placed = self._placed_weights(layer, names.values())
         if not placed and self._is_current(layer):
-            self.release_layer()  # its weights are in float32, and solving needs the memory
+            self.release_layer()  # its weights are in float32, and a solve needs the memory
         records = self.setup.source.tensors  # embeddings and head belong to no layer
         sizes = {name: records[name].num_bytes for name in names.values() if name not in placed}
         tensors = self._arrived(self._fetched(sizes, partial(self._read, where=f"layer {layer}"))) | placed
         return {role: tensors[name] for role, name in names.items()}
 
     def group_weights(self, layer: int, roles: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return the dense weights of a group, as `dense_weights` does; an expert at a time if it has too many."""
+        """Return the dense weights of a group, as `dense_weights`; with too many experts, read one expert at a time."""
         geometry, records = self.setup.geometry.layers[layer], self.setup.source.tensors
         names = {key: name for key, (name, _) in geometry.tensors(roles).items()}
         experts = [block.roles for block in geometry.mlps if block.routing and set(block.roles) <= set(roles)]
@@ -244,7 +244,7 @@ class LayerReader:
     def _placed_weights(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the source tensors that the current block holds in their stored dtype.
 
-        A block in the setup's dtype has rounded a wider bias, and may have widened its weights to float32 afterwards.
+        A block in the setup's dtype has rounded wider biases, and may have widened its weights to float32 afterwards.
         """
         if self.current is None or not self._is_current(layer):
             return {}
@@ -344,7 +344,7 @@ class LayerReader:
         return self._fetched(sizes, read)
 
     def _fetched(self, sizes: Mapping[str, int], read: Read) -> dict[str, Tensor]:
-        """Read tensors by as many threads as the worker has, and start to copy them to a GPU."""
+        """Read tensors with all of the worker's threads, and start to copy them to a GPU."""
 
         def fetch(names: list[str]) -> dict[str, Tensor]:
             return {name: self.copies.bring(tensor) for name, tensor in read(names).items()}
@@ -361,7 +361,7 @@ class LayerReader:
     ) -> dict[str, Tensor]:
         """Return source tensors, from `shared` if it has them. Raises NumericsError if one is not finite.
 
-        Weights in a stored format are decoded on the device, as `Copies.bring` returns tensors.
+        Weights in a storage format are decoded on the device; like copies, the caller must await them.
         """
         with self.copies.ahead():
             read = self.setup.source.read([name for name in names if name not in shared], self.copies.bring)
@@ -372,7 +372,7 @@ class LayerReader:
 
 
 def _balanced_parts(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Split names into parts of similar size. Names go, the largest first, to the smallest part. Parts may be empty."""
+    """Split names into parts of similar size: each name, the largest first, goes to the smallest part."""
     dealt: list[list[str]] = [[] for _ in range(parts)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         min(dealt, key=lambda names: sum(sizes[other] for other in names)).append(name)

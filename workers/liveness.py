@@ -1,8 +1,8 @@
-"""Checks that the Ray cluster of this process still runs.
+"""Checks that the Ray cluster of this process is still running.
 
 Ray's core ends the driver's process with exit code 1, without raising an exception: about ten seconds after the raylet
 of its node has died, and when the GCS, on Ray's head node, has not answered for 60 s. These checks notice it earlier,
-so that the command can say why it ends.
+so that the command can report the reason.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class RayWatch:
             return
         if not self._raylet_lives():
             raise WorkerError(
-                "Ray has ended on this machine: its raylet is gone (killed, perhaps for want of memory; raylet.out in "
-                f"{self.logs} may say why), and its workers with it; see to it and run the same command again to go on"
+                "Ray has ended on this machine: its raylet is gone (killed, perhaps for lack of memory; raylet.out in "
+                f"{self.logs} may say why), and its workers with it; fix the cause and run the same command again"
             )
         host, _, port = self.head.rpartition(":")
         self._note_head(fault_at(host.strip("[]"), int(port)))
@@ -80,7 +80,7 @@ class RayWatch:
         if silent_s > PATIENCE_SECONDS:
             raise WorkerError(
                 f"Ray's head at {self.head} has not answered for {silent_s:.0f} s ({fault}): it was ended, or its "
-                "machine is gone; start the cluster again, then run the same command again to go on"
+                "machine is gone; start the cluster again, then run the same command again"
             )
         if self.is_answering:
             self.note(
@@ -101,8 +101,8 @@ def _is_open(connection: socket.socket) -> bool:
 def fault_at(host: str, port: int) -> OSError | None:
     """Return why no gRPC server, such as Ray's, answers at an address; None if one does.
 
-    The server must answer the preface of HTTP/2 with its settings. Ray's own client is no alternative: if nothing
-    answers, and the process ends meanwhile, the client aborts it.
+    The server must answer the preface of HTTP/2 with its settings. Ray's own client cannot be used, because it aborts
+    the process if that ends before a server answers.
     """
     try:
         with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:

@@ -1,4 +1,4 @@
-"""Memory of a process: its peak, and settings of the C allocator for large tensors that live for one layer."""
+"""The peak memory of a process, and settings of the C allocator for large tensors that live for one layer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _LIBRARY = ctypes.CDLL(None)
 
 
 def map_large_tensors() -> None:
-    """Give tensors of 4 MiB and more pages of their own, which return to the system when the tensor is freed.
+    """Allocate tensors of 4 MiB and more in separate pages, which return to the system when the tensor is freed.
 
     Call it once, early in the process. Otherwise glibc raises this limit up to 32 MiB as tensors are freed. Layers that
     are read ahead then share heaps with temporaries, and heap fragmentation grows with every layer
     (`tools/benchmarks/memory_over_layers.py`). With a limit of 1 MiB, fresh pages would take a sixth of a forward pass.
-    torch requests huge pages where the system grants them. Other C libraries are left as they are.
+    torch requests huge pages if the system grants them. Other C libraries are not configured.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch at the first large tensor
     mallopt = getattr(_LIBRARY, "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, MAPPED_BYTES)
-        mallopt(TRIM_THRESHOLD, TRIMMED_BYTES)  # else 128 KiB, and the heap would grow and shrink all the time
+        mallopt(TRIM_THRESHOLD, TRIMMED_BYTES)  # with the default of 128 KiB, the heap would constantly grow and shrink
 
 
 def return_freed_pages() -> None:

@@ -1,4 +1,4 @@
-"""Handles kills by Ray's memory monitor: finds out whose memory caused one, and how long to wait before a restart."""
+"""Handles kills by Ray's memory monitor: determines whose memory caused one, and pauses the restart of workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def others_hold_most(message: str) -> bool:
-    """Return True if, by Ray's message, the killed worker held less than half of the memory in use on its node."""
+    """Return True if Ray's message shows that the killed worker held less than half of the memory in use."""
     used = re.search(rf"was {SIZE} used /", message)
     selected = message.partition("Selected to kill")[2]
     own = max((_bytes(*size) for size in re.findall(rf"actual memory used={SIZE}", selected)), default=0.0)
@@ -42,10 +42,10 @@ class Pause:
         return now - self.since >= self.limit_s
 
     def is_active(self) -> bool:
-        """Return True while no worker may be started."""
+        """Return True while no worker may start."""
         return time.monotonic() < self.until
 
     def end(self) -> None:
-        """Reset: a unit has succeeded."""
+        """Reset the pauses after a unit has succeeded."""
         self.since = None
         self.seconds = self.until = 0.0

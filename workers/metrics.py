@@ -1,8 +1,8 @@
 """Metrics of a job for Prometheus, through Ray: their names, and the counters of workers and of the pool.
 
-Ray puts `ray_` before each name and exports them, with its own, on the metrics port of every node. Workers count their
-units. The pool, in the driver's process, counts workers and their failures. The label `run` is the name of the run
-directory, because Prometheus has a label `job` of its own.
+Ray adds the prefix `ray_` to each name and exports the metrics, with its own, on the metrics port of every node.
+Workers count their units. The pool, in the driver's process, counts workers and their failures. The label `run` is the
+name of the run directory, because Prometheus itself uses the label `job`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNIT_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: its name for Ray, which for a counter ends in `_total`, and its tags besides `run`."""
+    """A metric: its name for Ray, which ends in `_total` for a counter, and its tags besides `run`."""
 
     name: str
     kind: Literal["Counter", "Gauge", "Histogram"]
@@ -41,10 +41,10 @@ READ = Metric("lamina_read_bytes_total", "Counter", "Bytes that workers read fro
 WRITTEN = Metric("lamina_written_bytes_total", "Counter", "Bytes that workers wrote to files and sockets.")
 PEAK = Metric("lamina_worker_peak_bytes", "Gauge", "Largest memory of a worker so far: of its device if it has one.")
 WORKERS = Metric("lamina_workers", "Gauge", "Workers of the job by state: wanted, ready.", ("state",))
-WAITING = Metric("lamina_units_waiting", "Gauge", "Units that no worker has in hand yet.")
-LONGEST = Metric("lamina_longest_unit_seconds", "Gauge", "Age of the unit that a worker has had in hand longest.")
+WAITING = Metric("lamina_units_waiting", "Gauge", "Units that wait for a worker.")
+LONGEST = Metric("lamina_longest_unit_seconds", "Gauge", "Age of the unit that has run longest.")
 DEATHS = Metric("lamina_worker_deaths_total", "Counter", "Workers that died or were lost with their node.")
-RETRIES = Metric("lamina_units_retried_total", "Counter", "Units that were in hand of a worker that died.")
+RETRIES = Metric("lamina_units_retried_total", "Counter", "Units of workers that died, which run again.")
 PHASE_SECONDS = Metric("lamina_phase_seconds_total", "Counter", "Time in phases in which workers work.", ("phase",))
 PHASE_DONE = Metric("lamina_phase_progress", "Gauge", "Share of a phase's forward units that are done.", ("phase",))
 OF_WORKERS = (UNITS, ERRORS, SECONDS, COMPUTE, TOKENS, READ, WRITTEN, PEAK)
@@ -52,7 +52,7 @@ OF_THE_POOL = (WORKERS, WAITING, LONGEST, DEATHS, RETRIES, PHASE_SECONDS, PHASE_
 
 
 class MetricsModule(Protocol):
-    """The module `ray.util.metrics`; only files that import Ray can pass it."""
+    """The module `ray.util.metrics`, passed by files that import Ray."""
 
     Counter: Any
     Gauge: Any
@@ -116,10 +116,10 @@ class PoolMeters(Meters):
         super().__init__(module, OF_THE_POOL, run)
         self.updated_at = time.monotonic()
 
-    def worker_died(self, units_in_hand: int) -> None:
+    def worker_died(self, lost_units: int) -> None:
         """Count a dead worker and the units that run again."""
         self.add(DEATHS)
-        self.add(RETRIES, units_in_hand)
+        self.add(RETRIES, lost_units)
 
     def state(self, ready: int, target: int, waiting: int, longest_s: float) -> None:
         """Set the numbers of workers and waiting units, and the age of the unit that has run longest."""

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """A unit's result or error, with its cost.
+    """The result or error of a unit, with its cost.
 
     `compute_seconds`: time inside products and decompositions. `peak_bytes`: the worker's largest memory so far.
     """
@@ -44,7 +44,7 @@ def do_unit(worker: Worker, unit: Unit) -> Outcome:
 
 
 def finish(unit: Unit, outcome: Outcome, compute: Callable[[], T]) -> tuple[Outcome, T | None]:
-    """Compute a deferred part of a unit's result. Return it, and the outcome with its time, or with its error."""
+    """Compute a deferred part of a unit's result. Return the outcome, with its time or its error, and the part."""
     started = time.perf_counter()
     with torch.inference_mode():
         part, error = _attempt(unit, compute)
@@ -74,7 +74,7 @@ def memory_advice(unit: Unit) -> str:
 
 
 def result_of(unit: Unit, outcome: Outcome) -> Any:
-    """Return the result of a unit, or raise its error, which then names the unit."""
+    """Return the result of a unit, or raise its error with the unit's name."""
     if outcome.error is not None:
         outcome.error.unit = unit.key
         raise outcome.error
@@ -87,11 +87,11 @@ def unit_kind(unit: Unit) -> str:
 
 
 class UnitAccounts:
-    """Adds up what a pool's units cost.
+    """Adds up the cost of a pool's units.
 
     Attributes:
         seconds: kind of unit -> [units, seconds, seconds inside products and decompositions].
-        peak_bytes: worker -> its largest memory.
+        peak_bytes: worker -> its peak memory.
         trace: called with the log line of each finished unit.
     """
 

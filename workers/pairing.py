@@ -1,4 +1,4 @@
-"""Runs a shard through the dense layer and the current draft of the compressed one. docs/methods.md#corrections.
+"""Runs shards through the dense layer and the current draft of the compressed one. docs/methods.md#corrections.
 
 Legend: M samples of a shard, S sequence, D hidden, B micro-batch, F features at a point.
 """
@@ -35,7 +35,7 @@ Take = Callable[[Moment, Tensor, Tensor], None]  # receives the values at a mome
 
 
 class PairPass:
-    """Runs `Pair` units of a worker, with a compressed layer beside the worker's own layer."""
+    """Runs a worker's `Pair` units, and holds a compressed layer in addition to the worker's dense one."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PairPass:
         self.packed.release()
 
     def _store_targets(self, unit: Pair, inputs: HiddenReader) -> ArrayRecord:
-        """Store the dense layer's outputs beside inputs of the training. Hold the inputs, or the outputs to emit."""
+        """Store the dense layer's outputs and the inputs of the training. Hold the inputs, or the outputs to emit."""
         dense, packed = self._blocks(unit.layer, unit.staged)
         self.layers.read_ahead(unit.ahead)
         shape, dtype, shard_key = self._shape(unit.shard), self.setup.dtype, (LINEAGE, unit.layer + 1, unit.shard)
@@ -122,8 +122,7 @@ class PairPass:
         *,
         emit: bool,
     ) -> ArrayRecord | None:
-        """Run all micro-batches through both layers, for the values at the unit's points, and for the outputs if
-        `emit`."""
+        """Run all micro-batches through both layers, for values at the unit's points and, with `emit`, for outputs."""
         own = layer == unit.layer
         if own and unit.known is not None:
             return self._behind_targets(unit, unit.known, inputs)
@@ -208,7 +207,7 @@ def layer_pairs(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each of the points of a step, `LayerGeometry.corrected_points`, with x and e there.
 
-    Of the writers of routed experts, those that tokens pass, with x and e of these tokens.
+    Points of routed experts without tokens are left out; those of others have x and e of the expert's tokens.
     """
     if {*points} <= {*packed.geometry.expert_points}:
         yield from _expert_values(dense, packed, dense_BSD, packed_BSD, points)
@@ -220,9 +219,9 @@ def layer_pairs(
 def _expert_values(
     dense: TappedLayer, packed: TappedLayer, dense_BSD: Tensor, packed_BSD: Tensor, points: Collection[str]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield points of experts with x (t, F) and e (t, D): each of a token's k experts is to write a k-th of the error.
+    """Yield points of experts with x (t, F) and e (t, D): each of a token's k experts corrects a k-th of the error.
 
-    Where every expert sees all tokens, x and e are those of all.
+    If every expert sees all tokens, x and e are those of all tokens.
     """
     seen: dict[str, list[Tensor]] = {point: [] for point in points}
     routings: list[Any] = []
@@ -247,7 +246,7 @@ def _values(
     """Return x at a point of the compressed layer, and e as defined in `methods.method.Moment`, in float32 or
     better."""
     writing = {block.writer.reads: block for block in packed.geometry.matrix_blocks}
-    if point not in writing:  # the input of a block: the same point of the dense layer says what is missing
+    if point not in writing:  # the input of a block, whose error is the difference to the same point of the dense layer
         values_BSF = _at(packed, packed_BSD, point)
         return values_BSF, _wide(_at(dense, dense_BSD, point)) - _wide(values_BSF)
     block = writing[point]
@@ -290,7 +289,7 @@ def _at(block: TappedLayer, hidden_BSD: Tensor, point: str) -> Tensor:
 
 
 def _both(block: TappedLayer, hidden_BSD: Tensor, *points: str) -> list[Tensor]:
-    """Return the values at some points; the pass ends at the last."""
+    """Return the values at some points. The pass ends at the last point."""
     caught: dict[str, Tensor] = {}
     taps = [(point, lambda values, point=point: caught.update({point: values})) for point in points]
     block.run(hidden_BSD, taps, output=False)

@@ -15,7 +15,7 @@ Shard = tuple[str, int]  # the model being scored, or "" for calibration samples
 
 
 def shard_of(unit: ShardUnit) -> Shard:
-    """Return the shard whose hidden states the unit leaves with its worker."""
+    """Return the shard whose hidden states the worker of this unit holds afterwards."""
     return (unit.model if isinstance(unit, WindowForward | Score) else "", unit.shard)
 
 
@@ -26,7 +26,7 @@ class Holder(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that units use in `near`."""
+        """The worker's name in `near` of units."""
         ...
 
     @property
@@ -38,14 +38,14 @@ class Holder(Protocol):
 def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
     """Return the index in `waiting` of the unit that the worker `member` should run, or None.
 
-    With `beside`, this is the first `ConcurrentUnit`, except those that another node should read or add, and `Collect`.
-    Otherwise it is a unit of one of the worker's shards or of no shard; then one of a shard that no worker holds; then,
-    so that new workers have something to do, one of a worker that holds at least two shards more.
+    With `beside`, this is the first `ConcurrentUnit` other than `Collect` that is not bound to another node. Otherwise
+    it is, in this order, a unit of one of the worker's shards or without a shard; of a shard that no worker holds; or,
+    so that new workers get work, of a worker with at least two shards more.
 
-    Units of no shard, such as a solve, are long. Only idle workers take them, so that none waits behind another unit.
+    Units without a shard, such as solves, are long. Only idle workers take them, so that none waits for another unit.
 
     A worker that scores one model should not build layers of another. It takes a new shard of another model's windows
-    only if it is idle. It takes one over from another worker only if it is idle and the layer's inputs are stored.
+    only if it is idle, and takes one over from another worker only if it is idle and the layer's inputs are stored.
     """
     if beside:
         nearby = (
@@ -104,7 +104,7 @@ def _cost(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[in
 
 
 def _near(unit: Unit, member: Holder, live: Collection[Holder]) -> bool:
-    """Return True if the worker is among those near the unit's data, or none of those is alive."""
+    """Return True if the worker is near the unit's data, or if no worker there is alive."""
     if not isinstance(unit, Add | ReadLayer) or not unit.near or member.name in unit.near:
         return True
     return not any(other.name in unit.near for other in live)

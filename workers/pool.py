@@ -1,8 +1,8 @@
 """The pool of Ray actors: assigns units to workers, and handles workers that die, join or leave.
 
-Units wait here until a worker has room. A shard's forward units go to the worker that holds its hidden states. A worker
-without units takes a shard over from one that has more. If a worker dies, its units wait again and another worker is
-started: at once, or after a pause if its node was short of memory (`workers.memory_pressure`).
+Units wait here until a worker is free. A shard's forward units go to the worker that holds its hidden states. A worker
+without units takes over a shard from one that has more. If a worker dies, its units are queued again and another worker
+is started: at once, or after a pause if its node was short of memory (`workers.memory_pressure`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RayPool(UnitAccounts):
         if self.memory_bytes:
             resources["memory"] = self.memory_bytes
         elif setup.memory_bytes:
-            note(f"workers are placed without regard to the {setup.memory_bytes / 2**30:.1f} GiB that the plan says")
+            note(f"workers are placed without reserving the planned {setup.memory_bytes / 2**30:.1f} GiB of memory")
         remote: Any = ray.remote
         actor = remote(concurrency_groups=BESIDE)(WorkerActor)
         self.actor_class: Any = actor.options(max_restarts=0, max_task_retries=0, **resources)
@@ -103,12 +103,12 @@ class RayPool(UnitAccounts):
 
     @property
     def size(self) -> int:
-        """The number of workers that are ready."""
+        """The number of ready workers."""
         return len(self._ready())
 
     @property
     def nodes(self) -> Sequence[Sequence[str]]:
-        """The names of the workers that are ready, for each node."""
+        """The names of the ready workers, for each node."""
         names: dict[str, list[str]] = {}
         for member in self._ready():
             names.setdefault(str(member.where.get("node")), []).append(member.name)
@@ -129,7 +129,7 @@ class RayPool(UnitAccounts):
         """Return the next finished unit and its result. See `pipeline.driver.interfaces.Pool.wait`."""
         while True:
             if self.stop.is_set():
-                raise Interrupted("stopped by a signal; run the same command again to go on")
+                raise Interrupted("stopped by a signal; run the same command again to resume")
             if self.finished:
                 unit, outcome = self.finished.popleft()
                 return unit, result_of(unit, outcome)
@@ -139,11 +139,11 @@ class RayPool(UnitAccounts):
                 self._complain(1)
 
     def cancel_pending(self) -> None:
-        """Discard all submitted units, and wait for those that run."""
+        """Discard all submitted units, and wait for the running ones."""
         self.waiting.clear()
         while any(member.running for member in self.members):
             if self.stop.is_set():
-                raise Interrupted("stopped by a signal; run the same command again to go on")
+                raise Interrupted("stopped by a signal; run the same command again to resume")
             self._step(POLL_SECONDS)
             self.waiting.clear()
         self.finished.clear()
@@ -157,7 +157,7 @@ class RayPool(UnitAccounts):
             member.actor.forget.remote()
 
     def busy(self) -> dict[str, str]:
-        """Worker -> its running unit, for the status. May be called from another thread."""
+        """Return the running unit of each worker, for the status. May be called from another thread."""
         running = {worker_name(member.where): list(member.running.values()) for member in list(self.members)}
         return {name: units[0].key for name, units in running.items() if units}
 
@@ -192,7 +192,7 @@ class RayPool(UnitAccounts):
             self._complain(min(count, self.wanted))
 
     def _complain(self, count: int) -> None:
-        """Log from time to time that the job has too few workers; see `Shortage.watch`."""
+        """Log at intervals that the job has too few workers; see `Shortage.watch`."""
         self.shortage.watch(
             self.size,
             count,
@@ -201,12 +201,12 @@ class RayPool(UnitAccounts):
         )
 
     def _fit(self) -> None:
-        """Start workers up to `wanted`; dismiss those beyond it, the ones with the fewest shards first."""
+        """Start workers up to `wanted`, or dismiss excess workers, those with the fewest shards first."""
         staying = [member for member in self.members if not member.leaving]
         for member in sorted(staying, key=lambda member: (member.live, len(member.shards)))[: -self.wanted]:
             member.leaving = True
             member.shards.clear()
-            self.note(f"worker {worker_name(member.where)} is sent away: {self.wanted} are wanted")
+            self.note(f"worker {worker_name(member.where)} is dismissed: the job needs only {self.wanted}")
         for member in [m for m in self.members if m.leaving and not m.running and not m.sums]:
             self.members.remove(member)
             ray.kill(member.actor)
@@ -279,7 +279,7 @@ class RayPool(UnitAccounts):
         if self.wanted == 1:
             raise InputError(refused)
         self.wanted -= 1
-        self.note(f"{refused}; the job goes on with at most {self.wanted} workers")
+        self.note(f"{refused}; the job continues with at most {self.wanted} workers")
 
     def _refusal(self, member: Member) -> str | None:
         """Return why a worker that is ready is rejected, or None."""
@@ -325,7 +325,7 @@ class RayPool(UnitAccounts):
     # -- units -------------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Assign units to workers that have room, one each in turn, the least busy first."""
+        """Assign units to free workers in turn, the least busy first."""
         self._dispatch_collects()
         live = self._ready()
         for beside in (False, True):
@@ -340,7 +340,7 @@ class RayPool(UnitAccounts):
                         assigned = True
 
     def _dispatch_collects(self) -> None:
-        """Assign each `Collect` to its worker, which may be leaving. If that has died, the result is empty."""
+        """Assign each `Collect` to its worker, which may be leaving. If the worker has died, the result is empty."""
         for unit in [unit for unit in self.waiting if isinstance(unit, Collect)]:
             holder = next((member for member in self.members if member.where.get("worker") == unit.worker), None)
             if holder is None:

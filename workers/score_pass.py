@@ -56,7 +56,7 @@ def summed_divergence(parts: Iterable[LogitRows]) -> Scored:
 
 
 class ScorePass:
-    """Runs `WindowForward` and `Score` units of a worker, in a dtype of their own."""
+    """Runs a worker's `WindowForward` and `Score` units, in the dtype of the windows."""
 
     def __init__(
         self,
@@ -138,8 +138,7 @@ class _Shard:
         ahead: tuple[int | None, StagedLayer | None] = (None, None),
         part: int | None = None,
     ) -> ArrayRecord | None:
-        """Run a layer and hold its outputs, or run a part of it. Return the record of the outputs if they were
-        stored."""
+        """Run a layer, or a part of it, and hold its outputs. Return their record if they were stored."""
         block = self.layers.block(layer, staged)
         if block.streamed is None or part is not None:
             self.layers.read_ahead(*ahead)
@@ -206,7 +205,7 @@ class _Shard:
 
     @cached_property
     def ids(self) -> HiddenReader:
-        """Token ids of all windows; only the embedding and the head read them."""
+        """Return the token ids of all windows, which only the embedding and the head read."""
         if isinstance(self.token_source, Tensor):
             return InMemory(self.token_source)
         return self.owner.activations.open(self.token_source)

@@ -15,11 +15,10 @@ from pipeline.units.sums import Summed
 
 
 class SharedMoments:
-    """Holds the moments and samples that several groups of one layer need, and the factors that methods compute from
-    them.
+    """Holds the moments and samples that several groups of a layer need, and their factors.
 
-    Experts share the moment and the sample of their input and the moment of the gradient at the mixture's output. These
-    are read, brought to the device and factored once for all experts of a layer that a worker solves one after another.
+    Experts share the moment and the sample of their input, and the moment of the gradient at the mixture's output.
+    These are read, copied to the device and factored once for all experts of a layer that a worker solves in turn.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,7 @@ class SharedMoments:
         self._factors: dict[Moment, tuple[Tensor, Factored]] = {}
 
     def of(self, layer: LayerGeometry) -> SharedMoments:
-        """Return this store for a layer. Moments of another layer are released."""
+        """Return self for a layer, without the moments of other layers."""
         if self._layer != layer.index:
             self.release()
         self._layer = layer.index
@@ -39,11 +38,11 @@ class SharedMoments:
 
     @property
     def factors(self) -> dict[Moment, tuple[Tensor, Factored]]:
-        """Return the factors of the layer's moments. Those of a layer with one MLP are not held."""
+        """Return the factors of the layer's moments, which are not held for a layer with one MLP."""
         return self._factors if self._points else {}
 
     def get(self, moment: Moment, source: ArrayRecord | Summed, read: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor of a moment. It is read by `read`, unless it is shared and held."""
+        """Return the tensor of a moment, from `read` unless it is shared and held."""
         if moment.point not in self._points:
             return read()
         held = self._held.get(moment)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from manifests.errors import WorkerError
 
-WARNING_SECONDS = 50.0  # before the first line about a shortage, and between lines
+WARNING_SECONDS = 50.0  # before the first message about a shortage, and between messages
 
 
 class Shortage:
@@ -21,9 +21,9 @@ class Shortage:
         self.warned_at = 0.0
 
     def watch(self, ready: int, needed: int, never: Callable[[], str | None], cluster: Callable[[], str]) -> None:
-        """Compare how many workers are ready with how many are needed.
+        """Compare the number of ready workers with the needed number.
 
-        `never`: returns why no worker can start, or None; `cluster`: describes the cluster's resources.
+        `never`: returns why no worker can start, or None. `cluster`: describes the cluster's resources.
         Raises WorkerError after `limit_s` if no worker can start.
         """
         now = time.monotonic()

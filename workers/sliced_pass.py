@@ -1,7 +1,7 @@
 """Runs shards through layers with streamed experts: all micro-batches through one slice, then through the next.
 
-Between slices, a shard consists of the residual stream at the mixture's input, and of each token's sum over the experts
-so far. Both are held, or spilled, like hidden states.
+Between slices, a shard's state is the residual stream at the mixture's input, and each token's sum over the experts so
+far. Both are held or spilled like hidden states.
 
 Legend: M samples of a shard, B micro-batch, S sequence, D hidden.
 """
@@ -28,7 +28,7 @@ class SlicedShard:
     """A shard at a layer with streamed experts.
 
     Attributes:
-        shard_key: of the layer's inputs.
+        shard_key: the key of the layer's inputs.
         version: the version of the layer's weights in `block`.
         shape: (M, S, D), of the hidden states; `batches`: start and stop of each micro-batch.
     """
@@ -61,11 +61,11 @@ class SlicedPass:
         output: bool = True,
         with_inputs: bool = False,
     ) -> Iterator[Output]:
-        """Pass one slice, or all; yield the layer's outputs after the last.
+        """Run one slice, or all; yield the layer's outputs after the last.
 
         Taps see values of the attention only at the first slice, and those of the shared expert only at the last.
-        Without `output`, no sums are held and nothing is yielded. If the shard has not passed the slices before `part`,
-        it passes them first, without taps. Raises the errors of `TappedLayer.run`.
+        Without `output`, no sums are held and nothing is yielded. Earlier slices that the shard has not passed are run
+        first, without taps. Raises the errors of `TappedLayer.run`.
         """
         assert at.block.streamed is not None
         count, taps = len(at.block.streamed.ranges), list(taps)
@@ -83,7 +83,7 @@ class SlicedPass:
                 yield from self._finish(at, stream, last, output=output, with_inputs=with_inputs)
 
     def _stream(self, at: SlicedShard, *, again: bool) -> HiddenReader:
-        """Return the residual stream after the attention. `again`: compute it even if it is held, for its taps."""
+        """Return the residual stream after the attention. `again`: compute it for its taps even if it is held."""
         key = at.stage_key(STREAM)
         held = self.hidden.get(key)
         if held is not None and not again:
@@ -97,7 +97,7 @@ class SlicedPass:
         return self.hidden.keep_reader(key, writer)
 
     def _done(self, at: SlicedShard, first: int) -> int:
-        """Return the first slice that has to be passed so that the sum of all slices before `first` is held."""
+        """Return the first slice to run so that the sum of all slices before `first` is held."""
         return next((stage for stage in range(first, 0, -1) if self.hidden.get(at.stage_key(stage)) is not None), 0)
 
     def _add(self, at: SlicedShard, stream: HiddenReader, number: int, keep: bool = True) -> None:
@@ -118,7 +118,7 @@ class SlicedPass:
     def _finish(
         self, at: SlicedShard, stream: HiddenReader, number: int, *, output: bool, with_inputs: bool
     ) -> Iterator[Output]:
-        """Pass the last slice and the shared expert."""
+        """Run the last slice and the shared expert."""
         experts = at.block.hold(number)
         batches = iter(at.batches)
         for stream_BSD, sum_TD in self._read(at, stream, number if output else 0):

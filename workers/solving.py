@@ -1,4 +1,4 @@
-"""Solves a group by its method and names the factors as in the checkpoint."""
+"""Solves groups with their methods, and names the factors as in the checkpoint."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def named_solution(
 def _stored(problem: GroupProblem, before: Mapping[str, Tensor], solution: Solution) -> Mapping[str, Tensor]:
     """Return the factors of a group by their names, in the dtypes of the checkpoint.
 
-    Those of streamed weights are computed when they are asked for.
+    With streamed weights, factors are computed on access.
     """
     group, geometry, dense = problem.group, problem.geometry, problem.weights
     described = dense.described if isinstance(dense, StreamedWeights) else dense
@@ -124,7 +124,7 @@ def _stored(problem: GroupProblem, before: Mapping[str, Tensor], solution: Solut
 
 
 def _refitted(problem: GroupProblem, factors: Mapping[str, Tensor], solution: Solution) -> list[str]:
-    """Return the roles that stay dense but whose weights have changed."""
+    """Return the roles with changed dense weights."""
     changed = set()
     for key in problem.weights:
         role, name = owner_of(key, problem.group.roles), problem.geometry.tensor_name(key, problem.group.roles)
@@ -171,14 +171,14 @@ def _pair(statistics: Statistics) -> Moment | None:
 
 
 def with_offload(statistics: Statistics, problem: GroupProblem, transfer: TensorTransfer) -> Statistics:
-    """Return statistics with which a solve of streamed weights puts what it computes outside of this process."""
+    """Return statistics with which a solve of streamed weights stores its results outside of this process."""
     return replace(statistics, offload=transfer.offload) if isinstance(problem.weights, StreamedWeights) else statistics
 
 
 def solve_done(solved: Solved, transfer: TensorTransfer, parts: int = 1) -> SolveDone:
     """Make the factors available to other workers. Return the unit's result.
 
-    Factors that are computed on access go in `parts` parts, one after another.
+    Factors that are computed on access are transferred in `parts` parts.
     """
     factors, solution, rounded = solved
     if not isinstance(factors, DeferredTensors):

@@ -1,8 +1,8 @@
 """Differentiates a layer whose experts stream past, slice by slice, over some samples.
 
 The gradient of each sample goes back through the shared expert, then through the experts in descending order, then
-through the router and the attention: the order in which autograd adds up a whole layer's gradients, so that the size of
-a slice changes no bit.
+through the router and the attention. This is the order in which autograd adds up a whole layer's gradients, so that the
+size of a slice changes no bit.
 
 Legend: S sequence, D hidden, k experts of a token, t tokens of an expert.
 """
@@ -50,7 +50,7 @@ class Sample:
 class StreamedGradients:
     """Vector-Jacobian products of a layer with streamed experts.
 
-    `every_expert`: an expert that no token of a sample passes is differentiated at all of them, to choose grids.
+    `every_expert`: to choose grids, an expert without tokens of a sample is differentiated at all of its tokens.
     """
 
     def __init__(self, layer: DifferentiableLayer, points: Sequence[str], every_expert: bool = False) -> None:
@@ -67,10 +67,10 @@ class StreamedGradients:
         *,
         reads_output: bool,
     ) -> Iterator[Tensor]:
-        """Yield the gradients (S, D) at the layer's inputs, one of each sample.
+        """Yield the gradient (S, D) at the layer's inputs of each sample.
 
-        `hidden`: the layer's inputs (S, D) of each sample. `gradient_of`: as in `workers.backward`; with
-        `reads_output`, from the values of the layer's output. Raises the errors of `DifferentiableLayer.pull_back`.
+        `hidden`: the layer's inputs (S, D) of each sample. `gradient_of`: as in `workers.backward`. `reads_output`: it
+        needs the layer's output. Raises the errors of `DifferentiableLayer.pull_back`.
         """
         hidden = list(hidden)
         samples = [Sample.of(self.attended(each)) for each in hidden]

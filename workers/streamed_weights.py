@@ -1,4 +1,4 @@
-"""The weights of a group with more experts than a worker holds, read an expert at a time while they are solved."""
+"""The weights of a group with more experts than a worker holds, read expert by expert during a solve."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-HELD = 2  # experts that were asked for last: one place's new and its dense weights are compared
+HELD = 2  # held experts, because a merged expert is compared with its dense one
 Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 class StreamedWeights(Mapping[str, Tensor]):
     """Maps `role.weight` to dense weights.
 
-    Tensors outside of experts are held. Of the experts, it holds the two that were asked for last, and reads the next
-    one meanwhile.
+    It holds the tensors outside of experts and the two experts that were used last, and reads the next one ahead.
     """
 
     def __init__(
@@ -27,12 +26,12 @@ class StreamedWeights(Mapping[str, Tensor]):
         finish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         thread: ThreadPoolExecutor,
     ) -> None:
-        """Read what is not an expert's.
+        """Read the tensors outside of experts.
 
         Args:
-            dtypes: of all tensors, by name, in the group's order.
+            dtypes: name -> dtype of all tensors, in the group's order.
             experts: the names of each expert's tensors.
-            begin: reads tensors and starts to copy them to the device; is called in `thread`.
+            begin: reads tensors and starts to copy them to the device; called in `thread`.
             finish: returns them on the device.
         """
         self._dtypes = dict(dtypes)
@@ -45,7 +44,7 @@ class StreamedWeights(Mapping[str, Tensor]):
 
     @property
     def described(self) -> dict[str, Tensor]:
-        """Return tensors without data of the weights' dtypes."""
+        """Return tensors of the weights' dtypes without data."""
         return {name: torch.empty((), dtype=dtype, device="meta") for name, dtype in self._dtypes.items()}
 
     def __len__(self) -> int:
@@ -73,7 +72,7 @@ class StreamedWeights(Mapping[str, Tensor]):
             tensors = self._finish(future.result())
             if number + 1 < len(self._experts) and number + 1 not in self._held:
                 self._ahead = (number + 1, self._submit(number + 1))
-        self._held[number] = tensors  # the last one that was asked for
+        self._held[number] = tensors  # last, because it was used last
         return tensors
 
     def _submit(self, number: int) -> Future[Mapping[str, Tensor]]:

@@ -69,7 +69,7 @@ class LayerSums:
 
     @contextmanager
     def adding(self, unit: Summable) -> Iterator[None]:
-        """Within this context a shard is added. An exception discards the sums, which may contain part of it."""
+        """Return a context in which a shard is added. An exception discards the sums, which may contain part of it."""
         passed = None if unit.sums is None else self.passes[unit.sums.name]
         try:
             yield
@@ -81,7 +81,7 @@ class LayerSums:
             raise
 
     def collect(self, unit: Collect) -> CollectDone:
-        """Hand over the sums of a pass, on a CUDA stream of their own, parallel to computation."""
+        """Return the sums of a pass and drop them, on a separate CUDA stream, parallel to computation."""
         passed = self.passes.pop(unit.sums, None)
         if passed is None:
             return CollectDone({}, {}, ())
@@ -96,14 +96,14 @@ class LayerSums:
         return CollectDone(partials, diagonals, tuple(sorted(passed.shards)), self.node, tokens)
 
     def _cut(self, named: dict[str, Tensor], parts: int) -> tuple[Any, ...]:
-        """Put a sum in parts of similar size; return their handles. All workers split the bands alike."""
+        """Put a sum in parts of similar size; return their handles. All workers split the bands in the same way."""
         names = sorted(named)
         count = min(parts, sum(not name.startswith(NORMS) for name in names))
         return tuple(self.transfer.put({name: named[name] for name in names[part::count]}) for part in range(count))
 
 
 class _PassSums:
-    """The sums of one pass, and how many tokens passed the point of each moment, which may be none."""
+    """The sums of one pass, and the number of tokens at the point of each moment, which may be 0."""
 
     def __init__(self, grids: dict[Moment, Grid], device: torch.device, hidden_size: int) -> None:
         self.grids = grids
@@ -119,8 +119,8 @@ class _PassSums:
     def add(self, moment: Moment, *values: Tensor) -> None:
         """Add a micro-batch. `values`: (..., F); for gradients, of one sample; for a pair, x and e.
 
-        Rows wait until there are enough for a product, or until the shard ends, because adding to float64 sums costs as
-        much for few tokens as for many.
+        Rows are buffered until there are enough for a product, or until the shard ends, because adding to float64 sums
+        costs as much for few tokens as for many.
         """
         if moment.kind == "gradient":
             norms_G = sample_square_norms(values[0], moment.heads, moment.groups, moment.diagonal)
@@ -134,7 +134,7 @@ class _PassSums:
             self._multiply(moment)
 
     def end(self, shard: int) -> None:
-        """Finish a shard: add the rows that wait."""
+        """Finish a shard: add the buffered rows."""
         for moment in self.waiting:
             self._multiply(moment)
         for moment, norms in self.norms.items():
@@ -173,7 +173,7 @@ class _PassSums:
 
 
 class Squares:
-    """Chooses the grids of sums over `tokens` tokens by the squares of a first micro-batch.
+    """Chooses the grids of sums over `tokens` tokens from the squares of a first micro-batch.
 
     `silent`: moments whose values were all zero so far.
     """

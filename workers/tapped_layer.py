@@ -32,7 +32,7 @@ Tap = Callable[[Tensor], None]
 
 
 class StopForward(Exception):
-    """Raised when every tap was reached and the layer's output is not needed."""
+    """Ends a forward pass after the last tap, if the layer's output is not needed."""
 
 
 class TappedLayer:
@@ -48,7 +48,7 @@ class TappedLayer:
     ) -> None:
         """`tensors`: by names relative to the layer, already in the forward's dtype.
 
-        `streamed`: loads the experts slice by slice, if a layer has too many to hold; `tensors` then has none.
+        `streamed`: loads the experts slice by slice if there are too many to hold; `tensors` then has none.
         """
         self.layer, self.geometry = geometry.index, geometry
         self.config = config
@@ -83,8 +83,8 @@ class TappedLayer:
 
     @contextmanager
     def checked(self, hidden_BSD: Tensor) -> Iterator[list[Tensor]]:
-        """Check queries, keys and everything added to the list of extremes in a pass of these inputs. Raises the errors
-        of `run`."""
+        """Check queries, keys and everything that is added to the list of extremes in a pass of these inputs. Raises
+        the errors of `run`."""
         with self._watched() as ends:
             yield ends
         if ends and not torch.isfinite(torch.stack(ends)).all():
@@ -97,7 +97,7 @@ class TappedLayer:
 
     @contextmanager
     def every_expert(self) -> Iterator[None]:
-        """Within this context, taps see values of every expert on all tokens, regardless of the router."""
+        """Return a context in which taps see values of every expert on all tokens, regardless of the router."""
         self.module.every_expert = True
         try:
             yield
@@ -105,8 +105,8 @@ class TappedLayer:
             self.module.every_expert = False
 
     def angles(self, hidden_BSD: Tensor) -> Angles | None:
-        """Return the rotations of whole samples as cos and sin, or in the form of foreign attention; None without
-        rotations."""
+        """Return the rotations of whole samples as cos and sin, or as foreign attention needs them; None without
+        rotation."""
         positions_1S = torch.arange(hidden_BSD.shape[1], device=hidden_BSD.device).unsqueeze(0)
         return None if self.rotary is None else self.rotary(hidden_BSD, positions_1S)
 
@@ -165,7 +165,7 @@ class TappedLayer:
         return self.module.attended(hidden_BSD, self.angles(hidden_BSD))
 
     def _tapped_slices(self, taps: Iterable[tuple[str, Tap]]) -> list[int]:
-        """Return the slices that hold experts at whose modules there are taps."""
+        """Return the slices with experts that have taps."""
         if self.streamed is None:
             return []
         blocks = {split_role(self.geometry.tap(point)[0])[0] for point, _ in taps}
@@ -174,7 +174,7 @@ class TappedLayer:
 
     @contextmanager
     def _watched(self) -> Iterator[list[Tensor]]:
-        """Collect the extremes of queries and keys: attention kernels turn NaN scores into zeros without an error."""
+        """Collect the extremes of queries and keys, because attention kernels silently turn NaN scores into zeros."""
         ends: list[Tensor] = []
         with ExitStack() as hooks:
             for role in self.geometry.score_roles:
@@ -184,7 +184,7 @@ class TappedLayer:
 
     @contextmanager
     def tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:
-        """Hook the taps onto the modules of their roles. With `stop`, the pass ends when each tap was reached."""
+        """Hook the taps onto the modules of their roles. With `stop`, the pass ends after the last tap."""
         resolved: dict[tuple[str, str], list[Tap]] = {}
         for point, tap in taps:
             seen = _routing_tap(point, tap) if point.endswith(ROUTING) else tap
@@ -216,14 +216,14 @@ class TappedLayer:
         with self.tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
             self._forward(hidden_BSD)
         where = dict(self.geometry.modules)[bad[0]] if bad else "the residual sum"
-        what = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"
-        return f"{what} ({hidden_BSD.dtype}); {overflow_advice(hidden_BSD.dtype)}"
+        fault = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"
+        return f"{fault} ({hidden_BSD.dtype}); {overflow_advice(hidden_BSD.dtype)}"
 
 
 def sample_tap(moment: Moment, samples: dict[Moment, Tensor], token: int, tokens: int) -> Tap:
-    """Return a tap that adds to `samples` the values of the sampled ones among all `tokens`.
+    """Return a tap that adds the values of sampled tokens to `samples`.
 
-    `token`: the number of the first token that the tap will see.
+    `token`: the index, among all `tokens`, of the first token that the tap will see.
     """
 
     def keep(values_BSF: Tensor) -> None:
@@ -241,7 +241,7 @@ def overflow_advice(dtype: torch.dtype) -> str:
     """Explain why activations are not finite, and what to change."""
     if dtype == torch.float16:
         return "weights or activations overflow this dtype: convert the checkpoint to bfloat16 or float32"
-    return "the model's own activations overflow: its weights are damaged, or not those of a working model"
+    return "the model's own activations overflow: its weights are damaged or wrong"
 
 
 def _routing_tap(point: str, tap: Tap) -> Tap:

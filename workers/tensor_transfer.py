@@ -1,4 +1,4 @@
-"""Passes tensors from worker to worker. `put` returns a handle, which any worker can use."""
+"""Transfers tensors between workers. `put` returns a handle, which any worker can use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorTransfer(Protocol):
     """Stores named tensors for other workers."""
 
     def put(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Store a copy; return a small picklable handle. Deferred tensors are computed when the unit is done."""
+        """Store a copy; return a small picklable handle. Deferred tensors are computed at the end of the unit."""
         ...
 
     def get(self, handle: Any) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ class TensorTransfer(Protocol):
         ...
 
     def offload(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Keep a tensor outside of this process while the result lives, which brings it back read-only."""
+        """Store a tensor outside of this process. The result loads it, read-only; the tensor lives as long as it."""
         ...
 
 
@@ -73,10 +73,10 @@ def get_available(transfer: TensorTransfer, handles: Sequence[Any]) -> dict[str,
 
 
 class LocalTransfer(TensorTransfer):
-    """Passes tensors within one process: a handle is the tensors themselves."""
+    """Transfers tensors within one process: a handle is the tensors themselves."""
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with torch.inference_mode(False):  # as if they came from another process, they are no inference tensors
+        with torch.inference_mode(False):  # tensors from another process would not be inference tensors either
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def get(self, handle: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Measures how well statistics of some calibration samples describe the others.
+"""Measures how well the statistics of some calibration samples describe other samples.
 
 Legend: B samples, S sequence, D hidden, F features of a point.
 """

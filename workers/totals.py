@@ -1,7 +1,7 @@
 """Adds the sums of several workers, checks them against their grids, stores them, and returns them for solving.
 
-The sums arrive in host memory. They are added on the device, on a CUDA stream of their own, so that computation does
-not wait. The tensors of a sum are its bands (`pipeline.kernels.exact_sums`), named by their index.
+The sums arrive in host memory. They are added on the device, on a separate CUDA stream, so that computation does not
+wait. The tensors of a sum are its bands (`pipeline.kernels.exact_sums`), named by their index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.tensor_transfer import TensorTransfer, get_all
 
 
 class Totals:
-    """Reduces sums for a worker. It has no state between calls, so that other units of the worker may run meanwhile."""
+    """Reduces sums for a worker. It has no state, so that other units of the worker may run at the same time."""
 
     def __init__(
         self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device, tokens_shape: tuple[int, int]
@@ -93,7 +93,7 @@ class Totals:
         return whole(self.copies.bring_all(bands), grid)
 
     def shrunk(self, moment: Moment, source: ArrayRecord | Summed) -> Tensor:
-        """Return a moment as methods receive it: of gradients, a mean shrunk towards its diagonal."""
+        """Return a moment as methods receive it: for gradients, the mean shrunk towards its diagonal."""
         total = self.moment(moment, source)
         if not isinstance(source, GradientRecord):
             return total
@@ -111,7 +111,7 @@ def _bands(named: dict[str, Tensor]) -> list[Tensor]:
 def _added(
     parts: Iterable[dict[str, Tensor]], brought: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> dict[str, Tensor]:
-    """Add all parts by name, where `brought` puts them. A tensor that only one part has is returned without a copy."""
+    """Add all parts by name, after `brought`. A tensor of only one part is returned without a copy."""
     total: dict[str, Tensor] = {}
     own: set[str] = set()
     for part in parts:

@@ -18,7 +18,7 @@ class WideLinear(nn.Linear):
             setattr(self, name, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, in) → (…, out)."""
+        """Map (…, in) to (…, out)."""
         return linear(input, self.weight, self.bias)
 
 

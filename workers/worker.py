@@ -1,4 +1,4 @@
-"""Runs units of work, one after another. Independent of Ray, and of any method or family.
+"""Runs units of work on one device. Independent of Ray, and of any method or family.
 
 Legend: M samples of a shard, S sequence, D hidden, B micro-batch, V vocabulary.
 """
@@ -141,7 +141,7 @@ class Worker:
         if not isinstance(unit, ConcurrentUnit):
             self._release_others(unit)
         try:
-            # Autograd accepts no tensors of inference mode.
+            # Autograd does not accept tensors of inference mode.
             with torch.no_grad(), torch.inference_mode(not isinstance(_passing(unit), Backward | Refine)):
                 return handlers[type(unit)](unit)
         except CorruptError as error:
@@ -151,11 +151,11 @@ class Worker:
             raise
 
     def forget(self) -> None:
-        """Discard all hidden states: the next units are of another model."""
+        """Discard all hidden states, before units of another model."""
         self.hidden.forget("")
 
     def close(self) -> None:
-        """End the threads, for a process that continues."""
+        """End the threads of a process that continues."""
         self.layers.thread.shutdown(cancel_futures=True)
 
     def _release_others(self, unit: Unit) -> None:
@@ -165,7 +165,7 @@ class Worker:
         if not isinstance(unit, SolveUnit | CurveUnit):
             self.shared.release()
         if isinstance(unit, SolveUnit | Refine):
-            return_freed_pages()  # after forward passes, because a solve needs the most memory
+            return_freed_pages()  # a solve needs the most memory
         if isinstance(unit, WindowForward | Score):
             self.layers.release()
         else:
@@ -176,7 +176,7 @@ class Worker:
     def _forward(self, unit: Forward) -> ShardDone:
         inputs = self._inputs(unit)
         block = self._block(unit)
-        if block.streamed is None or unit.part is not None:  # the other units pass all slices again, of another shard
+        if block.streamed is None or unit.part is not None:  # other units run all slices again, for another shard
             self.layers.read_ahead(unit.ahead, shared=partial(get_available, self.transfer, unit.ahead_weights))
         samples: dict[Moment, Tensor] = {}
         taps = self._taps(unit, samples)
@@ -205,7 +205,7 @@ class Worker:
     def _outputs(
         self, unit: Forward, block: TappedLayer, inputs: HiddenReader, taps: list[tuple[str, Tap]]
     ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield inputs and outputs of the unit's layer; nothing if the unit's part is not the layer's last."""
+        """Yield inputs and outputs of the unit's layer; nothing before the layer's last part."""
         wanted = unit.emit or unit.cosine
         if block.streamed is None:
             run = tapped(self.layers, block, taps)
@@ -281,7 +281,7 @@ class Worker:
         return self.hidden.keep_reader(shard_key, hidden_writer)
 
     def _taps(self, unit: Forward, samples: dict[Moment, Tensor]) -> list[tuple[str, Tap]]:
-        """Return taps for the unit's moments. A shard that the sums contain is not added again."""
+        """Return taps for the unit's moments. A shard is not added to sums that contain it."""
         first = self.setup.sample_range(unit.shard)[0] * self.setup.sequence
         taps = [
             (moment.point, sample_tap(moment, samples, first, self.setup.calibration_tokens))
@@ -327,7 +327,7 @@ class Worker:
             return curve_result(unit, problem, partial(self._statistics, unit.task.layer))
 
     def _statistics(self, layer: int, records: Mapping[Moment, ArrayRecord | Summed], hint: str = "") -> Statistics:
-        """Return statistics for a method: sums of values, shrunk means of gradients, and the hint of their curve."""
+        """Return the statistics for a method: sums of values, shrunk means of gradients, and the curve's hint."""
         moments, passed, shared = {}, {}, self.shared.of(self.setup.geometry.layers[layer])
         for moment, record in records.items():
             moments[moment] = shared.get(moment, record, partial(self.totals.shrunk, moment, record))
@@ -395,5 +395,5 @@ class Worker:
 
 
 def _passing(unit: Unit) -> Unit:
-    """Return the unit that runs a shard through a layer: `unit` itself, or the one that chooses grids."""
+    """Return the unit that runs a shard through a layer: `unit` itself, or the one from which grids are chosen."""
     return unit.forward if isinstance(unit, ChooseGrids) else unit

@@ -15,9 +15,9 @@ from workers.tensor_transfer import TensorTransfer, get_all
 
 
 class WrittenTensors(Mapping[str, Tensor]):
-    """Maps the names of a compressed layer's tensors to these, each fetched or read when it is asked for.
+    """Maps names to the tensors of a compressed layer, each fetched or read on access.
 
-    A weight that the source stores in a format, and that no method has changed, stays as it is stored.
+    An unchanged weight keeps the source's storage format.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class WrittenTensors(Mapping[str, Tensor]):
         transfer: TensorTransfer,
         wanted: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """Look up which tensors there are. `wanted`: tells whether the tensor of a name is among them.
+        """Look up the tensors. `wanted`: returns True for the names to include.
 
         Raises LostInputError if factors were lost with their node.
         """
@@ -67,5 +67,5 @@ class WrittenTensors(Mapping[str, Tensor]):
 
 
 def _unchanged(source: SourceCheckpoint, name: str, tensor: Tensor) -> bool:
-    """Return True for a weight that the source stores in a format, with the numbers that are decoded from it."""
+    """Return True for a weight that equals the one decoded from the source's storage format."""
     return keeps(source.tensors[name]) and torch.equal(tensor.cpu(), source.read([name])[name])

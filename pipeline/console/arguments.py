@@ -21,7 +21,7 @@ from pipeline.console.paths import resolve_paths
 from pipeline.console.wrapping import say
 
 CONNECT_TIMEOUT_S = 30.0
-EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run again to go on), 1 failed"
+EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run again to resume), 1 failed"
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from manifests.errors import Interrupted, LaminaError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GO_ON = "run the same command again to go on"
+RESUME = "run the same command again to resume"
 
 
 def exit_on_signals() -> None:
@@ -24,7 +24,7 @@ def exit_on_signals() -> None:
     atexit.register(_ignore_signals)  # registered first, it is called last
 
     def _leave(*_: object) -> None:
-        print(f"interrupted; {GO_ON}", file=sys.stderr, flush=True)
+        print(f"interrupted; {RESUME}", file=sys.stderr, flush=True)
         os._exit(Interrupted.exit_code)
 
     for name in STOP_SIGNALS:
@@ -45,7 +45,7 @@ def interrupt_on_signals(stop: threading.Event) -> None:
     for name in STOP_SIGNALS:
         signal.signal(name, _interrupt)
     if stop.is_set():
-        raise Interrupted(f"stopped by a signal; {GO_ON}")
+        raise Interrupted(f"stopped by a signal; {RESUME}")
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def deferred_signals(stop: threading.Event) -> Iterator[None]:
     catch_signals(stop)  # again, as Ray's core has replaced the handlers,
     signal.alarm(0)  # and would abort the process three seconds after SIGTERM
     if stop.is_set():
-        raise Interrupted(f"stopped by a signal; {GO_ON}")
+        raise Interrupted(f"stopped by a signal; {RESUME}")
 
 
 def catch_signals(stop: threading.Event) -> None:

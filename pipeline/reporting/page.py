@@ -16,8 +16,8 @@ from pipeline.reporting.run_data import Run
 from pipeline.reporting.style import STYLE
 
 STATES = {
-    "interrupted": "interrupted: run the same command again to go on",
-    "stopped": "stopped without a word, as by a kill: run the same command again to go on",
+    "interrupted": "interrupted: run the same command again to resume",
+    "stopped": "stopped without a message, perhaps killed: run the same command again to resume",
 }
 KEPT = {
     "decoder_parameters": "decoder numbers kept",

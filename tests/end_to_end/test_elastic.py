@@ -147,7 +147,7 @@ def test_the_autoscaler_adds_nodes(job: MakeJob, inline: None) -> None:
         child = Child("run", arguments, made.root / "log", inline=False, prepare=direct_autoscaler)
         assert child.end(240) == 0, child.said
     assert file_digests(made.output) == file_digests(alone.output)
-    assert "is sent away: 2 are wanted" in child.said
+    assert "is dismissed: the job needs only 2" in child.said
 
 
 def test_nodes_join_leave_and_die(job: MakeJob, inline: None) -> None:
@@ -162,7 +162,7 @@ def test_nodes_join_leave_and_die(job: MakeJob, inline: None) -> None:
     assert child.end(240) == 0, child.said
     assert file_digests(made.output) == file_digests(alone.output)
     assert sum(map(int, re.findall(r": (\d) workers? died \(", child.said))) == 2
-    assert "is sent away: 2 are wanted" in child.said
+    assert "is dismissed: the job needs only 2" in child.said
 
 
 @pytest.mark.nightly

@@ -115,7 +115,7 @@ def test_pages_are_readable(pages: dict[str, str], tmp_path: Path) -> None:
     """Nothing scrolls sideways but a table in its place, plots fill theirs and hold their words, none over another, all
     text stands out from the paper; on paper it is light whatever the reader's scheme, unfolded, and not cut off."""
     assert "exit code 2" in pages["failed"]
-    assert "stopped without a word" in pages["killed"]
+    assert "stopped without a message" in pages["killed"]
     shown = {f"{name} {width}": (page, width) for name, page in pages.items() for width in (PHONE, DESKTOP)}
     printed = {f"{name} printed": (page.replace("@media print", "@media all"), 720) for name, page in pages.items()}
     schemes = {scheme: looked_at(shown | printed, scheme, tmp_path) for scheme in ("light", "dark")}

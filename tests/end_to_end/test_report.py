@@ -134,7 +134,7 @@ def test_of_a_job_that_was_killed(done: Job) -> None:
         ledger.retract(key)
     (done.run_dir / "ended.json").unlink()
     page = report(done)
-    assert "stopped without a word" in page.text
+    assert "stopped without a message" in page.text
     assert "2 of 3" in page.text
     assert sorted(set(page.column("layers", "layer"))) == ["0", "1"]
     assert page.row("plan", "output bytes")[1:] == ["", ""]
@@ -146,7 +146,7 @@ def test_of_a_job_that_runs(done: Job) -> None:
         page = report(done)
     assert page.content.count('<p class="state running">running</p>') == 1
     Ledger(done.run_dir / "ledger").retract("complete")
-    assert "stopped without a word" in report(done).text  # that owner left no record of its end
+    assert "stopped without a message" in report(done).text  # that owner left no record of its end
 
 
 def test_of_a_job_that_has_just_begun(done: Job) -> None:

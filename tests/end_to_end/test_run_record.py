@@ -40,7 +40,7 @@ def test_done(job: MakeJob) -> None:
 
 
 def test_failed(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not `stopped; run the same command again to go on`."""
+    """Not `stopped; run the same command again to resume`."""
     from manifests.errors import NumericsError
 
     def fail(*_: Any) -> None:
@@ -94,7 +94,7 @@ def test_interrupted_and_killed(job: MakeJob, tmp_path: Path) -> None:
     record = ended(made)
     assert (record["outcome"], record["exit_code"]) == ("interrupted", 75)
     assert status(made)["state"] == "interrupted"
-    assert "run the same command again to go on" in command("status", str(made.run_dir)).out
+    assert "run the same command again to resume" in command("status", str(made.run_dir)).out
 
     hook = Hook("commit", match="layer/00002", pause=str(pause))
     child = Child("run", [str(made.manifest)], made.root / "log", hook)

@@ -55,7 +55,7 @@ def test_while_modules_are_imported(number: signal.Signals, job: MakeJob) -> Non
         wait_until(lambda: catches_sigterm(process.pid), process)
         process.send_signal(number)
         assert process.wait(WAIT_S) == 75
-    assert "run the same command again to go on" in (made.root / "log").read_text()
+    assert "run the same command again to resume" in (made.root / "log").read_text()
     assert not made.run_dir.exists()
 
 
@@ -73,5 +73,5 @@ def test_while_ray_starts(number: signal.Signals, name: str, job: MakeJob) -> No
         process.send_signal(number)
         assert process.wait(WAIT_S) == 75
     said = (made.root / "log").read_text()
-    assert "run the same command again to go on" in said
+    assert "run the same command again to resume" in said
     assert "Traceback" not in said

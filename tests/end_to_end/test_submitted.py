@@ -77,7 +77,7 @@ def test_submitted_stopped_and_submitted_again(
         time.sleep(0.2)
     assert client.get_job_status("first") == JobStatus.STOPPED
     assert not made.output.exists()
-    assert "run the same command again to go on" in client.get_job_logs("first")
+    assert "run the same command again to resume" in client.get_job_logs("first")
 
     done = ray_job(dashboard, "submit", *command)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from workers import actor
-from workers.device_settings import device_settings, settle_device, tensor_cores
+from workers.device_settings import configure_device, device_settings, tensor_cores
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def test_a_share_of_a_gpu_caps_the_allocator(shares: list[float]) -> None:
-    settle_device(0.5)
+    configure_device(0.5)
     assert shares == [0.5]
     assert device_settings() == {
         "deterministic": "True",
@@ -44,9 +44,9 @@ def test_a_share_of_a_gpu_caps_the_allocator(shares: list[float]) -> None:
 
 
 def test_a_whole_gpu_and_none(shares: list[float]) -> None:
-    settle_device(0)
+    configure_device(0)
     assert device_settings()["deterministic"] == "False"
-    settle_device(1)
+    configure_device(1)
     assert device_settings()["deterministic"] == "True"
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert shares == []
@@ -54,7 +54,7 @@ def test_a_whole_gpu_and_none(shares: list[float]) -> None:
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 def test_tensor_cores_are_for_what_is_exact_in_them(shares: list[float], stored: torch.dtype) -> None:
-    settle_device(1)
+    configure_device(1)
     with suppress(KeyError), tensor_cores(stored):
         assert device_settings()["tf32"] == str(stored != torch.float32)
         raise KeyError
@@ -64,7 +64,7 @@ def test_tensor_cores_are_for_what_is_exact_in_them(shares: list[float], stored:
 def test_a_worker_settles_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
     monkeypatch.setattr(actor, "map_large_tensors", lambda: None)
-    monkeypatch.setattr(actor, "settle_device", called.append)
+    monkeypatch.setattr(actor, "configure_device", called.append)
     monkeypatch.setattr("workers.worker.Worker", lambda *_: called.append("worker"))
     monkeypatch.setattr("workers.metrics.WorkerMeters", lambda *_: None)
     monkeypatch.setattr("workers.metrics.run_name", lambda _: "run")

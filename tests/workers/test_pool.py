@@ -202,7 +202,7 @@ def test_memory_that_no_node_declares_is_not_asked_for(make: Any, monkeypatch: p
     fake = FakeRay()
     pool = make(fake, max=1)
     assert "memory" not in fake.options_given
-    assert any("without regard to" in line for line in pool.notes)
+    assert any("without reserving the planned" in line for line in pool.notes)
 
 
 def test_what_an_actor_takes_is_asked_of_ray(make: Any) -> None:
@@ -482,7 +482,7 @@ def test_workers_are_sent_away_when_they_are_done(make: Any) -> None:
     assert sum(len(shards_of(actor, 1)) for actor in fake.actors) == 8, "nothing in hand is done twice"
     (left,) = [actor for actor in fake.actors if not actor.killed]
     assert shards_of(left, 2) == list(range(8))
-    assert sum("is sent away: 1 are wanted" in note for note in pool.notes) == 3
+    assert sum("is dismissed: the job needs only 1" in note for note in pool.notes) == 3
 
 
 def test_who_is_not_there_yet_goes_first(make: Any) -> None:
@@ -620,7 +620,7 @@ def test_a_job_does_not_wait_for_one_that_was_refused(monkeypatch: pytest.Monkey
     pool = RayPool(setup, Workers(min=2, max=2), stop, notes.append)
     patience.cancel()
     assert (pool.size, pool.wanted) == (1, 1)
-    assert "the job goes on with at most 1 workers" in notes[0]
+    assert "the job continues with at most 1 workers" in notes[0]
     do(pool, forward(0, 4))
 
 

@@ -46,7 +46,7 @@ from tools.benchmarks.jobs import end_on_sigterm, manifest_of, print_table
 from tools.benchmarks.memory_over_layers import write_model
 from tools.benchmarks.where_time_goes import run_here
 from tools.simulate import ITEMSIZE, LENGTH, LLAMA, SHARDS
-from workers.device_settings import settle_device
+from workers.device_settings import configure_device
 from workers.in_process_pool import InProcessPool
 
 LAYERS, KEEP = 2, 0.8
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     gpus, rates = float(on_gpu), rates_of(arguments.gpu)
     if on_gpu and arguments.memory:
         gpus = min(1.0, arguments.memory * 2**30 / torch.cuda.mem_get_info()[1])
-    settle_device(gpus)
+    configure_device(gpus)
     end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="lamina-benchmark-") as scratch:
         base, sizes = Path(scratch), sizes_of(arguments.model, arguments.narrower)
