@@ -1,4 +1,4 @@
-"""Check that the files of a checkpoint are whole and belong together, without reading weights."""
+"""Check that the files of a checkpoint are complete and belong together, without reading weights."""
 
 import json
 from importlib.metadata import version
@@ -11,7 +11,7 @@ RECORD_FILE, INDEX_FILE = "compression.json", "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 RECORD_VERSION = 1
 SHOWN = 5
-READER, READER_VERSION = "compressed-tensors", "0.20"  # the first that reads codes which continue in the next word
+READER, READER_VERSION = "compressed-tensors", "0.20"  # the first version that reads codes across words
 WORD_BITS = 32
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 DESCRIBED = ("dtype", "shape")  # fields of a tensor in a shard's header and in the record
@@ -67,13 +67,13 @@ def check_reader(quantization: dict[str, Any]) -> None:
 
 
 def _check_plain(name: str) -> None:
-    """Raise ValueError unless a name is that of a file in the folder itself: an index may lead anywhere."""
+    """Raise ValueError unless a name in an index is that of a file in the folder itself."""
     if Path(name).name != name or "\\" in name or "\0" in name:
         raise ValueError("leads out of the checkpoint's folder")
 
 
 def shown(lines: list[str], separator: str = ", ") -> str:
-    """Join the first few lines, and say how many more there are."""
+    """Join the first few lines, and add the number of further ones."""
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return separator.join([*lines[:SHOWN], *more])
 
@@ -125,7 +125,7 @@ def _header(path: Path, size: int | None) -> dict[str, Any]:
 
 
 def _unlike_record(headers: dict[str, dict[str, Any]], tensors: dict[str, dict[str, Any]]) -> list[str]:
-    """List the tensors that only the shard or only the record has, and those that the record describes otherwise."""
+    """List the tensors that only the shard or only the record has, and those that the record describes differently."""
     faults = []
     for shard, header in headers.items():
         recorded = {name: tensor for name, tensor in tensors.items() if tensor["shard"] == shard}

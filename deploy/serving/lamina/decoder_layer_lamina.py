@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls
 # (transformers ships types, but its base classes' hooks carry no annotations)
-"""One decoder layer over whole sequences: norm, attention, MLP.
+"""A decoder layer over whole sequences: norm, attention, MLP.
 
-Nothing here imports transformers' modelling code, which takes seconds: layers_lamina adds the parts that need it
+This file does not import transformers' modelling code, which takes seconds: layers_lamina adds the parts that need it
 (caches, its attention functions, gradient checkpointing).
 
 B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/value heads, d head_dim, r a rank or the
@@ -37,11 +37,11 @@ from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
 from .rotary_lamina import Angles, rotate
 
 WHOLE = {"form": "dense"}
-IN_PLACE = ("dense", "narrow")  # forms that a foreign module itself builds
+IN_PLACE = ("dense", "narrow")  # forms that a foreign module builds itself
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Put `module` at a dotted path below `root`; create plain containers on the way."""
+    """Put `module` at a dotted path below `root`, creating containers as needed."""
     *parents, name = path.split(".")
     for parent in parents:
         if parent not in root._modules:
@@ -51,7 +51,7 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def find(root: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """Return the module at a path. Called each time: quantizers, adapters and engines replace modules in place."""
+    """Return the module at a path. Not cached, because quantizers, adapters and engines replace modules in place."""
     for name in names:
         root = getattr(root, name)
     return root
@@ -62,7 +62,7 @@ Memo = dict[tuple[Names, tuple[str, ...]], Any]  # outputs of sources in this ca
 
 
 class _Roles:
-    """Calls the modules of roles at their paths below this module, each once per forward."""
+    """Calls the modules of roles, at their paths below this module, once per forward pass."""
 
     _names: dict[str, Names]
     _sources: dict[str, tuple[Names, tuple[str, ...]]]
@@ -123,7 +123,7 @@ class SelfAttention(_Roles, nn.Module):
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map normed hidden states (B, T, D) of whole sequences, without padding, to (the residual's summand, None)."""
+        """Map normed hidden states (B, T, D) of whole sequences, without padding, to the block's output, and None."""
         assert attention_mask is None
         assert past_key_values is None
         query, key, value = self._projected(hidden_states, position_embeddings)
@@ -133,7 +133,7 @@ class SelfAttention(_Roles, nn.Module):
         return self._output(heads[..., : self.value_dim], hidden_states), None
 
     def _projected(self, hidden_states: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B, H, T, d), and keys and values as a cache holds them, latents not rotated."""
+        """Return queries (B, H, T, d), and keys and values as a cache holds them, with latents not rotated."""
         memo: Memo = {}
         query = self._heads("q", hidden_states, self._source_output("q", hidden_states, memo))
         key, value = (self._stored(role, hidden_states, memo) for role in ("k", "v"))
@@ -141,7 +141,7 @@ class SelfAttention(_Roles, nn.Module):
         return query, key if "k" in self._latent else self._rotated("k", key, angles), value
 
     def _rotated(self, role: str, heads: Tensor, angles: Angles | None) -> Tensor:
-        """Rotate queries or keys (B, n, T, d), and norm them if norms follow the rotation."""
+        """Rotate queries or keys (B, n, T, d), and norm them if the norms follow the rotation."""
         heads = heads if angles is None else rotate(heads, *angles, self.interleaved)
         late = self._head_norms == "rotated" and f"{role}_norm" in self._names
         return self._apply_role(f"{role}_norm", heads) if late else heads
@@ -160,7 +160,7 @@ class SelfAttention(_Roles, nn.Module):
         return key, value
 
     def _heads(self, role: str, x_BTD: Tensor, source: Any) -> Tensor:
-        """Return the normed output of q, k or v (B, heads, T, width); of all cached slots if `source` has latents."""
+        """Return the normed output of q, k or v (B, heads, T, width), for all cached slots if `source` has latents."""
         width = self.value_dim if role == "v" else self.head_dim
         out, norm = self._apply_role(role, x_BTD, source), f"{role}_norm"
         if norm in self._names and self._head_norms == "all":
@@ -186,11 +186,11 @@ def padded(query: Tensor, key: Tensor, value: Tensor, missing: int) -> tuple[Ten
 
 
 class DecoderLayer(Mixing, _Roles, nn.Module):
-    """One decoder layer; state dict keys are those of the source's layer.
+    """A decoder layer. Its state dict has the keys of the source's layer.
 
-    Each role's module is called once per forward: q, k and v on one input, o on (B, T, H·r) with the heads in order,
-    down on the MLP's hidden values. Forward hooks on `role(...)` see the inputs of statistics. Modules of some forms
-    get a second argument, and latent keys and values are those of all cached tokens.
+    Each role's module is called once per forward pass: q, k and v with the same input, o with (B, T, H·r), heads in
+    order, down with the MLP's channels. Forward hooks on `role(...)` see the inputs of statistics. Modules of some
+    forms get a second argument. Latent keys and values are computed for all cached tokens.
     """
 
     attention_class: type[SelfAttention] = SelfAttention  # replaced in transformers' model and in engines
@@ -296,7 +296,7 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         if (self.masked or chunked) and kwargs.get("attention_mask") is None:  # of whole sequences
             kwargs["attention_mask"] = whole_mask(normed.shape[1], self.chunk, normed.device)
         if slot_embeddings is not None:
-            kwargs["slot_embeddings"] = slot_embeddings  # of latent keys alone; a foreign module knows no such argument
+            kwargs["slot_embeddings"] = slot_embeddings  # only for latent keys; foreign modules lack the argument
         choices = kwargs.pop("choices", None)
         if self.indexer is not None:
             kwargs["prev_topk_indices"] = all_tokens(normed) if choices is None else choices[self.indexer]
@@ -310,12 +310,12 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         return self._apply_role(norm, x) if norm in self._names else x
 
     def written(self, norm: str, x: Tensor) -> Tensor:
-        """Return the numbers that are added to the residual stream: the output of a block, normed and scaled."""
+        """Return a block's contribution to the residual stream: its output, normed and scaled."""
         x = self._normed(norm, x)
         return x if self.residual_scale is None else x * self.residual_scale
 
     def output_gains(self, norm: str) -> tuple[Tensor, float | None]:
-        """Return the factors (D or 1) that `written` multiplies by, and the eps of the norm; None without a norm."""
+        """Return the factors (D or 1) of `written`, and the eps of its norm, or None without a norm."""
         scale = 1.0 if self.residual_scale is None else self.residual_scale
         if norm not in self._names:
             return torch.full((1,), scale), None
@@ -326,7 +326,7 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         return self._mixture(x_BTD) if ROUTER in self._names else self._mlp(x_BTD)
 
     def _mlp(self, x_BTD: Tensor, block: str = "", scale: Tensor | None = None) -> Tensor:
-        """Apply the dense MLP, or the expert of this name with its channels times `scale` (…, 1)."""
+        """Apply the dense MLP, or the expert `block` with channels multiplied by `scale` (…, 1)."""
         gate, up, down = (f"{block}.{role}" if block else role for role in ("gate", "up", "down"))
         memo: Memo = {}
         readers = (gate, up) if gate in self._names else (up,)
@@ -340,7 +340,7 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
         return out_BTD if bias_D is None else out_BTD + (scale - 1) * bias_D
 
     def _router_bias(self) -> Tensor | None:
-        """Return the numbers (E) that move the choice of experts; None without them."""
+        """Return the numbers (E) that are added to the scores for the choice of experts, or None."""
         if self._score_bias is None:
             return None
         bias_E: Tensor = getattr(find(self, self._score_bias[:-1]), self._score_bias[-1])
@@ -348,19 +348,19 @@ class DecoderLayer(Mixing, _Roles, nn.Module):
 
 
 def shared_indexer(config: LayersConfig, layer_idx: int) -> int:
-    """Return the layer whose indexer chooses the tokens that a layer without one attends to."""
+    """Return the layer whose indexer a layer without an indexer shares."""
     types = config.layer_types[:layer_idx]
     return max(layer for layer, layer_type in enumerate(types) if layer_type == INDEXED)
 
 
 def all_tokens(x_BTD: Tensor) -> Tensor:
-    """Return the choice (B, T, T) of all tokens, as an indexer makes it in sequences of at most `index_topk` tokens."""
+    """Return the choice (B, T, T) of all tokens, which an indexer makes in sequences of at most `index_topk` tokens."""
     batch, count = x_BTD.shape[:2]
     return torch.arange(count, device=x_BTD.device, dtype=torch.int32).expand(batch, count, count)
 
 
 def whole_mask(num_tokens: int, chunk: int | None, device: torch.device) -> Tensor:
-    """Return the mask (1, 1, T, T) of a whole sequence: a token attends to those before it, of its chunk if any."""
+    """Return the causal mask (1, 1, T, T) of a whole sequence, within chunks if there are any."""
     place_T = torch.arange(num_tokens, device=device)
     mask_TT = place_T[:, None] >= place_T
     if chunk is not None:
@@ -386,7 +386,7 @@ def _make_role(config: LayersConfig, layer_idx: int, role: str) -> nn.Module:
 
 
 def _attach_score_bias(layer: nn.Module, config: LayersConfig, layer_idx: int) -> Names:
-    """Add the numbers (E) that move the choice of experts; return their path. They are float32 in every checkpoint."""
+    """Add the score bias (E) to a layer; return its path. It is float32 in every checkpoint."""
     mixture, sizes = config.mixture, config.layer_mixture(layer_idx)
     assert mixture is not None
     assert sizes is not None

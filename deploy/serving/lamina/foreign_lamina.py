@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls
-"""Foreign attention: transformers' own module of the source's family, which Lamina runs, at a layer's own sizes.
+"""Foreign attention: Lamina runs the module of the source's family in transformers, at the sizes of each layer.
 
 `block.foreign` of config.json is the path of the module in a layer. `foreign` holds the fields of the source's config
-that the module reads besides those of Lamina's. Transformers' modelling code takes seconds to import: it is imported
+that the module reads in addition to Lamina's. transformers' modelling code takes seconds to import, and is imported
 when the first such module is built.
 """
 
@@ -21,14 +21,14 @@ class ForeignLayer:
     """The attention of one layer type of a hybrid.
 
     Attributes:
-        name: of its class, behind the prefix.
-        recurrent: it holds a state in place of keys and values, which no rotation and no mask of pairs reaches.
-        masked: it always needs a mask of pairs.
-        chunked: tokens attend to those of their chunk, of `attention_chunk_size` tokens.
-        cached: the fields whose sum is the count of numbers that it caches per token, if these are not keys and values.
-        shares: it has no indexer, and attends to the tokens that the indexer of an earlier layer chose.
-        stored: tensor of the module -> the stored tensors that it consists of, equal parts along its first axis, where
-            the files have others than the module.
+        name: the name of its class, without the prefix.
+        recurrent: it has a state instead of keys and values, without rotation and attention mask.
+        masked: it always needs an attention mask.
+        chunked: tokens attend within chunks of `attention_chunk_size` tokens.
+        cached: the fields whose sum is the number of cached numbers per token, if it does not cache keys and values.
+        shares: it has no indexer, and attends to the tokens that an earlier layer's indexer chose.
+        stored: if the files' tensors differ from the module's: tensor of the module -> the stored tensors that are its
+            equal parts along the first axis.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ForeignLayer:
     stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def cache_numbers(self, sizes: Mapping[str, Any]) -> int:
-        """Return the numbers that it caches per token, from the fields of `foreign` and of Lamina's config."""
+        """Return the cached numbers per token, from the fields of `foreign` and of Lamina's config."""
         if self.recurrent or self.cached:
             return sum(sizes[name] for name in self.cached)
         return int(2 * sizes["num_key_value_heads"] * sizes["head_dim"])
@@ -51,12 +51,12 @@ class ForeignAttention:
     """Attention of a family in transformers.
 
     Attributes:
-        prefix: of the names of its classes.
-        fields: the fields of the source's config that it reads besides those that every Lamina checkpoint has.
-        cached: the fields whose sum is the count of numbers that it caches per token.
+        prefix: the prefix of the names of its classes.
+        fields: the fields of the source's config that it reads in addition to Lamina's.
+        cached: the fields whose sum is the number of cached numbers per token.
         layers: for a hybrid, the attention of each layer type.
-        rotary: the rotation of a hybrid is that of the family, too; otherwise it is Lamina's own.
-        package: of its module in transformers, where that is not the model type.
+        rotary: the rotation of a hybrid is also the family's; otherwise it is Lamina's.
+        package: the package of its module in transformers, if it is not named after the model type.
     """
 
     prefix: str
@@ -75,7 +75,7 @@ LATENT_FIELDS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
 )  # fmt: skip
 LATENT_CACHE = ("kv_lora_rank", "qk_rope_head_dim")
-# Field that holds the width of a latent -> the roles of the matrix that writes it, of its norm, and of its reader.
+# Field with the width of a latent -> the roles of its writer, norm and reader.
 LATENTS = {
     "kv_lora_rank": ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
     "q_lora_rank": ("q_a_proj", "q_a_layernorm", "q_b_proj"),
@@ -140,9 +140,9 @@ FOREIGN = {
 
 
 class ForeignConfig:
-    """A config as a layer's foreign module reads it: the fields of `foreign`, and all others of Lamina's config.
+    """The config of a layer's foreign module: the fields of `foreign`, and all others from Lamina's config.
 
-    A layer without an attention implementation, as in workers, uses `whole`.
+    Without an attention implementation, as in workers, the module uses `whole`.
     """
 
     def __init__(self, config: Any, forms: Mapping[str, Any] | None = None, whole: str = WHOLE) -> None:
@@ -154,7 +154,7 @@ class ForeignConfig:
         return self._lamina._attn_implementation or self._whole
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_lamina", "_fields", "_whole"):  # copies ask before these exist
+        if name.startswith("__") or name in ("_lamina", "_fields", "_whole"):  # copying looks them up before they exist
             raise AttributeError(name)
         return self._fields[name] if name in self._fields else getattr(self._lamina, OTHER_NAMES.get(name, name))
 
@@ -180,7 +180,7 @@ def check_foreign(block: Mapping[str, Any], foreign: Mapping[str, Any]) -> None:
 
 
 def narrowed(foreign: Mapping[str, Any], forms: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of `foreign` for a layer with these forms: latents and value heads may be narrower."""
+    """Return the fields of `foreign` for a layer with these forms, whose latents and value heads may be narrower."""
     widths = {
         field: spec["rank"]
         for field, (writer, *_) in LATENTS.items()
@@ -191,7 +191,7 @@ def narrowed(foreign: Mapping[str, Any], forms: Mapping[str, Any]) -> Mapping[st
 
 
 def check_value_ranks(forms: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the matrix that writes value heads and the one that reads them agree on their width."""
+    """Raise ValueError unless the writer and the reader of value heads agree on their width."""
     writer = LATENTS["kv_lora_rank"][-1]
     written, read = (forms.get(role, {}).get("value_rank") for role in (writer, LATENT_OUTPUT))
     if written != read:
@@ -199,12 +199,12 @@ def check_value_ranks(forms: Mapping[str, Any]) -> None:
 
 
 def rank_step(foreign: Mapping[str, Any]) -> int:
-    """Return the number of which a latent's width is a multiple: DeepSeek-V2 views pairs behind it as complex."""
+    """Return the multiple of a latent's width: 2 for DeepSeek-V2, which views the pairs after it as complex numbers."""
     return 2 if foreign["model_type"] == "deepseek_v2" else 1
 
 
 def _fits(paths: Any, kind: ForeignAttention) -> bool:
-    """Return True if `block.foreign` has a path for the attention of a family, or for that of each of its layers."""
+    """Return True if `block.foreign` has a path for the family's attention, or for some of a hybrid's layer types."""
     if not kind.layers:
         return isinstance(paths, str)
     return isinstance(paths, dict) and {*paths} <= {*kind.layers} and all(isinstance(p, str) for p in paths.values())
@@ -216,7 +216,7 @@ def is_hybrid(foreign: Mapping[str, Any]) -> bool:
 
 
 def has_foreign_rotary(foreign: Mapping[str, Any]) -> bool:
-    """Return True if the family's module computes rotations, not Lamina's own."""
+    """Return True if the family's module computes rotations instead of Lamina's."""
     return bool(foreign) and (not is_hybrid(foreign) or FOREIGN[foreign["model_type"]].rotary)
 
 
@@ -226,7 +226,7 @@ def foreign_layer(foreign: Mapping[str, Any], layer_type: str) -> ForeignLayer:
 
 
 def always_masked(foreign: Mapping[str, Any], layer_type: str) -> bool:
-    """Return True if a layer's attention always needs a mask of pairs."""
+    """Return True if a layer's attention always needs an attention mask."""
     return bool(foreign) and foreign_layer(foreign, layer_type).masked
 
 
@@ -240,7 +240,8 @@ def attend_whole(
 ) -> tuple[Tensor, None]:
     """Compute causal attention of whole sequences without padding, query (B, H, T, d), key and value (B, G, T, …).
 
-    Fused kernels need d = w. Zeros fill up the narrower ones; otherwise a CPU holds the T × T scores of all heads.
+    Fused kernels need d = w, so the narrower ones are padded with zeros. Without a fused kernel, a CPU would hold the
+    T × T scores of all heads.
     """
     assert attention_mask is None
     width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
@@ -283,20 +284,20 @@ def hold_as_stored(module: nn.Module, stored: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _join(module: nn.Module, _: Any, stored: Mapping[str, tuple[str, ...]]) -> None:
-    """Give a module its tensors for a call."""
+    """Join the parts of a module's tensors before a call."""
     for name, parts in stored.items():
         pieces = [getattr(*_owner(module, part)) for part in parts]
         setattr(*_owner(module, name), pieces[0].view_as(pieces[0]) if len(pieces) == 1 else torch.cat(pieces))
 
 
 def _part(module: nn.Module, _: Any, __: Any, stored: Mapping[str, tuple[str, ...]]) -> None:
-    """Remove them after the call."""
+    """Remove the joined tensors after the call."""
     for owner, leaf in (_owner(module, name) for name in stored):
         vars(owner).pop(leaf, None)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module below another that holds a tensor of this name, and the tensor's name in it."""
+    """Return the submodule that holds a tensor, and the tensor's name in it."""
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf
 

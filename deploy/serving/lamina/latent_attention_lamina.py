@@ -1,4 +1,4 @@
-"""Attention over cached latents, whose keys are computed a block of tokens at a time; checks of caches.
+"""Attention over cached latents, with keys computed for a block of tokens at a time; checks of caches.
 
 B batch, T tokens of this call, S cached tokens, H query heads, G key/value heads, d head_dim, w width of a value head.
 """
@@ -30,7 +30,7 @@ def attend_in_blocks(
 
     Args:
         read: returns keys (B, G, s, d) and values (B, G or 1, s, w) of a slice of s <= `block` slots. A single value
-            head serves all query heads: latents are mixed as they are.
+            head, such as latents, serves all query heads.
         mask: (B or 1, 1, T, S), True where a token attends, or numbers to add to the scores.
     """
     num_tokens, best, total, out = query_BHTd.shape[2], None, None, None
@@ -61,7 +61,7 @@ def attend_in_blocks(
 
 
 def _mixed(weights_BGqs: Tensor, value_BGsw: Tensor) -> Tensor:
-    """Return weights · value (B, G, q, w). A single value head is read once, not copied G times."""
+    """Return weights · value (B, G, q, w). A single value head is not copied G times."""
     if value_BGsw.shape[1] == weights_BGqs.shape[1]:
         return weights_BGqs @ value_BGsw
     mixed_BHw = weights_BGqs.flatten(1, 2) @ value_BGsw.squeeze(1)
@@ -75,14 +75,14 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_groups(cache: Cache, layer_idx: int, key_BGTd: Tensor, value_BGTw: Tensor) -> None:
-    """Raise ValueError for a quantised cache whose groups do not divide a token's numbers: it would fail later."""
+    """Raise ValueError for a quantised cache whose groups do not divide a token's numbers, which would fail later."""
     layers = getattr(cache, "layers", ())
     group = getattr(layers[layer_idx], "q_group_size", None) if layer_idx < len(layers) else None
     for name, x_BGTw in (("keys", key_BGTd), ("values", value_BGTw)):
         if group and (numbers := x_BGTw.shape[1] * x_BGTw.shape[3]) % group:
             raise ValueError(
                 f"layer {layer_idx}: a quantised cache in groups of {group} cannot hold {name} of {numbers} "
-                "numbers a token; choose a q_group_size that divides them, or compress with "
+                "numbers per token; choose a q_group_size that divides them, or compress with "
                 "budget: {multiple: 64}, or use another cache"
             )
 
@@ -98,6 +98,6 @@ def check_room(cache: Cache, layer_idx: int, key_BGTd: Tensor, value_BGTw: Tenso
         if room != needed:
             raise ValueError(
                 f"layer {layer_idx}: a static cache with room for {room[0]} heads of {room[1]} {name} cannot hold "
-                f"{needed[0]} of {needed[1]}; leave out early_initialization, and the first update allocates what the "
-                "layer's forms need"
+                f"{needed[0]} of {needed[1]}; leave out early_initialization, so that the first update allocates the "
+                "size that the layer's forms need"
             )

@@ -60,27 +60,27 @@ BLOCK_KINDS: dict[str, Any] = {
     "alone": dict | None,
     "rotary_layers": list | tuple | str | None,
 }
-VALUE_MULTIPLE = 16  # kernels of engines need multiples of this as widths of value heads
+VALUE_MULTIPLE = 16  # kernels of engines need widths of value heads that are multiples of this
 LAYER_TYPES = ("full_attention", "sliding_attention")
-RECURRENT, INDEXED = "linear_attention", "indexed_attention"  # types of layers whose attention is foreign
+RECURRENT, INDEXED = "linear_attention", "indexed_attention"  # types of layers with foreign attention
 
 
 class LayersConfig(PreTrainedConfig):
-    """The layers of a model: the usual fields under their usual names, plus these.
+    """The layers of a model: transformers' usual fields, and these.
 
     Attributes:
         block: a decoder layer of the source family, see `block_lamina`.
         forms: for each layer, how each role is stored; a role without an entry is dense.
-        layer_types: null means sliding everywhere if `sliding_window` is set, full otherwise.
+        layer_types: null: sliding in all layers if `sliding_window` is set, else full.
         layer_sizes: empty, or for each layer the LAYER_FIELDS in which it differs from the model.
         mixture: null, or the mixtures of experts of the layers, see `mixture_lamina`.
-        core_format: layout in memory of Tucker cores that are stored sparse, "dense" or "csr". Each loading may choose.
+        core_format: layout in memory of sparse Tucker cores, "dense" or "csr"; may be set at each loading.
         unused_tensors: stored tensors of the source that the model does not use.
-        wrapper: config.json of the multimodal model that the layers are the text decoder of, see `wrapper_lamina`.
-        foreign: fields of the source's config that attention which transformers provides reads, see `foreign_lamina`.
+        wrapper: config.json of the multimodal model around this text decoder, see `wrapper_lamina`.
+        foreign: fields of the source's config that foreign attention reads, see `foreign_lamina`.
         level_tables: modules whose codes are indices of a table of levels, by path: `bits`, `group`, the kind of
             levels.
-        stored_formats: modules that stay in a format of the source, with that format, see `stored_lamina`.
+        stored_formats: modules that keep a storage format of the source, with that format, see `stored_lamina`.
         source_dtypes: dtypes of the source's factored tensors that differ from `dtype`, by name; exports use them.
 
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
@@ -127,7 +127,7 @@ class LayersConfig(PreTrainedConfig):
         _check_types(self)
         self.block = {**BLOCK_DEFAULTS, **copy.deepcopy(self.block or DEFAULT_BLOCK)}
         self.forms = self.forms or [{} for _ in range(self.num_hidden_layers)]
-        # Always filled in: transformers' mask and cache helpers read the list if the attribute exists.
+        # Always filled in, because transformers' mask and cache helpers read the list if the attribute exists.
         layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
         self.layer_types = self.layer_types or [layer_type] * self.num_hidden_layers
         super().__post_init__(**kwargs)
@@ -142,7 +142,7 @@ class LayersConfig(PreTrainedConfig):
             self.rope_parameters = None  # the base class filled in a default
 
     def layer_mixture(self, layer: int) -> LayerMixture | None:
-        """Return the mixture of a layer, with the experts that stay; None for a layer with a dense MLP."""
+        """Return the mixture of a layer, with the stored number of experts; None for a layer with a dense MLP."""
         sizes = mixture_of(self.mixture, layer)
         spec = self.forms[layer].get(ROUTER) if isinstance(self.forms[layer], dict) else None
         if sizes is None or self.mixture is None or not isinstance(spec, dict):
@@ -183,7 +183,7 @@ class LayersConfig(PreTrainedConfig):
         return self.foreign.get(CHUNK)
 
     def attention_scale(self, layer: int) -> float:
-        """Return the number that a layer's attention scores are multiplied by."""
+        """Return the factor of a layer's attention scores."""
         scale, scalar = self.block["attention_scale"], self.block["query_scalar"]
         return float(scale if scale is not None else (scalar or self.layer_shape(layer).head_dim) ** -0.5)
 
@@ -238,7 +238,7 @@ class LayersConfig(PreTrainedConfig):
 
 
 def _check_types(config: LayersConfig) -> None:
-    """Check the fields that, damaged, would cause an error far from here, or other logits."""
+    """Check the fields whose damage would cause an unrelated error or other logits."""
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
             raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
@@ -248,7 +248,7 @@ def _check_types(config: LayersConfig) -> None:
             raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")
     for name, value in (config.block or {}).items():
         if name in BLOCK_KINDS and not isinstance(value, BLOCK_KINDS[name]):
-            raise ValueError(f"config.json: block.{name} is {value!r}, which it cannot be")
+            raise ValueError(f"config.json: block.{name} is {value!r}, which is not allowed")
     if (window := config.sliding_window) is not None and (type(window) is not int or window < 1):
         raise ValueError(f"config.json: sliding_window is {window!r}, not null or a whole number from 1 on")
     if config.forms and len(config.forms) != config.num_hidden_layers:
@@ -270,7 +270,7 @@ def _check_fields(config: LayersConfig) -> None:
         raise ValueError(f"layer_types must be {needed}, not {layer_types}")
     sharing = [is_hybrid(config.foreign) and foreign_layer(config.foreign, each).shares for each in layer_types]
     if True in sharing and INDEXED not in layer_types[: sharing.index(True)]:
-        raise ValueError("layer_types: the first layer has no indexer, and none before it whose choice it could share")
+        raise ValueError("layer_types: the first layer has no indexer, and there is no earlier one to share")
     if "sliding_attention" in layer_types and config.sliding_window is None:
         raise ValueError("layer_types has sliding_attention, but sliding_window is null")
     _check_layer_sizes(config)
@@ -312,7 +312,7 @@ def _check_forms(config: LayersConfig) -> None:
         for role, spec in forms.items():
             where = f"layer {layer_idx}, {role}"
             if not isinstance(spec, dict):
-                raise ValueError(f"{where}: an object that says the form, not {spec!r}")
+                raise ValueError(f"{where}: the form must be an object, not {spec!r}")
             form = FORMS.get(str(spec.get("form")))
             if role not in modules:
                 raise ValueError(f"{where}: block.modules has no such role")

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls
-"""Mixtures of experts: their description in config.json, the router, and the roles of a layer that has one.
+"""Mixtures of experts: their description in config.json, the router, and the roles of a layer with a mixture.
 
-The config's `mixture` holds what all layers share and, in `layers`, the sizes of each layer's mixture, or null for a
-layer with a dense MLP. Roles of experts are `experts.3.gate`; those of an expert that every token passes `shared.gate`.
+The config's `mixture` holds the common fields of all layers and, in `layers`, the sizes of each layer's mixture, or
+null for a layer with a dense MLP. A routed expert has roles such as `experts.3.gate`, the shared expert `shared.gate`.
 
 D hidden, E experts of a layer, T tokens, k experts of a token, g groups of experts.
 """
@@ -27,18 +27,18 @@ DEFAULTS: dict[str, Any] = {
     "shared_gate": None,  # the path of the linear whose sigmoid scales the shared expert
     "score": "softmax",
     "biases": False,  # the linears of routed experts have biases
-    "logit_bias": False,  # logits have a bias: of the router's module
+    "logit_bias": False,  # the router's module has a bias of the logits
     "float_logits": False,  # logits are computed in float32, not in the model's dtype
-    "score_bias": None,  # the path of numbers (E) that are added to the scores where experts are chosen
+    "score_bias": None,  # the path of numbers (E) that are added to the scores only for the choice of experts
     "renormalise": True,  # the weights of the chosen experts add up to 1, before `scale`
     "scale": 1.0,
     "weighs": "channels",  # a token's weight multiplies the channels of an expert, or its "inputs"
     "groups": 1,
-    "top_groups": 1,  # experts are chosen from so many groups
-    "group_score": "max",  # a group counts by its best expert, or by the sum of its best two
+    "top_groups": 1,  # the number of groups from which experts are chosen
+    "group_score": "max",  # groups are ranked by their best expert, or by the sum of their best two
 }
 REQUIRED = ("router", "experts", "modules", "layers")
-SIZES = ("experts", "width", "top_k")  # of a layer's mixture; and `shared_width` where it has a shared expert
+SIZES = ("experts", "width", "top_k")  # fields of a layer's mixture; with a shared expert also `shared_width`
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LayerMixture:
     """The mixture of one layer.
 
     Attributes:
-        experts: how many; each has `width` channels, and a token passes `top_k` of them.
+        experts: the number of experts. Each has `width` channels, and a token passes `top_k` of them.
         shared_width: the channels of the shared expert; 0 without one.
     """
 
@@ -56,12 +56,12 @@ class LayerMixture:
     shared_width: int = 0
 
     def width_of(self, block: str) -> int:
-        """Return the channels of an expert, or of the shared one, by the name of its block."""
+        """Return the channels of the expert with this block name."""
         return self.shared_width if block == SHARED else self.width
 
 
 def split_role(role: str) -> tuple[str, str]:
-    """Return the block and the rest of a role: `experts.3.gate` → (`experts.3`, `gate`); the block of others is ""."""
+    """Split a role into block and rest: `experts.3.gate` → (`experts.3`, `gate`). Other roles have the block ""."""
     block, _, local = role.rpartition(".")
     return block, local
 
@@ -73,7 +73,7 @@ def mixture_of(mixture: Mapping[str, Any] | None, layer: int) -> LayerMixture | 
 
 
 def with_experts(mixture: Mapping[str, Any], sizes: LayerMixture, count: Any) -> LayerMixture:
-    """Return a layer's mixture with fewer experts. Raises ValueError where its router cannot choose from so many."""
+    """Return a layer's mixture with `count` experts. Raises ValueError if its router cannot choose from that many."""
     if type(count) is not int or not 1 <= count <= sizes.experts:
         raise ValueError(f"keeps {count!r} of {sizes.experts} experts")
     fewer = {**asdict(sizes), "experts": count}
@@ -125,7 +125,7 @@ def check_mixture(mixture: Mapping[str, Any], layers: int) -> None:
         if mixture.get(name, DEFAULTS[name]) not in allowed:
             raise ValueError(f"mixture.{name} is {mixture[name]!r}, allowed are {', '.join(allowed)}")
     if mixture.get("weighs") == INPUTS and (mixture.get("renormalise", True) or mixture.get("biases")):
-        raise ValueError("mixture.weighs is 'inputs', which goes with neither renormalise nor biases")
+        raise ValueError("mixture.weighs is 'inputs', which cannot be combined with renormalise or biases")
     if not isinstance(mixture["layers"], list) or len(mixture["layers"]) != layers:
         raise ValueError(f"mixture.layers is not a list of {layers} entries")
     for layer, sizes in enumerate(mixture["layers"]):
@@ -155,7 +155,7 @@ def _problem(mixture: Mapping[str, Any], sizes: Any) -> str | None:
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token: `weight` (E, D), perhaps `bias` (E) of the logits."""
+    """Chooses the experts of each token: `weight` (E, D), and `bias` (E) of the logits or None."""
 
     bias: Tensor | None
 
@@ -176,16 +176,16 @@ class Router(nn.Module):
             initialization.normal_(parameter, std=std)
 
     def forward(self, x_TD: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weights (T, k), at least float32, and the numbers (T, k) of each token's experts."""
+        """Return the weights (T, k), at least float32, and the indices (T, k) of each token's experts."""
         logits_TE = self.logits(x_TD)
         return self.select(self._score(logits_TE), bias_E, logits_TE)
 
     def select(
         self, scores_TE: Tensor, bias_E: Tensor | None, logits_TE: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the weights (T, k) and the numbers (T, k) of the experts of tokens with these scores.
+        """Return the weights (T, k) and the indices (T, k) of the experts of tokens with these scores.
 
-        Sigmoids of large logits round to 1. Where nothing is added to them, `logits_TE` have their order.
+        Sigmoids of large logits round to 1, so that without a bias the experts are chosen by `logits_TE`.
         """
         by_logits = logits_TE is not None and bias_E is None and self.score == "sigmoid" and self.groups == 1
         ranked_TE = logits_TE if by_logits and logits_TE is not None else scores_TE
@@ -211,7 +211,7 @@ class Router(nn.Module):
         return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(dim=-1)
 
     def choose(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-        """Return the numbers of the experts that tokens with these scores pass, (T, k)."""
+        """Return the indices (T, k) of the experts of tokens with these scores."""
         ranking_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if self.groups > 1:
             by_group_Tgs = ranking_TE.unflatten(1, (self.groups, self.group_size))
@@ -224,9 +224,9 @@ class Router(nn.Module):
 
 
 def passing(chosen_Tk: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that tokens pass, ascending; these tokens, ascending; and the place of the expert among theirs.
+    """Yield each expert with tokens, ascending; its tokens, ascending; and its position among each token's experts.
 
-    On the meta device, where nothing is chosen, all tokens pass the first k experts.
+    On the meta device, all tokens pass the first k experts.
     """
     if chosen_Tk.is_meta:
         token_T = torch.arange(len(chosen_Tk), device=chosen_Tk.device)
@@ -236,14 +236,14 @@ def passing(chosen_Tk: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield expert, *(chosen_Tk == expert).nonzero(as_tuple=True)
 
 
-Routing = tuple[Tensor, Tensor]  # weights (T, k) and numbers (T, k) of each token's experts
+Routing = tuple[Tensor, Tensor]  # weights (T, k) and indices (T, k) of each token's experts
 
 
 class Mixing:
-    """The mixture of a decoder layer, whole, or in steps while its experts stream past."""
+    """The mixture of a decoder layer, computed at once or in steps with streamed experts."""
 
     weighs_inputs = False
-    every_expert = False  # every token also passes all experts, which changes no output: hooks see values of each
+    every_expert = False  # every token also passes all experts, without effect on the output, for hooks
     parallel: bool
     attends: bool
     _names: dict[str, tuple[str, ...]]
@@ -259,9 +259,9 @@ class Mixing:
         return role in self._names
 
     def _mixture(self, x_BTD: Tensor) -> Tensor:
-        """Apply to each token its experts, in ascending order, and the shared one.
+        """Apply each token's experts, in ascending order, and the shared one.
 
-        A token's weight scales the channels of an expert, or its inputs, so that moments are those of weighted values.
+        A token's weight scales the channels of an expert, or its inputs, so that moments contain weighted values.
         """
         x_TD = x_BTD.flatten(0, -2)
         return self.with_shared(x_TD, self.with_experts(x_TD, self._routed(x_TD), None)).view_as(x_BTD)
@@ -292,7 +292,7 @@ class Mixing:
         if out_TD is None:
             out_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
         if self.every_expert:
-            apart_TD = x_TD.detach().requires_grad_(torch.is_grad_enabled())  # no gradient leaves through these
+            apart_TD = x_TD.detach().requires_grad_(torch.is_grad_enabled())  # stops gradients
             weight_T1 = weight_Tk.detach().mean(dim=-1, keepdim=True)
             router = self.role(ROUTER)
             assert isinstance(router.weight, Tensor)
@@ -306,7 +306,7 @@ class Mixing:
         return out_TD
 
     def expert(self, expert: int, x_tD: Tensor, weight_t1: Tensor) -> Tensor:
-        """Return what an expert adds to some tokens (t, D), by the router's weights of these."""
+        """Return the weighted outputs (t, D) of an expert for its tokens."""
         name = f"experts.{expert}"
         if self.weighs_inputs:
             return self._mlp(x_tD * weight_t1.to(x_tD.dtype), name, None)

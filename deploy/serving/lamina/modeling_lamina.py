@@ -2,9 +2,9 @@
 # (transformers ships types, but its base classes' hooks carry no annotations)
 """A decoder-only language model, dense or compressed, that is described by data.
 
-`config.block` describes a decoder layer of the source family (module paths, biases, norms). `config.forms` says how
-each projection of each layer is stored; if it is empty, the model computes the source's logits. No family is named
-here. The files need torch and transformers only: they are copied next to a checkpoint and loaded with
+`config.block` describes a decoder layer of the source family (module paths, biases, norms). `config.forms` describes
+how each projection of each layer is stored; if it is empty, the model computes the source's logits. The code names no
+family. The files need only torch and transformers: they are copied next to a checkpoint and loaded with
 `trust_remote_code`.
 
 B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/value heads, d head_dim, r a rank or the
@@ -60,7 +60,7 @@ register_conversions(LaminaConfig.model_type)
 
 
 class LaminaPreTrainedModel(PreTrainedModel):
-    """The attributes that transformers requires of a model's class, and loading that accepts only whole checkpoints."""
+    """The attributes that transformers requires of a model's class. Loading accepts only complete checkpoints."""
 
     config: LaminaConfig
     base_model_prefix = "model"
@@ -93,11 +93,11 @@ class LaminaPreTrainedModel(PreTrainedModel):
 
 
 def load_whole(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load as transformers does, but refuse a checkpoint that is not whole, or not of this model.
+    """Load as transformers does, but refuse a checkpoint that is incomplete or of another model.
 
-    `load` is the `from_pretrained` of transformers. Raises ValueError if tensors are missing or of other shapes, which
-    transformers would fill at random (other shapes are allowed by `ignore_mismatched_sizes`), if there are unknown
-    tensors, and if the files of a folder are damaged or not those of its `compression.json`. Raises ImportError if
+    `load`: the `from_pretrained` of transformers. Raises ValueError if tensors are missing or have other shapes, which
+    transformers would initialise at random (`ignore_mismatched_sizes` allows other shapes), if there are unknown
+    tensors, and if the files of a folder are damaged or differ from its `compression.json`. Raises ImportError if
     compressed-tensors is too old for the weights' bits.
     """
     with_report = kwargs.pop("output_loading_info", False)
@@ -140,9 +140,9 @@ def _faults(report: dict[str, Any], model: Any) -> list[str]:
 
 
 def _check_backend(config: LaminaConfig) -> None:
-    """Raise ValueError for a model that vLLM's Transformers backend cannot serve: its heads are alike in all layers.
+    """Raise ValueError for a model that vLLM's Transformers backend cannot serve.
 
-    Modules with tables of levels are refused as well: the backend loads none.
+    The backend needs the same heads in all layers, and cannot load tables of levels.
     """
     if lacking := vllm_lacks(config, own_class=False):
         raise ValueError(f"vLLM's Transformers backend does not compute {lacking}; load the checkpoint in transformers")
@@ -163,7 +163,7 @@ def _check_backend(config: LaminaConfig) -> None:
             odd.append(f"values of {width} numbers beside keys of {config.head_dim}")
         if odd:
             raise ValueError(
-                f"layer {layer}: {', '.join(odd)}: vLLM's Transformers backend has no place for such heads; with "
+                f"layer {layer}: {', '.join(odd)}: vLLM's Transformers backend does not support such heads; with "
                 "Lamina's serving package (pip install CHECKOUT/deploy/serving), vLLM has a class that does"
             )
 
@@ -208,7 +208,7 @@ class LaminaModel(LaminaPreTrainedModel):
         attach_stored(self, {in_base(path): form for path, form in stored if path != block["head"]})
         self.rotary_emb = make_rotary(config)
         self.gradient_checkpointing = False
-        # Must match no tensor of a causal model: vLLM builds its models around this one and skips matches.
+        # Must not match tensors of a causal model, because vLLM builds its models around this one and skips matches.
         self._keys_to_ignore_on_load_unexpected = set(unused(config))
         self.post_init()
 
@@ -221,7 +221,7 @@ class LaminaModel(LaminaPreTrainedModel):
         attach(self, ".".join(self._names["embed"]), value)
 
     def get_decoder(self) -> "LaminaModel":
-        """Return this model: there is no encoder."""
+        """Return this model, which has no encoder."""
         return self
 
     def _add_positions(self, hidden_BTD: Tensor, position_ids: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ class LaminaModel(LaminaPreTrainedModel):
             self.config, self.rotary_emb, hidden_BTD, attention_mask, past_key_values, position_ids
         )
         hidden_BTD = self._add_positions(hidden_BTD, inputs.position_ids)
-        choices: dict[int, Tensor] = {}  # of the indexers of layers, which others share
+        choices: dict[int, Tensor] = {}  # the choices of indexers, which other layers share
         for layer in find(self, self._names["layers"]).children():
             options = {**inputs.of(layer), **kwargs}  # type: ignore[arg-type]
             options |= {"choices": choices} if layer.masked else {}
@@ -307,7 +307,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         return cast(LaminaModel, getattr(self, self.base_model_prefix))
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
-        """Return None for widths other than d: generate() then allocates a static cache at its first update."""
+        """Return None for widths other than d, so that generate() allocates a static cache at its first update."""
         config = self.config
         if any(config.layer_sizes) or config.foreign:
             return None

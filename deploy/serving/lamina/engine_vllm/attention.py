@@ -1,4 +1,4 @@
-"""Attention of a layer by vLLM's kernels, and the widths of its heads in vLLM's cache."""
+"""Attention with vLLM's kernels, and the widths of heads in vLLM's cache."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from lamina.layers_lamina import LaminaAttention
 class CachedHeads:
     """The widths of key and value heads in vLLM's cache, and the backend that supports them (None: vLLM's choice).
 
-    They are equal, unless the values of all layers are narrower than keys and the platform is CUDA, whose backends
-    `FLASH_ATTN_DIFFKV` and `TRITON_ATTN_DIFFKV` hold both. Heads for which the backend has no kernel are widened.
+    The widths are equal, unless the values of all layers are narrower than keys and the platform is CUDA, whose
+    backends `FLASH_ATTN_DIFFKV` and `TRITON_ATTN_DIFFKV` support this. Heads without a kernel are widened.
     """
 
     def __init__(self, config: LaminaConfig, requested: Any = None, kernel_sizes: tuple[int, ...] = ()) -> None:
@@ -32,19 +32,19 @@ class CachedHeads:
             self.backend.set_head_size_v(width)
 
     def saved(self) -> float:
-        """Return the saved share of a dense cache, whose values are as wide as its keys."""
+        """Return the saved share of the dense cache."""
         return 1 - (self.key + self.value) / (2 * self.key)
 
 
 def _widened(width: int, kernel_sizes: tuple[int, ...]) -> int:
-    """Return the next width for which the backend has a kernel; `width` if the backend lists none."""
+    """Return the next width for which the backend has a kernel, or `width` if the backend lists none."""
     return next((size for size in sorted(kernel_sizes) if size >= width), width)
 
 
 def _unequal_backend(requested: Any, key: int, value: int) -> Any:
     """Return a backend for unequal heads: the requested one, else FlashAttention's if the device has it, else Triton's.
 
-    None if another one was requested: it holds values as wide as keys.
+    Return None if another backend was requested, which needs values as wide as keys.
     """
     if requested is not None:
         return requested.get_class() if requested.name.endswith("_DIFFKV") else None
@@ -55,7 +55,7 @@ def _unequal_backend(requested: Any, key: int, value: int) -> Any:
 
 
 class VllmAttention(LaminaAttention):
-    """The projections of LaminaAttention around vLLM's cache and kernels, which get heads computed from latents."""
+    """The projections of LaminaAttention with vLLM's cache and kernels. Heads are computed from latents."""
 
     attn: Attention
     rotary: nn.Module | None
@@ -77,7 +77,7 @@ class VllmAttention(LaminaAttention):
         )
 
     def forward(self, positions_T: Tensor, hidden_TD: Tensor) -> Tensor:  # type: ignore[override]
-        """Map normed hidden states (T, D) of tokens at these positions to the residual's summand (T, D)."""
+        """Map normed hidden states (T, D) of tokens at these positions to the block's output (T, D)."""
         x_1TD = hidden_TD.unsqueeze(0)
         memo: Memo = {}
         query = self._heads("q", x_1TD, self._source_output("q", x_1TD, memo))

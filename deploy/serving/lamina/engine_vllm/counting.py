@@ -1,10 +1,10 @@
-"""The number of experts of a model, which vLLM asks for before it builds the model."""
+"""The number of experts of a model, which vLLM needs before it builds the model."""
 
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
 
 class ExpertCounts(ModelArchConfigConvertorBase):  # type: ignore[misc]  # types are checked without vLLM
-    """What vLLM reads of config.json, with the experts of the layer that has most."""
+    """Reads config.json for vLLM, with the largest number of experts of any layer."""
 
     def get_num_experts(self) -> int:
         """Return the largest number of experts of a layer; 0 for a model without mixtures."""

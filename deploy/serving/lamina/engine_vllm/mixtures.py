@@ -1,4 +1,4 @@
-"""Mixtures of experts in vLLM: one fused mixture where the experts of a layer are alike, else one expert after another.
+"""Mixtures of experts in vLLM: fused if the experts of a layer have the same shape, else computed one after another.
 
 Each layer has its own number and width of experts. T tokens, E experts of the layer, D hidden, k experts of a token.
 """
@@ -23,7 +23,7 @@ Load = Callable[[Tensor], None]
 
 
 def check_mixtures(config: LaminaConfig, vllm_config: VllmConfig) -> None:
-    """Raise ValueError, naming the reason, for mixtures that vLLM would compute wrongly, or not at all."""
+    """Raise ValueError for mixtures that vLLM would compute wrongly or not at all."""
     unlike = unlike_experts(config)
     if unlike and not vllm_config.model_config.enforce_eager:
         raise ValueError(
@@ -45,7 +45,7 @@ def check_mixtures(config: LaminaConfig, vllm_config: VllmConfig) -> None:
 
 
 class FusedExperts:
-    """The fused mixture of a layer: vLLM's kernel for the experts that the layer's own router chooses."""
+    """The fused mixture of a layer: vLLM's kernel for the experts, with the layer's own router."""
 
     def __init__(self, config: LaminaConfig, layer: int, width: int, prefix: str) -> None:
         sizes, mixture = config.layer_mixture(layer), config.mixture
@@ -67,14 +67,14 @@ class FusedExperts:
         )
 
     def attach(self, layer: nn.Module) -> None:
-        """Take the place of the layer's experts."""
+        """Replace the layer's experts."""
         self.router = cast(Router, layer.get_submodule(self.router_path))
         self.layer = layer
         parent, _, name = self.path.rpartition(".")
         layer.get_submodule(parent).add_module(name, self.runner)
 
     def places(self) -> Iterator[tuple[str, Load]]:
-        """Yield the path of each expert's matrix and the function that copies it, where this device has the expert."""
+        """Yield the path of each expert's matrix, and the function that copies it if this device has the expert."""
         for expert in range(self.count):
             for role, name in self.names.items():
                 yield f"{self.path}.{expert}.{name}", partial(self._load, expert, role)
@@ -85,7 +85,7 @@ class FusedExperts:
         return out_TD
 
     def _route(self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
-        """Return weights and experts (T, k) by the scores (T, E) of the layer's router."""
+        """Return weights and experts (T, k) from the scores (T, E) of the layer's router."""
         bias_E = None if self.bias_path is None else self.layer.get_parameter(self.bias_path)
         return self.router.select(gating_output, bias_E)
 

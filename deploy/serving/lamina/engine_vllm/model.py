@@ -39,13 +39,13 @@ logger = init_logger("vllm.lamina")
 
 
 class VllmDecoderLayer(LaminaDecoderLayer):
-    """A layer of this device's heads and channels."""
+    """A decoder layer with this device's heads and channels."""
 
     attention_class = VllmAttention
     fused: FusedExperts | None = None
 
     def _mixture(self, x_BTD: Tensor) -> Tensor:
-        """Apply the fused experts and the shared one; experts that differ, one after another."""
+        """Apply the fused experts, or experts of different shapes one after another, and the shared one."""
         if self.fused is None:
             return super()._mixture(x_BTD)
         x_TD = x_BTD.flatten(0, -2)
@@ -227,7 +227,7 @@ class LaminaForVllm(nn.Module):
         return {*targets}
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shapes of the checkpoint's tensors by name; None for those that only vLLM's quantisation knows."""
+        """Return the shapes of the checkpoint's tensors by name; None for tensors of vLLM's own quantisation."""
         plain = copy.copy(self.config)
         plain.level_tables, plain.stored_formats = {}, []
         with torch.device("meta"):
@@ -254,7 +254,7 @@ class LaminaForVllm(nn.Module):
 
 
 def _own_config(config: Any) -> LaminaConfig:
-    """Return the config as this package's class: with `trust_remote_code` it is of the files beside the weights."""
+    """Return the config as this package's class, because `trust_remote_code` loads that of the checkpoint's files."""
     return config if isinstance(config, LaminaConfig) else LaminaConfig(**config.to_dict())
 
 
@@ -270,7 +270,7 @@ def _cached_heads(config: LaminaConfig, vllm_config: VllmConfig) -> CachedHeads:
 
 
 def make_rotary(config: LaminaConfig) -> nn.Module | None:
-    """Return vLLM's rotation of queries and keys; None if the model rotates nothing.
+    """Return vLLM's rotation of queries and keys, or None without rotation.
 
     Raises ValueError if vLLM's rotation would differ from transformers'.
     """

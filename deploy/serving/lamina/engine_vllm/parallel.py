@@ -1,10 +1,9 @@
-"""Replace a decoder layer's modules by vLLM's parallel layers, cut over the tensor-parallel devices.
+"""Replace a decoder layer's modules by vLLM's parallel layers, split over the tensor-parallel devices.
 
-Roles that read the hidden states compute the heads or channels of their device. Roles that write to them read these,
-and the sums of all devices are added. Of factors of a reading role, the first is on every device and the second is cut
-by its outputs; of a writing role, the first is cut by its inputs, and the r sums are added before the second. Pivoted
-stacks that read are whole on every device, as their rows belong to all heads. Tucker cores are cut by heads; in an MLP,
-`second` is cut instead.
+Readers of the hidden states compute the heads or channels of their device. Writers read these, and the results of all
+devices are summed. Of a reader's factors, the first is on every device, and the second is split by outputs. Of a
+writer's, the first is split by inputs, and its r outputs are summed before the second. Pivoted readers are whole on
+every device, because their rows belong to all heads. Tucker cores are split by heads; in an MLP, `second` is split.
 
 D hidden, H query heads, G key/value heads, d head_dim, N MLP width, n heads of a projection, r rank.
 """
@@ -41,7 +40,7 @@ COLUMN, ROW, WHOLE = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
 
 
 class Cut(NamedTuple):
-    """This device's part: the `rank`-th of `parts` equal ones."""
+    """This device's part: number `rank` of `parts` equal parts."""
 
     rank: int
     parts: int
@@ -57,9 +56,9 @@ class Cut(NamedTuple):
 
 
 def check_cut(config: LaminaConfig, parts: int) -> None:
-    """Raise ValueError, naming layer and number, for heads or channels that the devices do not divide.
+    """Raise ValueError for heads or channels that cannot be split over the devices.
 
-    Heads of another width than the model's are refused as well: vLLM's cache has one width. So is foreign attention.
+    Heads of another width than the model's are also refused, because vLLM's cache has one width, and foreign attention.
     """
     if config.foreign:
         raise ValueError(
@@ -90,7 +89,7 @@ def check_cut(config: LaminaConfig, parts: int) -> None:
 
 
 class CutRole(RoleOutput):
-    """A role of a pivoted stack that every device has whole: selects this device's part of the outputs."""
+    """A role of a pivoted stack that is whole on every device. Selects this device's part of the outputs."""
 
     cut: Cut
 
@@ -101,7 +100,7 @@ class CutRole(RoleOutput):
 
 
 class SummedRole(RoleOutput):
-    """The role of a Tucker group that writes: each device has the sum over its heads or channels."""
+    """The writer of a Tucker group, of which each device has the sum over its heads or channels."""
 
     def forward(self, x_BTD: Tensor, outputs: dict[str, Tensor]) -> Tensor:
         """Return the sum of the outputs over all devices."""
@@ -154,7 +153,7 @@ class Parallel:
         return fused
 
     def _fused(self, layer: LaminaDecoderLayer) -> FusedExperts | None:
-        """Replace the experts of a layer by a fused mixture, if they are alike."""
+        """Replace the experts of a layer by a fused mixture if they have the same shape."""
         if self.config.layer_mixture(self.layer) is None:
             return None
         if (width := fused_width(self.config, self.layer)) is None:
@@ -234,7 +233,7 @@ class Parallel:
         return {path for path, module in layer.named_modules() if getattr(module, "is_cut", False)}
 
     def _tucker(self, layer: nn.Module, path: str, whole: TuckerLinears, role: str) -> None:
-        """Replace the group by one with this device's heads or channels; cores that are stored sparse become dense."""
+        """Replace the group by one with this device's heads or channels. Sparse cores become dense."""
         parts, attention = self.cut.parts, role in QKVO_ROLES
         heads = {core: core.num_heads // parts if attention else 1 for core in whole.cores}
         cores = tuple(replace(core, num_heads=n, nnz=None) for core, n in heads.items())

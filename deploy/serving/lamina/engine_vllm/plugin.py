@@ -6,7 +6,7 @@ ARCHITECTURE, MODEL = "LaminaForCausalLM", "lamina.engine_vllm.model:LaminaForVl
 
 
 def register() -> None:
-    """Register configuration and model. Safe to call again; vLLM imports the model's file when it needs it."""
+    """Register configuration and model, also repeatedly. vLLM imports the model's file when it needs it."""
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS

@@ -1,8 +1,8 @@
 """Weights of a few bits in the pack-quantized layout of compressed-tensors (docs/formats.md#rounded-tensors).
 
 vLLM multiplies them packed if the platform has a kernel for the bits, the group and the widths. Otherwise, and with a
-table of levels, a matrix is unpacked at loading: the outputs are right, but it is as large as an unrounded one.
-O outputs, I inputs, W words a row, n levels.
+table of levels, a matrix is unpacked at loading: the outputs are correct, but it is as large as an unrounded one.
+O outputs, I inputs, W words per row, n levels.
 """
 
 import math
@@ -24,9 +24,9 @@ OPERATOR = "cpu_gemm_wna16"
 
 
 class Scheme(NamedTuple):
-    """Codes of `bits` bits, and a scale for each `group` columns of a row; None: for each row.
+    """Codes of `bits` bits, with a scale per `group` columns of a row; None: per row.
 
-    `table`: codes stand for levels in a stored table.
+    `table`: codes are indices of a stored table of levels.
     """
 
     bits: int
@@ -46,10 +46,10 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(config: Any, path: str, linear: bool = True) -> Scheme | None:
-    """Return the scheme of a module in `quantization_config` or `level_tables`; None if it is in neither, or in another
+    """Return the scheme of a module in `quantization_config` or `level_tables`; None if there is none, or for another
     layout.
 
-    `linear`: entries for every linear apply to the module. A table of embeddings must be named.
+    `linear`: entries for all linears apply to the module. A table of embeddings must be named.
     """
     if (tabled := (getattr(config, "level_tables", None) or {}).get(path)) is not None:
         return Scheme(tabled["bits"], tabled["group"], table=True)
@@ -63,8 +63,8 @@ def scheme_of(config: Any, path: str, linear: bool = True) -> Scheme | None:
 
 
 def check_kernel(scheme: Scheme) -> None:
-    """Raise ValueError for levels that no kernel takes, and for a dtype that vLLM would accept, and fail with in the
-    first forward pass."""
+    """Raise ValueError for levels without a kernel, and for a dtype with which vLLM would fail in the first forward
+    pass."""
     if scheme.table:
         raise ValueError("no kernel looks levels up in a table")
     if current_platform.is_cpu() and torch.get_default_dtype() == torch.float32:
@@ -74,7 +74,7 @@ def check_kernel(scheme: Scheme) -> None:
 def check_operator(linear: Any) -> None:
     """Raise ValueError if vLLM chose a kernel whose operator is missing in its build for this CPU.
 
-    vLLM chooses by bits and widths alone, and would fail in the first forward pass.
+    vLLM considers only bits and widths, and would fail in the first forward pass.
     """
     kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
     if isinstance(kernel, CPUWNA16LinearKernel) and not hasattr(torch.ops._C, OPERATOR):
@@ -93,14 +93,14 @@ def unpack(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: int, level
 
 
 class Unpacking:
-    """Unpacks a weight as soon as all of its tensors have come, in any order."""
+    """Unpacks a weight after all of its tensors have been loaded, in any order."""
 
     def __init__(self, scheme: Scheme, place: Callable[[Tensor], None]) -> None:
         self.scheme, self.place = scheme, place
         self.parts: dict[str, Tensor] = {}
 
     def take(self, part: str, tensor: Tensor) -> None:
-        """Take one of the stored tensors."""
+        """Add one of the stored tensors."""
         self.parts[part] = tensor
         if len(self.parts) == len(self.scheme.parts):
             packed, scale, shape = (self.parts[part] for part in PARTS)

@@ -1,4 +1,4 @@
-"""Cores of the workers in tensor parallelism on a CPU."""
+"""The cores of tensor-parallel workers on a CPU."""
 
 import os
 
@@ -12,13 +12,13 @@ logger = init_logger("vllm.lamina")
 
 
 class LaminaVllmConfig(VerifyAndUpdateConfig):  # type: ignore[misc]  # types are checked without vLLM
-    """Adapts the options of vLLM to Lamina's models, before workers start."""
+    """Adapts vLLM's options to Lamina's models before workers start."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Leave threads unbound where vLLM would bind each worker to a memory node and there are fewer nodes.
+        """Leave threads unbound if there are fewer memory nodes than workers, for which vLLM would fail an assertion.
 
-        vLLM would fail an assertion there. Variables that are set stay as they are.
+        Environment variables that are already set are not changed.
         """
         from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
@@ -27,6 +27,6 @@ class LaminaVllmConfig(VerifyAndUpdateConfig):  # type: ignore[misc]  # types ar
             return
         os.environ[BIND] = "nobind"
         logger.warning(
-            "%d workers share %d memory node(s): %s=nobind, so that each may use every core. To give each worker cores "
-            "of its own, set OMP_NUM_THREADS, or %s to lists of cores such as '0-3|4-7'.", workers, nodes, BIND, BIND,
+            "%d workers share %d memory node(s): %s=nobind, so that each may use every core. To give each worker its "
+            "own cores, set OMP_NUM_THREADS, or %s to lists of cores such as '0-3|4-7'.", workers, nodes, BIND, BIND,
         )  # fmt: skip
