@@ -202,7 +202,7 @@ def test_a_compressed_layer_is_read_ahead_and_held_against_its_digest(llama: Pat
     reader = worker.scores.layers(windows)
     assert reader.ahead is not None
     name, future = reader.ahead
-    assert name == ((1, staged.path), 0)
+    assert name == ((1, staged.path), 0, True)
     read = {tensor.data_ptr() for tensor in future.result(timeout=30).values()}
     worker.execute(last)
     assert reader.ahead is None
