@@ -13,10 +13,11 @@ from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.methods.capabilities import Predicting
 from pipeline.methods.lestd_sizes import Part, Rule, choices
+from pipeline.methods.loss_aware.shapes import ShapedExperts
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 from pipeline.ranks.curves import from_columns
-from tests.families.geometries import llama
+from tests.families.geometries import llama, other
 from tests.methods.loss_aware_weights import make_statistics, make_weights
 from tests.methods.test_registry import LLAMA2_7B, stored
 
@@ -104,6 +105,24 @@ def test_a_default_multiple_of_experts_is_no_number_of_the_model(shapes: str, de
     (usual,), (given,) = (manifest(entry, keep=0.8).methods for entry in (document, {**document, "rank_multiple": 8}))
     assert usual.deciding_multiple(64) == decides
     assert given.deciding_multiple(64) == 8
+
+
+@pytest.mark.parametrize(("bits", "multiple"), [(16, 8), (32, 4)])
+def test_rows_of_one_shape_are_multiples_of_16_bytes(bits: int, multiple: int) -> None:
+    geometry = other("qwen3_moe", bits)  # experts of 24 channels
+    job = manifest({"method": "loss_aware", "shapes": "stock"}, keep=0.8)
+    (method,) = build_methods(job)
+    assert isinstance(method, ShapedExperts)
+    assert method.widths(geometry.layers[0]) == [*range(multiple, 25, multiple)]
+
+
+@pytest.mark.parametrize(("scope", "padding"), [("decoder", 1), ("experts", 0)])
+def test_padding_of_the_shared_expert_is_no_number_of_routed_ones(scope: str, padding: int) -> None:
+    """An export of 16 of 24 channels pads a shared expert of 24 to two of 16: 8 channels of three rows of 48."""
+    layer = other("deepseek_v3").layers[1]
+    (method,) = build_methods(manifest({"method": "loss_aware", "shapes": "stock"}, keep=0.8, scope=scope))
+    assert isinstance(method, ShapedExperts)
+    assert method.stored_numbers(layer, 6, 16) - method.numbers(layer, 6, 16) == padding * 8 * 3 * 48
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "progressive"])

@@ -40,7 +40,7 @@ from pipeline.ranks.curves import frontier, steps, to_columns
 
 WIDTHS = 64  # how many widths are compared at most
 WIDE_EXPERT, FUSED_MULTIPLE = 512, 128  # widths of experts with at least 512 channels suit fused kernels
-ROW_MULTIPLE = 8  # rows in transformers' grouped product need a multiple of 16 bytes, which are 8 channels
+ROW_BITS = 128  # transformers' grouped product needs rows of a multiple of so many
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return steps(routed(layer)[0].width, self.multiple(layer), WIDTHS)
 
     def multiple(self, layer: LayerGeometry) -> int:
-        """Return the multiple of all widths: the manifest's, else one that suits fused kernels."""
+        """Return the multiple of all widths: the manifest's, else one that suits the kernels that read the experts."""
         usual = self.entry.multiple(layer.hidden)
         if self.entry.rank_multiple:
             return usual
         if routed(layer)[0].width >= WIDE_EXPERT:
             return FUSED_MULTIPLE
-        return max(usual, ROW_MULTIPLE) if self.uniform else usual
+        return max(usual, ROW_BITS // layer.bits) if self.uniform else usual
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """Count the numbers of the smallest shape."""
@@ -121,8 +121,9 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return Visits(1 + spans + bool(kept) + refits, 5 + SWEEPS)
 
     def stored_numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
-        """Count the numbers of a shape; with `stock`, also the padding of the shared expert in an export."""
-        if not self.uniform:
+        """Count the numbers of a shape. With `stock` the padding of the shared expert in an export counts, too, unless
+        the budget is one of routed experts alone."""
+        if not self.uniform or self.routed_only:
             return self.numbers(layer, count, width)
         return self.numbers(layer, count, width) + shared_padding(layer, round(width))
 
