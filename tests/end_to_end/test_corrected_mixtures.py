@@ -56,7 +56,7 @@ def test_workers_and_kills_change_no_byte(tmp_path: Path, job: MakeJob) -> None:
     ("family", "changes", "reason"),
     [
         ("mixtral", {"workers.experts": 4}, "layer 0 has 6, and a worker holds 4: set workers.experts: 6"),
-        ("llama4_text", {}, "`correct: output` does not support layer 0, whose router weighs the inputs"),
+        ("llama4_text", {}, "`correct: output` does not support layer 1, whose router weighs the inputs"),
     ],
 )
 def test_what_has_no_corrections_is_refused(

@@ -218,7 +218,7 @@ def test_a_record_that_cannot_be_used(folder: Path, change: Any, message: str) -
         ({"form": "of tomorrow", "rank": 5}, "layer 1, q: unknown form 'of tomorrow', this version knows dense, "),
         ({"form": ["dense"]}, r"layer 1, q: unknown form \['dense'\]"),
         ({"form": "head_low_rank", "rank": 6, "of": 1}, "layer 1, q: head_low_rank has no of"),
-        ("dense", "layer 1, q: an object that says the form, not 'dense'"),
+        ("dense", "layer 1, q: the form must be an object, not 'dense'"),
     ],
 )
 def test_forms_that_do_not_fit_the_tensors(folder: Path, spec: Any, message: str) -> None:
@@ -251,8 +251,8 @@ def test_damaged_positions(kind: Any, ending: str, message: str, tmp_path: Path)
         ("head_dim", True, "head_dim is True, not a whole number"),
         ("intermediate_size", None, "intermediate_size is None, not a whole number"),
         ("block", "x", "block is 'x', not a dict"),
-        ("block", {"parallel": "x"}, "block.parallel is 'x', which it cannot be"),
-        ("block", {"head": None}, "block.head is None, which it cannot be"),
+        ("block", {"parallel": "x"}, "block.parallel is 'x', which is not allowed"),
+        ("block", {"head": None}, "block.head is None, which is not allowed"),
         ("sliding_window", 0, "sliding_window is 0, not null or a whole number"),
         ("forms", 1.5, "forms is 1.5, not a list"),
         ("norm_eps", -1, "norm_eps is -1, not a number from 0 to 1"),
@@ -286,7 +286,7 @@ def test_heads_that_vllms_transformers_backend_does_not_have(whole: Path) -> Non
     config = LaminaConfig(**json.loads((whole / "config.json").read_text()))
     modeling_lamina._check_backend(config)
     config.layer_sizes = [{}, {"intermediate_size": 24}, {"num_key_value_heads": 1}]
-    with pytest.raises(ValueError, match=r"layer 2: num_key_value_heads 1: vLLM's Transformers backend has no place"):
+    with pytest.raises(ValueError, match=r"layer 2: num_key_value_heads 1: vLLM's Transformers backend does not support such heads"):
         modeling_lamina._check_backend(config)
     wide, _ = factored("llama-gqa", kinds.absorbed, 0.8)
     with pytest.raises(ValueError, match=r"layer 0: values of \d+ numbers beside keys of 12: vLLM's Transformers"):
@@ -341,9 +341,9 @@ def test_a_quantised_cache_that_cannot_hold_the_widths(whole: Path) -> None:
     def cache(group: int) -> Cache:
         return Cache(layers=[Quantised(q_group_size=group) for _ in range(3)])
 
-    with pytest.raises(ValueError, match=r"layer 0: a quantised cache in groups of 64 .* keys of 36 numbers a token"):
+    with pytest.raises(ValueError, match=r"layer 0: a quantised cache in groups of 64 .* keys of 36 numbers per token"):
         model.generate(ids_BT, past_key_values=cache(64), max_new_tokens=3)
-    with pytest.raises(ValueError, match=r"layer 0: .* groups of 12 cannot hold values of 15 numbers a token"):
+    with pytest.raises(ValueError, match=r"layer 0: .* groups of 12 cannot hold values of 15 numbers per token"):
         model.generate(ids_BT, past_key_values=cache(12), max_new_tokens=3)
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(ids_BT, past_key_values=cache(3), **options), model.generate(ids_BT, **options))

@@ -351,5 +351,5 @@ def test_a_sample_has_no_more_tokens_than_there_are() -> None:
 def test_gpus_by_name() -> None:
     assert rates_of("h200") == rates_of("NVIDIA H200")
     assert replace(rates_of("H100"), memory=0, device_bytes=0) == replace(rates_of("H200"), memory=0, device_bytes=0)
-    with pytest.raises(ValueError, match=r"'RTX' is none, or several, .*: NVIDIA H200"):
+    with pytest.raises(ValueError, match=r"'RTX' does not name exactly one of the GPUs with known rates: NVIDIA H200"):
         rates_of("RTX")

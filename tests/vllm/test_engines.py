@@ -131,7 +131,7 @@ def test_the_transformers_backend_says_the_same(backend: dict[str, Any], root: P
 def test_the_transformers_backend_refuses_heads_that_differ(backend: dict[str, Any]) -> None:
     for name, said in (("lorc-wide", "layer 0: values of 51 numbers"), ("by-heads", "layer 1: num_key_value_heads 1")):
         assert said in backend[name]["error"]
-        assert "Transformers backend has no place for such heads" in backend[name]["error"]
+        assert "Transformers backend does not support such heads" in backend[name]["error"]
 
 
 def test_our_class_caches_the_heads_that_a_layer_has(native: dict[str, Any]) -> None:
