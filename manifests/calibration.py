@@ -137,7 +137,7 @@ class Calibration(Block):
             raise ValueError(f"text: the shares of its {len(self.text)} texts add up to {total:g}, not to 1")
         for position, (_, count) in enumerate(self.texts):
             if count < 1:
-                raise ValueError(f"text.{position}.share: leaves it without one of {self.samples} samples")
+                raise ValueError(f"text.{position}.share: gives this text none of {self.samples} samples")
         return self
 
     @model_validator(mode="after")

@@ -236,7 +236,7 @@ class LossAware(MethodEntry):
         return True
 
     def deciding_multiple(self, hidden_size: int) -> int | None:
-        """As the entry's; shapes of experts have defaults of their own."""
+        """Return the number that decides sizes; None for shapes of experts, unless `rank_multiple` is set."""
         return self.multiple(hidden_size) if self.shapes == "free" else self.rank_multiple
 
     @model_validator(mode="before")

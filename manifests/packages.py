@@ -44,8 +44,8 @@ def install_advice(extra: str) -> str:
 def version_fault() -> str | None:
     """Return why the package `lamina` may be of another version, or None.
 
-    Both distributions hold it. Where both are installed, the files are those of the one that was installed last. The
-    `lamina` of a checkout is of its version.
+    Both distributions contain it. Where both are installed, the files are those of the one that was installed last. The
+    `lamina` of a checkout has the checkout's version.
     """
     spec = importlib.util.find_spec("lamina")
     if spec is not None and spec.origin and Path(spec.origin).resolve().is_relative_to(SERVING):
@@ -57,8 +57,8 @@ def version_fault() -> str | None:
     if served == VERSION:
         return None
     return (
-        f"{SERVING_DISTRIBUTION} {served} is installed beside {DISTRIBUTION} {VERSION}, and both hold it; install the "
-        "same version of both, or each in an environment of its own"
+        f"{SERVING_DISTRIBUTION} {served} is installed beside {DISTRIBUTION} {VERSION}, and both contain it; install "
+        "the same version of both, or each in a separate environment"
     )
 
 
@@ -75,6 +75,6 @@ def package_fault(name: str) -> str | None:
     if ours:
         return None
     return (
-        f"Python finds {origin}, which is not Lamina's (that lies in {ROOT}): another distribution has taken the name; "
-        "install Lamina into an environment of its own"
+        f"Python finds {origin}, which is not Lamina's (Lamina is in {ROOT}): another distribution has the same name; "
+        "install Lamina into a separate environment"
     )

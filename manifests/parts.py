@@ -18,13 +18,15 @@ class Part:
     """A matrix or a bias inside of a stored tensor.
 
     Attributes:
-        shape: of the part.
-        begin: the count of stored numbers before its block.
-        block: the shape of the numbers from `begin` on that hold it; equal to `shape` where they are the part.
-        axis: the axis of the block that holds several parts.
-        first: the place of the first row of the part on that axis; each `step`-th is one of the part.
+        shape: the shape of the part.
+        begin: the number of stored numbers before its block.
+        block: the shape of its block, the numbers from `begin` on that contain the part; equal to `shape` if they
+            contain nothing else.
+        axis: the axis of the block along which several parts share it.
+        first: the index of the part's first row on that axis; every `step`-th row from there is the part's.
         transposed: the block holds the transposed part.
-        groups: the first axis of the block counts groups of rows, each with as many rows of the part; 1 if it has none.
+        groups: the number of groups of rows, counted by the block's first axis, with equally many rows of the part in
+            each; 1 without groups.
     """
 
     name: str
@@ -48,9 +50,9 @@ class Part:
         return self.begin + math.prod(self.block)
 
     def within(self, block: Any) -> Any:
-        """Return the view of a tensor of the block's shape that has the part's numbers, in their order.
+        """Return the view of the part in a tensor of the block's shape.
 
-        It has the part's shape, but for groups, which have an axis of their own.
+        It has the part's shape, except that groups have a separate first axis.
         """
         count = self.shape[0] // self.groups
         index = [slice(None)] * len(self.block)

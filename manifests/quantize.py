@@ -32,8 +32,9 @@ class Quantize(Block):
 
     `bits: auto` chooses 8, 4 or 3 (2, too, unless levels are uniform) for each part of a layer, together with its
     ranks, by predicted loss within `budget.bytes`. `levels`: uniform ones have fused kernels in engines; `normal` ones
-    (quantiles of the normal distribution) and `learned` ones (fitted to each matrix) lose less, and lie in a table
-    beside each matrix; `auto` chooses the kind of least error for each matrix. `group`: columns that share a scale;
+    (quantiles of the normal distribution) and `learned` ones (fitted to each matrix) lose less, and are stored in a
+    table beside each matrix; `auto` chooses the kind of least error for each matrix. `group`: columns that share a
+    scale;
     null: one scale for each row. `what: all` also rounds token embeddings and the head, to 8 bits with `bits: auto`.
     `skip`: roles that keep the checkpoint's dtype; those of latent attention are called as in the source. `gate`, `up`
     and `down` are those of MLPs and of all experts of a mixture; `experts.down` and its like those of routed experts
@@ -54,7 +55,7 @@ class Quantize(Block):
     @classmethod
     def _is_symmetric(cls, symmetric: bool) -> bool:
         if not symmetric:
-            raise ValueError("only symmetric codes are stored, without zero points; leave it out, or say true")
+            raise ValueError("only symmetric codes are stored, without zero points; leave it out, or set it to true")
         return symmetric
 
     @model_validator(mode="after")
@@ -85,7 +86,7 @@ class Quantize(Block):
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Return the bits to choose from, ascending: two of uniform levels lose too much."""
+        """Return the bits to choose from, ascending. Two bits with uniform levels lose too much."""
         if self.bits != "auto":
             return (self.bits,)
         return (3, 4, 8) if self.levels == "uniform" else (2, 3, 4, 8)

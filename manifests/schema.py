@@ -204,8 +204,8 @@ class Manifest(Block):
     def _rounding_has_its_text(self) -> Self:
         if self.quantize is not None and self.quantize.feedback and self.calibration is None:
             raise ValueError(
-                "quantize.feedback: true needs calibration, whose text says what the weights read; leave it out to "
-                "round to nearest"
+                "quantize.feedback: true needs calibration, because it measures the inputs of the weights on its text; "
+                "leave it out to round to nearest"
             )
         return self
 
@@ -275,14 +275,14 @@ class Manifest(Block):
                     f"{where} begins with layers that are solved on the dense model; set calibration.propagate: dense"
                 )
             if self.calibration.samples < 2:
-                raise ValueError(f"{where} holds samples out; give calibration.samples: 2 or more")
+                raise ValueError(f"{where} needs held-out samples; give calibration.samples: 2 or more")
             if entry.refine != asking[0][1].refine:
                 raise ValueError(f"{where} differs from that of methods.{asking[0][0]}; a layer is refined once")
         corrected = any(getattr(entry, "correct", "none") != "none" for entry in self.methods)
         if corrected and (apart := {entry.refine.inputs for _, entry in asking if entry.refine} - {"compressed"}):
             raise ValueError(
-                f"refine: inputs: {apart.pop()} trains layers by themselves, but correct: output follows the layers "
-                "before; leave out one of them"
+                f"refine: inputs: {apart.pop()} trains each layer independently, but correct: output follows "
+                "the layers before; leave out one of them"
             )
         return self
 
@@ -303,7 +303,7 @@ class Manifest(Block):
 def completed(semantic: Any) -> Any:
     """Complete `Manifest.semantic` of an older version: missing fields get their defaults, ranks multiples of 1.
 
-    Returns anything that no version of the schema can have written as it is.
+    A value that no version of the schema can have written is returned unchanged.
     """
     if not isinstance(semantic, Mapping):
         return semantic

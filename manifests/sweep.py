@@ -92,8 +92,8 @@ class Sweep(Block):
     def _walks_the_dense_model(cls, calibration: Calibration | None) -> Calibration | None:
         if calibration is not None and calibration.propagate != "dense":
             raise ValueError(
-                f"propagate: {calibration.propagate} takes statistics behind the compressed layers of one size, so "
-                f"that points share no pass over the text; {OWN_JOB}, or say dense"
+                f"propagate: {calibration.propagate} sums statistics behind the compressed layers of one size, so that "
+                f"points cannot share a pass over the text; {OWN_JOB}, or set it to dense"
             )
         if calibration is not None and calibration.chooses_samples:
             raise ValueError(f"samples: auto is chosen by a job; {OWN_JOB}, or give a number")
@@ -104,7 +104,7 @@ class Sweep(Block):
     def _scores_layers(cls, evaluation: Evaluation) -> Evaluation:
         if evaluation.tasks:
             raise ValueError(
-                "tasks are scored on a checkpoint, and most points leave none; name points in `save` and give their "
+                "tasks are scored on a checkpoint, and most points write none; name points in `save` and give their "
                 "outputs to `python -m pipeline.evaluate --tasks`"
             )
         return evaluation
@@ -192,13 +192,13 @@ def _sizes(sweep: Sweep, entry: Points) -> list[tuple[str, float | None]]:
     if not entry.quantize:
         raise ValueError("quantize: should list at least one block, or null")
     if entry.keep is not None and entry.bytes is not None:
-        raise ValueError("give either `keep` or `bytes`; for both, two points")
+        raise ValueError("give either `keep` or `bytes`; for both, write two points")
     kind = "bytes" if entry.bytes is not None else "keep"
     sizes = next(sizes for sizes in (entry.bytes, entry.keep, sweep.keep) if sizes is not None)
     unknown = [] if isinstance(entry.save, str) else sorted(set(entry.save) - set(sizes))
     if unknown:
-        shown = ", ".join(f"{size:g}" for size in sizes) or "of which it has none; say all"
-        raise ValueError(f"save: {unknown[0]:g} is none of its sizes, {shown}")
+        shown = ", ".join(f"{size:g}" for size in sizes) or "of which it has none; set it to all"
+        raise ValueError(f"save: {unknown[0]:g} is not among its sizes, {shown}")
     return [(kind, size) for size in sizes] or [(kind, None)]
 
 

@@ -27,7 +27,7 @@ SHIPPED = Path(manifests.__file__).parent
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = parser("init", "Writes a manifest that fits a model, a text and this machine, and says what it costs.")
+    options = parser("init", "Writes a manifest for a model, a text and this machine, and prints its cost.")
     options.add_argument("model", nargs="?", help="the dense model: a directory, a hub id, or s3://BUCKET/FOLDER")
     options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet files")
     goal = options.add_mutually_exclusive_group()
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         help="of the decoder's numbers; default: 0.8, or --bytes 0.8 of a stored format",
     )
     goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
-    goal.add_argument("--max-loss", type=float, metavar="NATS", help="a token may lose; the smallest size is searched")
+    goal.add_argument("--max-loss", type=float, metavar="NATS", help="most loss per token; finds the smallest size")
     options.add_argument("-o", "--output", default="job.yaml", metavar="FILE", help="default: %(default)s")
     options.add_argument("--force", action="store_true", help="overwrite the file")
     options.add_argument("--list", action="store_true", help="list the manifests and sweeps that come with Lamina")
@@ -74,7 +74,7 @@ def _body(arguments: Any, words: list[str]) -> int:
 
 
 def _checked_path(arguments: Any) -> Path:
-    """Return the file to write. Raises InputError if an argument is missing, or the file is there without --force."""
+    """Return the file to write. Raises InputError if an argument is missing, or the file exists without --force."""
     if arguments.model is None or not arguments.text:
         raise InputError("give a model and --text FILE, such as `python -m pipeline.init MODEL --text FILE`; or --list")
     path = Path(arguments.output)
@@ -83,7 +83,7 @@ def _checked_path(arguments: Any) -> Path:
     if path.is_dir():
         raise InputError(f"-o {path}: is a folder; give the name of a file in it, such as {path}/job.yaml")
     if path.exists() and not arguments.force:
-        raise InputError(f"-o {path}: is there already; give another file, or overwrite it with --force")
+        raise InputError(f"-o {path}: exists already; give another file, or overwrite it with --force")
     return path
 
 

@@ -1,6 +1,7 @@
 """`python -m pipeline.plan MANIFEST`: the cost of a job or of a sweep. Reads headers and configs, no weights.
 
-Of a model in place of a manifest it says the family or, of an unknown one, which blocks known families have alike.
+For a model in place of a manifest, it prints the family; for an unknown model, the most similar blocks of known
+families.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _print(plan: Mapping[str, Any]) -> None:
 
 
 def verdict_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Say that a job fits or which limits it exceeds, then its time and its longest phases."""
+    """Yield the exceeded limits, or that the job fits; then its time and its longest phases."""
     from pipeline.job.plan_report import time_line
 
     yield from plan["limits"] or ["fits, as far as this machine can tell"]

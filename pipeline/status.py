@@ -28,7 +28,7 @@ from stores.storage import Place, Storage, matching
 LOG_LINES = 5
 RESUME = "; run the same command again to resume"
 ADVICE = {"interrupted": RESUME, "stopped": RESUME, "killed": f" (SIGKILL, or its machine is gone){RESUME}"}
-ADVICE["failed"] = "; run the same command again when the cause is mended"
+ADVICE["failed"] = "; run the same command again when the cause is fixed"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,7 +122,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         yield f"exit code {run['exit_code']}, {run.get('where') or 'before any phase'}: {run['error']}"
         yield f"log: {run['log']}"
     yield from state["warnings"]
-    yield f"output: {state['output'] or f'not known: a run writes {MANIFEST} when it begins to compute'}"
+    yield f"output: {state['output'] or f'unknown: a run writes {MANIFEST} when it begins to compute'}"
     for name, number in state["layers"].items():
         yield f"layers committed, {name.replace('_', ' ')}: {number}"
     if points := state["points"]:

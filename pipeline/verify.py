@@ -1,4 +1,4 @@
-"""`python -m pipeline.verify OUTPUT [--source DIR]`: checks that a checkpoint is whole and as a job wrote it."""
+"""`python -m pipeline.verify OUTPUT [--source DIR]`: checks a checkpoint against its record, and against its source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--bound",
         type=float,
-        help="largest relative error of the logits and of a layer; default 1.0, about 0.001 if nothing was cut off",
+        help="largest relative error of the logits and of a layer; default 1.0, about 0.001 if nothing was truncated",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))

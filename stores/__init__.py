@@ -1,3 +1,3 @@
-"""Everything on disk: source shards, statistics and activations (Zarr), ledger, lock, texts, the output's shards."""
+"""Everything on a disk or in a bucket: source and output shards, statistics, activations, ledger, lock, texts."""
 
 PROJECT = "Lamina"

@@ -133,7 +133,10 @@ class ArrayWriter:
         )
 
     def write_(self, selection: Selection, values: torch.Tensor) -> None:
-        """Sets whole chunks to `values`, which has the selection's shape and any device. Raises StorageError."""
+        """Sets whole chunks to `values`, which has the selection's shape and any device.
+
+        Raises ValueError (another dtype) and StorageError.
+        """
         expected = DTYPES[self.dtype]
         if values.dtype != expected:
             raise ValueError(f"array {self.path}: {values.dtype} values for {expected}")

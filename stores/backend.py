@@ -91,7 +91,10 @@ class Readable(ABC):
         return len(data)
 
     def read_spans(self, spans: Sequence[tuple[int, memoryview]]) -> list[int]:
-        """`read_into` for several ascending spans; a bucket combines them into few requests. Raises StorageError."""
+        """Fills several ascending spans as `read_into` does, and returns the number of bytes of each.
+
+        A bucket combines spans into few requests. Raises StorageError.
+        """
         return [self.read_into(begin, view) for begin, view in spans]
 
     def pieces(self, begin: int = 0, end: int | None = None, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
@@ -337,7 +340,7 @@ class Ranges(Readable):
             raise
         except (FileNotFoundError, ValueError) as error:
             at = self._storage.at(self._name)
-            raise StorageError(f"reading {at}: it was removed or never made; check the address") from error
+            raise StorageError(f"reading {at}: it was removed or never written; check the address") from error
 
 
 class _RewrittenText(Appender):

@@ -37,8 +37,8 @@ def write_shard(
 ) -> ShardRecord:
     """Writes a safetensors file durably; equal tensors and metadata give equal bytes in any order.
 
-    Returns the record for a ledger entry. `tensors` may be read when they are asked for, which happens twice: few are
-    then in memory at a time. `threads`: the number of tensors checked at a time.
+    Returns the record for a ledger entry. `tensors` may be lazy: each tensor is read twice, and few are then in memory
+    at a time. `threads`: the number of tensors checked at a time.
 
     Raises:
         NumericsError: a tensor holds NaN or infinity; nothing is written.
@@ -67,8 +67,8 @@ def copy_shard(
 ) -> ShardRecord:
     """Copies tensors of the source, bit for bit, into a new shard, a few megabytes at a time.
 
-    A weight that is none of the tensors of its files, a part of a fused one in a stored format, is decoded. `copy_of`:
-    a name in the new shard -> the source's, where they differ.
+    A weight that its files hold only in parts, in a stored format, is decoded. `copy_of`: a name in the new shard ->
+    the source's name, where they differ.
 
     Returns the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
     """
@@ -140,7 +140,7 @@ def _write(
     pieces: Callable[[str], Iterator[Any]],
     digest_of: Mapping[str, str] = MappingProxyType({}),
 ) -> ShardRecord:
-    """`digest_of`: digests of tensors that were computed already."""
+    """Writes a shard of tensors from their bytes in `pieces`. `digest_of`: digests that were computed already."""
     # Wide dtypes first: every tensor is aligned to its own size for readers that map the file.
     ordered = sorted(specs, key=lambda spec: (-DTYPES[spec[1]].itemsize, spec[0]))
     header, records = build_header(ordered, {**METADATA, **(metadata or {})})

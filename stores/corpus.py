@@ -22,7 +22,7 @@ PIECE_CHARACTERS = 1 << 20
 POOL_FACTOR = 32
 BYTE_ORDER_MARK = "\ufeff"
 TRUST_ADVICE = (
-    "where it is Python of a checkpoint that you trust, say so: model.trust_remote_code: true in the manifest, "
+    "if it needs Python code of a checkpoint that you trust, set model.trust_remote_code: true in the manifest, or "
     "--trust-remote-code of `evaluate`"
 )
 
@@ -80,36 +80,21 @@ def open_tokenizer(
     return tokenizer
 
 
-def draw_samples(
-    documents: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase,
-    samples: int,
-    held_out: int,
-    sequence_length: int,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws calibration samples (samples, sequence_length) int64, and up to `held_out` other windows.
-
-    Both are disjoint windows of the tokenised, concatenated documents. Each non-empty document begins with the
-    tokenizer's BOS, if it has one; no other special token is added. The seed chooses among the first 32 * samples
-    windows (all, in most corpora), and the choice keeps their order; the rest of the corpus is not read. The samples do
-    not depend on `held_out`.
-
-    Raises InputError: fewer tokens than samples * sequence_length.
-    """
-    drawn = draw_from_sources([documents], tokenizer, samples, held_out, sequence_length, seed)
-    return drawn.samples, drawn.held_out
-
-
 class Drawn(NamedTuple):
-    """Samples and held-out windows as `draw_samples` returns them, and the place of each sample's source."""
+    """Calibration samples and other windows of the same text.
+
+    Attributes:
+        samples: (samples, sequence_length) int64.
+        held_out: (at most `held_out`, sequence_length) int64.
+        sources: the index of each sample's source.
+    """
 
     samples: torch.Tensor
     held_out: torch.Tensor
     sources: tuple[int, ...]
 
 
-def draw_from_sources(
+def draw_samples(
     sources: Sequence[Iterable[str]],
     tokenizer: PreTrainedTokenizerBase,
     samples: int,
@@ -117,9 +102,14 @@ def draw_from_sources(
     sequence_length: int,
     seed: int,
 ) -> Drawn:
-    """Draw as `draw_samples` from the documents of several sources, one after another.
+    """Draws calibration samples, and up to `held_out` other windows.
 
-    A sample belongs to the source of its first token. Raises the InputError of `draw_samples`.
+    All are disjoint windows of the tokenised documents of the sources, concatenated in order. Each non-empty document
+    begins with the tokenizer's BOS, if it has one; no other special token is added. The seed chooses among the first
+    32 * samples windows (all, in most corpora), and the choice keeps their order; the rest of the corpus is not read.
+    The samples do not depend on `held_out`. A sample belongs to the source of its first token.
+
+    Raises InputError: fewer tokens than samples * sequence_length, or a tokenizer that fails on the text.
     """
     chosen, others = _Reservoir(samples, seed), _Reservoir(held_out, f"held out {seed}")
     num_tokens, ends = 0, list[int]()
@@ -150,7 +140,10 @@ def draw_from_sources(
 
 
 def count_tokens(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, most: int) -> int:
-    """Count the tokens that `draw_samples` cuts into windows. From `most` on, the rest is not read."""
+    """Count the tokens that `draw_samples` cuts into windows. Stops reading at `most`.
+
+    Raises InputError if the tokenizer fails on the text.
+    """
     count = 0
     for piece in _token_pieces(documents, tokenizer):
         count += len(piece)
@@ -189,8 +182,8 @@ class _Reservoir:
 def evaluation_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int) -> torch.Tensor:
     """Return windows (n, window) int64 of the documents, joined by blank lines and tokenised without special tokens.
 
-    This is the usual text of perplexity scores: a .txt file as it is, a dataset's rows joined by two newlines. The last
-    incomplete window is dropped. Raises InputError if the text is shorter than one window.
+    This is the usual text of perplexity scores: a .txt file unchanged, or a dataset's rows joined by two newlines. The
+    last incomplete window is dropped. Raises InputError if the text is shorter than one window.
     """
     ids = torch.tensor(_encode(tokenizer, ["\n\n".join(documents)])[0], dtype=torch.int64)
     count = len(ids) // window

@@ -36,7 +36,7 @@ ADVICE = {
     errno.EMFILE: "too many open files; raise `ulimit -n`",
     errno.EEXIST: "a file is in the way; remove it, or choose another path",
     errno.ENOTDIR: "a file is in the way; remove it, or choose another path",
-    errno.ENOENT: "it was removed or never made; check the path and that nothing cleans up there",
+    errno.ENOENT: "it was removed or never written; check the path, and that no other program cleans up there",
 }
 
 
@@ -178,7 +178,7 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def _rename_to_unused(temporary: Path, path: Path) -> bool:
-    """Do what `_link` does, without hard links: the process that creates the empty file may rename over it."""
+    """Replaces `_link` where there are no hard links: the process that creates the empty file may rename over it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
@@ -221,7 +221,7 @@ def sweep_partials(directory: str | Path, below: bool = True) -> int:
 
 
 def read_into(file: BinaryIO, view: memoryview) -> int:
-    """Fills `view` from an unbuffered file; returns the number of bytes read, fewer only at the end of the file."""
+    """Fills `view` from an unbuffered file. Returns the number of bytes read, which is smaller only at its end."""
     size = 0
     while size < len(view) and (count := file.readinto(view[size:])):  # type: ignore[attr-defined]
         size += count

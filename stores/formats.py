@@ -42,7 +42,7 @@ def stored_weights(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[st
     if method not in METHODS:
         raise InputError(
             f"config.json: {FIELD}: weights of format {method or 'unnamed'!r} cannot be read; known are "
-            f"{known_formats()}; or give the model as it was before, in float32, bfloat16 or float16"
+            f"{known_formats()}; or give the unquantised model, in float32, bfloat16 or float16"
         )
     ends, described = METHODS[method]
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
@@ -56,7 +56,7 @@ def stored_weights(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[st
 
 
 def with_formats(modules: Mapping[str, StoredFormat], tensors: Tensors) -> tuple[dict[str, TensorRecord], list[str]]:
-    """Return as `stored_weights` does, for modules of known formats."""
+    """Return what `stored_weights` returns, for modules of known formats."""
     return _decoded({path: lambda _, form=form: form for path, form in modules.items()}, tensors)  # type: ignore[misc]
 
 
@@ -87,7 +87,10 @@ def _paths(tensors: Tensors, ends: tuple[str, ...]) -> list[str]:
 
 
 def weight_record(path: str, form: StoredFormat, tensors: Tensors) -> TensorRecord:
-    """Return the record of a weight. Raises ValueError for parts that are missing, or do not fit the format."""
+    """Return the record of the weight of the module at `path`, by the names of its parts in `tensors`.
+
+    Raises ValueError for parts that are missing, or do not fit the format.
+    """
     if form.kind == "mxfp4" and f"{path}{WEIGHT}{BLOCKS}" not in tensors:
         return _experts_record(path, form, tensors)
     shape = _shape(path, form, tensors)
@@ -166,8 +169,11 @@ def keeps(record: TensorRecord) -> bool:
 
 
 def holds_parts(record: TensorRecord, tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if tensors hold the parts of a weight as described in the record. Lamina's own codes have a table or
-    other shapes, unless they mean the same."""
+    """Return True if `tensors` hold the parts of a weight in the format of its record.
+
+    Codes that Lamina rounded itself have a table of levels, or other shapes; where they have neither, both formats
+    decode them alike.
+    """
     if f"{record.name.removesuffix(WEIGHT)}.weight_levels" in tensors:
         return False
     present = ((at, tensors.get(at.name)) for at in record.stored)
@@ -178,8 +184,11 @@ def holds_parts(record: TensorRecord, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def decode(record: TensorRecord, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return a weight. Raises NumericsError for scales that are not finite, or zero where codes are not, and InputError
-    for parts that contradict each other."""
+    """Return a weight of the record's shape and dtype, decoded from its stored parts.
+
+    Raises NumericsError for scales that are not finite, or zero where codes are not, and InputError for parts that
+    contradict each other.
+    """
     form, path = record.form, record.name
     assert form is not None
     name = next(part for part in parts if "scale" in part)

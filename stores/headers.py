@@ -70,7 +70,7 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensor, or the size in the files of a weight in a stored format."""
+        """The size of the tensor; of a weight in a stored format, the size of its parts in the files."""
         stored = sum(at.num_bytes for _, at in self.parts) if self.parts else self.end - self.begin
         if self.part is None:
             return stored
@@ -100,7 +100,10 @@ def read_header(place: Place, name: str) -> dict[str, TensorRecord]:
 
 
 def parse_header(path: str, file: str, read: Callable[[int, int], bytes], file_bytes: int) -> dict[str, TensorRecord]:
-    """As `read_header`, by a function `read(begin, end)`. `path` names the file in errors, `file` in the checkpoint."""
+    """Return what `read_header` returns, read by a function `read(begin, end)`. `file_bytes`: the file's size.
+
+    `path` names the file in errors, `file` in the checkpoint. Raises InputError, and the errors of `read`.
+    """
     first = read(0, min(FIRST_BYTES, file_bytes))  # in a bucket, one request
     header_bytes = _header_length(path, first[:LENGTH_BYTES], file_bytes)
     data_begin = LENGTH_BYTES + header_bytes

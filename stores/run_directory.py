@@ -51,7 +51,7 @@ class FingerprintCheck:
 
     Attributes:
         kind: `same`: the directory is this job's; `new`: it holds no work, at most a refused start; `fresh`: its work
-            is to be removed; `adapted`: as `same`, once the work that depends on differing fields is undone.
+            is to be removed; `adapted`: it is this job's, once the work that depends on differing fields is undone.
         content: the job's fingerprint.
         differing: the fields in which the stored fingerprint differs.
     """
@@ -264,7 +264,7 @@ class RunDirectory:
         if version != FINGERPRINT_VERSION:
             raise InputError(
                 f"{at}: version {version}, this Lamina knows {FINGERPRINT_VERSION}; "
-                "go on with the Lamina that wrote it, or use --fresh to start over"
+                "use the Lamina that wrote it, or use --fresh to start over"
             )
         assert isinstance(content, dict)
         return content

@@ -145,23 +145,25 @@ class SourceCheckpoint:
     def renamed(self, names: Mapping[str, str]) -> SourceCheckpoint:
         """Return the checkpoint with some tensors under other names: stored name -> name.
 
-        Raises InputError if two meet.
+        Raises InputError if two tensors get one name.
         """
         if not names:
             return self
         names = {name: names.get(name, name) for name in self.tensors}
         tensors = {names[name]: replace(record, name=names[name]) for name, record in self.tensors.items()}
-        met = [name for name, other in names.items() if tensors[other] != replace(self.tensors[name], name=other)]
-        raise_faults(f"{self.place}: tensors of one module, twice", sorted(met))
+        clashing = [name for name, other in names.items() if tensors[other] != replace(self.tensors[name], name=other)]
+        raise_faults(f"{self.place}: two tensors for one name", sorted(clashing))
         return replace(self, tensors=tensors)
 
     def read(self, names: Iterable[str], bring: Bring = _stay) -> dict[str, torch.Tensor]:
-        """Return the tensors on the CPU, each in its own memory, in the order of `names`; reads by file and offset.
+        """Return the tensors, each in its own memory, in the order of `names`; reads by file and offset.
 
-        `bring`: moves the stored parts of a weight to the device that decodes it, where the weight then is.
+        `bring`: moves the parts of a weight in a stored format to the device that decodes it, where the weight stays;
+        all other tensors are on the CPU.
 
         Raises:
-            InputError: no such tensor.
+            InputError: no such tensor, or parts that contradict each other.
+            NumericsError: scales of a stored format that are not finite, or zero where codes are not.
             StorageError: the file cannot be read, or changed after it was opened.
         """
         names = list(names)
@@ -184,7 +186,10 @@ class SourceCheckpoint:
         return self._read({part})[part]
 
     def decoded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors of a layer with weights in place of their parts, if these are as stored here."""
+        """Return tensors of a layer with decoded weights in place of parts that are in the source's format.
+
+        Raises the errors of `formats.decode`.
+        """
         plain, owners = dict(tensors), self._owners
         for record in dict.fromkeys(owners[name] for name in tensors if name in owners):
             if holds_parts(record, tensors):
@@ -291,7 +296,7 @@ class SourceCheckpoint:
 def open_source(source: str, revision: str | None = None, *, code: bool = False) -> SourceCheckpoint:
     """Opens a directory, a bucket or a hub id and checks config, index and every header.
 
-    The weights of a hub model are fetched on the node that reads them, when it does.
+    The weights of a hub model are fetched later, by the node that reads them.
 
     Args:
         source: a directory, an address or a hub id.

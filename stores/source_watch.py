@@ -14,7 +14,7 @@ Stamp = Mapping[str, int | str]
 
 
 class SourceWatch:
-    """The files of a source as they were when the job began.
+    """Stamps and digests of a source's files at the start of the job.
 
     `check` compares stamps and reads a file again only if its stamp differs: a hard link or a backup changes times, not
     bytes. It skips files in buckets, where each stamp costs a request and each read compares entity tags
@@ -41,7 +41,7 @@ class SourceWatch:
             self.check_all()
 
     def check_all(self) -> None:
-        """As `check`, also for files in buckets."""
+        """Raises StorageError, naming the file, if a file on a disk or in a bucket has changed."""
         with self._lock:
             for name, (stamp, sha256) in self._original.items():
                 now = self._stamp(name)
@@ -50,8 +50,8 @@ class SourceWatch:
                 if now["size"] != stamp["size"] or self._sha256(name) != sha256:
                     raise StorageError(
                         f"{self.storage.at(name)}: changed while the job ran; nothing read since is committed. Restore "
-                        "the file, then run the same command again; or let nothing write there, and start over with "
-                        "--fresh"
+                        "the file, then run the same command again; or keep other programs from writing there, and "
+                        "start over with --fresh"
                     )
                 self._original[name] = (now, sha256)
 

@@ -51,10 +51,13 @@ class StatisticsStore(ArrayStore):
     def write_rows(
         self, layer: int, name: str, groups: int, width: int, rows: Callable[[int, int], torch.Tensor]
     ) -> ArrayRecord:
-        """As `write` for a symmetric (G, F, F) float64 moment that need not fit into memory.
+        """Stores a symmetric (G, F, F) float64 moment that need not fit into memory, as `write` does.
 
-        `rows(start, stop)` returns its rows from column `start` on, (G, stop - start, F - start). Each thread asks for
-        one row of tiles at a time.
+        Args:
+            groups: G.
+            width: F.
+            rows: `rows(start, stop)` returns rows from column `start` on, (G, stop - start, F - start), float64. Each
+                thread calls it for one row of tiles at a time.
         """
         if width <= self._tile:
             return self.write(layer, name, rows(0, width), symmetric=True)

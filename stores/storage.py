@@ -1,8 +1,8 @@
 """Opens storages by their address: a directory, a bucket, or a model on the hub.
 
-`stores/backend.py` defines the protocol; `stores/disk.py`, `stores/bucket.py`, `stores/hub.py` and, for tests,
-`stores/memory_storage.py` implement it. A new kind of storage is one more such file and a line in `open_storage`;
-another service of buckets is a line in `stores/bucket_client.py`.
+`stores/backend.py` defines the protocol; `stores/disk.py`, `stores/bucket.py` and `stores/hub.py` implement it. A new
+kind of storage is one more such file and a line in `open_storage`; another service of buckets is a line in
+`stores/bucket_client.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def is_address(place: str) -> bool:
 
 
 def open_storage(place: Place) -> Storage:
-    """Return the storage at an address; a storage is returned as it is. Raises InputError on an unknown scheme."""
+    """Return the storage at an address, or `place` itself if it is a storage.
+
+    Raises InputError on an unknown scheme.
+    """
     if isinstance(place, Storage):
         return place
     address = os.fspath(place)
@@ -58,7 +61,7 @@ def open_file(file: str | os.PathLike[str]) -> tuple[Storage, str]:
 
 
 def contains(outer: str, inner: str) -> bool:
-    """True if two addresses are equal, or `inner` lies below `outer`."""
+    """True if two addresses are equal, or `inner` is below `outer`."""
     return f"{inner}/".startswith(f"{outer.rstrip('/')}/")
 
 

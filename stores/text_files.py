@@ -1,7 +1,7 @@
 """Reads documents from .txt, .jsonl, .json and .parquet files, whole or a part of each file.
 
-A .txt file is one document, read whole, and a part of it is cut behind the ends of lines. The other kinds hold one
-document in each line, item or row. A part has those that begin in it.
+A .txt file is one document, read whole; a part of it begins and ends after a line break. The other kinds hold one
+document in each line, item or row; a part has the documents that begin in it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _read_txt(path: str, file: Readable, _field: str | None, part: Part) -> Iter
 
 
 def _line_end(text: str, share: float) -> int:
-    """Return the position behind the first end of a line from this share of a text on; without one, the share's."""
+    """Return the position after the first line break at or after this share of a text; without one, the share's."""
     position = round(share * len(text))
     return position if position in (0, len(text)) else text.find("\n", position) + 1 or position
 

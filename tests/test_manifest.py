@@ -178,7 +178,7 @@ def test_minimal_manifest(tmp_path: Path) -> None:
             {"calibration": {"text": [{"files": ["a"], "share": 0.99}, {"dataset": "b", "share": 0.01}], "samples": 9}},
             "calibration",
             "0.01",
-            "text.1.share: leaves it without one of 9 samples",
+            "text.1.share: gives this text none of 9 samples",
         ),
         ({"calibration": {"text": {"files": ["a"]}, "gradient": {"samples": 300}}}, "calibration", "300", "than sampl"),
         ({"calibration": {"text": {"files": []}}}, "calibration.text", "[]", "either `files`"),

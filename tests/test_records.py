@@ -39,9 +39,9 @@ from stores.activations import ActivationStore
 from stores.arrays import DTYPES as STORED_ARRAYS
 from stores.checkpoint import describe_shard
 from stores.headers import DTYPES as STORED_TENSORS
-from stores.memory_storage import Memory
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
+from tests.memory_storage import Memory
 
 
 def check(kind: type[Record], stored: Any) -> Record:

@@ -1,4 +1,4 @@
-"""Amounts as a person reads them."""
+"""Formats durations and sizes for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in the unit in which it is a small number: seconds, minutes, hours or days."""
+    """Formats a duration in seconds, minutes, hours or days, whichever gives a small number."""
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     if seconds < 100 * MINUTE:
@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
 
 
 def amount_of_bytes(num_bytes: float) -> str:
-    """Returns a number of bytes in the unit in which it has at most three digits before the point."""
+    """Formats a number of bytes in the unit that leaves at most three digits before the point."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}" if unit != "bytes" else f"{num_bytes:.0f} bytes"

@@ -42,7 +42,7 @@ def add_address(options: argparse.ArgumentParser) -> None:
         type=float,
         default=CONNECT_TIMEOUT_S,
         metavar="SECONDS",
-        help="how long a cluster is waited for; default: %(default)s",
+        help="how long to wait for a cluster; default: %(default)s",
     )
 
 
@@ -68,7 +68,7 @@ def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> Non
     options.add_argument("manifest", help=f"{what}, in YAML")
     options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
     options.add_argument(
-        "--base", type=Path, metavar="DIR", help="what relative paths in the manifest are relative to; default: here"
+        "--base", type=Path, metavar="DIR", help="the folder of the manifest's relative paths; default: here"
     )
 
 

@@ -17,7 +17,7 @@ INDENT = 4
 
 
 def commands() -> dict[str, str]:
-    """Returns the commands: the modules of `pipeline` that run -> the descriptions of their parsers."""
+    """Returns command -> description of its parser, for each module of `pipeline` that runs."""
     paths = sorted(Path(__file__).resolve().parents[1].glob("*.py"))
     sources = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     return {name: _description(source) for name, source in sources.items() if "__main__" in source}
@@ -58,4 +58,4 @@ def _help(descriptions: dict[str, str]) -> Iterator[str]:
         first, rest = f"  {name:{width - 2}}", " " * width
         yield textwrap.fill(description, columns, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
     yield ""
-    yield "lamina COMMAND --help lists a command's arguments; --version says which Lamina this is"
+    yield "lamina COMMAND --help lists a command's arguments; --version prints the version of Lamina"

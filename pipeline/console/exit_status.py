@@ -44,10 +44,10 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, KeyboardInterrupt):
         return Ending(Interrupted.exit_code, f"{str(error) or 'stopped'}; {RESUME}")
     if isinstance(error, MemoryError):
-        return Ending(1, "out of memory; stop other programs, or run it where there is more")
+        return Ending(1, "out of memory; stop other programs, or use a machine with more")
     if isinstance(error, OSError) and error.filename is None:
         reason = error.strerror or str(error) or type(error).__name__
-        return Ending(1, f"standard output, or a connection or file without a name: {reason}; see to it, then {RESUME}")
+        return Ending(1, f"standard output, or a connection or file without a name: {reason}; fix it, then {RESUME}")
     if isinstance(error, OSError):  # of a file outside the stores
         return Ending(2 if error.errno in NO_PATHS else 1, str(storage_error("using", error.filename, error)))
     trace = traceback.extract_tb(error.__traceback__)

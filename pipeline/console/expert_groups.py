@@ -1,4 +1,4 @@
-"""Groups of a layer as people read them: the experts of a mixture, of which there may be hundreds, count as one."""
+"""Shortens lists of a layer's groups for people: all experts of a mixture, often hundreds, become one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def split_experts(groups: Mapping[str, T]) -> tuple[dict[str, T], dict[int, list
 
 
 def extent(values: Iterable[float], form: str = ",") -> str:
-    """Return the least and the largest of some values, `16–128`, or the one that all have."""
+    """Format the least and the largest of some values, `16–128`, or the one value if all are equal."""
     ordered = sorted(values)
     ends = (format(ordered[0], form), format(ordered[-1], form))
     return ends[0] if ends[0] == ends[1] else "–".join(ends)

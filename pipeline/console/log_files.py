@@ -48,7 +48,7 @@ class _LogFile(logging.StreamHandler["Appender | _LazyFile"]):
         """Reports the first error on stderr."""
         error = sys.exc_info()[1]
         if not self.failed:
-            print(f"log {self.path}: {error}; the job goes on without", file=sys.stderr)
+            print(f"log {self.path}: {error}; the job continues without this log", file=sys.stderr)
         self.failed = True
 
     def close(self) -> None:

@@ -69,19 +69,19 @@ def _fault(field: str, path: str, base: Path | None) -> str | None:
         os.fsencode(path)
     except UnicodeEncodeError as error:
         return (
-            f"{field}: {path!r} has letters that no name of a file has in this locale ({error.encoding}); "
+            f"{field}: {path!r} has letters that file names cannot have in this locale ({error.encoding}); "
             "set LC_ALL=C.UTF-8"
         )
     if path.startswith("~") and field != "model.source":
-        return f"{field}: {path}: no shell expands `~` in a manifest; write the whole path, such as {Path.home()}/…"
+        return f"{field}: {path}: `~` is not expanded in a manifest; write the whole path, such as {Path.home()}/…"
     if base is not None or Path(path).is_absolute() or not _in_package_folder():
         return None
     if field == "model.source" and not Path(path).exists():
         return None  # a hub id
     return (
-        f"{field}: {path} is relative, and this job runs in {Path.cwd()}, the copy that Ray made of --working-dir: "
-        "what is written there is lost, and the next submission would not find it. Write an absolute path that every "
-        'node sees, or submit with `--base "$PWD"` if the nodes see the folder that you submit from'
+        f"{field}: {path} is relative, and this job runs in {Path.cwd()}, Ray's copy of --working-dir: files written "
+        "there are lost, and the next submission would not find them. Write an absolute path that every node sees, or "
+        'submit with `--base "$PWD"` if the nodes see the folder that you submit from'
     )
 
 
@@ -98,7 +98,7 @@ def _value(manifest: Manifest, field: str) -> str:
 
 def _resolved(document: Mapping[str, Any], base: Path) -> dict[str, Any]:
     if not base.is_dir():
-        raise InputError(f"--base {base}: no directory that this machine sees")
+        raise InputError(f"--base {base}: no such directory on this machine")
     resolved = {**document, "output": _below(base, document["output"]), "run_dir": _below(base, document["run_dir"])}
     source = base / document["model"]["source"]
     if source.is_dir():

@@ -76,7 +76,10 @@ class JobObserver:
         self.eta.begin(name or "", layers)
 
     def show_memory_of(self, peak_bytes: Mapping[str, int]) -> None:
-        """Shows the largest of these from now on: worker -> peak bytes, which may change."""
+        """Shows the largest of the workers' peaks from now on.
+
+        `peak_bytes`: worker -> bytes; it is read again each time.
+        """
         self.peak_bytes = peak_bytes
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
@@ -115,7 +118,7 @@ class JobObserver:
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
         """Reports that stored data was corrupt or lost, and which entries are computed again."""
-        self.say(f"repairing: {reason}; done again: {', '.join(keys) or 'the layer in hand'}", logging.WARNING)
+        self.say(f"repairing: {reason}; done again: {', '.join(keys) or 'the current layer'}", logging.WARNING)
 
     def say(self, line: str, level: int = logging.INFO) -> None:
         """Writes a line to the log file and to the terminal."""
@@ -161,7 +164,7 @@ class JobObserver:
         return "".join(f", {figure}" for figure in self._figures().values())
 
     def _figures(self) -> dict[str, str]:
-        """Returns speed, the time left and memory as they are shown, unless unknown."""
+        """Formats speed, the time left and memory, unless unknown."""
         spent = time.monotonic() - self.started
         share = self.done_units / max(1, self.total_units)
         figures: dict[str, str] = {}

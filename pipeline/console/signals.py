@@ -50,10 +50,9 @@ def interrupt_on_signals(stop: threading.Event) -> None:
 
 @contextmanager
 def deferred_signals(stop: threading.Event) -> Iterator[None]:
-    """Within it, a signal waits for the end of the block, also if that is an error: an interrupted start of Ray would
-    crash the process.
+    """Defers signals to the end of the block, even if it raises: an interrupted start of Ray would crash the process.
 
-    Signals stay caught (`catch_signals`) afterwards. Raises Interrupted at the end if one came.
+    Signals stay caught (`catch_signals`) afterwards. Raises Interrupted at the end if a signal came.
     """
     catch_signals(stop)
     try:
@@ -73,7 +72,7 @@ def catch_signals(stop: threading.Event) -> None:
     def _request_stop(number: int, _: object) -> None:
         _exit_if_set(stop)
         name = signal.Signals(number).name
-        line = f"{name}: stopping; what is in hand is given up, what is committed stays; once more to end at once\n"
+        line = f"{name}: stopping; running work is abandoned, committed work stays; repeat it to exit at once\n"
         with suppress(OSError):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())  # print might be interrupted
 
@@ -83,7 +82,7 @@ def catch_signals(stop: threading.Event) -> None:
 
 @contextmanager
 def interrupting(stop: threading.Event) -> Iterator[None]:
-    """Within it, a signal raises KeyboardInterrupt (`interrupt_on_signals`); before and after, it is caught."""
+    """Makes signals raise KeyboardInterrupt in the block (`interrupt_on_signals`), and catches them again after it."""
     interrupt_on_signals(stop)
     try:
         yield

@@ -50,7 +50,7 @@ def damage_warnings(summary: Mapping[str, Any]) -> list[str]:
 
 
 def texts_line(texts: Mapping[str, Any]) -> str:
-    """Say the dense model's perplexity on the calibration samples and on the evaluation text."""
+    """Return a line with the dense model's perplexity on the calibration samples and on the evaluation text."""
     names = {"calibration": "calibration samples", "evaluation": "evaluation text"}
     parts = [
         f"{name} {shown_perplexity(perplexity_of(loss['loss']))} ({loss['tokens']:,} tokens)"

@@ -84,7 +84,10 @@ def measure_perplexity(
 
 
 def score_tokens(model: str, tokens: torch.Tensor, scoring: Scoring) -> dict[str, Any]:
-    """Measure perplexity over windows of token ids (windows, window)."""
+    """Measure perplexity over windows of token ids (windows, window), without the first token of each.
+
+    Raises InputError (the model is wrong) and Interrupted.
+    """
     return _score(*_open_checkpoint(model, tokens.shape[1]), tokens, scoring)
 
 

@@ -15,7 +15,7 @@ from pipeline.families.foreign import sequence_limit
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.methods.text_sources import TextSources
 from pipeline.units.sharding import held_out_windows
-from stores.corpus import draw_from_sources, evaluation_windows, load_tokenizer, read_documents
+from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 from stores.storage import Place
 
 SAMPLE_SHAPE = (2, 64)
@@ -26,7 +26,11 @@ HASH_BASE = 0x5851F42D4C957F2D
 @dataclass(frozen=True)
 class CalibrationTokens:
     """Token ids (int64) of the samples (samples, sequence) and of held-out windows (windows, sequence) of the same
-    texts. The windows are a tenth as many as the samples, at most 32,768 tokens, and fewer if the texts are short."""
+    texts.
+
+    There are a tenth as many windows as samples, at most 32,768 tokens, and fewer if the texts are short. `sources`
+    names the source of each sample.
+    """
 
     samples: torch.Tensor
     held_out: torch.Tensor
@@ -41,7 +45,7 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
     tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
     samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
     drawn = [
-        draw_from_sources(
+        draw_samples(
             [read_documents(source) for source in text.sources.values()],
             tokenizer,
             count,
@@ -67,8 +71,10 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
 
 
 def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
-    """Returns the token ids (windows, window) on which OUTPUT is scored; None without such a text. Raises
-    InputError."""
+    """Returns the token ids (windows, window) of the evaluation text; None if the manifest has none.
+
+    Raises InputError about the text.
+    """
     perplexity, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
     if perplexity is None:
         return None
@@ -84,7 +90,7 @@ def window_tokens(place: Place, text: Any, window: int, vocab: int, trust_remote
 
 
 def tokens_digest(tokens: torch.Tensor | None) -> str | None:
-    """Returns the sha256 of shape and ids."""
+    """Returns the hex SHA-256 of the shape and the ids; None for None."""
     if tokens is None:
         return None
     return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
@@ -123,5 +129,6 @@ def check_ids(tokens: torch.Tensor, vocab: int) -> None:
     largest = int(tokens.max())
     if largest >= vocab:
         raise InputError(
-            f"tokenizer: gives token {largest}, but the model has {vocab}; it does not belong to this model"
+            f"tokenizer: gives token id {largest}, but the model's vocabulary has {vocab}; give the tokenizer that "
+            "belongs to the model"
         )

@@ -89,15 +89,15 @@ class Inputs:
 
     @property
     def _size_remarks(self) -> tuple[str, ...]:
-        """A remark if the result may be as large as the source, which is in a stored format."""
+        """A remark if the result may be as large as a source in a stored format."""
         kinds = sorted({record.form.kind for record in self.source.tensors.values() if record.form is not None})
         most = size_bound(self.manifest, self.geometry, self.tasks, self.source_bytes).num_bytes if kinds else 0
         if not kinds or most < self.source_bytes:
             return ()
         return (
-            f"model: its weights are stored in {', '.join(kinds)}, {self.source_bytes:,} bytes in all; what methods "
-            f"change is stored in {self.dtype_name}, and the result may have {most:,} bytes, which is not smaller: "
-            "give budget.bytes, or quantize",
+            f"model: its weights are stored in {', '.join(kinds)}, {self.source_bytes:,} bytes in all; weights that "
+            f"methods change are stored in {self.dtype_name}, so that the result may have {most:,} bytes, which is not "
+            "smaller: give budget.bytes, or quantize",
         )
 
     @property
@@ -154,7 +154,7 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     config_fields(methods)
     _check_formats(source, config, methods)
     if inputs.needs_calibration and manifest.calibration is None:
-        raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
+        raise InputError("calibration: missing; the methods of this manifest need statistics or importance on a text")
     check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
     if manifest.quantize is not None and "uniform" in manifest.quantize.kinds_of_levels and manifest.evaluation.tasks:
         check_reader_of_rounded("evaluation.tasks")
@@ -182,8 +182,8 @@ def _further_remarks(source: SourceCheckpoint) -> tuple[str, ...]:
     if not source.left_out:
         return ()
     return (
-        f"model: {len(source.left_out)} tensors of layers behind the last, which predict further tokens, are left out "
-        f"({source.left_out[0]}, ...): transformers and the compressed model do not use them",
+        f"model: {len(source.left_out)} tensors of the layers that predict further tokens are left out "
+        f"({source.left_out[0]}, ...): neither transformers nor the compressed model uses them",
     )
 
 
@@ -206,7 +206,7 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
 
 
 def _check_held_experts(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> None:
-    """Raises InputError if a mixture is corrected whose experts a worker does not hold together."""
+    """Raises InputError if `correct: output` applies to a mixture with more experts than a worker holds."""
     for task in tasks:
         experts, held = geometry.layers[task.layer].num_experts, manifest.workers.experts
         if task.corrections and experts > held:
@@ -217,8 +217,9 @@ def _check_held_experts(manifest: Manifest, geometry: Geometry, tasks: Sequence[
 
 
 def check_copied(inputs: Inputs) -> None:
-    """Looks for NaN and infinity in tensors that are only copied, because no worker reads them. Takes a few megabytes
-    of memory.
+    """Checks tensors that are only copied, and that no worker reads, for NaN and infinity.
+
+    Needs a few megabytes of memory.
 
     Raises:
         NumericsError: a tensor holds NaN or infinity.
@@ -237,8 +238,11 @@ def check_copied(inputs: Inputs) -> None:
 
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
-    """Returns the dtype of the forward pass and of config.json: the most frequent dtype of the layers' numbers, or the
-    wider of two equally frequent ones."""
+    """Returns the dtype of the forward pass and of config.json: the most frequent dtype of the layers' numbers.
+
+    Of two equally frequent dtypes, the wider one. Raises InputError if a layer tensor has another dtype than float32,
+    bfloat16, float16 or float64.
+    """
     numbers: Counter[str] = Counter()  # buffers of old checkpoints may be bytes
     for layer in geometry.layers:
         for name, shape in layer.tensors().values():
@@ -262,7 +266,7 @@ def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task],
     calibration = manifest.calibration
     remedy = "give keep" if field == "budget.max_loss" else "leave it out"
     if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in tasks}:
-        raise InputError(f"{field}: all methods must go by predicted loss (allocation: loss); or {remedy}")
+        raise InputError(f"{field}: all methods must follow predicted loss (allocation: loss); or {remedy}")
     if calibration is None or calibration.gradient.kind == "local" or calibration.propagate != "dense":
         raise InputError(
             f"{field}: needs calibration with propagate: dense and gradient.kind: model; random gradients "
@@ -282,7 +286,7 @@ def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods:
     what = f"OUTPUT of {owner} is an ordinary checkpoint" if owner else "OUTPUT keeps the class of a multimodal model"
     if owner or config.get("wrapper"):
         raise InputError(
-            f"model: weights in stored formats: {what}, which has no place for them; give the model in 16 bits"
+            f"model: weights in stored formats: {what}, which cannot contain them; give the model in 16 bits"
         )
 
 
@@ -302,7 +306,7 @@ def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:
     for name, place in places.items():
         if contains(place.address, model) or contains(model, place.address):
             raise InputError(
-                f"{name}: {place.address} and the model {model} lie in each other; the source is never written to"
+                f"{name}: {place.address} and the model {model} contain each other; Lamina never writes into the source"
             )
         if fault := place.fault():
             raise InputError(f"{name}: {place.address} is {fault}")
@@ -311,5 +315,5 @@ def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:
         raise InputError(f"output: {output} must not hold run_dir {run_dir}; give two separate directories")
     if holding := [folder for folder in FOLDERS if contains(f"{run_dir}/{folder}", output)]:
         raise InputError(
-            f"output: {output} lies in {holding[0]}, where run_dir {run_dir} keeps its own files; give another"
+            f"output: {output} is in {holding[0]}, where run_dir {run_dir} keeps its own files; give another"
         )

@@ -20,7 +20,7 @@ FIELD = "source_dtypes"  # of config.json
 def unstored_dtypes(
     claimed: Iterable[str], source: Mapping[str, TensorRecord], stored: Collection[str], dtype: str
 ) -> dict[str, str]:
-    """Returns claimed tensor -> its dtype in the source, for dtypes other than `dtype` that no stored tensor shows."""
+    """Returns claimed tensor -> its dtype in the source, if that is not `dtype` and no tensor in `stored` has it."""
     unstored = (name for name in sorted(source.keys() & {*claimed}) if not _holder(name, stored))
     dtypes = {name: str(source[name].torch_dtype).removeprefix("torch.") for name in unstored}
     return {name: own for name, own in dtypes.items() if own != dtype}

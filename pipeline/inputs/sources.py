@@ -37,7 +37,10 @@ def open_dense(
 
 
 def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """Checks an open checkpoint. Returns it with its config, as `open_dense` does."""
+    """Checks an open checkpoint. Returns it with its config, and raises errors, as `open_dense` does.
+
+    Raises InputError also for a model of an unknown family, with a description of it.
+    """
     where = opened.storage.at(CONFIG_FILE)
     refuse_other_models(opened.config, where)
     if not is_known(opened.config):
@@ -71,8 +74,8 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
     if config.get("model_type") == "lamina":
         raise InputError(
             f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; "
-            "a job compresses dense models: give the one it was made from (compression.json beside it names it under "
-            "`source`), with all methods in one manifest; or multiply it back first: "
+            "a job compresses dense models: give the source of this one (compression.json beside it names it under "
+            "`source`), with all methods in one manifest; or multiply the factors out first: "
             "`python -m pipeline.export OUTPUT --to dense DIR`"
         )
 

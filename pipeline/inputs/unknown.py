@@ -90,7 +90,7 @@ def _blocks(shapes: Shapes, hidden: int | None) -> Iterator[str]:
 
 
 def _turned(role: str, shape: tuple[int, ...], hidden: int | None) -> str:
-    """Return a remark for a matrix (outputs, inputs) whose inputs, or outputs of a writer, are not the hidden size."""
+    """Return a remark for a matrix (outputs, inputs) that does not read, or if it writes to it, the hidden size."""
     if len(shape) != 2 or hidden is None or role.split(" ")[-1] not in LINEAR_ROLES:
         return ""
     side = 0 if role.split(" ")[-1] in ROWWISE_ROLES else 1

@@ -20,7 +20,7 @@ from pipeline.job.context import JobContext
 def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
     """Returns `resume.every`, or for `auto` the number that the plan chose when the run directory was new.
 
-    `hardware`: of the workers (`workers.hardware`); the plan is made at their rates.
+    `hardware`: of the workers (`workers.hardware`), whose rates the plan uses.
     """
     every = job.manifest.resume.every
     if every != "auto":
@@ -48,6 +48,6 @@ def _rates(job: JobContext, device: str) -> Rates:
         return GPUS[device]
     fastest = max(GPUS, key=lambda name: GPUS[name].products)
     job.observer.say(
-        f"resume.every: auto: no rates of {device} are known; those of {fastest} are taken", logging.WARNING
+        f"resume.every: auto: no rates of {device} are known; those of {fastest} are used", logging.WARNING
     )
     return GPUS[fastest]

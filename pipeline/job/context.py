@@ -1,4 +1,4 @@
-"""A job that may run: checked inputs, both locks held, a run directory that belongs to it."""
+"""Opens a job: checks its inputs, takes both locks, and compares the run directory with it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ class JobContext:
         output_files: the files of OUTPUT at the start.
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
+        sources: the source of each calibration sample.
         fingerprint_check: the state of the run directory when it was opened; `begin` makes it the job's.
-        watch: of the files that the job reads and copies.
-        points: of a sweep, the manifests of its points.
-        in_process: units are done in this process, without Ray.
+        watch: detects changes of the files that the job reads and copies.
+        points: the manifests of a sweep's points; empty for a job.
+        in_process: compute in this process, without Ray.
     """
 
     inputs: Inputs
@@ -109,11 +110,13 @@ class JobContext:
 def open_job(
     manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: bool, in_process: bool = False
 ) -> Iterator[JobContext]:
-    """Checks everything that can be known before computing, and locks the run directory and OUTPUT. Existing work in
-    the run directory stays as it is until `begin`.
+    """Checks everything that can be known before computing, and locks the run directory and OUTPUT.
+
+    Existing work in the run directory stays unchanged until `begin`.
 
     Raises:
-        InputError: an input is wrong; nothing was computed.
+        InputError: an input is wrong, or another process has a lock (InUseError); nothing was computed.
+        StorageError: a file cannot be read or written.
     """
     started, observer = time.monotonic(), JobObserver(quiet=quiet)
     observer.stage("checks")
@@ -122,7 +125,7 @@ def open_job(
     text = read_text(inputs)
     if inputs.measures_sizes and text.held_out is None:
         raise InputError(
-            f"{inputs.measures_sizes}: is measured on calibration text beyond the samples, and there is none; give "
+            f"{inputs.measures_sizes}: measures losses on calibration text beyond the samples, and there is none; give "
             "more text, or lower calibration.samples"
         )
     plan = plan_of(inputs)
@@ -243,7 +246,7 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
 
     `finished`: the layers are done, and only scores are missing.
 
-    Raises InputError when OUTPUT holds files of others, or has too little room.
+    Raises InputError when OUTPUT contains files of others, or has too little space.
     """
     for remark in job.inputs.remarks:
         job.observer.say(remark, logging.WARNING)
@@ -262,7 +265,7 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
 
 
 def begin(job: JobContext, finished: bool) -> None:
-    """Makes the run directory the job's, and reports the work that it builds on. `finished`: as in `check_output`."""
+    """Makes the run directory the job's, and reports the work that it resumes. `finished`: as in `check_output`."""
     job.run_dir.bind(job.fingerprint_check, partial(_undo_solves, job.ledger, job.fingerprint_check.differing))
     if not job.fingerprint_check.reuses_entries:
         check_ledger(job)
@@ -273,7 +276,7 @@ def begin(job: JobContext, finished: bool) -> None:
     if not finished:
         _report_progress(job)
     if reused := job.ledger.get(REUSED):
-        job.observer.say(f"statistics of an earlier run serve again: {reused.seconds:.1f} s of forward passes saved")
+        job.observer.say(f"statistics of an earlier run are reused: {reused.seconds:.1f} s of forward passes saved")
 
 
 def _report_progress(job: JobContext) -> None:

@@ -59,8 +59,10 @@ class Heartbeat:
 
     @contextmanager
     def attending(self, pool: RayPool | InProcessPool) -> Iterator[None]:
-        """Within it, beats report this pool, and resize it on request. The metrics are updated once more at the end, as
-        all the work may lie between two beats."""
+        """Makes beats in the block report this pool, and resize it on request.
+
+        The metrics are updated once more at the end, as all the work may happen between two beats.
+        """
         self.pool = pool
         try:
             yield

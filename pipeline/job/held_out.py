@@ -1,4 +1,4 @@
-"""A check against unsuitable text: scores the compressed layers on windows of the calibration texts beyond the samples.
+"""Scores the compressed layers on windows of the calibration texts beyond the samples, which shows unsuitable text.
 
 The dense model's outputs on these windows are stored once, and every size is compared with them.
 """
@@ -80,7 +80,7 @@ def _scoring_dense(
 
 
 def forget_other_text(job: JobContext) -> None:
-    """Retracts the scores on held-out tokens that are no longer those of the job's text.
+    """Retracts scores if the job's text has other held-out tokens than the stored ones.
 
     The fingerprint covers the samples alone: text beyond them may have changed since.
     """
@@ -97,7 +97,7 @@ def forget_other_text(job: JobContext) -> None:
 
 
 def _score(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry:
-    """Scores the staged layers. Damaged tokens or dense outputs are made again."""
+    """Scores the staged layers. Damaged tokens or dense outputs are computed again."""
     repairs, layers = Repairs(job.ledger, [HELD_OUT], job.observer), range(job.inputs.geometry.num_layers)
     while True:
         try:
@@ -158,8 +158,10 @@ def _keep(
 
 
 def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
-    """Returns the windows in float32, or in float64 if the model is: the score is of the compression, without the
-    rounding of a narrower dtype."""
+    """Returns the windows, scored in float32, or in float64 if the model has it.
+
+    A narrower dtype would add its rounding to the error of the compression.
+    """
     calibration = job.manifest.calibration
     assert calibration is not None, "there is no text to hold out from"
     dtype = torch.promote_types(job.inputs.dtype, torch.float32)

@@ -90,11 +90,11 @@ def _layer_fault(layer: int, entry: LayerEntry, config: Mapping[str, Any]) -> st
     prefix = f"{config['block']['layers']}.{layer}."
     staged = {name.removeprefix(prefix): tensor.shape for name, tensor in entry.staged.tensors.items()}
     wrong = [name for name, tensor in expected.items() if staged.get(name) != tuple(tensor.shape)]
-    return f"forms: staged is another {', '.join(wrong)}" if wrong else None
+    return f"forms: staged tensors of other shapes: {', '.join(wrong)}" if wrong else None
 
 
 def _check_ranks(ledger: Ledger, job: Job) -> None:
-    """Invalidates ranks that this manifest does not give for the scores in the ledger."""
+    """Invalidates ranks that do not follow from this manifest and the scores in the ledger."""
     entry = ledger.get(RANKS)
     if entry is None:
         return
@@ -112,5 +112,5 @@ def _check_ranks(ledger: Ledger, job: Job) -> None:
 
 
 def _invalidate(ledger: Ledger, key: str, fault: str) -> None:
-    logger.warning("ledger entry %s makes no sense (%s): taken back, its work is done again", key, fault)
+    logger.warning("ledger entry %s does not fit the job (%s): retracted, its work is done again", key, fault)
     ledger.retract(key)

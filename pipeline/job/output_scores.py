@@ -84,8 +84,11 @@ def score_entry(job: JobContext, model: str, seal: str, figures: Mapping[str, An
 
 
 def scores(job: JobContext, seal: str) -> dict[str, Any]:
-    """Returns the entered scores: `perplexity`, which the manifest asks for; `dense`: the source's on the same tokens;
-    `earlier`: those of this checkpoint for other texts; `tasks`. Kinds without scores are left out."""
+    """Returns the entered scores by kind, without kinds that have none.
+
+    `perplexity`: of OUTPUT on the manifest's text; `dense`: of the source on the same tokens; `earlier`: of OUTPUT on
+    other texts; `tasks`: of both models, by lm-eval.
+    """
     now = {key: job.ledger.get(key) for key in (*_score_keys(job, seal), *dense_score_key(job))}
     entered: dict[str, Any] = {}
     for key, entry in now.items():

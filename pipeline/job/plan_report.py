@@ -57,7 +57,10 @@ class RateSource:
 
 
 def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> dict[str, Any]:
-    """Returns the report as JSON. With `config`, from that file alone: no source is read. Raises InputError."""
+    """Returns the report as JSON.
+
+    `config`: a config.json to plan for, without reading the source. Raises InputError.
+    """
     manifest, chosen = planned_samples(manifest)
     inputs = read_inputs(manifest, weights=False) if config is None else None
     if inputs is not None:
@@ -90,8 +93,10 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
 
 
 def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
-    """Returns the manifest with the number of samples that `samples: auto` has chosen in its run directory, or with the
-    largest number, and a remark that says it."""
+    """Returns the manifest with the number of samples for the plan, and remarks about that number.
+
+    For `samples: auto`, the number chosen in its run directory, or the largest one if none is chosen yet.
+    """
     calibration = manifest.calibration
     if calibration is None or not calibration.chooses_samples:
         return manifest, []
@@ -105,7 +110,7 @@ def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
 def planned_work(
     manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], dtype: torch.dtype, plan: Plan
 ) -> LayerWork:
-    """Returns the work of a layer, in a job with this plan."""
+    """Returns the work (operations and bytes) of a layer, in a job with this plan."""
     tokens, share = gradient_tokens(manifest, geometry, tasks), plan.expected_numbers / plan.dense_numbers
     return layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, share)
 
@@ -255,8 +260,8 @@ def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
     if plan["object_store_bytes"] <= (store := object_store_room()):
         return []
     return [
-        f"goes to disk: what workers pass on takes {plan['object_store_bytes'] / 1e9:,.1f} GB, a Ray of this "
-        f"machine holds {store / 1e9:,.1f} of it in memory and writes the rest to disk"
+        f"spills to disk: workers exchange {plan['object_store_bytes'] / 1e9:,.1f} GB through Ray's object store, "
+        f"which holds {store / 1e9:,.1f} of it in this machine's memory and writes the rest to disk"
     ]
 
 

@@ -22,8 +22,10 @@ ENOUGH = 3  # measured sizes, from which the losses of other sizes follow
 
 
 def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
-    """Returns a function: size in thousandths -> predicted loss, nats per token; None where so little cannot be
-    kept."""
+    """Returns a function:
+
+    size in thousandths of `keep` -> predicted loss in nats per token; None below the least size.
+    """
     scores = scores_from_ledger(driver_job(job.inputs), job.ledger.get, {})
 
     @cache

@@ -45,8 +45,11 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
 
 
 def compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
-    """Compresses the layers and scores them on held-out text. A staged layer that is damaged in between is made again,
-    once."""
+    """Compresses the layers and scores them on held-out text.
+
+    A staged layer that is damaged in between is compressed again, once; then CorruptError is raised. `compared`: as in
+    `JobWorkers.compress`.
+    """
     scored = workers.compress(job, compared=compared, scoring=partial(scoring_held_out, workers))
     try:
         return score_held_out(job, workers, scored)

@@ -148,11 +148,19 @@ class JobWorkers:
         self.driver(job, work).prepare()
 
     def compress(self, job: JobContext, *, compared: bool = True, scoring: Scoring[T] | None = None) -> T | None:
-        """Stages every claimed layer and enters it in the ledger; a staged layer that is damaged is made again.
+        """Stages every claimed layer and enters it in the ledger; a damaged staged layer is compressed again.
 
-        `compared`: one worker compares them with the dense layers, and the figures are entered for OUTPUT's record.
-        `scoring`: a stream that runs in the background. Returns its result; None if data that it needed was damaged or
-        lost.
+        Args:
+            job: the job, at a given size.
+            compared: one worker also compares the layers with the dense ones; the figures are entered for OUTPUT's
+                record.
+            scoring: a stream that runs in the background.
+
+        Returns the result of `scoring`; None without it, or if data that it needed was damaged or lost.
+
+        Raises:
+            CorruptError: staged layers are damaged again and again.
+            Interrupted: a signal came; entries stay.
         """
         claimed = layers_of(job.inputs.tasks)
         for attempt in range(REPAIRS + 1):

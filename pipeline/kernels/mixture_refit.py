@@ -3,18 +3,13 @@
 A mixture computes Σ_e W_e v_e, where v_e = p_e h_e are the weighted channels of expert e, and 0 for tokens that it does
 not serve. The refit minimises E‖y − Σ_e W_e v_e‖² for the dense mixture's output y.
 
-There are two ways, with different statistics:
-
-- `refit_mixture`, expert by expert against the residual, with the tokens in memory: y (T, D), and the tokens and
-  values of one expert at a time.
-- `MixtureDescent`, all experts at once by conjugate gradients, where tokens are spread over workers. A step needs one
-  pass over the tokens and, summed over them, E[x v_eᵀ] (D, k) of each expert, where x is first the error of the
-  mixture's output and then the output of a mixture with other writers.
+It goes expert by expert against the residual, with the tokens in memory: y (T, D), and the tokens and values of one
+expert at a time.
 
 Legend: T all tokens, t those of an expert, D outputs, k channels of an expert.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -97,65 +92,3 @@ def _sums(residual_TD: Tensor, part: Served) -> tuple[Tensor, Tensor]:
     ):
         cross_Dk += wide_product(residual_TD[tokens_r].T, values_rk.to(residual_TD.dtype))
     return cross_Dk / tokens, moment_kk / tokens
-
-
-class MixtureDescent:
-    """Conjugate gradients on all writers at once, preconditioned by the factors of the experts' own moments.
-
-    The caller computes the sums that `direction` needs, passes them to `advance`, and repeats. A step reduces the error
-    about as much as a sweep of `refit_mixture`. Experts may have any keys.
-    """
-
-    def __init__(self, errors: Mapping[int, Tensor], moments: Mapping[int, Tensor], ridge: float = RIDGE) -> None:
-        """Args:
-        errors: E[e v_eᵀ] (D, k) of each expert, e = y − Σ W v with the writers at the start.
-        moments: E[v_e v_eᵀ] (k, k), per token of all. An expert whose moment is zero keeps its writer.
-
-        Raises ValueError on shapes that do not fit, NaN or infinity.
-        """
-        self._penalty, self._factors = {}, {}
-        for key, moment_kk in moments.items():
-            require_finite("moment", moment_kk)
-            require_finite("error", errors[key])
-            if errors[key].ndim != 2 or tuple(moment_kk.shape) != (errors[key].shape[1],) * 2:
-                shapes = f"{tuple(errors[key].shape)} and {tuple(moment_kk.shape)}"
-                raise ValueError(f"expert {key}: error (D, k) and moment (k, k) do not fit: {shapes}")
-            mean = float(moment_kk.diagonal().double().mean()) if moment_kk.numel() else 0.0
-            if mean > 0.0:
-                self._penalty[key] = ridge * mean
-                damped_kk = moment_kk.detach().to(torch.float64).clone()
-                damped_kk.diagonal().add_(self._penalty[key])
-                self._factors[key] = torch.linalg.cholesky(damped_kk)
-        self._rest = {key: errors[key].detach().to(torch.float64) for key in self._factors}
-        self.change = {key: torch.zeros_like(rest) for key, rest in self._rest.items()}
-        self._eased = self._ease()
-        self._energy = _inner(self._rest, self._eased)
-        self._direction = dict(self._eased)
-
-    @property
-    def direction(self) -> dict[int, Tensor]:
-        """Return writers P_e (D, k); `advance` needs E[(Σ_f P_f v_f) v_eᵀ] of each expert."""
-        return dict(self._direction)
-
-    def advance(self, products: Mapping[int, Tensor]) -> None:
-        """Take one step. Afterwards `change` holds the matrices to add to the initial writers."""
-        damped = {
-            key: products[key].to(torch.float64) + self._penalty[key] * part for key, part in self._direction.items()
-        }
-        curvature = _inner(self._direction, damped)
-        if not curvature > 0.0 or not self._energy > 0.0:
-            return
-        step = self._energy / curvature
-        self.change = {key: change + step * self._direction[key] for key, change in self.change.items()}
-        self._rest = {key: rest - step * damped[key] for key, rest in self._rest.items()}
-        self._eased = self._ease()
-        energy = _inner(self._rest, self._eased)
-        growth, self._energy = energy / self._energy, energy
-        self._direction = {key: eased + growth * self._direction[key] for key, eased in self._eased.items()}
-
-    def _ease(self) -> dict[int, Tensor]:
-        return {key: torch.cholesky_solve(rest.T, self._factors[key]).T for key, rest in self._rest.items()}
-
-
-def _inner(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float:
-    return sum(float((part * other[key]).sum()) for key, part in one.items())

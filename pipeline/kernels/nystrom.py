@@ -131,10 +131,12 @@ def nystrom_refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) 
 
 
 def refit_with_error(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport, float]:
-    """`nystrom_refit` and its `output_error`, with D R² multiplications instead of D N².
+    """Return the refit and report of `nystrom_refit`, and its relative squared output error.
 
-    With the pull P = W_R C[R,S] and the correction X = P (C[S,S] + jI)⁻¹ of the correlations, the error is
-    tr(W_R C[R,R] W_Rᵀ) − ⟨P, X⟩ − j‖X‖². Raises the ValueErrors of `nystrom_refit`.
+    The error ‖W − W̃P‖²_C / ‖W‖²_C, where P takes the kept channels and ‖E‖²_C = tr(E C Eᵀ), costs D R² multiplications
+    instead of D N², R being the number of removed channels. It is 0.0 without an error, also if W C Wᵀ is zero. With
+    the pull P = W_R C[R,S] and the correction X = P (C[S,S] + jI)⁻¹ of the correlations, the error is tr(W_R C[R,R]
+    W_Rᵀ) − ⟨P, X⟩ − j‖X‖². Raises the ValueErrors of `nystrom_refit`.
     """
     refit_Dk, report, regained = _refit(weight_down_DN, moment_NN, indices_k)
     removed_R = complement(indices_k, len(moment_NN))
@@ -166,25 +168,6 @@ def _refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tupl
 def _columns(weight_DN: Tensor, indices_k: Tensor) -> Tensor:
     """Copy some columns in float64."""
     return weight_DN.detach().index_select(1, indices_k).to(torch.float64)
-
-
-def output_error(weight_DN: Tensor, refit_Dk: Tensor, indices_k: Tensor, moment_NN: Tensor) -> float:
-    """Relative squared output error ‖W − W̃P‖²_C / ‖W‖²_C of channels `indices_k`, with ‖E‖²_C = tr(E C Eᵀ).
-
-    0.0 without an error, also if the dense output is zero. Raises ValueError on shapes that do not fit, NaN or
-    infinity, and on bad indices.
-    """
-    size = check_down(moment_NN, weight_DN)
-    _check_indices(indices_k, size)
-    if tuple(refit_Dk.shape) != (weight_DN.shape[0], indices_k.numel()):
-        raise ValueError(
-            f"refit of shape {tuple(refit_Dk.shape)} does not fit {indices_k.numel()} kept columns of "
-            f"a weight of shape {tuple(weight_DN.shape)}"
-        )
-    require_finite("refit", refit_Dk)
-    residual_DN = weight_DN.detach().to(torch.float64, copy=True)
-    residual_DN.index_add_(1, indices_k, refit_Dk.detach().to(torch.float64), alpha=-1)
-    return _share(output_energy(residual_DN, moment_NN) if bool(residual_DN.any()) else 0.0, weight_DN, moment_NN)
 
 
 def _share(lost: float, weight_DN: Tensor, moment_NN: Tensor) -> float:

@@ -35,7 +35,7 @@ def commented_manifest(command: str, places: Places, goal: Goal, settings: Setti
 
 
 def quoted(text: str) -> str:
-    """Return a text as YAML reads it back, also inside of brackets."""
+    """Return a text, in quotes if YAML needs them to read it back, also inside of brackets."""
     plain = PLAIN.fullmatch(text) and text.lower() not in WORDS
     return text if plain else json.dumps(text, ensure_ascii=False)
 
@@ -47,14 +47,14 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
     yield f"version: {MANIFEST_VERSION}"
     yield f"model: {{source: {quoted(places.model)}}}"
     yield f"output: {quoted(places.output)}"
-    yield f"run_dir: {quoted(places.run_dir)}  # ledger and statistics: a job that was interrupted goes on from here"
+    yield f"run_dir: {quoted(places.run_dir)}  # ledger and statistics, from which an interrupted job resumes"
     yield f"budget: {{{goal.field}: {goal.value:g}}}  # {GOALS[goal.field]}"
     if goal.field == "bytes":
         skip = f", skip: [{', '.join(goal.unrounded)}]" if goal.unrounded else ""
         yield f"quantize: {{bits: auto{skip}}}  # transformers loads these with compressed-tensors"
     yield from _method(goal)
     yield "calibration:"
-    yield "  # Like the text that the model will serve: what it never shows is left out first."
+    yield "  # Give text like the text that the model will serve: compression first removes what this text never uses."
     yield f"  text: {{{files}, end: {use.end:g}}}"
     yield f"  samples: {use.samples}"
     yield f"  sequence_length: {use.length}"
@@ -72,10 +72,10 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
 def _method(goal: Goal) -> Iterator[str]:
     if goal.corrected:
         yield "methods:"
-        yield "  # Each layer makes up for the error of the layers before it: slower, and better at this size."
+        yield "  # Each layer compensates the error of the layers before it: slower, and better at this size."
         yield "  - {method: loss_aware, correct: output}"
         if goal.field == "keep":
-            yield "  # Instead, with less loss and in less time on GPUs: each layer is trained."
+            yield "  # Or train each layer instead, with less loss and in less time on GPUs:"
             yield "  # - {method: loss_aware, refine: {inputs: mixed}}"
     elif goal.small:
         yield f"methods: [{{method: loss_aware}}]  # without `correct: output`: {goal.uncorrected}"

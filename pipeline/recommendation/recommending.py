@@ -38,8 +38,8 @@ class Request:
     """The arguments of the command.
 
     Attributes:
-        goal: None for the usual one, which follows from the source.
-        folder: of the manifest, where output and run directory lie, too.
+        goal: the size or the loss to reach; None for the usual one, which follows from the source.
+        folder: the folder of the manifest, the output and the run directory.
     """
 
     model: str
@@ -88,7 +88,7 @@ def _nodes(request: Request) -> list[Node]:
 
 
 def _fitted(goal: Goal, geometry: Geometry) -> Goal:
-    """Return the goal with what this model cannot have: corrections, or the rounding of some roles for one of bytes.
+    """Return the goal with this model's limits: why it has no corrections, and the roles that cannot be rounded.
 
     Raises InputError for a goal of bytes if experts have widths that no group of scales fits.
     """
@@ -102,11 +102,11 @@ def _fitted(goal: Goal, geometry: Geometry) -> Goal:
 
 
 def _uncorrected(geometry: Geometry) -> str:
-    """Return why the layers of a model have no corrections; an empty text if they have."""
+    """Return why the layers of a model have no corrections; an empty text if they have some."""
     if any(block.weighed for layer in geometry.layers for block in layer.mlps):
         return "the router weighs the inputs of experts"
     most, held = max(layer.num_experts for layer in geometry.layers), Workers.model_fields["experts"].default
-    return f"a worker would hold all {most} experts of a layer for it" if most > held else ""
+    return f"a worker would have to hold all {most} experts of a layer" if most > held else ""
 
 
 def _channels(geometry: Geometry) -> int:
@@ -140,12 +140,12 @@ def check_goal(keep: float | None, num_bytes: float | None, max_loss: float | No
     """Return the goal that the options give; None if they give none. Raises InputError for an impossible value."""
     if max_loss is not None:
         if not 0 < max_loss < float("inf"):
-            raise InputError(f"--max-loss {max_loss:g}: nats per token above 0 are expected, such as 0.02")
+            raise InputError(f"--max-loss {max_loss:g}: expected nats per token above 0, such as 0.02")
         return Goal("max_loss", max_loss)
     share = num_bytes if num_bytes is not None else keep
     if share is None:
         return None
     field = "bytes" if num_bytes is not None else "keep"
     if not 0 < share <= 1:
-        raise InputError(f"--{field} {share:g}: a share above 0 and at most 1 is expected, such as 0.8")
+        raise InputError(f"--{field} {share:g}: expected a share above 0 and at most 1, such as 0.8")
     return Goal("bytes" if field == "bytes" else "keep", share)

@@ -23,8 +23,8 @@ class Goal:
     """The size or the loss that a user requests.
 
     Attributes:
-        unrounded: roles that stay as they are where bits are chosen, because no group of scales fits their inputs.
-        uncorrected: why the model's layers cannot be solved behind compressed ones; empty if they can.
+        unrounded: roles that keep their dtype where bits are chosen, because no group of scales fits their inputs.
+        uncorrected: why the model's layers cannot be solved on outputs of compressed layers; empty if they can.
     """
 
     field: Literal["keep", "bytes", "max_loss"]
@@ -44,13 +44,13 @@ class Goal:
 
     @property
     def corrected(self) -> bool:
-        """True if each layer should make up for the error of the layers before it."""
+        """True if each layer should compensate the error of the layers before it."""
         return self.small and not self.uncorrected
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that the manifest gets from the text and the machines."""
+    """The settings of a manifest that follow from the text and the machines."""
 
     text: TextUse
     shards: int

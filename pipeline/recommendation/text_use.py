@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COUNTED_TOKENS = 1 << 20  # a text with as many has enough for every setting below
-EVALUATION_SHARE = 0.2  # so much of a short text that its loss is no accident
+EVALUATION_SHARE = 0.2  # enough of a short text for a reliable loss
 EVALUATION_TOKENS = 65_536  # at most
 TEXT_BYTES_PER_TOKEN = 4  # roughly, of a text that is too long to be counted
 LONGEST, SHORTEST = 2048, 32
@@ -46,8 +46,8 @@ class TextUse:
 def choose_text_use(text: Text, tokenizer: PreTrainedTokenizerBase, longest: int, channels: int) -> TextUse:
     """Choose the use of a text by its tokens. `longest`: the model's longest sequence. `channels`: of its widest MLP.
 
-    The longest samples are chosen of which the text has 64, and so many samples as give each channel eight tokens, at
-    least 256. A fifth of the text, at most 65,536 tokens, is left for the evaluation.
+    Chooses the greatest length, up to 2,048 tokens, at which the text has 64 samples, and enough samples for eight
+    tokens per channel, or 256 if that is more. A fifth of the text, at most 65,536 tokens, is left for the evaluation.
 
     Raises InputError about the text, also if it is too short.
     """
@@ -77,7 +77,7 @@ def choose_text_use(text: Text, tokenizer: PreTrainedTokenizerBase, longest: int
 
 
 def shortened(use: TextUse, length: int) -> TextUse:
-    """Return the use with shorter samples, and as many more of them as the text has."""
+    """Return the use with samples of `length`, and as many more of them as keeps the tokens, if the text has them."""
     samples = min(use.samples * use.length // length, use.available // length)
     return TextUse(use.end, length, samples, use.available)
 

@@ -20,7 +20,7 @@ class Verdict:
     engines: Sequence[str]
 
     def lines(self) -> Iterator[str]:
-        """Yield whether the job fits, the size before and after, the time, the disk, and the engines."""
+        """Yield lines on memory, size before and after, time, disk, and engines."""
         yield from self.plan["limits"] or [self._fits()]
         yield self._size()
         yield f"time   {time_line(self.plan)}"

@@ -1,4 +1,4 @@
-"""Plots as SVG elements: of a page, whose style colours their text, or of a file, which white and dark ground suit."""
+"""Draws plots as SVG elements, for a page, whose style colours their text, or for a file on white or dark ground."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STYLE: dict[Any, Any] = {  # matplotlib's types list every name
 
 @dataclass(frozen=True)
 class Plot:
-    """An SVG element, the section of the page that it belongs to, and a sentence that says what it shows."""
+    """An SVG element, the section of the page that it belongs to, and a caption."""
 
     section: str
     svg: str
@@ -72,7 +72,7 @@ def depth_colour(share: float) -> str:
 def draw(
     section: str, name: str, caption: str, plot: Callable[[Axes], None], height_inches: float = HEIGHT_INCHES
 ) -> Plot:
-    """Draw one plot. `name` begins its SVG identifiers, so that several plots can stand on one page."""
+    """Draw one plot. `name` begins its SVG identifiers, so that a page can hold several plots."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
         FigureCanvasSVG(figure)
@@ -99,7 +99,7 @@ def legend_below(axes: Axes, columns: int) -> None:
 
 
 def _element(svg: str, name: str) -> str:
-    """Return the SVG element of a file, without its fixed size and with identifiers of its own."""
+    """Return the SVG element of a file, without its fixed size and with identifiers that begin with `name`."""
     element = svg[svg.index("<svg") :]
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r' (width|height)="[\d.]+pt"', "", element, count=2)

@@ -1,4 +1,4 @@
-"""Heat maps of mixtures, layer by expert: the tokens that passed, the width that stays, the predicted loss."""
+"""Heat maps of mixtures, layer by expert: routed tokens, kept width, predicted loss."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ MAPS = {  # name -> logarithmic colours, label, caption
     "tokens": (
         True,
         "calibration tokens",
-        "Calibration tokens that the router sent to each expert, among the sampled ones where whole experts go.",
+        "Calibration tokens that the router sent to each expert; of a sample, where whole experts are removed.",
     ),
-    "widths": (False, "share of channels", "Share of its channels that each expert keeps; 0 where it is gone."),
-    "removals": (True, "nats per token", "Predicted loss of removing each expert; those of the least go first."),
-    "saliencies": (True, "mean of p‖f(m)‖", "Weighted output of each expert; those of the least go first."),
+    "widths": (False, "share of channels", "Share of its channels that each expert keeps; 0 if it is removed."),
+    "removals": (True, "nats per token", "Predicted loss of removing each expert; the least are removed first."),
+    "saliencies": (True, "mean of p‖f(m)‖", "Weighted output of each expert; the least are removed first."),
     "losses": (True, "nats per token", "Predicted loss of the chosen size of each expert."),
 }
 
 
 def expert_plots(run: Run, losses: Mapping[str, float]) -> list[Plot]:
-    """Draw what is known of each expert; nothing for a model without experts.
+    """Draw a heat map of each quantity in the run's reports of experts; none for a model without experts.
 
     `losses`: task -> predicted loss of the chosen size.
     """
@@ -83,15 +83,15 @@ def _source_plots(run: Run) -> list[Plot]:
         furthest = sorted(shares, key=lambda expert: -abs(shares[expert] - overall))[:NAMED]
         named = ", ".join(f"layer {layer} expert {number} {shares[layer, number]:.0%}" for layer, number in furthest)
         caption = (
-            f"Share of each expert's sampled tokens that come from {source}, {overall:.0%} of all of them. Furthest "
-            f"from that: {named}."
+            f"Share of each expert's sampled tokens that come from {source}; of all sampled tokens, {overall:.0%} do. "
+            f"The experts furthest from that: {named}."
         )
         plots.append(_heat_map(f"source-{place}", shares, False, f"tokens from {source}", caption))
     return plots
 
 
 def _of_expert(run: Run, layer: int, group: str, report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Return what the report of a group says of the expert that it belongs to."""
+    """Return quantity -> expert -> value, by the report of a group of one expert; nothing for another group."""
     if (number := expert_number(group)) is None:
         return {}
     values: dict[str, dict[int, float]] = {}
@@ -103,7 +103,7 @@ def _of_expert(run: Run, layer: int, group: str, report: Mapping[str, Any]) -> d
 
 
 def _of_group(run: Run, layer: int, report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Return what the report of all experts of a layer says of each of them; the width of one that is gone is 0."""
+    """Return quantity -> expert -> value, by the report of all experts of a layer. A removed expert has width 0."""
     count = run.geometry.layers[layer].num_experts
     kept = {int(number) for number in report.get("experts", range(count))}
     shares = {number: report.get("width", full) / full for number in kept if (full := _full_width(run, layer, number))}

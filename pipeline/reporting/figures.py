@@ -1,4 +1,4 @@
-"""The plots of a run. A plot is left out where the run has no data for it."""
+"""Draws the plots of a run, without those for which it has no data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _importance(run: Run) -> Plot | None:
         by_layer(axes, run.geometry.num_layers, "share")
         axes.set_title("importance")
 
-    caption = "How far each layer turns its input on calibration text. Ranks follow this share."
+    caption = "Each layer's share of the change of direction of hidden states on calibration text. Ranks follow it."
     return draw("ranks", "importance", caption, plot)
 
 
@@ -132,7 +132,7 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
         _label_lines_by_depth(axes, run, "share of the dense numbers stored", "nats per token")
         axes.set_title(f"predicted loss of {group}")
 
-    caption = f"Predicted loss of {group} by what it stores, a line for each layer. A dot is the chosen size."
+    caption = f"Predicted loss of {group} by stored numbers, a line for each layer. A dot is the chosen size."
     return draw("curves", f"curves-{group}", caption, plot)
 
 
@@ -146,7 +146,7 @@ def _label_lines_by_depth(axes: Axes, run: Run, x_label: str, y_label: str) -> N
 
 
 def _frontier(curve: Curve) -> list[tuple[float, float]]:
-    """Return (share of the dense numbers, loss) of the points that lose less than every smaller one."""
+    """Return (share of the dense numbers, loss) of the points with less loss than every smaller point."""
     frontier: list[tuple[float, float]] = []
     for numbers, loss in sorted(zip(curve.numbers, curve.loss, strict=True)):
         if not frontier or loss < frontier[-1][1]:
@@ -191,7 +191,7 @@ def _chosen_losses(run: Run) -> dict[str, float]:
 
 
 def _shown(group: str) -> str:
-    """Return the name of a group in plots, which is one for all experts."""
+    """Return the name of a group in plots; all experts share one name."""
     return group if expert_number(group) is None else EXPERTS
 
 
@@ -206,7 +206,7 @@ def _errors(run: Run) -> Plot | None:
     errors = _figures(run, "error")
     if not any(value > 0 for values in errors.values() for value in values.values()):
         return None
-    caption = "Relative squared error of each group, which is 1 less the kept energy. It is zero at full rank."
+    caption = "Relative squared error of each group: 1 minus its kept energy. It is zero at full rank."
     return _line_plot(run, "errors", "relative squared error", errors, caption)
 
 
@@ -228,7 +228,7 @@ def _conditions(run: Run) -> Plot | None:
     conditions = _figures(run, "condition")
     if not conditions:
         return None
-    caption = "Condition number of the system that was solved for each group. The table lists fallbacks."
+    caption = "Condition number of the linear system of each group. The table lists fallbacks."
     return _line_plot(run, "conditions", "condition number", conditions, caption)
 
 
@@ -260,9 +260,7 @@ def _spectrum_plot(run: Run, line: str, values: Mapping[int, tuple[Sequence[floa
         _label_lines_by_depth(axes, run, "share of the full rank", "energy beyond it")
         axes.set_title(f"spectrum of {line}")
 
-    caption = (
-        f"Share of the energy of {line} that stands beyond a rank, a line for each layer. A dot is the chosen rank."
-    )
+    caption = f"Share of the energy of {line} beyond a rank, a line for each layer. A dot is the chosen rank."
     return draw("errors", f"spectrum-{line.replace(': ', '-')}", caption, plot)
 
 

@@ -1,4 +1,4 @@
-"""Read a run directory for a report. Neither source nor output is needed, and nothing is written."""
+"""Reads a run directory for a report, without source and output. Writes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = ("layer", "curves", "dense", "gradient", "statistics")
 
 @dataclass(frozen=True)
 class Run:
-    """A job as its run directory records it.
+    """The contents of a run directory.
 
     Attributes:
         state: running, done, interrupted, failed, or stopped (without a record, as by SIGKILL).
@@ -132,7 +132,7 @@ def read_run(place: Place) -> Run:
     fingerprint = _json(storage, FINGERPRINT) or {}
     if not isinstance(fingerprint.get("fields"), dict):
         raise InputError(
-            f"{storage.at(FINGERPRINT)}: damaged, so that nobody can tell whose work this is; start over with "
+            f"{storage.at(FINGERPRINT)}: damaged, so that the job of this work is unknown; start over with "
             "`python -m pipeline.run MANIFEST --fresh`"
         )
     ledger = run_dir.ledger

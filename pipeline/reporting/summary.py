@@ -1,4 +1,4 @@
-"""Print the summary of a finished job: ranks and errors by layer, sizes, scores, and time."""
+"""Prints the summary of a finished job: ranks and errors by layer, sizes, scores, and time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
 
 
 def samples_line(entered: Mapping[str, Any]) -> str:
-    """Say how many calibration samples were chosen, and what more text would bring."""
+    """Return a line with the chosen number of calibration samples, and the gain of more text."""
     (_, half, whole), most = entered["errors"], entered["counts"][-1]
     # The excess of the error falls as 1 / samples, so that it was twice as large with half of them.
     more = max(0.0, half - whole) / 2 / whole if whole else 0.0
@@ -79,7 +79,7 @@ def samples_line(entered: Mapping[str, Any]) -> str:
 
 
 def held_out_line(held_out: Mapping[str, Any]) -> str:
-    """Say the scores on held-out calibration text."""
+    """Return a line with the scores on held-out calibration text."""
     return (
         f"held-out calibration text: perplexity {_perplexity(held_out)}, "
         f"dense {shown_perplexity(held_out['dense_perplexity'], held_out.get('dense_loss'))}; "
@@ -88,7 +88,7 @@ def held_out_line(held_out: Mapping[str, Any]) -> str:
 
 
 def prediction_lines(prediction: Mapping[str, Any] | None) -> Iterator[str]:
-    """Say the predicted and the measured loss, and the losses that other sizes would have."""
+    """Yield lines with the predicted and the measured loss, and the expected losses of other sizes."""
     if prediction is None:
         return
     yield (
@@ -101,12 +101,12 @@ def prediction_lines(prediction: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def seen_warning(share: float) -> str:
-    """Warn that a share of the evaluation text is also in the calibration samples."""
+    """Return a warning that a share of the evaluation text is also in the calibration samples."""
     return f"{share:.0%} of the evaluation text occurs in the calibration samples, which flatters; score another text"
 
 
 def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """Say the perplexities, with the dense model's if it was scored, and the scores of tasks."""
+    """Yield lines with the perplexities, with the dense model's if it was scored, and the scores of tasks."""
     compressed, dense = evaluation.get("perplexity"), evaluation.get("dense")
     if compressed:
         ratio = _versus_dense(compressed, dense) if dense else ""
@@ -124,7 +124,7 @@ def _perplexity(score: Mapping[str, Any]) -> str:
 
 
 def _versus_dense(compressed: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
-    """Say the dense model's perplexity, and the ratio if both are finite."""
+    """Return the dense model's perplexity, and the ratio if both are finite."""
     ratio = float(compressed["perplexity"]) / float(dense["perplexity"])
     return f", dense {_perplexity(dense)}{f', {ratio:.3f} times' if math.isfinite(ratio) else ''}"
 

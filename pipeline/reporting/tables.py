@@ -1,4 +1,4 @@
-"""Tables of a report."""
+"""Renders the tables of a report as HTML."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def peaks(run: Run) -> str:
 
 
 def versions(run: Run) -> str:
-    """Render the versions of the job's code and of the packages that this report is made with."""
+    """Render the version of the job's code, and those of the packages that render this report."""
     rows = [("code of the job", run.fingerprint["code"]), ("dtype", run.fingerprint["dtype"])]
     rows += [("device", run.fingerprint["device"]), ("Python of this report", platform.python_version())]
     for name in PACKAGES:
@@ -258,7 +258,7 @@ def number(value: float) -> str:
 
 
 def _notes(report: Mapping[str, Any]) -> str:
-    """Say fallbacks first, then the other figures that a method reports."""
+    """Join the notes on a group: fallbacks first, then the other figures that a method reports."""
     notes = ["fallback"] if report.get("fallback") else []
     notes += [f"jitter {report['jitter']:.3g}"] if report.get("jitter") else []
     notes += [

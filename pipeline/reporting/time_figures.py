@@ -38,7 +38,7 @@ JOINED = 1 / 400  # gaps below this share of the whole are not drawn
 
 
 def time_plots(run: Run) -> list[Plot | None]:
-    """Draw the plots in the order of the page; None where the run has no data for one."""
+    """Draw the plots over time, in the order of the page; None for a plot without data."""
     return [_commits(run), *([_timeline(run), _tokens(run), _memory(run)] if run.units else []), _phases(run)]
 
 
@@ -161,7 +161,7 @@ def _tokens(run: Run) -> Plot | None:
         axes.set_ylabel("tokens / s")
         axes.set_title("tokens per second")
 
-    return draw("time", "tokens", "Calibration tokens that went through a layer, all workers together.", plot)
+    return draw("time", "tokens", "Calibration tokens per second through a layer, of all workers together.", plot)
 
 
 def _memory(run: Run) -> Plot:
@@ -187,13 +187,13 @@ def _memory(run: Run) -> Plot:
 
 
 def _span(units: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return when the first unit began, and the seconds until the last one ended."""
+    """Return the time at which the first unit began, and the seconds until the last one ended."""
     start = min(line["ended"] - line["seconds"] for line in units)
     return start, max(max(line["ended"] for line in units) - start, 1e-9)
 
 
 def _time_unit(span_s: float) -> tuple[float, str]:
-    """Return the seconds and the name of the unit in which a time span is a small number."""
+    """Return the length in seconds and the name of a unit in which a time span is a small number."""
     if span_s > 3 * HOUR_S:
         return HOUR_S, "hours"
     return (MINUTE_S, "minutes") if span_s > 3 * MINUTE_S else (1.0, "seconds")

@@ -1,4 +1,4 @@
-"""A file beside the log with a JSON line for each finished unit, which `report` draws."""
+"""Writes a JSON line for each finished unit to a file beside the log, which `report` draws."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A sweep: many points from one calibration, which are solved, scored and compared."""
+"""Sweeps: many points from one calibration are solved, scored and compared."""

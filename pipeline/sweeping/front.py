@@ -19,8 +19,8 @@ class Point(NamedTuple):
 def front(points: Sequence[Point], tolerance: float = TOLERANCE) -> frozenset[int]:
     """Return the indices of the points that no other point beats.
 
-    A point beats another if it is no larger and loses no more, and differs in one of them. A point of another curve
-    also beats it if it loses less and is larger by at most `tolerance`.
+    A point beats another if neither its size nor its loss is larger, and one of them is smaller. A point of another
+    curve also beats it with less loss if it is larger by at most `tolerance`.
     """
     return frozenset(
         place for place, point in enumerate(points) if not any(_beats(other, point, tolerance) for other in points)

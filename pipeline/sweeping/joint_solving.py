@@ -23,7 +23,7 @@ from pipeline.units.units import SizesSolved, Solve, SolveDone, SolveSizes, Writ
 def stage_together(sweep: SweepContext, points: Sequence[SweptPoint], workers: JobWorkers) -> None:
     """Solve, write and commit the layers that any point of a series lacks.
 
-    An error is logged and leaves the missing layers to the points, which are then solved one by one.
+    After an error, which is logged, the points solve their missing layers one by one.
 
     Raises:
         Interrupted: a signal came; committed layers stay.

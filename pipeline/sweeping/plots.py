@@ -21,7 +21,7 @@ STEEP = 4.0  # largest over smallest loss from which the axis is logarithmic
 
 
 def sweep_plots(results: Mapping[str, Any]) -> dict[str, Plot]:
-    """Draw `LOSS-SIZE` -> plot, for each measured loss and each size in which the points differ."""
+    """Return `LOSS-SIZE` -> plot, for each measured loss and each size in which the points differ."""
     return {
         f"{loss}-{size}": _plot(results, size, loss)
         for loss in LOSSES
@@ -68,8 +68,9 @@ def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
         legend_below(axes, 2)
 
     caption = (
-        f"{LOSSES[loss].capitalize()} by {SIZES[size]}. A ring marks a point that no other beats: none as small loses "
-        f"as little, and none of another curve that is up to {TOLERANCE:.0%} of the dense size larger loses less."
+        f"{LOSSES[loss].capitalize()} by {SIZES[size]}. A ring marks a point that no other beats: no point of its size "
+        f"has as little loss, and none of another curve has less that is larger by up to {TOLERANCE:.0%} of the dense "
+        "size."
     )
     legend_rows = math.ceil((len(lines) + 1) / 2)
     return draw(size, f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)

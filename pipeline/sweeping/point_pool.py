@@ -1,4 +1,4 @@
-"""The view that a point of a sweep has of the workers."""
+"""Gives a point of a sweep its view of the workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TASK_UNITS = (Measure, BeginCurve, CurvePieces, Predict, Solve, SolveSizes)
 
 
 class PointPool:
-    """Translates a point's method numbers. The workers number the methods of all points; its own begin at `first`."""
+    """A pool that translates method numbers: the workers number the methods of all points, and this point's begin at
+    `first`."""
 
     def __init__(self, whole: BusyPool, first: int) -> None:
         self.whole = whole

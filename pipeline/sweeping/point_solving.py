@@ -1,5 +1,8 @@
-"""The work of a sweep: one pass over the text for all points, joint solves of points that differ in size alone, then
-score and commit point by point."""
+"""Does the work of a sweep: one pass over the text for all points, and joint solves of points that differ in size
+alone.
+
+Then each point is scored and committed.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +177,7 @@ def _compress_and_score(
 
 
 def _result_line(label: str, entry: PointEntry) -> str:
-    """Say the size, the losses and the seconds of a point, for the log."""
+    """Return a line for the log with the size, the losses and the seconds of a point."""
     counts, parts = entry.counts, []
     share = counts["bytes"]["compressed"] / counts["bytes"]["dense"]
     if entry.loss is not None:

@@ -1,4 +1,4 @@
-"""The points of a sweep as jobs that share a run directory, statistics and workers."""
+"""Checks the points of a sweep: jobs that share a run directory, statistics and workers."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class SweptPoint:
         return any(map(needs_both_models, self.inputs.tasks))
 
     def ledger(self, whole: Ledger) -> Ledger:
-        """Return its view of the ledger: statistics are shared by all points, curves by those with the same methods."""
+        """Return the point's view of the ledger: all points share statistics, points with the same methods curves."""
         by_methods = dict.fromkeys(("curves", "measured"), f"methods/{self.curves_digest}")
         return LedgerView(whole, point_part(self.digest), dict.fromkeys(SHARED, "") | by_methods)
 
 
 class SharedInputs(Inputs):
-    """The inputs of all points together. Calibration does not depend on the points, so that more can be added later."""
+    """The inputs of all points together. Calibration does not depend on the points, so that users can add points."""
 
     @property
     def needs_calibration(self) -> bool:
@@ -102,7 +102,7 @@ def _check_points(
 def series_of(points: Sequence[SweptPoint]) -> list[tuple[SweptPoint, ...]]:
     """Group consecutive points that differ in size alone, at most `MOST_TOGETHER` in a group.
 
-    A point whose layers follow its own compressed ones is alone.
+    A point whose layers depend on its own compressed layers is alone in its group.
     """
     series: list[tuple[SweptPoint, ...]] = []
     for _, group in groupby(points, key=lambda point: point.curves_digest):

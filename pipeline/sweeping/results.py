@@ -70,8 +70,11 @@ def sweep_results(sweep: SweepContext) -> dict[str, Any]:
 
 
 def calibrated_losses(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Return the predicted loss of each row, corrected by three points of its curve: those of the smallest, the middle
-    and the largest loss. None without a predicted loss, and on curves with fewer points."""
+    """Return the predicted loss of each row, corrected by three measured points of its curve.
+
+    These are the points of the smallest, the middle and the largest loss. None for a row without a predicted loss, and
+    on curves with fewer points.
+    """
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["predicted_loss"] is not None and row["divergence"] is not None:
@@ -112,7 +115,7 @@ def write_results(run_dir: Storage, results: Mapping[str, Any]) -> None:
 
 
 def print_results(results: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each point, with as many of the measured columns as fit the width."""
+    """Print a row for each point, with as many measured columns as fit the width."""
     columns = _columns(results)
     room = console.width - max(len(cell) for cell in columns["point"])
     for dropped in DROPPED:

@@ -1,4 +1,4 @@
-"""A checked sweep that holds the locks of its run directory and of the checkpoints that it saves."""
+"""Opens a sweep: checks it, and takes the locks of its run directory and of the checkpoints that it saves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SweepContext:
         return replace(self.job, inputs=point.inputs, run_dir=run_dir)
 
     def remarks(self) -> dict[str, list[str]]:
-        """Return remark -> labels of the points whose methods make it."""
+        """Return remark -> labels of the points that it applies to."""
         remarks: dict[str, list[str]] = {}
         for point in self.points:
             for remark in point.inputs.remarks:
@@ -156,7 +156,7 @@ def open_sweep(
 def _fingerprint(
     inputs: SharedInputs, tokens: torch.Tensor | None, source_files: Mapping[str, SourceFile]
 ) -> dict[str, Any]:
-    """Return the fingerprint of what all points share: points may be added and removed."""
+    """Return the fingerprint of everything that all points share: users may add and remove points."""
     fields = job_fingerprint(inputs, tokens, source_files)
     shared = {name: fields["manifest"][name] for name in ("seed", "calibration", "workers")}
     return {**fields, "manifest": {"sweep": SWEEP_VERSION, **shared}}

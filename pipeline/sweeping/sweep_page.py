@@ -1,4 +1,4 @@
-"""The results of a sweep as one HTML file without external resources."""
+"""Renders the results of a sweep as one HTML file without external resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a sweep: the costs that all points share, and those of each point. `python -m pipeline.plan SWEEP`."""
+"""Plans a sweep: the costs that all points share, and those of each point. `python -m pipeline.plan SWEEP`."""
 
 from __future__ import annotations
 

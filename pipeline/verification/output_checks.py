@@ -1,4 +1,4 @@
-"""The checks of `verify` on OUTPUT alone: index, headers, compression record, config and numbers agree."""
+"""Checks OUTPUT alone: that index, headers, compression record, config and numbers agree."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_output_files(output: Storage, compression: Mapping[str, Any]) -> Findi
             if stored[name] != recorded[name]:
                 faults.append(f"{path}: {name}: {dtype} {shape}, compression.json says {said_dtype} {said_shape}")
     if output.read(INDEX_FILE) != index_content(*index_arguments(compression)):
-        faults.append(f"{output.at(INDEX_FILE)}: not what compression.json's tensors and counts give")
+        faults.append(f"{output.at(INDEX_FILE)}: differs from the index that compression.json describes")
     return Finding("contents", f"{len(compression['tensors'])} tensors in headers, index and record", tuple(faults))
 
 
@@ -74,21 +74,21 @@ def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compres
     tensors = checkpoint.tensors
     for name, (shape, dtype) in expected.items():
         if name not in tensors:
-            faults.append(f"{name}: missing, though the config's forms ask for it")
+            faults.append(f"{name}: missing, though the config's forms require it")
         elif tensors[name].shape != shape:
-            faults.append(f"{name}: shape {list(tensors[name].shape)}, the config's forms ask for {list(shape)}")
+            faults.append(f"{name}: shape {list(tensors[name].shape)}, the config's forms require {list(shape)}")
         elif tensors[name].torch_dtype != dtype and not (dtype.is_floating_point and _is_plain_float(tensors[name])):
-            faults.append(f"{name}: {tensors[name].dtype} numbers, the config's forms ask for {dtype}")
+            faults.append(f"{name}: {tensors[name].dtype} numbers, the config's forms require {dtype}")
     for name in sorted(tensors.keys() - expected.keys()):
         if compression["tensors"][name]["origin"] != "copied":  # old checkpoints have buffers that no model uses
-            faults.append(f"{name}: of no form in the config")
+            faults.append(f"{name}: belongs to no form in the config")
     faults += _form_faults(config["block"]["layers"], forms, compression)
     faults += _bitmap_faults(checkpoint, model)
     return Finding("forms", f"names, shapes and kinds of {len(expected)} tensors of the model", tuple(faults))
 
 
 def check_values(checkpoint: SourceCheckpoint, compression: Mapping[str, Any]) -> Finding:
-    """Check that every number is finite and that each tensor has its digest, with a few megabytes of memory."""
+    """Check that every number is finite and that each tensor has its digest. Needs a few megabytes of memory."""
     faults = []
     for name, record in checkpoint.stored.items():
         digest, finite = hashlib.sha256(), True

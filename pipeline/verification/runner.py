@@ -50,7 +50,7 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
             raise
         yield Finding("contract", "the other files cannot be compared with it", (str(error),))
         return
-    yield Finding("contract", f"{RECORD_FILE}, version {compression['version']}, is as it was written")
+    yield Finding("contract", f"{RECORD_FILE}, version {compression['version']}, is undamaged")
     files = _files(checked, compression)
     yield files
     yield _guarded("digests", _digests, checked, compression)

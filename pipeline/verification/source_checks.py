@@ -1,4 +1,4 @@
-"""The checks of `verify --source`: each tensor of the source is copied or stored by a named method; logits are near.
+"""Checks OUTPUT against its source: a named method stores each tensor, or it is copied; outputs are close.
 
 Legend: B batch, S sequence, D hidden, V vocabulary.
 """
@@ -135,7 +135,7 @@ def check_coverage(pair: Pair) -> Finding:
     faults += _stray_faults(pair, methods, head)
     claimants = ", ".join(sorted(set(claimed.values()))) or "nobody"
     detail = f"{copied} of {len(pair.original.tensors)} source tensors copied, {len(claimed)} stored by {claimants}"
-    return Finding("coverage", f"{detail}, {unchanged} of these as they were", tuple(faults))
+    return Finding("coverage", f"{detail}, {unchanged} of these unchanged", tuple(faults))
 
 
 def _copy_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _copy_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
 
 
 def _decoded_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
-    """Check a weight that no stored format keeps: it is the decoded one."""
+    """Check that a weight whose stored format is not kept equals the source's decoded weight."""
     if name not in pair.checkpoint.tensors or pair.entry(name).get("origin") != origin:
         yield f"{name}: neither copied nor claimed by a method"
     elif not torch.equal(pair.original.read([name])[name], pair.checkpoint.read([name])[name]):
@@ -163,7 +163,7 @@ def _decoded_faults(pair: Pair, name: str, origin: str) -> Iterator[str]:
 
 
 def _expert_faults(pair: Pair, name: str, role: str, stays: int, method: str) -> Iterator[str]:
-    """Check a tensor of a layer of which the first `stays` experts are stored, under new numbers.
+    """Check a tensor of a layer that stores the first `stays` experts, under new numbers.
 
     `check_forms` checks their shapes.
     """
@@ -235,7 +235,7 @@ def _group_faults(pair: Pair, layer: LayerGeometry, forms: Mapping[str, Mapping[
 
 
 def _dtype_faults(pair: Pair, stored: str, names: Sequence[str]) -> Iterator[str]:
-    """Check that a tensor is of integers, or has the widest dtype of the source tensors that it replaces."""
+    """Check that a tensor holds integers, or has the widest dtype of the source tensors that it replaces."""
     dtype = DTYPE_NAMES[reduce(torch.promote_types, (pair.original.tensors[name].torch_dtype for name in names))]
     stored_dtype = pair.entry(stored)["dtype"]
     if stored_dtype != dtype and DTYPES[stored_dtype].is_floating_point:
@@ -250,13 +250,13 @@ def _packed_faults(pair: Pair, names: set[str], method: str) -> Iterator[str]:
 
 
 def _stray_faults(pair: Pair, methods: set[str], head: Mapping[str, str]) -> Iterator[str]:
-    """Check that every stored tensor is the source's or of a method of the manifest, and an untied head its copy."""
+    """Check that each stored tensor comes from the source or from a method of the manifest, and an untied head too."""
     for name, entry in pair.compression["tensors"].items():
         if name in head:
             if not torch.equal(pair.original.read([head[name]])[head[name]], pair.checkpoint.read([name])[name]):
                 yield f"{name}: should be {head[name]} bit for bit, but differs"
         elif entry["origin"] == "copied" and name not in pair.original.tensors and name not in pair.original.stored:
-            yield f"{name}: said to be copied, but the source has no such tensor"
+            yield f"{name}: recorded as copied, but the source has no such tensor"
         elif entry["origin"] != "copied" and entry["origin"] not in methods:
             yield f"{name}: of {entry['origin']!r}, which is not a method of the manifest"
 
@@ -265,10 +265,10 @@ def check_logits(pair: Pair, bound: float | None) -> Finding:
     """Run both models on a few tokens in float32, and compare them with each other and with the job's figures.
 
     The job's figures are random projections of each layer's update, on the source's hidden states, and of the logits.
-    They repeat to rounding and change with anything in the layer. The errors themselves are compared with `bound`; if
-    it is None, with a bound of rounding where nothing was cut off, and with none for a lossy job, whose loss is unknown
-    beforehand. Without recorded figures, random tokens are used: a layer must be better than none, and the logits
-    better than their mean.
+    They repeat up to rounding, and change with any number of the layer. The errors themselves must not exceed `bound`.
+    If it is None, the bound is one of rounding where nothing was truncated, and a lossy job has none, as its loss is
+    unknown beforehand. Without recorded figures, random tokens are used: a layer must be better than leaving it out,
+    and the logits better than their mean.
     """
     recorded = pair.compression.get("compared")
     ids_BS = torch.tensor(recorded["tokens"]) if recorded else sample_tokens(None, pair.config)[1]
@@ -289,7 +289,7 @@ def check_logits(pair: Pair, bound: float | None) -> Finding:
     if not error <= stated:
         faults.append(
             f"relative error {error:.4g} of the logits is above {stated:g} ({why}); "
-            "damaged, or cut off too much: if so much was meant to go, say so with --bound"
+            "damaged, or truncated too much: if that was intended, give a larger --bound"
         )
     if recorded:
         faults += _deviations(measured, recorded)
@@ -308,13 +308,13 @@ def _deviations(measured: Mapping[str, Any], recorded: Mapping[str, Any]) -> Ite
     for layer, apart in enumerate(layers):
         if not apart <= SKETCH_BOUND:
             yield (
-                f"layer {layer}: does something else than when the job measured it: its figures are {apart:.4g} apart, "
-                f"bound {SKETCH_BOUND:g}; error then {recorded['layer_errors'][layer]:.4g}, "
+                f"layer {layer}: computes other outputs than the job measured: they differ by {apart:.4g}, bound "
+                f"{SKETCH_BOUND:g}; error then {recorded['layer_errors'][layer]:.4g}, "
                 f"now {measured['layer_errors'][layer]:.4g}"
             )
     if not logits <= SKETCH_BOUND:
         yield (
-            f"logits: other than when the job measured them: {logits:.4g} apart, bound {SKETCH_BOUND:g}; "
+            f"logits: differ from those that the job measured by {logits:.4g}, bound {SKETCH_BOUND:g}; "
             f"error then {recorded['error']:.4g}, now {measured['error']:.4g}"
         )
 
@@ -323,10 +323,10 @@ def default_bound(config: Mapping[str, Any], compression: Mapping[str, Any]) -> 
     """Return the largest relative error of the logits that passes, and the reason for it."""
     if cut_nothing(compression):
         rounding = ROUNDINGS * torch.finfo(getattr(torch, config["dtype"])).eps
-        return max(EXACT_BOUND, rounding), f"nothing was cut off; rounding of {config['dtype']}"
+        return max(EXACT_BOUND, rounding), f"nothing was truncated; rounding of {config['dtype']}"
     if compression.get("compared"):
         return math.inf, "lossy"
-    return LOSSY_BOUND, "lossy: better than no layer, and than the mean logits"
+    return LOSSY_BOUND, "lossy: better than leaving a layer out, and than the mean logits"
 
 
 def cut_nothing(compression: Mapping[str, Any]) -> bool:

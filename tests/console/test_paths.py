@@ -74,7 +74,7 @@ def test_a_base_that_is_visible(tmp_path: Path, package_folder: Path) -> None:
 
 
 def test_a_base_that_is_not_visible(tmp_path: Path, package_folder: Path) -> None:
-    with pytest.raises(InputError, match=r"--base .*: no directory that this machine sees"):
+    with pytest.raises(InputError, match=r"--base .*: no such directory on this machine"):
         resolve_paths(manifest(), tmp_path / "elsewhere")
 
 
@@ -112,5 +112,5 @@ def test_letters_that_a_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_home_that_no_shell_expands_is_refused() -> None:
-    with pytest.raises(InputError, match=r"run_dir: ~/run: no shell expands `~` in a manifest; write the whole path"):
+    with pytest.raises(InputError, match=r"run_dir: ~/run: `~` is not expanded in a manifest; write the whole path"):
         resolve_paths(manifest(run_dir="~/run"), None)

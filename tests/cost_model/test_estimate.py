@@ -470,7 +470,7 @@ def test_what_this_machine_s_memory_does_not_hold(
     assert memory.endswith("this machine has 4.3; lower workers.max, or give --address of a cluster")
     assert found["limits"] == [memory]
     assert not found["fits"]
-    assert store.startswith("goes to disk: what workers pass on takes 6.4 GB, a Ray of this machine holds 1.3 of it")
+    assert store.startswith("spills to disk: workers exchange 6.4 GB through Ray's object store, which holds 1.3 of it")
     assert main([*command, "--set", "workers.cpus=64"]) == 0
     threads = json.loads(capsys.readouterr().out)["limits"][1]
     assert threads == (

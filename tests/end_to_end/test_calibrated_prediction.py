@@ -92,7 +92,7 @@ def test_plan_counts_the_other_sizes(job: MakeJob) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"methods": [{"method": "flat_llm"}]}, "all methods must go by predicted loss"),
+        ({"methods": [{"method": "flat_llm"}]}, "all methods must follow predicted loss"),
         ({"calibration.gradient": {"kind": "local"}}, "predict no loss in nats"),
         ({"statistics": {"keep": False}}, "statistics.keep: false"),
         ({"budget": {"bytes": 0.5}}, "give budget.keep"),

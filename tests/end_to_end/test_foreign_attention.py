@@ -105,9 +105,7 @@ def test_layers_that_predict_further_tokens_are_left_out(job: MakeJob, tmp_path:
     run = job(source)
     ended = run.run()
     assert ended.code == 0, ended.err
-    said = (
-        "2 tensors of layers behind the last, which predict further tokens, are left out (model.layers.3.eh_proj.weight"
-    )
+    said = "2 tensors of the layers that predict further tokens are left out (model.layers.3.eh_proj.weight"
     assert said in ended.err
     assert not {*read_tensors(run.output)} & {*further}
     assert (

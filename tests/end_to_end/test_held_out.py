@@ -35,7 +35,7 @@ def test_summary_tells_what_is_lost_beyond_the_samples(llama: Path, job: MakeJob
     made = job()
     found = made.run().json["held_out"]
     documents = read_documents(Text(files=(str(made.text),)))
-    ids_BT = draw_samples(documents, AutoTokenizer.from_pretrained(llama), 12, 2, 24, seed=3)[1]
+    ids_BT = draw_samples([documents], AutoTokenizer.from_pretrained(llama), 12, 2, 24, seed=3).held_out
     log_p = []
     for model in (llama, made.output):
         with torch.no_grad():

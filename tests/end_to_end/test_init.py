@@ -103,7 +103,7 @@ def test_widths_that_no_group_fits_stay_unrounded(init: Init, text: Path, tmp_pa
 def test_an_existing_file_is_overwritten_by_force_alone(init: Init, llama: Path, text: Path) -> None:
     Path("job.yaml").write_text("mine")
     refused = init(llama, "--text", text)
-    assert (refused.code, "is there already" in refused.err) == (2, True)
+    assert (refused.code, "exists already" in refused.err) == (2, True)
     assert Path("job.yaml").read_text() == "mine"
     assert init(llama, "--text", text, "--force").code == 0
     assert load_manifest("job.yaml").budget is not None

@@ -300,7 +300,7 @@ def test_importance_and_errors_are_those_of_the_whole_model(llama: Path, job: Ma
     made.run().json  # noqa: B018 - asserts the exit code
     calibration = made.document()["calibration"]
     documents = read_documents(Text(files=tuple(calibration["text"]["files"])))
-    ids_BT = draw_samples(documents, AutoTokenizer.from_pretrained(llama), 12, 0, 24, seed=3)[0]
+    ids_BT = draw_samples([documents], AutoTokenizer.from_pretrained(llama), 12, 0, 24, seed=3).samples
     assert len(set(made.ledger("ranks")["importance"].values())) == 3
     for layer in range(3):
         seen = watch(densified(llama, made.output, layers=0), layer, ids_BT)

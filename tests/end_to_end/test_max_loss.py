@@ -75,7 +75,7 @@ def test_killed_between_tries_it_ends_the_same(within: Job, job: MakeJob) -> Non
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"methods": [{"method": "flat_llm"}]}, "all methods must go by predicted loss"),
+        ({"methods": [{"method": "flat_llm"}]}, "all methods must follow predicted loss"),
         ({"calibration.gradient": {"kind": "local"}}, "budget.max_loss"),
         ({"statistics": {"keep": False}}, "statistics.keep: false"),
         ({"budget": {"max_loss": 0.1, "keep": 0.5}}, "either `keep`, `bytes` or `max_loss`"),

@@ -58,7 +58,7 @@ def test_an_output_as_source_is_named_as_such(job: MakeJob) -> None:
     ended = command("run", str(job(made.output).manifest))
     assert ended.code == 2
     assert "a checkpoint that Lamina wrote, from a llama model" in ended.err
-    assert "give the one it was made from" in ended.err
+    assert "give the source of this one" in ended.err
 
 
 @pytest.mark.usefixtures("inline")

@@ -138,7 +138,7 @@ def test_a_correction_needs_the_layers_before(inputs: str, job: MakeJob) -> None
     entry = {"method": "loss_aware", "correct": "output", "refine": {"inputs": inputs}}
     ended = job(**{**REFINED, "methods": [entry]}).run()
     assert ended.code == 2
-    assert f"refine: inputs: {inputs} trains layers by themselves" in ended.err
+    assert f"refine: inputs: {inputs} trains each layer independently" in ended.err
 
 
 @pytest.mark.sample(2)

@@ -133,7 +133,7 @@ def test_a_refused_start_is_reported(job: MakeJob, monkeypatch: pytest.MonkeyPat
     assert not (made.run_dir / "fingerprint.json").exists()
     shown = command("status", str(made.run_dir))
     assert shown.code == 0
-    assert "failed; run the same command again when the cause is mended" in shown.out
+    assert "failed; run the same command again when the cause is fixed" in shown.out
     assert "exit code 2" in shown.out
     assert "this machine has 0 GPUs" in shown.out
 

@@ -119,7 +119,7 @@ def claimed_bytes(entry: dict[str, Any]) -> int:
 
 def test_spectra(page: Page, done: Job) -> None:
     """Of what was cut by its energy, with every layer in the plot, and what was chosen on its line."""
-    (told,) = (caption for caption in page.captions if "stands beyond a rank" in caption)
+    (told,) = (caption for caption in page.captions if "beyond a rank" in caption)
     assert "energy of attention" in told
     for layer in range(3):
         found = done.ledger(f"layer/{layer:05d}")["groups"]["attention"]

@@ -63,7 +63,7 @@ def test_failed(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     state = status(made)
     assert (state["state"], state["last_run"]["exit_code"]) == ("failed", 2)
     shown = command("status", str(made.run_dir)).out
-    assert "failed; run the same command again when the cause is mended" in shown
+    assert "failed; run the same command again when the cause is fixed" in shown
     assert "exit code 2, phase " in shown
     assert made.run().code == 0
     assert status(made)["state"] == "finished"

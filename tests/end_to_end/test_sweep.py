@@ -201,7 +201,7 @@ def test_points_behind_their_own_layers_share_the_dense_pass(
         ),
         ([{"methods": [{"method": "flat_llm", "ridg": 1}], "keep": [2.0]}], {"zz": 1}, ["ridg", "points.0.keep", "zz"]),
         ([{"methods": [{"method": "lorc"}]}] * 2, {}, ["2 are called lorc-0.8", "2 are called lorc-0.6"]),
-        ([{"methods": [{"method": "lorc"}], "save": [0.5]}], {}, ["save: 0.5 is none of its sizes, 0.8, 0.6"]),
+        ([{"methods": [{"method": "lorc"}], "save": [0.5]}], {}, ["save: 0.5 is not among its sizes, 0.8, 0.6"]),
         ([{"methods": [{"method": "flat_llm"}]}], {"keep": []}, ["budget: missing", "in a sweep: keep"]),
         ([{"methods": [{"method": "flat_llm"}]}], {"calibration": None}, ["flat_llm-0.8", "calibration: missing"]),
         (

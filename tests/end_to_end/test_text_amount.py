@@ -56,7 +56,7 @@ def test_errors_are_those_of_fits_in_the_first_layer(llama: Path, job: MakeJob) 
     made = job(**AUTO)
     assert made.run().code == 0
     tokenizer = AutoTokenizer.from_pretrained(llama)
-    samples, _ = draw_samples(read_documents(Text(files=(str(made.text),))), tokenizer, 40, 0, 24, seed=3)
+    samples = draw_samples([read_documents(Text(files=(str(made.text),)))], tokenizer, 40, 0, 24, seed=3).samples
     model, caught = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval(), []
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].double()))
     with torch.no_grad():

@@ -30,7 +30,7 @@ def test_both_texts_are_scored_in_windows_of_one_length(tmp_path: Path, llama: P
     made = job(**{"evaluation": {"perplexity": evaluation}})
     ended = made.run()
     texts, tokenizer = ended.json["texts"], AutoTokenizer.from_pretrained(llama)
-    samples, _ = draw_samples(read_documents(Text(files=(str(made.text),))), tokenizer, 12, 0, 24, seed=3)
+    samples = draw_samples([read_documents(Text(files=(str(made.text),)))], tokenizer, 12, 0, 24, seed=3).samples
     ids = evaluation_windows(read_documents(Text(files=(str(other),))), tokenizer, 16).flatten()
     windows = {"calibration": samples, "evaluation": ids[: len(ids) // 24 * 24].view(-1, 24)}
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()

@@ -282,13 +282,13 @@ def test_places(tmp_path: Path, model: Path, job: MakeJob) -> None:
     made = job(model)
     inside = {"output": model / "out", "run_dir": model / "run"}
     for name, place in inside.items():
-        check(made.run("--set", f"{name}={place}"), made, f"{name}: {place}", "never written to")
-    check(made.run("--set", f"output={model}"), made, "never written to")
+        check(made.run("--set", f"{name}={place}"), made, f"{name}: {place}", "Lamina never writes into the source")
+    check(made.run("--set", f"output={model}"), made, "Lamina never writes into the source")
     check(made.run("--set", f"run_dir={made.output / 'run'}"), made, "must not hold run_dir")
     for folder in ("staged", "statistics.zarr/out"):
         check(made.run("--set", f"output={made.run_dir / folder}"), made, folder, "keeps its own files")
     (tmp_path / "link").symlink_to(model)
-    check(made.run("--set", f"output={tmp_path / 'link' / 'out'}"), made, "never written to")
+    check(made.run("--set", f"output={tmp_path / 'link' / 'out'}"), made, "Lamina never writes into the source")
     (tmp_path / "file").write_text("")
     for name in inside:
         check(made.run("--set", f"{name}={tmp_path / 'file'}"), made, f"{name}: ", "no directory")

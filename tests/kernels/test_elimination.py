@@ -9,14 +9,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.kernels import cholesky, elimination
 from pipeline.kernels.elimination import eliminate, prune
-from pipeline.kernels.nystrom import nystrom_refit, output_error
+from pipeline.kernels.nystrom import nystrom_refit
+from tests.kernels.output_errors import output_error
 from tests.kernels.test_nystrom import problem, select_eliminate
 
 HELD = """
 import sys
 import torch
 from pipeline.kernels.elimination import prune
-from pipeline.kernels.nystrom import nystrom_refit, output_error, select_leverage
+from pipeline.kernels.nystrom import refit_with_error, select_leverage
 from workers.memory import map_large_tensors, peak_bytes
 
 map_large_tensors()
@@ -27,8 +28,7 @@ def solve(moment, weight, count):
     if sys.argv[1] == "eliminate":
         return prune(moment, weight, count)
     chosen, _ = select_leverage(moment, count)
-    refit, _ = nystrom_refit(weight, moment, chosen)
-    return output_error(weight, refit, chosen, moment)
+    return refit_with_error(weight, moment, chosen)
 
 moment, weight = torch.eye(channels, dtype=torch.float64), torch.ones(hidden, channels, dtype=torch.bfloat16)
 for near in range(1, 4):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.mixture_refit import MixtureDescent, Served, refit_mixture
+from pipeline.kernels.mixture_refit import Served, refit_mixture
 
 TOKENS, OUTPUTS = 400, 6
 
@@ -39,12 +39,6 @@ class Mixture:
     def error(self, weights: list[Tensor]) -> float:
         return float((self.target_TD - self.output(weights)).square().sum())
 
-    def crosses(self, values_TD: Tensor) -> dict[int, Tensor]:
-        return {e: values_TD[part.tokens].T @ part.values / TOKENS for e, part in enumerate(self.parts)}
-
-    def moments(self) -> dict[int, Tensor]:
-        return {e: part.values.T @ part.values / TOKENS for e, part in enumerate(self.parts)}
-
     def least_error(self) -> float:
         columns = []
         for part in self.parts:
@@ -68,30 +62,11 @@ def test_sweeps_reach_the_joint_solution(experts: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, mixture.weights, strict=True))
 
 
-@pytest.mark.parametrize("experts", [2, 3, 7])
-def test_descent_reaches_the_joint_solution(experts: int) -> None:
-    mixture = Mixture(experts)
-    descent = MixtureDescent(
-        mixture.crosses(mixture.target_TD - mixture.output(mixture.weights)), mixture.moments(), ridge=1e-9
-    )
-    errors = []
-    for _ in range(25):
-        whole = [descent.direction.get(e, torch.zeros_like(weight)) for e, weight in enumerate(mixture.weights)]
-        descent.advance(mixture.crosses(mixture.output(whole)))
-        errors.append(mixture.error([w + descent.change.get(e, 0.0) for e, w in enumerate(mixture.weights)]))
-    assert errors[2] <= errors[0]
-    assert errors[-1] == pytest.approx(mixture.least_error(), rel=1e-6)
-    assert experts - 1 not in descent.change, "an expert without tokens keeps its writer"
-
-
 def test_a_mixture_that_computes_its_target_keeps_its_writers() -> None:
     mixture = Mixture(4)
     fitted = refit_mixture(mixture.output(mixture.weights), mixture.served, mixture.weights)
     for weight, again in zip(mixture.weights, fitted, strict=True):
         torch.testing.assert_close(again, weight)
-    descent = MixtureDescent(mixture.crosses(torch.zeros_like(mixture.target_TD)), mixture.moments())
-    descent.advance(mixture.crosses(torch.zeros_like(mixture.target_TD)))
-    assert all(not change.any() for change in descent.change.values())
 
 
 def test_tokens_fewer_than_channels_and_half_precision_are_refitted() -> None:
@@ -107,7 +82,5 @@ def test_wrong_values_are_refused() -> None:
         refit_mixture(mixture.target_TD, mixture.served, mixture.weights[::-1])
     with pytest.raises(ValueError, match="NaN"):
         refit_mixture(mixture.target_TD * float("nan"), mixture.served, mixture.weights)
-    with pytest.raises(ValueError, match="do not fit"):
-        MixtureDescent({0: torch.zeros(2, 3)}, {0: torch.eye(4)})
     with pytest.raises(ValueError, match="targets"):
         refit_mixture(mixture.target_TD[:0], mixture.served, mixture.weights)

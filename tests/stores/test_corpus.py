@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from manifests.calibration import Text
 from manifests.errors import InputError
 from stores import corpus
-from stores.corpus import draw_from_sources, draw_samples, evaluation_windows, load_tokenizer, read_documents
+from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 
 DOCUMENTS = ["w1 w2\nw3", "", "w4"]
 BOS = 1
@@ -33,7 +33,7 @@ def make_tokenizer(bos: str | None = "<s>") -> PreTrainedTokenizerFast:
 def pack_samples(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, samples: int, sequence_length: int, seed: int
 ) -> torch.Tensor:
-    return draw_samples(documents, tokenizer, samples, 0, sequence_length, seed)[0]
+    return draw_samples([documents], tokenizer, samples, 0, sequence_length, seed).samples
 
 
 def words(start: int, stop: int) -> str:
@@ -214,7 +214,7 @@ def test_windows_held_out_are_others_and_change_no_sample() -> None:
     documents = [words(0, 1000)]  # a hundred windows
     held_out_counts = torch.zeros(100)
     for seed in range(200):
-        samples, held_out = draw_samples(documents, tokenizer, 10, 5, 10, seed)
+        samples, held_out, _ = draw_samples([documents], tokenizer, 10, 5, 10, seed)
         assert torch.equal(samples, pack_samples(documents, tokenizer, 10, 10, seed))
         starts = [(row[0] - 2) // 10 for row in held_out.tolist()]
         assert len(starts) == len(set(starts)) == 5
@@ -224,14 +224,14 @@ def test_windows_held_out_are_others_and_change_no_sample() -> None:
     assert held_out_counts.sum() == 1000
     assert held_out_counts.min() > 1  # expected 10 each, deviation 3.1
     assert held_out_counts.max() < 24
-    assert draw_samples(documents, tokenizer, 97, 5, 10, 0)[1].shape == (3, 10)
-    assert draw_samples(documents, tokenizer, 100, 5, 10, 0)[1].shape == (0, 10)
+    assert draw_samples([documents], tokenizer, 97, 5, 10, 0).held_out.shape == (3, 10)
+    assert draw_samples([documents], tokenizer, 100, 5, 10, 0).held_out.shape == (0, 10)
 
 
 def test_a_sample_belongs_to_the_source_of_its_first_token() -> None:
     tokenizer, ends = make_tokenizer(None), (333, 700, 1000)
     sources = [[words(begin, end)] for begin, end in zip((0, *ends), ends, strict=False)]
-    drawn = draw_from_sources(sources, tokenizer, 60, 5, 10, seed=3)
+    drawn = draw_samples(sources, tokenizer, 60, 5, 10, seed=3)
     assert torch.equal(drawn.samples, pack_samples([text for texts in sources for text in texts], tokenizer, 60, 10, 3))
     firsts = (drawn.samples[:, 0] - 2).tolist()
     assert list(drawn.sources) == [sum(first >= end for end in ends) for first in firsts]

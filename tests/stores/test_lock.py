@@ -20,7 +20,7 @@ from manifests.errors import InUseError, StorageError
 from stores import lock
 from stores.disk import Disk
 from stores.lock import RunLock, read_lock
-from stores.memory_storage import Memory
+from tests.memory_storage import Memory
 
 ROOT = Path(__file__).resolve().parents[2]
 KilledAnywhere = Callable[..., int]

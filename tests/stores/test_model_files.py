@@ -22,9 +22,9 @@ from transformers.utils import (
 
 from manifests.errors import InputError
 from stores.disk import Disk
-from stores.memory_storage import Memory
 from stores.model_files import companions, copy_companions, download_patterns, is_copy, with_class, without_code
 from stores.storage import Storage
+from tests.memory_storage import Memory
 
 NAMES = re.compile(r"^VOCAB_FILES_NAMES = (\{.*?\})", re.MULTILINE | re.DOTALL)
 SETTINGS = (

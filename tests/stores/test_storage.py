@@ -15,8 +15,8 @@ import pytest
 from manifests.errors import InputError
 from stores.disk import Disk
 from stores.durable import partial_path
-from stores.memory_storage import Memory
 from stores.storage import Storage, open_storage
+from tests.memory_storage import Memory
 
 KilledAnywhere = Callable[..., int]
 

@@ -9,8 +9,8 @@ import pytest
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer.core import default_buffer_prototype
 
-from stores.memory_storage import Memory
 from stores.zarr_store import ZarrStore
+from tests.memory_storage import Memory
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from manifests.errors import CorruptError, InUseError
 from stores.activations import ActivationStore
 from stores.ledger import Ledger
 from stores.lock import RunLock, read_lock
-from stores.memory_storage import Memory
 from stores.statistics import StatisticsStore
+from tests.memory_storage import Memory
 
 
 def test_ledger() -> None:
