@@ -47,6 +47,7 @@ from tests.faults import Proxy
 FLAT, LESTD, JOINT, LOSS = ({"method": name} for name in ("flat_llm", "lestd", "joint_rank_k", "loss_aware"))
 LORC, INPUT = {"method": "lorc", "cache_keep": 0.5}, {"weighting": "input"}
 DENSE = {"calibration.propagate": "dense"}
+REFINED = {"budget.keep": 0.6, "calibration.samples": 40, "quantize": {"bits": 4, "group": None}, **DENSE}
 JOBS: dict[str, dict[str, Any]] = {
     "flat_llm": {"methods": [FLAT]},
     "flat_llm, every 2": {"methods": [FLAT], "resume.every": 2},
@@ -61,6 +62,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "flat_llm and joint_rank_k": {"methods": [FLAT, {**JOINT, "mlp": False}]},
     "loss_aware": {"methods": [LOSS], "budget.keep": 0.8, **DENSE},
     "loss_aware, every 2": {"methods": [LOSS], "budget.keep": 0.8, "resume.every": 2, **DENSE},
+    "loss_aware, refined": {**REFINED, "methods": [LOSS | {"refine": {"steps": 15}}]},
+    "loss_aware, refined on mixed inputs": {**REFINED, "methods": [LOSS | {"refine": {"steps": 15, "inputs": "mixed"}}]},
     "flat_llm and lorc": {"methods": [FLAT, {"method": "lorc", "value": False}], **DENSE},
 }
 POINTS = ("commit", "file", "remove", "sync")
