@@ -63,7 +63,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "loss_aware": {"methods": [LOSS], "budget.keep": 0.8, **DENSE},
     "loss_aware, every 2": {"methods": [LOSS], "budget.keep": 0.8, "resume.every": 2, **DENSE},
     "loss_aware, refined": {**REFINED, "methods": [LOSS | {"refine": {"steps": 15}}]},
-    "loss_aware, refined on mixed inputs": {**REFINED, "methods": [LOSS | {"refine": {"steps": 15, "inputs": "mixed"}}]},
+    "loss_aware, mixed inputs": {**REFINED, "methods": [LOSS | {"refine": {"steps": 15, "inputs": "mixed"}}]},
     "flat_llm and lorc": {"methods": [FLAT, {"method": "lorc", "value": False}], **DENSE},
 }
 POINTS = ("commit", "file", "remove", "sync")
