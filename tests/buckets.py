@@ -1,4 +1,4 @@
-"""An S3 server on loopback, in a process of its own; and buckets on it that nobody else uses."""
+"""Starts an S3 server on loopback, in a separate process, and creates a new bucket for each test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME_PLACES = ("compression.json", "README.md", ".lamina.lock")  # of OUTPUT: th
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """Return an unused port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Runs within the block. Gives its URL."""
+    """Run a server while the block runs; yield its URL."""
     port = free_port()
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ) as server:
@@ -48,12 +48,12 @@ def s3_server() -> Iterator[str]:
 
 
 def use(environment: Mapping[str, str]) -> None:
-    """Opens buckets by this environment from now on, in a process of its own."""
+    """Make this process open buckets by this environment."""
     os.environ.update(environment)
 
 
 def make_bucket(url: str) -> str:
-    """A bucket of its own on the server. Gives its name."""
+    """Create a new bucket on the server. Return its name."""
     bucket = f"test-{uuid.uuid4().hex[:12]}"
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
     connection.request("PUT", f"/{bucket}")
@@ -63,7 +63,7 @@ def make_bucket(url: str) -> str:
 
 
 def put_inputs(address: str, model: Path, *texts: Path) -> None:
-    """Copies a model to `model` in a bucket, and texts beside it."""
+    """Copy a model to `model` in a bucket, and texts beside it."""
     bucket = Bucket(address)
     for name in Disk(model).files():
         bucket.below("model").copy(name, Disk(model), name)
@@ -72,7 +72,7 @@ def put_inputs(address: str, model: Path, *texts: Path) -> None:
 
 
 def job_places(address: str) -> dict[str, object]:
-    """Changes of a job whose files all lie in a bucket."""
+    """Return the manifest fields of a job whose files are all in a bucket."""
     return {
         "model.source": f"{address}/model",
         "calibration.text.files": [f"{address}/text.txt"],
@@ -82,7 +82,7 @@ def job_places(address: str) -> dict[str, object]:
 
 
 def digests(storage: Storage) -> dict[str, str]:
-    """Digests of all files of OUTPUT that do not name a place."""
+    """Return the digests of OUTPUT's files, without those that name an address."""
     names = (name for name in storage.files() if name not in NAME_PLACES)
     return {name: hashlib.sha256(storage.read(name)).hexdigest() for name in names}
 

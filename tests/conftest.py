@@ -1,6 +1,7 @@
-"""Settings that must precede the imports of torch, ray and transformers, and the fixtures that all tests may use.
+"""Settings that must precede the imports of torch, ray and transformers, and fixtures for all tests.
 
-Fixtures import torch and transformers themselves: the process that only hands tests to xdist's workers needs neither.
+Fixtures import torch and transformers themselves: the process that only distributes tests to xdist's workers needs
+neither.
 """
 
 from __future__ import annotations
@@ -43,32 +44,34 @@ NEEDED_BYTES = 4 * 2**30
 
 
 def pytest_configure() -> None:
-    """Puts the tests' folders in memory where there is room. No test can lose the page cache, so that a disk would show
-    nothing more; `make nightly` uses a disk all the same."""
+    """Put the tests' folders in memory where there is room.
+
+    No test loses the page cache, so that a disk would reveal no more. `make nightly` uses a disk all the same.
+    """
     if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= NEEDED_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)  # pytest's name for the parent of its folders
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps the tests of a file in one process, and those of all files on one Ray."""
+    """Keep the tests of a file in one process, and all files that share a Ray."""
     return make_scheduler(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the variants of tests that `make unit` leaves out."""
+    """Mark the variants of tests that `make unit` leaves out."""
     mark_variants(items)
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from visiting the million objects of the imports again and again."""
+    """Exempt the million objects of the imports from garbage collection."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many tests were skipped, and why: a green run without the trained models is none with them."""
+    """Print the number of skipped tests by reason: a green run without the trained models tests less."""
     reasons = Counter(
         str(report.longrepr[2]).removeprefix("Skipped: ")
         for report in terminalreporter.stats.get("skipped", ())
@@ -80,8 +83,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
-    """Undoes what the tests of another file have set. Threads of tiny products only wait for each other, and their
-    number decides the last bits."""
+    """Reset the number of threads, which another file's tests may have set.
+
+    It decides the last bits, and several threads only slow tiny products down.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -98,7 +103,7 @@ def _small_probe() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The trained models and texts that lie beside the checkout."""
+    """Return the folder of trained models and texts beside the checkout."""
     path = Path(__file__).resolve().parents[2] / "shared"
     if not path.is_dir():
         pytest.skip(f"no trained models: {path} is missing")
@@ -107,7 +112,7 @@ def shared_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def s3_url() -> Iterator[str]:
-    """The URL of an S3 server on loopback: moto's, or the one that S3_SERVER names."""
+    """Yield the URL of an S3 server: moto's on loopback, or the one in S3_SERVER."""
     if "S3_SERVER" in os.environ:
         yield os.environ["S3_SERVER"]
         return
@@ -117,7 +122,7 @@ def s3_url() -> Iterator[str]:
 
 @pytest.fixture
 def s3_bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of a bucket of this test's own, with the environment that opens it, here and in children."""
+    """Return the address of a new bucket, with the environment that opens it here and in child processes."""
     for name, value in {**buckets.ENVIRONMENT, "AWS_ENDPOINT_URL": s3_url}.items():
         monkeypatch.setenv(name, value)
     return f"s3://{buckets.make_bucket(s3_url)}"
@@ -125,7 +130,7 @@ def s3_bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Callable[..., Path]:
-    """`tiny_model("qwen2", tie_word_embeddings=True)`: a random model in a directory of this test's own."""
+    """Return a function that saves a random model: `tiny_model("qwen2", tie_word_embeddings=True)` -> its directory."""
     from tests import factories
 
     def make(family: str = "llama", **overrides: object) -> Path:
@@ -137,7 +142,7 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def calibration_text(tmp_path: Path) -> Path:
-    """A text file of some 100 KB."""
+    """Return a text file of about 100 KB."""
     from tests import factories
 
     return factories.write_text(tmp_path / "calibration.txt")

@@ -1,4 +1,4 @@
-"""The contrast of two colours, as WCAG 2 counts it."""
+"""Computes the contrast of two colours by WCAG 2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def contrast(one: str, other: str) -> float:
-    """1 to 21, of two colours `rgb(R, G, B)` or `#RRGGBB`."""
+    """Return the contrast, from 1 to 21, of two colours `rgb(R, G, B)` or `#RRGGBB`."""
     dark, light = sorted((_luminance(one), _luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 

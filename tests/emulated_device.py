@@ -1,13 +1,13 @@
-"""A CUDA device that is not there: tensors that say `cuda:0` and compute on the CPU, where what CUDA refuses raises.
+"""Emulates a CUDA device: tensors report `cuda:0` and compute on the CPU, and operations that CUDA refuses raise.
 
     with emulated_device() as device:
         torch.ones(3, device="cuda") + torch.ones(3)  # RuntimeError: two devices
 
-What it can show: operands on two devices, operations that CUDA lacks or whose result varies from run to run, memory of
-the host taken for the device's, how often the host waits (`device.waits`), and what streams do to each other
-(tests/emulated_streams.py). What it cannot: the numbers that CUDA's kernels give, their limits of size, memory, speed.
+It detects operands on two devices, operations that CUDA lacks or whose results vary from run to run, host memory used
+as device memory, waits of the host (`device.waits`), and races between streams (tests/emulated_streams.py). It shows
+neither the results of CUDA's kernels, nor their limits of size, nor memory and speed.
 
-To torch's C++ the tensors are on the CPU; to Python, and so to our code, on `cuda:0`.
+For torch's C++ code the tensors are on the CPU; for Python code, ours included, on `cuda:0`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CUDA = torch.device("cuda", 0)
 TOTAL_BYTES = 80 * 2**30
 aten: Any = torch.ops.aten
 
-# Operations for which the host waits: what they return, or its shape, is computed on the device.
+# Operations for which the host waits: their result, or its shape, depends on numbers on the device.
 WAITS = {
     "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
     "_linalg_eigh", "_linalg_svd", "linalg_lstsq", "linalg_eig", "bincount", "multinomial", "linalg_matrix_rank",
@@ -43,14 +43,14 @@ WAITS = {
 # Without a deterministic kernel on CUDA (torch.use_deterministic_algorithms names them), for floating numbers.
 VARYING = {"cumsum", "cumprod", "kthvalue", "median.dim", "bincount", "histc", "put_", "nll_loss2d_forward"}
 PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "mv", "addmv", "addmv_", "dot", "vdot"}
-# What may stand beside tensors of the device on the CPU: positions of arguments.
+# Arguments that may be on the CPU beside tensors of the device, by position.
 FROM_CPU = {"index": (1,), "index_put_": (1,), "index_put": (1,), "_index_put_impl_": (1,)}
-# One number on the CPU goes into these, as into pointwise operations.
+# Operations that, like pointwise ones, accept a single number on the CPU.
 TAKES_NUMBER = {"fill_", "fill", "index_put_", "index_put", "_index_put_impl_", "masked_fill", "masked_fill_"}
 
 
 class DeviceTensor(Tensor):
-    """A tensor of the emulated device: `inner` has its numbers, `memory` is what it shares with its views."""
+    """A tensor of the emulated device. `inner` holds its numbers; it shares `memory` with its views."""
 
     inner: Tensor
     memory: Memory
@@ -58,12 +58,12 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, memory: Memory) -> DeviceTensor:
-        with torch.inference_mode(inner.is_inference()):  # as a view of a tensor made elsewhere is
-            made = Tensor._make_wrapper_subclass(
+        with torch.inference_mode(inner.is_inference()):  # like a view of that tensor
+            wrapper = Tensor._make_wrapper_subclass(
                 cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
             )
-        made.inner, made.memory = inner, memory
-        return made
+        wrapper.inner, wrapper.memory = inner, memory
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,10 +82,10 @@ class DeviceTensor(Tensor):
             elif argument is not None:
                 kwargs["dtype" if isinstance(argument, torch.dtype) else "device"] = argument
         device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
-        found: Tensor = self if dtype is None else super().to(dtype, **kwargs)
+        converted: Tensor = self if dtype is None else super().to(dtype, **kwargs)
         if device is None or torch.device(device).type == "cuda":
-            return found.clone() if copy and found is self else found
-        return _device().to_host(found.detach(), non_blocking)
+            return converted.clone() if copy and converted is self else converted
+        return _device().to_host(converted.detach(), non_blocking)
 
     def cpu(self, *_: Any, **__: Any) -> Tensor:
         return self.to("cpu")
@@ -133,7 +133,7 @@ class DeviceTensor(Tensor):
 
 
 class EmulatedDevice:
-    """What has happened on it."""
+    """Runs operations of the device, and counts them, the host's waits and its uploads."""
 
     def __init__(self, deterministic: bool) -> None:
         self.deterministic = deterministic
@@ -144,7 +144,7 @@ class EmulatedDevice:
         self.generators: dict[int, torch.Generator] = {}
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation of which an argument or the result is on the device."""
+        """Run an operation with an argument or a result on the device."""
         if _decomposes(func):
             with _Mode():
                 return func.decompose(*args, **kwargs)
@@ -169,14 +169,14 @@ class EmulatedDevice:
         written = _written(func, args, kwargs)
         for tensor in ours if not _is_view(func) else ():
             self.streams.touch(tensor.memory, any(tensor is other for other in written))
-        found = WITHOUT_CPU_KERNEL.get((name, func._overloadname), func)(*inner_args, **inner)
+        result = WITHOUT_CPU_KERNEL.get((name, func._overloadname), func)(*inner_args, **inner)
         if written and isinstance(written[0], DeviceTensor):
             for tensor in written:
                 if tensor.shape != tensor.inner.shape or tensor.stride() != tensor.inner.stride():
                     raise NotImplementedError(f"the emulated device changes no shapes in place: {func}")
-            return written[0] if len(written) == 1 else type(found)(written)
+            return written[0] if len(written) == 1 else type(result)(written)
         memories = {tensor.inner.untyped_storage()._cdata: tensor.memory for tensor in ours}
-        return _mapped(lambda value: self._wrapped(value, memories), found)
+        return _mapped(lambda value: self._wrapped(value, memories), result)
 
     def _wrapped(self, value: Any, memories: dict[int, Memory]) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DeviceTensor):
@@ -225,11 +225,11 @@ class EmulatedDevice:
     # -- between host and device --------------------------------------------------------------------------------------
 
     def to_host(self, tensor: Tensor, non_blocking: bool = False) -> Tensor:
-        """`.cpu()`. Copies that are not waited for go to pageable memory here, which torch makes wait."""
+        """Copy a tensor to the host. The host waits, unless `non_blocking`."""
         assert isinstance(tensor, DeviceTensor)
         self.streams.touch(tensor.memory, False)
         if non_blocking:
-            # Into new pinned memory: nobody may read it until the stream is waited for.
+            # Into new pinned memory, which must not be read before a wait for the stream.
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             return self._copied(host, tensor, True)
         self._wait("copy to the host")
@@ -239,13 +239,13 @@ class EmulatedDevice:
     def _upload(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         source = args[0]
         self._reads_host(source, kwargs.get("non_blocking", False))
-        made = func(source, **{**kwargs, "device": "cpu", "non_blocking": False})
-        copied = DeviceTensor(made, self.streams.allocate())
+        inner = func(source, **{**kwargs, "device": "cpu", "non_blocking": False})
+        copied = DeviceTensor(inner, self.streams.allocate())
         self.streams.touch(copied.memory, True)
         return copied
 
     def _copied(self, place: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
-        """`place.copy_(values)` from device to host or back."""
+        """Run `place.copy_(values)` from device to host or back."""
         if isinstance(values, DeviceTensor):
             self.streams.touch(values.memory, False)
             pinned = self.streams.pinned(place)
@@ -271,24 +271,24 @@ class EmulatedDevice:
             self.streams.host_waits_for_current()
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """Of tensors of the host alone: pinned memory may still be on its way."""
+        """Run an operation on tensors of the host alone. Copies into pinned memory may still be running."""
         pin = kwargs.pop("pin_memory", None)
         written = _written(func, args, kwargs)
         for tensor in tensors if not _is_view(func) else ():
             self.streams.host_touches(tensor, any(tensor is other for other in written))
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if pin:
-            self.streams.pin(found)
-        return found
+            self.streams.pin(result)
+        return result
 
     def synchronize(self, *_: Any) -> None:
-        """`torch.cuda.synchronize`."""
+        """Replaces `torch.cuda.synchronize`."""
         self.waits[_caller("synchronize")] += 1
         self.streams.host_waits_for_all()
 
 
 def _bmm_out_dtype(left: Tensor, right: Tensor, out_dtype: torch.dtype, product: Any = torch.bmm) -> Tensor:
-    """As CUDA's kernel has it; the CPU has none."""
+    """Multiply as CUDA's kernel with `out_dtype` does, which the CPU lacks."""
     halves = left.dtype in (torch.float16, torch.bfloat16)
     if left.dtype != right.dtype or not (out_dtype == left.dtype or (halves and out_dtype == torch.float32)):
         raise RuntimeError("out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs")
@@ -302,7 +302,7 @@ WITHOUT_CPU_KERNEL: dict[tuple[str, str], Any] = {
 
 
 class _Mode(TorchDispatchMode):
-    """Sees what is made on the device, and what is done to pinned memory."""
+    """Intercepts operations that create tensors on the device or touch pinned memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _device().run(func, args, kwargs or {})
@@ -316,16 +316,16 @@ def _device() -> EmulatedDevice:
 
 
 def _mapped(call: Any, value: Any) -> Any:
-    """What `call` makes of everything in tuples, lists and a dict."""
+    """Return a copy of nested tuples, lists and dicts with `call` applied to each value."""
     if isinstance(value, tuple | list):
         return type(value)([_mapped(call, each) for each in value])
     return {name: _mapped(call, each) for name, each in value.items()} if isinstance(value, dict) else call(value)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _mapped(lambda each: found.append(each) if isinstance(each, Tensor) else None, value)
-    return found
+    tensors: list[Tensor] = []
+    _mapped(lambda each: tensors.append(each) if isinstance(each, Tensor) else None, value)
+    return tensors
 
 
 def _inner(value: Any) -> Any:
@@ -339,12 +339,12 @@ def _decomposes(func: Any) -> bool:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether it looks at no number."""
-    return any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
+    """True if an operation returns a view, without reading numbers."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     places = _writes(func)
     return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
 
@@ -359,7 +359,7 @@ def _writes(func: Any) -> list[tuple[int, str]]:
 
 
 def _caller(operation: str) -> str:
-    """ "operation in module:function" of the nearest frame of our code."""
+    """Return "OPERATION in MODULE:FUNCTION" for the nearest frame of our code."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -370,7 +370,7 @@ def _caller(operation: str) -> str:
 
 
 def _with_index(call: Any) -> Any:
-    """Takes `cuda` for `cuda:0`, for which torch would ask a CUDA that is not there."""
+    """Replace `cuda` by `cuda:0` in arguments, as torch would ask CUDA for the index."""
 
     def numbered(value: Any) -> Any:
         named = isinstance(value, str | torch.device) and torch.device(value) == torch.device("cuda")
@@ -383,20 +383,20 @@ def _with_index(call: Any) -> Any:
 
 
 class _Generator(torch.Generator):
-    """Of the device, where it is asked for."""
+    """A generator that the emulated device accepts if it was created for `cuda`."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        made: _Generator = super().__new__(cls)
+        generator: _Generator = super().__new__(cls)
         if torch.device(device).type == "cuda":
-            _device().generators[made._cdata] = made  # kept: its address stays its own
-        return made
+            _device().generators[generator._cdata] = generator  # kept alive, so that its address stays unique
+        return generator
 
 
 @contextmanager
 def emulated_device(deterministic: bool = True) -> Iterator[EmulatedDevice]:
-    """In here, and in threads that begin in here, `cuda` is there. At the end, what streams did wrong raises.
+    """Provide `cuda` in the block, and in threads that start in it. At its end, races between streams raise.
 
-    `deterministic`: operations that give other bits in each run raise.
+    `deterministic`: operations whose results vary from run to run raise.
     """
     device = EmulatedDevice(deterministic)
     with entered(device):
@@ -406,9 +406,9 @@ def emulated_device(deterministic: bool = True) -> Iterator[EmulatedDevice]:
 
 @contextmanager
 def entered(device: EmulatedDevice) -> Iterator[None]:
-    """The same for parts of what is done with one device."""
+    """Enter an existing device, for one of several blocks that use it."""
     streams, run, numpy = device.streams, threading.Thread.run, Tensor.numpy
-    torch.utils._device._device_constructors()  # once for all: `with torch.device(...)` is for these, not for stand-ins
+    torch.utils._device._device_constructors()  # cached now: `with torch.device(...)` must not wrap the stand-ins
 
     def run_emulated(thread: threading.Thread) -> None:
         with _Mode():
@@ -444,7 +444,7 @@ def entered(device: EmulatedDevice) -> Iterator[None]:
     attention = functional.scaled_dot_product_attention
 
     def attend(query: Tensor, *others: Any, is_causal: bool = False, **named: Any) -> Tensor:
-        """Given the mask that torch makes on the query's device, which to torch is the CPU."""
+        """Pass an explicit causal mask, as torch would create one on the CPU."""
         if is_causal and query.is_cuda and not torch.is_inference_mode_enabled():
             length = query.shape[-2], others[0].shape[-2]
             named["attn_mask"], is_causal = torch.ones(length, dtype=torch.bool, device=CUDA).tril(), False
@@ -458,7 +458,7 @@ def entered(device: EmulatedDevice) -> Iterator[None]:
         stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", attend))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_emulated))
-        # Or torch.tensor(…, device="cuda") would copy below the mode.
+        # Otherwise torch.tensor(…, device="cuda") would copy without the mode.
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)
         _current[:] = [device]

@@ -1,9 +1,9 @@
-"""Streams of the emulated device: nothing runs beside anything, but what might have, is found.
+"""Streams of the emulated device: operations run one after another, but races that a GPU could have are detected.
 
-Each stream counts what is begun on it. A stream knows how far others are by what it has waited for, and by what the
-host had waited for when it began something there. Who touches memory must know that those who touched it before have
-ended; memory must not go back to its stream while another is at it (`record_stream`); the host must not look at pinned
-memory that a copy is still under way to. Threads of the host are taken for one.
+Each stream numbers its operations. A vector clock holds the operations of other streams that are known to have ended:
+those that this stream waited for, and those that the host had waited for at its last launch. An operation may touch
+memory only if earlier operations on it are known to have ended. Memory must not be freed while another stream uses it
+(`record_stream`), and the host must not touch pinned memory during a copy. All threads of the host share one clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Clock = dict[int, int]  # stream -> how many of its operations are known to have
 
 
 class Memory:
-    """What a tensor shares with its views: on the device, or pinned."""
+    """Memory of the device, or pinned memory of the host, that a tensor shares with its views."""
 
     def __init__(self, streams: Streams, home: Stream | None) -> None:
         self.streams = streams
@@ -31,16 +31,16 @@ class Memory:
 
     def __del__(self) -> None:
         if self.home is None:
-            return  # pinned memory, of which the allocator itself records who copies from it
+            return  # pinned memory, whose users the allocator itself records
         known = _joined(self.home.known, self.streams.host)
         for touched in (self.written, self.read):
             for stream, count in touched.items():
                 if stream not in (self.home.number, *self.recorded) and known.get(stream, 0) < count:
-                    self.streams.faults.append(f"memory of {self.home} was freed while stream {stream} was at it")
+                    self.streams.faults.append(f"memory of {self.home} was freed while stream {stream} used it")
 
 
 class Stream:
-    """As torch.cuda.Stream: what is begun on it is done in order, beside other streams."""
+    """Replaces torch.cuda.Stream: its operations run in order, beside those of other streams."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -69,7 +69,7 @@ class Stream:
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -88,43 +88,43 @@ class Event:
 
 
 class Streams:
-    """All of the device, and what the host knows."""
+    """All streams of the device, and the host's clock."""
 
     def __init__(self, on_wait: Callable[[str], object]) -> None:
-        """`on_wait`: is told when the host waits for a stream or an event."""
+        """`on_wait`: called when the host waits for a stream or an event."""
         self.on_wait = on_wait
         self.all: list[Stream] = []
         self.host: Clock = {}
         self.default = Stream(self)
         self.faults: list[str] = []
         self._of_thread = threading.local()
-        self._pinned: dict[int, tuple[Memory, Any]] = {}  # by storage, which is kept: its address stays its own
+        self._pinned: dict[int, tuple[Memory, Any]] = {}  # by storage, kept alive so that its address stays unique
 
     @property
     def current(self) -> Stream:
-        """Of this thread."""
-        found: Stream = getattr(self._of_thread, "stream", self.default)
-        return found
+        """The current stream of this thread."""
+        stream: Stream = getattr(self._of_thread, "stream", self.default)
+        return stream
 
     @contextmanager
     def entered(self, stream: Stream | None) -> Iterator[None]:
-        """torch.cuda.stream."""
+        """Replaces torch.cuda.stream."""
         before, self._of_thread.stream = self.current, stream or self.current
         try:
             yield
         finally:
             self._of_thread.stream = before
 
-    # -- who touches what ---------------------------------------------------------------------------------------------
+    # -- accesses to memory -------------------------------------------------------------------------------------------
 
     def allocate(self) -> Memory:
-        """Memory that the current stream asked for: what was freed there may have been its last use."""
+        """Allocate memory for the current stream."""
         memory = Memory(self, self.current)
         self.touch(memory, True)
         return memory
 
     def touch(self, memory: Memory, writes: bool) -> None:
-        """The current stream begins something that reads or writes."""
+        """Record an operation of the current stream that reads or writes memory."""
         stream = self.current
         stream.known = _joined(stream.known, self.host)
         self._require_ended(memory, writes, stream.known, stream.number, str(stream))
@@ -132,11 +132,11 @@ class Streams:
         (memory.written if writes else memory.read)[stream.number] = stream.begun
 
     def record(self, memory: Memory, stream: Stream) -> None:
-        """Tensor.record_stream."""
+        """Replaces Tensor.record_stream."""
         memory.recorded.add(stream.number)
 
     def host_touches(self, tensor: Tensor, writes: bool) -> None:
-        """The host reads or writes, if it is pinned."""
+        """Record that the host reads or writes a tensor, if its memory is pinned."""
         memory = self.pinned(tensor)
         if memory is not None:
             self._require_ended(memory, writes, self.host, -1, "the host")
@@ -147,39 +147,39 @@ class Streams:
                 if stream != own and known.get(stream, 0) < count:
                     place = "".join(traceback.format_stack()[:-3][-8:])
                     does = "writes to" if writes else "reads"
-                    self.faults.append(f"{who} {does} memory before stream {stream} is done with it\n{place}")
+                    self.faults.append(f"{who} {does} memory before stream {stream} has finished with it\n{place}")
 
     # -- the host waits -----------------------------------------------------------------------------------------------
 
     def host_waits_for(self, stream: Stream) -> None:
-        """For all that was begun there."""
+        """Record that the host waits for all operations of a stream."""
         self.host = _joined(self.host, stream.known, {stream.number: stream.begun})
 
     def host_waits_for_current(self) -> None:
-        """As a copy to pageable memory does."""
+        """Record that the host waits for the current stream, as for a copy to pageable memory."""
         self.host_waits_for(self.current)
 
     def host_waits_for_all(self) -> None:
-        """torch.cuda.synchronize."""
+        """Record that the host waits for all streams."""
         for stream in self.all:
             self.host_waits_for(stream)
 
     # -- pinned memory ------------------------------------------------------------------------------------------------
 
     def pin(self, tensor: Tensor) -> None:
-        """Memory of the host is pinned from now on."""
+        """Mark the memory of a host tensor as pinned."""
         storage = tensor.untyped_storage()
         self._pinned[storage._cdata] = Memory(self, None), storage
 
     def pinned(self, tensor: Tensor) -> Memory | None:
-        """That of a tensor, if it is."""
+        """Return the pinned memory of a tensor, or None."""
         if tensor.is_cuda or tensor.device.type != "cpu":
             return None
-        found = self._pinned.get(tensor.untyped_storage()._cdata)
-        return found[0] if found else None
+        entry = self._pinned.get(tensor.untyped_storage()._cdata)
+        return entry[0] if entry else None
 
     def pinned_copy(self, tensor: Tensor) -> Tensor:
-        """Tensor.pin_memory."""
+        """Replaces Tensor.pin_memory."""
         if self.pinned(tensor) is not None:
             return tensor
         copy = tensor.clone()
@@ -187,14 +187,14 @@ class Streams:
         return copy
 
     def require_order(self) -> None:
-        """Raises AssertionError if anything was out of order."""
+        """Raise AssertionError if there was a race."""
         if self.faults:
             raise AssertionError(f"{len(self.faults)} faults among streams, first:\n" + "\n".join(self.faults[:3]))
 
 
 def _joined(*clocks: Clock) -> Clock:
-    found: Clock = {}
+    joined: Clock = {}
     for clock in clocks:
         for stream, count in clock.items():
-            found[stream] = max(count, found.get(stream, 0))
-    return found
+            joined[stream] = max(count, joined.get(stream, 0))
+    return joined

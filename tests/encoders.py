@@ -92,7 +92,7 @@ def scheme(layout: str, **weights: Any) -> dict[str, Any]:
 
 
 def compressed(field: dict[str, Any]) -> Callable[[Tensor], Encoded]:
-    """Returns an encoder by the package itself, which also decodes."""
+    """Returns an encoder that calls the package itself, also to decode."""
 
     def encode(weight_OI: Tensor) -> Encoded:
         from compressed_tensors.compressors import BaseCompressor
@@ -145,7 +145,7 @@ def grouped_codes(weight_OI: Tensor, bits: int, groups_I: Tensor) -> tuple[Tenso
 
 
 def gptq(weight_OI: Tensor, bits: int = 4, group: int = 16, ordered: bool = False) -> Encoded:
-    """Encodes as GPTQ's first checkpoint format, whose stored zeros are one less."""
+    """Encodes in GPTQ's first checkpoint format, which stores zeros minus one."""
     columns = weight_OI.shape[1]
     groups_I = torch.arange(columns) // group
     if ordered:
@@ -162,7 +162,7 @@ def gptq(weight_OI: Tensor, bits: int = 4, group: int = 16, ordered: bool = Fals
 
 
 def awq(weight_OI: Tensor, group: int = 16) -> Encoded:
-    """Encodes as AWQ's gemm format."""
+    """Encodes in AWQ's gemm format."""
     groups_I = torch.arange(weight_OI.shape[1]) // group
     codes_OI, zeros_OS, scales_OS = grouped_codes(weight_OI, 4, groups_I)
     decoded = (codes_OI - zeros_OS[:, groups_I]) * scales_OS.float()[:, groups_I]
@@ -180,7 +180,7 @@ def awq(weight_OI: Tensor, group: int = 16) -> Encoded:
 
 
 def mxfp4(weight_EIO: Tensor) -> Encoded:
-    """Encodes fused experts as gpt-oss stores them; transformers decodes."""
+    """Encodes fused experts as gpt-oss stores them; transformers decodes them."""
     from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
     groups = weight_EIO.float().mT.unflatten(-1, (-1, 32))

@@ -1,4 +1,4 @@
-"""Small real inputs for tests: random models saved as from a hub, and text. Plain functions, used by any test."""
+"""Creates small real inputs for tests: random models, saved like models on the hub, and text."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ COMMON_NAMES = (
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    """The config of a small model of a family; `overrides` go to it."""
+    """Return the config of a small model of a family, with `overrides`."""
     own = OWN_NAMES.get(family)
     sizes = GEOMETRY if own is None else {**{name: GEOMETRY[name] for name in COMMON_NAMES}, **own}
     fields = {**sizes, **EXPERTS.get(family, {}), **OWN_FIELDS.get(family, {}), **overrides}
@@ -364,13 +364,13 @@ def randomise_(model: Any, seed: int) -> Any:
 
 
 def read_layer(directory: Path, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of a layer of a checkpoint, by names relative to the layer."""
+    """Return the tensors of a layer of a checkpoint, by names relative to the layer."""
     tensors = {name: tensor for shard in directory.glob("*.safetensors") for name, tensor in load_file(shard).items()}
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def make_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with <s> = 0 (put in front of every text) and </s> = 1, trained on our own text."""
+    """Return a byte-level BPE with <s> = 0 (which begins every text) and </s> = 1, trained on generated text."""
     tokenizer = Tokenizer.from_str(_trained_bpe(vocab_size))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 

@@ -1,4 +1,4 @@
-"""Disks that fail: an error, a short write or a wait at the nth operation of a process on files below some folders."""
+"""Makes disks fail: an error, a short write or a delay at the nth operation of a process on files in some folders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW_S = 0.005
 
 @dataclass
 class Fault:
-    """A fault of a disk. It counts the operations that it sees, so that one which never strikes counts those of a job.
+    """A fault of a disk. It also counts operations, so that a fault that never occurs counts those of a job.
 
     Attributes:
         code: errno to raise; None: nothing fails.
@@ -50,7 +50,7 @@ class Fault:
     struck: list[str] = field(default_factory=list)
 
     def meet(self, kind: str, path: Any) -> None:
-        """Count an operation that is about to happen. Raises OSError if it is to fail."""
+        """Count an operation before it runs. Raise OSError if it should fail."""
         where = os.path.realpath(os.fsdecode(path)) if not isinstance(path, int) else _opened(path)
         if not where.startswith(tuple(map(str, self.folders))) or self.match not in where:
             return

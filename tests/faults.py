@@ -1,4 +1,4 @@
-"""A proxy on loopback that spoils requests to an S3 server: errors, no answer, an answer that is lost or cut."""
+"""A proxy on loopback that disturbs requests to an S3 server: errors, no answer, a lost or a truncated answer."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Fault = str  # "500", "503"; "silent": not done, no answer; "lost": done, no answer; "cut": half an answer; "late":
-# done, no answer before the client has given up; "slow": the second half of the answer takes its time
-LOST = ("lost", "late", "cut")  # done by the server, not heard of
+Fault = str  # "500", "503"; "silent": neither done nor answered; "lost": done, not answered; "cut": half an answer;
+# "late": done, not answered before the client gives up; "slow": the second half of the answer is delayed
+LOST = ("lost", "late", "cut")  # done by the server, unknown to the client
 SLOW_DOWN = (
     "<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 )
 
 
 class Proxy:
-    """Passes requests on to `server`. `spoil(method, path, nth)` says what befalls the nth of them, if anything."""
+    """Forwards requests to `server`. `spoil(method, path, nth)` returns the fault of the nth request, or None."""
 
     def __init__(self, server: str) -> None:
         self.server = server.removeprefix("http://")
         self.spoil: Callable[[str, str, int], Fault | None] = lambda method, path, nth: None
-        self.requests: list[tuple[str, str, str | None, int]] = []  # method, path, what befell it, bytes answered
+        self.requests: list[tuple[str, str, str | None, int]] = []  # method, path, fault, bytes answered
         self.lock = threading.Lock()
-        self.pause_s = 2.0  # until nobody waits any more
+        self.pause_s = 2.0  # longer than the client waits
         self.slow_s = 0.1
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        """Within the block. Gives the URL."""
+        """Run the proxy while the block runs; yield its URL."""
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -43,11 +43,11 @@ class Proxy:
             do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815 - http.server's names
 
             def log_message(self, *_: Any) -> None:
-                """Says nothing."""
+                """Log nothing."""
 
         class Server(ThreadingHTTPServer):
             def handle_error(self, *_: Any) -> None:
-                """Says nothing: clients are killed."""
+                """Report nothing: tests kill clients."""
 
         server = Server(("127.0.0.1", 0), Handler)
         server.daemon_threads = True

@@ -1,4 +1,4 @@
-"""Rates of this machine from small matrices: no test looks at them closely."""
+"""Makes probes of this machine's rates use small matrices, as no test needs exact rates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = {
 
 
 def probe_small_matrices(patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """A few times: the products of a published model's layer take ten seconds a plan."""
+    """Shrink the probed matrices: products of a published model's layer would take ten seconds for each plan."""
     patch(probe, "PROBE_SECONDS", 0.01)
     patch(probe, "DIGESTED_BYTES", 2**16)
     for name, size in SIZES.items():

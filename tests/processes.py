@@ -1,4 +1,4 @@
-"""Which tests run in one process of xdist: those of a file, and those of all files that share one Ray."""
+"""Groups tests by process of xdist: the tests of a file, and those of all files that share one Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ON_ONE_RAY = frozenset(
 
 
 def scope_of(file: str) -> str:
-    """Return the name of the tests that run in one process with those of a file, in their order."""
+    """Return the name of the group of tests that a file belongs to. A group runs in one process, in order."""
     return "one Ray" if file in ON_ONE_RAY else file
 
 

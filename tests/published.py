@@ -1,6 +1,6 @@
-"""The published geometries of the models in the example manifests, and checkpoints of them without weights.
+"""Writes checkpoints without weights for the published models of the example manifests.
 
-A checkpoint here is config.json and safetensors whose headers are true and whose data is a hole in the file.
+Such a checkpoint has config.json, and safetensors files with true headers, whose data is a hole in the file.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ PARAMETERS = {  # as published, in 10⁹
 
 
 def write_hollow_checkpoint(directory: Path, name: str, dtype: str = "BF16") -> Path:
-    """config.json and one hollow safetensors file per layer; takes next to no disk."""
+    """Write config.json and one safetensors file per layer, whose data takes no space on the disk."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIGS[name]))
     geometry = geometry_of(standard_config(CONFIGS[name]))

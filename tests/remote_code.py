@@ -1,4 +1,4 @@
-"""Where transformers puts the code of checkpoints, in tests."""
+"""Redirects the folder into which transformers copies the code of checkpoints."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A sample of the variants of each parametrized test: each value of each parameter, but not each combination."""
+"""Samples the variants of each parametrized test: each value of each parameter, but not each combination."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ LONG_GRIDS = {"families", "methods", "recommendation", "serving", "workers"}
 
 
 def mark_variants(items: Iterable[pytest.Item]) -> None:
-    """Marks as `variant` all tests outside the sample, which `make unit` leaves out. Of whole jobs `make test` leaves
-    them out, too, and of long grids every second one; `make nightly` runs them."""
+    """Mark all tests outside of the sample as `variant`. `make unit` leaves them out, and `make nightly` runs them.
+
+    `make test` leaves out those of whole jobs, and every second one of long grids.
+    """
     functions: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -31,12 +33,12 @@ def mark_variants(items: Iterable[pytest.Item]) -> None:
 
 
 def at_night(folders: Collection[str], position: int) -> bool:
-    """Tell whether `make test` leaves out the variant at this position of a test, which is not in the sample."""
+    """Return True if `make test` leaves out the variant at this position, which is not in the sample."""
     return "end_to_end" in folders or (position % 2 == 1 and not LONG_GRIDS.isdisjoint(folders))
 
 
 def covering(variants: Sequence[Mapping[str, object]]) -> list[int]:
-    """Positions of variants that together have each value of each parameter, those with most new values first.
+    """Return positions of variants that together have each value of each parameter, most new values first.
 
     Values are compared by identity, as pytest shares them between combinations.
     """

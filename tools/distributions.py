@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECTS = (Path("."), Path("deploy/serving"))
-BILLS = ROOT / ".engines" / "cyclonedx"  # in an environment of its own: it needs other versions than the project
+BILLS = ROOT / ".engines" / "cyclonedx"  # a separate environment: it needs other versions than the project
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def normalized(name: str) -> str:
 
 
 def _requirements(distribution: metadata.Distribution, extras: frozenset[str]) -> Iterator[Requirement]:
-    """Yield the requirements of a distribution that apply here, with these of its extras."""
+    """Yield the requirements of a distribution, with these extras, that apply in this environment."""
     for line in distribution.requires or ():
         requirement = Requirement(line)
         marker = requirement.marker

@@ -29,7 +29,7 @@ NAMED_FENCE = re.compile(r"^```(\w+) (\S+/\S+|\S+\.\w+)$", re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
-    """Makes anchors of headings as GitHub does, and draws diagrams."""
+    """Derives anchors from headings as GitHub does, and enables diagrams."""
     config.mdx_configs["toc"] = {**config.mdx_configs.get("toc", {}), "slugify": slugify(case="lower")}
     mermaid = {"name": "mermaid", "class": "mermaid", "format": _diagram}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [mermaid]}
@@ -37,7 +37,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages that lie outside `docs/`."""
+    """Adds the pages outside of `docs/`."""
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
     return files
@@ -62,5 +62,5 @@ def _on_the_site(target: str, source: str, own: str) -> str:
 
 
 def _diagram(source: str, language: str, css_class: str, options: Any, md: Any, **_: Any) -> str:
-    """The text of a diagram, which the theme draws in the reader's browser."""
+    """Return a diagram as text, which the theme draws in the reader's browser."""
     return f'<pre class="{css_class}"><code>{escape(source)}</code></pre>'

@@ -28,9 +28,10 @@ INTRODUCTION = """\
 
 <!-- Written by `python -m tools.manifest_reference`; change manifests/*.py instead. -->
 
-A job is one YAML file, read strictly: no unknown field, no number in quotes, no key twice; every fault is reported at
-once. Relative paths are relative to the working directory. `${NAME}` is replaced only when NAME is listed under
-`environment`. `--set FIELD=VALUE` of a command overrides a field (`--set budget.keep=0.7`, `--set methods.0.keep=0.5`).
+This page lists every field of a manifest, the YAML file that describes a job. It is read strictly: unknown fields,
+numbers in quotes and duplicate keys are errors, and all errors are reported at once. Relative paths are relative to the
+working directory. `${NAME}` is replaced only if NAME is listed under `environment`. The option `--set FIELD=VALUE` of a
+command overrides a field (`--set budget.keep=0.7`, `--set methods.0.keep=0.5`).
 """
 NAMES = {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}
 SIGNS: tuple[tuple[type, str, str], ...] = ((Gt, "gt", "> "), (Ge, "ge", "≥ "), (Lt, "lt", "< "), (Le, "le", "≤ "))

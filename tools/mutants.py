@@ -54,7 +54,7 @@ def table(mutants: Mapping[str, Mapping[str, int | None]]) -> Table:
     for module, codes in mutants.items():
         tried = [code for code in codes.values() if code is not None]
         counts = Counter(
-            made=len(codes),
+            all=len(codes),
             tried=len(tried),
             killed=sum(code in KILLED for code in tried),
             timed=sum(code in TIMED_OUT for code in tried),
@@ -68,7 +68,7 @@ def table(mutants: Mapping[str, Mapping[str, int | None]]) -> Table:
 
 
 def _cells(counts: Mapping[str, int]) -> list[str]:
-    names = ("made", "tried", "killed", "timed", "survived", "untested")
+    names = ("all", "tried", "killed", "timed", "survived", "untested")
     share = (counts["killed"] + counts["timed"]) / counts["tried"] if counts["tried"] else 0.0
     return [*(f"{counts[name]}" for name in names), f"{share:.1%}"]
 

@@ -1,4 +1,4 @@
-"""Predict the time of jobs on large models, on a simulator's clock: `python -m tools.simulate`.
+"""Predict the time of jobs on large models by simulation: `python -m tools.simulate`.
 
 docs/plan.md explains the arithmetic; docs/results.md holds the tables that this prints.
 """
@@ -110,7 +110,7 @@ def loss_rows(rates: Rates, failures_s: Sequence[float] = ()) -> Iterator[str]:
         simulated, phases = predict(
             "70B", "dense", workers, rates, True, failures_s, None, **{"method": "loss_aware", **entry}
         )
-        named = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in entry.items()) or "as it is"
+        named = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in entry.items()) or "defaults"
         spent = " | ".join(f"{simulated.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
         yield f"| {named} | {workers} | {_figures(simulated, phases)} | {spent} |"
 

@@ -61,7 +61,8 @@ class RefinePass:
     def run(self, unit: Refine) -> tuple[list[Solved], RefinedFigures]:
         """Train a layer. Return the trained groups, and the figures of the training.
 
-        Raises CorruptError if the staged layer or the stored hidden states are damaged.
+        Raises CorruptError if the staged layer or the stored hidden states are damaged, and NumericsError if the
+        initial error is not finite.
         """
         self.layers.release_layer()
         targets, settings = Targets(self.store, unit.targets, self.setup), unit.groups[0].task.refine

@@ -164,7 +164,10 @@ class _Shard:
         return None
 
     def logits(self, *outputs: tuple[HiddenReader, StagedLayer | None]) -> Iterator[LogitRows]:
-        """Yield logits (T, V) for each of the last layers' outputs, and the next tokens, some rows at a time."""
+        """Yield logits (T, V) for each of the last layers' outputs, and the next tokens (T,), some rows at a time.
+
+        Raises NumericsError on NaN or infinity.
+        """
         heads = {last and last.path: head(self.layers, last) for _, last in outputs}
         for start, stop in self._micro_batches():
             hidden = [reader.read(start, stop).to(self.layers.device)[:, :-1].flatten(0, 1) for reader, _ in outputs]

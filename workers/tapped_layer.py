@@ -83,15 +83,17 @@ class TappedLayer:
 
     @contextmanager
     def checked(self, hidden_BSD: Tensor) -> Iterator[list[Tensor]]:
-        """Check queries, keys and everything that is added to the list of extremes in a pass of these inputs. Raises
-        the errors of `run`."""
+        """Check queries, keys and the extremes that the block appends to the list, in a pass of these inputs.
+
+        Raises NumericsError, naming the layer's first faulty tensor, on NaN or infinity.
+        """
         with self._watched() as ends:
             yield ends
         if ends and not torch.isfinite(torch.stack(ends)).all():
             raise NumericsError(self._blame(hidden_BSD))
 
     def require_finite(self, output_BSD: Tensor, inputs: Callable[[], Tensor]) -> None:
-        """Check an output; `inputs` returns the layer's inputs. Raises the errors of `run`."""
+        """Raises NumericsError, as `checked`, if an output is not finite. `inputs`: returns the layer's inputs."""
         if not torch.isfinite(extremes(output_BSD)).all():
             raise NumericsError(self._blame(inputs()))
 

@@ -23,8 +23,8 @@ def blocks_of(size: int) -> list[slice]:
 def empty_lower(size: int, device: torch.device) -> Tensor:
     """Allocate a float64 n x n matrix whose lower triangle alone will be used.
 
-    On a CPU, the matrix is a memory mapping of its own, so that pages above the diagonal take no memory. torch would
-    ask for huge pages, and hardly any huge page lies wholly above the diagonal.
+    On a CPU, the matrix is a separate memory mapping, so that pages above the diagonal take no memory. torch would
+    request huge pages, and hardly any huge page is wholly above the diagonal.
     """
     if device.type != "cpu":
         return torch.empty(size, size, dtype=torch.float64, device=device)

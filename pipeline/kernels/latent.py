@@ -60,9 +60,10 @@ class Latents(NamedTuple):
 def distance_shares(
     sample_TD: Tensor, query_QD: Tensor, key_CD: Tensor, groups: int, frequencies_J: Tensor, scale: float
 ) -> Tensor:
-    """Estimate how much of its attention each group's queries pay to each distance: (G, W), rows sum to 1.
+    """Estimate the share of attention that each group's queries pay to each distance: (G, W), rows sum to 1. float64.
 
-    Sequences are made of the sample in its order. Attention is causal, with the rotations of `frequencies_J`.
+    Consecutive sample tokens form the sequences. Attention is causal, with the rotations of `frequencies_J`. `scale`
+    multiplies its scores.
     """
     window = min(WINDOW, len(sample_TD))
     count = min(SEQUENCES, len(sample_TD) // window)
@@ -141,10 +142,10 @@ def fit_latents(
 ) -> Latents:
     """Fit r latents and their decoder after an RMS norm on a sample, starting from a first choice of latents.
 
-    Minimises ½ E[eᵀ G e], e = Y x − B N(A x), N(z) = z / rms(z), over A by L-BFGS; B is the least squares fit, whatever
-    G. A begins as latents of mean square 1 and no correlation, scaled one by one so that their norm varies least;
-    of D latents, as the input scaled so, if that loses less: an RMS norm's output, whose gains that undoes, loses
-    nothing. float64. Raises ValueError on NaN or infinity.
+    Minimises ½ E[eᵀ G e], e = Y x − B N(A x), N(z) = z / rms(z), over A by L-BFGS. B is the least squares fit, which is
+    the best for any G. A begins as uncorrelated latents of mean square 1, each scaled so that the norm of all varies
+    least. D latents begin as the scaled inputs instead if that loses less: if x is the output of an RMS norm, the
+    scales undo its gains, and nothing is lost. float64. Raises ValueError on NaN or infinity.
     """
     require_finite("sample", sample_TD)
     moment, metric = factored(moment_DD), factored(metric_mm)

@@ -36,9 +36,10 @@ def normal_levels(bits: int) -> Tensor:
     """Return quantiles of the normal distribution as levels (n), float64, ascending from -1 to 1.
 
     From 3 bits on n/2 - 1 of them are negative, one is zero, and n/2 are positive, each side at equally spaced
-    probabilities: at 4 bits the table NF4 (Dettmers et al. 2023). At 2 bits they are symmetric, without a zero.
+    probabilities: at 4 bits the table NF4 (Dettmers et al. 2023). At 2 bits they are symmetric, without a zero. Raises
+    ValueError unless 2 <= bits <= 8.
     """
-    count = 1 - 2 * code_range(bits)[0] - 1
+    count = -2 * code_range(bits)[0]
     if bits == 2:
         levels_n: Tensor = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
         return levels_n.div_(levels_n[-1].clone())

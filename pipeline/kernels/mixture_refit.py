@@ -1,4 +1,4 @@
-"""Refit of the experts' writers to the output of a whole mixture. docs/methods.md#mixtures.
+"""Refits the experts' writers to the output of a whole mixture. docs/methods.md#mixtures.
 
 A mixture computes Σ_e W_e v_e, where v_e = p_e h_e are the weighted channels of expert e, and 0 for tokens that it does
 not serve. The refit minimises E‖y − Σ_e W_e v_e‖² for the dense mixture's output y.
@@ -43,7 +43,7 @@ def refit_mixture(
 
     Each step minimises E‖r − ΔW v‖² + λ‖ΔW‖², λ = `ridge` · mean of the diagonal of E[v vᵀ]. `served` is called with
     the number of an expert; an expert without tokens or channels keeps its writer. One writer at a time is in memory:
-    `weights` may be computed when asked for, and the others lie where `offload` puts them. Products are float32 or
+    `weights` may be computed on access, and `offload` stores the others. Products are float32 or
     better, sums and solutions float64. Raises ValueError on shapes that do not fit, NaN or infinity, or no tokens.
     """
     if target_TD.ndim != 2 or not len(target_TD):
@@ -82,7 +82,7 @@ def _subtract_(residual_TD: Tensor, part: Served, weight_Dk: Tensor) -> None:
 
 
 def _sums(residual_TD: Tensor, part: Served) -> tuple[Tensor, Tensor]:
-    """Return E[r vᵀ] (D, k) and E[v vᵀ] (k, k) per token of all."""
+    """Return E[r vᵀ] (D, k) and E[v vᵀ] (k, k), as means over all tokens."""
     tokens, width = len(residual_TD), part.values.shape[1]
     moment_kk = part.values.new_zeros(width, width, dtype=torch.float64)
     add_head_moment_(moment_kk[None], part.values, product_dtype=residual_TD.dtype)

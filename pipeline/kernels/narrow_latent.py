@@ -20,8 +20,8 @@ class NarrowedLatent(NamedTuple):
     """A writer (R - L + r, D) and its bias, the norm's weight (r), and the reader (K, r).
 
     Attributes:
-        read: (r, L), the reader then reads `read` n, except for the norm's error.
-        beside: ρ, the part of the mean of ‖c‖² outside the narrowed latent, as a share of the whole.
+        read: (r, L); the reader reads `read` n, up to the norm's error.
+        beside: the share of the mean of ‖c‖² that is outside the narrowed latent, ρ / tr C.
     """
 
     writer: Tensor

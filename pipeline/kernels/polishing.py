@@ -1,4 +1,4 @@
-"""Polishing of codes and scales by coordinate descent: each in turn gets the value with the least error.
+"""Polishes codes and scales by coordinate descent: each in turn gets the value with the least error.
 
 Legend: O outputs (rows), I inputs (columns), S groups of columns with a scale each, g columns of a group, b columns of
 a block, o rows at a time, n levels, B borders between levels.

@@ -120,7 +120,7 @@ def add_change_(into_Tkq: Tensor, changes_Tk: Tensor, weighted_Tq: Tensor) -> No
     """Add one expert's part to the changes of a mixture's output: its `changes` of weight, times its weighted outputs.
 
     `weighted_Tq` is f(m) R for the expert f, where R Rᵀ is the loss's metric G at the mixture's output. It may be zero
-    for tokens without `changes_Tk`.
+    for tokens without `changes_Tk`. Raises ValueError on shapes that do not fit.
     """
     if into_Tkq.shape != (*changes_Tk.shape, weighted_Tq.shape[-1]) or len(weighted_Tq) != len(changes_Tk):
         shapes = f"{tuple(into_Tkq.shape)}, {tuple(changes_Tk.shape)} and {tuple(weighted_Tq.shape)}"

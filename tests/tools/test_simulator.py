@@ -61,7 +61,7 @@ def test_units_are_spread_and_waited_for() -> None:
     assert found.seconds == 3 * 2.0 + 1.0
     assert dict(found.busy) == {"forward": 10.0, "solve": 1.0}
     assert found.idle_share == pytest.approx(1 - 11 / 14)
-    with pytest.raises(ValueError, match="1 units wait for ever, such as lonely"):
+    with pytest.raises(ValueError, match="1 units wait forever, such as lonely"):
         simulate([Unit("lonely", "solve", 1.0, ("nothing",))], 1)
 
 
@@ -83,9 +83,9 @@ def test_transfers_of_a_place_come_one_after_another_beside_the_computing() -> N
 @pytest.mark.parametrize(("kind", "seconds"), [("solve", 2 + 5 + 2), ("collect", 2 + 5 + 2 + 2)])
 def test_what_goes_aside_is_done_by_workers_that_solves_leave_idle(kind: str, seconds: float) -> None:
     """Three units of a second each while one of two workers solves for five; where it gives sums away, afterwards."""
-    asides = [Unit(f"aside {number}", "held-out", 1.0, aside=True) for number in range(3)]
+    background = [Unit(f"background {number}", "held-out", 1.0, background=True) for number in range(3)]
     long = Unit("long", kind, 5.0, ("0/0", "0/1"))
-    units = [*asides, *shards(2), long, *shards(2, layer=1, after=("long",))]
+    units = [*background, *shards(2), long, *shards(2, layer=1, after=("long",))]
     assert simulate(units, workers=2).seconds == seconds
     died = simulate(units, 2, [Failure(at=3.0, worker=0, away=0.0)])
     assert died.busy["held-out"] == 3.0

@@ -3,12 +3,12 @@
     python -m tools.benchmarks.engine_speed --vllm .engines/vllm/bin/python [--layers 4] [--new 32]
 
 The checkpoints have Llama-3.2-1B's geometry (hidden 2048, 32 heads of 64 over 8, MLPs of 8192, 128,256 tokens, tied)
-and random weights in the forms that jobs write, as speed does not depend on the values. Each row is loaded in a process
-of its own. A prefill takes `--context` tokens of each sequence, decoding `--new` further ones. Prints Markdown: tokens
-per second as the median of `--repeats` turns, after one to warm up, with half of the range of the turns in percent.
-`vllm` runs Lamina's class, `vllm-stock` the class of vLLM for what a stock export of the row would be. `mla` is a model
-of the DeepSeek type with a quarter of the cache, and an output embedding of its own, which vLLM's class needs. On a CPU
-vLLM multiplies its latents out to whole heads (`VLLM_MLA_DISABLE=1`).
+and random weights in the forms that jobs write, as speed does not depend on the values. Each row is loaded in a
+separate process. A prefill takes `--context` tokens of each sequence, decoding `--new` further ones. Prints Markdown:
+tokens per second as the median of `--repeats` turns, after one to warm up, with half of the range of the turns in
+percent. `vllm` runs Lamina's class, `vllm-stock` vLLM's own class on a stock export of the row. `mla` is a model of the
+DeepSeek type with a quarter of the cache, and with an untied output embedding, which vLLM's class needs. On a CPU vLLM
+multiplies its latents out to whole heads (`VLLM_MLA_DISABLE=1`).
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ Forms = dict[str, dict[str, Any]]
 
 
 def flat_llm(share: float) -> Forms:
-    """Narrow value heads and fewer channels."""
+    """Return forms of narrower value heads and fewer channels, each with a share of its numbers."""
     value = {"form": "head_pca", "rank": round(SIZES["head_dim"] * share)}
     return {"v": value, "o": value, **narrow_mlp(share)}
 
 
 def narrow_mlp(share: float) -> Forms:
-    """Return a manifest that only removes channels, which the source's class can express."""
+    """Return forms of fewer channels alone, which the source's own class can express."""
     channels = {"form": "pruned", "rank": round(SIZES["intermediate_size"] * share / 64) * 64}
     return {role: channels for role in ("gate", "up", "down")}
 
 
 def loss_aware(share: float) -> Forms:
-    """Fewer channels, and pivoted stacks of what is left."""
+    """Return forms of fewer channels, with pivoted factors of the remaining matrices."""
     width = round(SIZES["intermediate_size"] * (1 + share) / 128) * 64
     stack = {"form": "pivoted", "rank": round(SIZES["hidden_size"] * share / 16) * 16}
     mlp = {**stack, "width": width}
@@ -63,7 +63,7 @@ def loss_aware(share: float) -> Forms:
 
 
 def lorc(share: float) -> Forms:
-    """Latent keys and values of a share of the cache."""
+    """Return forms of latent keys and values with a share of the cache."""
     rank = round(SIZES["num_key_value_heads"] * SIZES["head_dim"] * share)
     latent = {"form": "latent", "rank": rank}
     return {"k": latent, "v": latent}
@@ -111,7 +111,7 @@ def forms_of(row: str, keep: float) -> Forms:
 
 
 def write_latent(folder: Path, layers: int) -> Path:
-    """Write what `mla` would, with random weights."""
+    """Write a checkpoint like those of `mla`, with random weights."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     from pipeline.families.latent_config import output_config
@@ -228,7 +228,7 @@ def in_transformers(options: argparse.Namespace) -> Iterator[tuple[int, dict[str
 
 
 def in_vllm(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield as `in_transformers` does; decoding is the time of a longer answer less that of a prefill."""
+    """Yield what `in_transformers` yields; decoding takes the time of a longer answer minus that of a prefill."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     latent = json.loads(Path(options.child, "config.json").read_text())["model_type"] == "deepseek_v3"
     if latent and not torch.cuda.is_available():

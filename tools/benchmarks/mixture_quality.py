@@ -50,12 +50,15 @@ ROWS: Mapping[str, dict[str, Any]] = {
 
 
 def write_texts(stories: Path, model: Path, drawn: bool, directory: Path) -> tuple[Path, Path]:
-    """Write a calibration text, of all samples alone unless they are `drawn`, and an evaluation text. Return both."""
+    """Write a calibration text and an evaluation text. Return their paths.
+
+    `drawn`: the calibration text is longer than its samples; otherwise it holds just these.
+    """
     texts: list[str] = json.loads(stories.read_text())
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
     def first_windows(text: str, count: int) -> str:
-        """Return so many windows and a half of a text: what is left of a window is dropped, with its cut end."""
+        """Return the first `count` and a half windows of a text: readers drop the half one, with its cut end."""
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return text[: tokens.offsets[WINDOW * count + WINDOW // 2][0]]
 

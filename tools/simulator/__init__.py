@@ -1,1 +1,1 @@
-"""A clock for jobs on clusters that are not there."""
+"""Simulates jobs on clusters that are not available."""

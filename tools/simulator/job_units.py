@@ -147,9 +147,10 @@ def _stores(layer: int, seconds: float, added: str, disk: str) -> Iterator[Unit]
 
 
 def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass, *, shared: bool) -> Iterator[Unit]:
-    """Yield the reads of a layer by each node while the layer before is computed; `shared`: of a part, a layer earlier.
+    """Yield the reads of a layer by each node, while the layer before it is computed.
 
-    Reads are from memory where the driver has just read the source for its digests.
+    `shared`: each node reads a part, a layer earlier, and passes it on. A source that the driver has just read for its
+    digests is read from memory.
     """
     nodes = way.nodes(rates)
     shared = shared and nodes > 1

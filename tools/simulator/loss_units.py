@@ -47,17 +47,17 @@ def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
 
 
 def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str]) -> Units:
-    """Yield the units of workers that solves leave idle.
+    """Yield the background units, for workers that solves leave idle.
 
     They compare both models on a few tokens, and score held-out text by the dense model and by each layer once it is
-    `written`. One worker alone scores one model after the other.
+    `written`. A single worker scores one model after the other.
     """
     if work.compare_flops:
         compared: tuple[str, ...] = ()
         for first in range(0, way.layers, COMPARED_LAYERS):
             some = tuple(written[first : first + COMPARED_LAYERS])
             seconds = len(some) * compare_seconds(work, rates, way)
-            yield Unit(f"compare {first}", "compare", seconds, (*compared, *some), aside=True)
+            yield Unit(f"compare {first}", "compare", seconds, (*compared, *some), background=True)
             compared = (f"compare {first}",)
     after: tuple[str, ...] = ("start",)
     ended: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str])
                 rates,
                 way,
                 first=first,
-                aside=True,
+                background=True,
             )
     return (*ended, *after)
 
@@ -91,7 +91,10 @@ def verify_unit(layer: int, work: LayerWork, rates: Rates, after: str) -> Unit:
 
 
 def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """Yield corrections, layer by layer: both models up to a point, the sum of pairs, solves; at last to the end."""
+    """Yield corrections, layer by layer:
+
+    passes of both models to each point, sums of pairs, solves, and a last pass.
+    """
     seconds = correction_seconds(work, rates) / CORRECTED
     adding = pair_seconds(work, rates, way) / (CORRECTED - 1)
     for layer in range(way.layers):
@@ -254,14 +257,14 @@ def _passes(
     way: Pass,
     read: str | None = None,
     first: int = 0,
-    aside: bool = False,
+    background: bool = False,
 ) -> Units:
     """Yield all shards of a layer, numbered from `first`, and a barrier."""
     names = tuple(f"{kind} {layer} {shard}" for shard in range(shards))
     for shard, name in enumerate(names):
         node = shard % way.workers // rates.workers_per_node
         waits = (*after, f"read {read or kind} {layer} {node}")
-        yield Unit(name, phase, seconds / shards, waits, shard=first + shard, aside=aside)
+        yield Unit(name, phase, seconds / shards, waits, shard=first + shard, background=background)
     barrier = f"{kind} barrier {layer}"
     yield Unit(barrier, "barrier", 0.0, names, barrier)
     return (barrier,)

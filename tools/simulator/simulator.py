@@ -1,7 +1,7 @@
-"""Simulate a job on a clock: units on workers, transfers on nodes, failures. See docs/plan.md.
+"""Simulate the time of a job: units on workers, transfers on nodes, failures. See docs/plan.md.
 
-A worker does one unit at a time; a node's disk, network and each worker's link serve one transfer at a time, in the
-order in which they come. Nothing is computed: a job of hours takes a second.
+A worker does one unit at a time; a node's disk, network and each worker's link serve one transfer at a time, first
+come, first served. Nothing is computed: a job of hours takes a second.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Unit:
 
     Attributes:
         on: WORKER, or the name of a device that transfers, such as `disk 0`.
-        shard: a worker goes on with the shards that it holds; None: any worker may do the unit.
+        shard: the shard of the unit, which stays with its worker; None: any worker may do the unit.
         summed: the sum that a forward unit adds to; lost with its worker until the unit of this name is done.
-        aside: a background unit, for workers without other units while the driver waits only for `LEAVE_WORKERS`.
+        background: for workers without other units, while the driver waits only for `LEAVE_WORKERS`.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Unit:
     on: str = WORKER
     shard: int | None = None
     summed: str | None = None
-    aside: bool = False
+    background: bool = False
 
     @property
     def of(self) -> int:
@@ -58,7 +58,7 @@ class Failure:
 
 @dataclass
 class Simulated:
-    """Seconds in all, of workers by kind of unit, of transfers by device, and of the last unit of a kind."""
+    """The result: total seconds, busy seconds of workers by kind of unit and of devices, and the end of each kind."""
 
     seconds: float = 0.0
     workers: int = 1
@@ -75,7 +75,7 @@ class Simulated:
 
 
 def simulate(units: Sequence[Unit], workers: int, failures: Sequence[Failure] = ()) -> Simulated:
-    """Simulate the units. Raises ValueError if units wait for one another, or for a unit that does not exist."""
+    """Simulate the units. Raises ValueError if units wait for each other, or for a unit that does not exist."""
     return _Run(units, workers, failures).result
 
 
@@ -89,14 +89,14 @@ class _Run:
             for name in unit.after:
                 self.readers[name].append(unit.name)
         self.ready: list[tuple[int, str]] = []
-        self.ready_aside: list[tuple[int, str]] = []
-        self.seen = Counter(unit.kind for unit in units if not unit.aside and unit.kind not in UNSEEN)  # not done
+        self.ready_background: list[tuple[int, str]] = []
+        self.seen = Counter(unit.kind for unit in units if not unit.background and unit.kind not in UNSEEN)  # not done
         self.waited_for: Counter[str] = Counter()  # of these, those that run or are ready
         self.queues: dict[str, deque[str]] = defaultdict(deque)
         self.serving: set[str] = set()
         self.holder: dict[int, int] = {}  # shard -> worker
         self.held: Counter[tuple[int, int]] = Counter()  # (worker, of which hidden states) -> shards
-        self.scored = Counter(unit.of for unit in units if unit.aside and unit.of)  # of each model: not done
+        self.scored = Counter(unit.of for unit in units if unit.background and unit.of)  # of each model: not done
         shards = Counter(unit.of for unit in {unit.shard: unit for unit in units if unit.of}.values())
         self.most = {of: shards_per_worker(count, workers) for of, count in shards.items()}  # of a model, on a worker
         self.running: dict[int, tuple[str, float]] = {}
@@ -134,14 +134,14 @@ class _Run:
                 self._finish(name, now)
             self._start(now)
         if missing := self.units.keys() - self.done:
-            raise ValueError(f"{len(missing)} units wait for ever, such as {min(missing, key=self.order.__getitem__)}")
+            raise ValueError(f"{len(missing)} units wait forever, such as {min(missing, key=self.order.__getitem__)}")
 
     def _release(self, name: str) -> None:
         unit = self.units[name]
-        if not unit.aside:
+        if not unit.background:
             self.waited_for[unit.kind] += 1
         if unit.on == WORKER:
-            insort(self.ready_aside if unit.aside else self.ready, (self.order[name], name))
+            insort(self.ready_background if unit.background else self.ready, (self.order[name], name))
         else:
             self.queues[unit.on].append(name)
 
@@ -165,13 +165,16 @@ class _Run:
                 heapq.heappush(self.events, (now + unit.seconds, 2, "worker", worker))
 
     def _choose(self, worker: int) -> str | None:
-        """Choose as the pool does: units of its own shards or of none; then free shards, of its own model first; then
-        shards of a worker that holds more."""
+        """Choose a unit for a worker as the pool does.
+
+        First units of its own shards or without one; then free shards, of its own model first; then shards of a worker
+        that holds more.
+        """
         chosen = self._choose_of(self.ready, worker)
-        return self._choose_of(self.ready_aside, worker) if chosen is None and self._leaves_workers() else chosen
+        return self._choose_of(self.ready_background, worker) if chosen is None and self._leaves_workers() else chosen
 
     def _leaves_workers(self) -> bool:
-        if not self.ready_aside or (self.result.workers == 1 and any(self.seen.values())):
+        if not self.ready_background or (self.result.workers == 1 and any(self.seen.values())):
             return False
         waited_for = {kind for kind, count in self.waited_for.items() if count and kind not in UNSEEN}
         return waited_for <= LEAVE_WORKERS and (bool(waited_for) or not any(self.seen.values()))
@@ -215,8 +218,8 @@ class _Run:
     def _finish(self, name: str, now: float) -> None:
         self.done.add(name)
         unit = self.units[name]
-        self.scored[unit.of] -= unit.aside
-        if not unit.aside:
+        self.scored[unit.of] -= unit.background
+        if not unit.background:
             self.waited_for[unit.kind] -= 1
             self.seen[unit.kind] -= unit.kind not in UNSEEN
         self.result.seconds = self.result.ended[unit.kind] = now
@@ -237,7 +240,7 @@ class _Run:
             self.seen[self.units[name].kind] += 1
         if worker in self.running:
             again.add(running := self.running.pop(worker)[0])
-            self.waited_for[self.units[running].kind] -= not self.units[running].aside
+            self.waited_for[self.units[running].kind] -= not self.units[running].background
         for name in again:
             self.done.discard(name)
             for reader in self.readers[name]:

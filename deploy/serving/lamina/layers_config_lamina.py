@@ -142,7 +142,10 @@ class LayersConfig(PreTrainedConfig):
             self.rope_parameters = None  # the base class filled in a default
 
     def layer_mixture(self, layer: int) -> LayerMixture | None:
-        """Return the mixture of a layer, with the stored number of experts; None for a layer with a dense MLP."""
+        """Return the mixture of a layer, with the stored number of experts; None for a layer with a dense MLP.
+
+        Raises ValueError if its form stores an impossible number of experts.
+        """
         sizes = mixture_of(self.mixture, layer)
         spec = self.forms[layer].get(ROUTER) if isinstance(self.forms[layer], dict) else None
         if sizes is None or self.mixture is None or not isinstance(spec, dict):

@@ -72,7 +72,10 @@ class LossAwareMethod(MethodBase[LossAware]):
     name: ClassVar[str] = "loss_aware"
 
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim groups `query_key` (q, k), `attention` (v, o), latent attention and the MLP of every chosen layer."""
+        """Claim groups `query_key` (q, k), `attention` (v, o), latent attention and the MLP of every chosen layer.
+
+        Raises ValueError for corrections of a layer whose router weighs the inputs of experts.
+        """
         groups: list[Group] = []
         for layer in self.chosen_layers(geometry):
             if self._corrects and any(block.weighed for block in layer.mlps):

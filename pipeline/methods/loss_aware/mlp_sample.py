@@ -49,7 +49,10 @@ class Sample(NamedTuple):
 
 
 def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
-    """Return the sampled tokens that pass an MLP; for an expert, those with a routing weight."""
+    """Return the sampled tokens that pass an MLP; for an expert, those with a routing weight.
+
+    Raises ValueError if tokens and routing weights differ in number.
+    """
     inputs_TD = statistics.moments[sample_of(block)][0]
     if not block.routing:
         return Sample(inputs_TD, None, 1.0)

@@ -216,7 +216,7 @@ class Solver:
         return dict.fromkeys(roles_of(matrices), form) if width < self.block.width else {}
 
     def kept(self, width: int) -> Tensor:
-        """Return the kept channels, ascending."""
+        """Return the kept channels (width,), ascending. Raises ValueError if the curve's hint is of another MLP."""
         if width >= self.block.width:
             return torch.arange(self.block.width, device=self.down_DN.device)
         widths = self.sizes.widths
