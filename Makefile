@@ -1,27 +1,27 @@
 # make setup | check | unit | test | nightly | test-vllm | test-llama-cpp | test-transformers | gpu | mutants | quickstart | docs | dist | clean
-# PYTHON chooses the interpreter of the environment, VENV its folder, PROCESSES those that test at once.
+# PYTHON: the interpreter of the environment; VENV: its folder; PROCESSES: the number of test processes.
 PYTHON ?= python3
 VENV ?= .venv
 PROCESSES ?= 4
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-# The tests of a file stay in one process, as they share what they have computed; those on one Ray, too (tests/processes.py).
-# Those of whole jobs wait for processes two thirds of their time: four at once fill two cores. They come early, in the
-# order of the folders: few and long in each file, they would come last by their number.
+# The tests of a file stay in one process, as they share results; so do tests that share a Ray (tests/processes.py).
+# Tests of whole jobs wait two thirds of their time: four processes fill two cores. They run early, in the order of the
+# folders: ordered by number, their few and long tests would run last.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder -n
 INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
 
 export PYTHON
-# Where it is set, each process compiles the product's modules and pytest's tests again.
+# With PYTHONDONTWRITEBYTECODE, each process would compile all modules and tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup check unit test nightly test-vllm test-llama-cpp test-transformers gpu mutants quickstart docs dist clean
 
 setup: $(STAMP)
 
-# torch goes first and alone: pinned, from whatever index pip is configured with. Resolved among the others, an
-# unpinned torch can bring gigabytes of CUDA packages to a machine that has no GPU.
+# torch is installed first, alone and pinned, from pip's configured index. Resolved with the other packages, an unpinned
+# torch can bring gigabytes of CUDA packages to a machine without a GPU.
 $(STAMP): $(INPUTS)
 	@echo "setup: installing into $(VENV), a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,7 +38,7 @@ check: setup
 unit: setup
 	$(PYTEST) 2 -m "not ray and not slow and not variant and not nightly" --ignore=tests/end_to_end
 
-# The type checker needs one core for a minute: it runs beside the tests, and says what it has found after them.
+# The type checker needs one core for a minute: it runs beside the tests, and its report follows theirs.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,11 +46,11 @@ test: setup
 	$(PYTEST) $(PROCESSES) -m "not nightly"; tests=$$?; \
 	wait $$types; types=$$?; cat build/mypy.log; exit $$((tests + types))
 
-# Every test, with its folders on a disk. Each night (.github/workflows/nightly.yml), with the three targets below.
+# Every test, with its folders on a disk. Runs each night (.github/workflows/nightly.yml), with the three targets below.
 nightly: setup check
 	PYTEST_DEBUG_TEMPROOT=$${TMPDIR:-/tmp} $(PYTEST) $(PROCESSES)
 
-# In environments of their own below .engines, which the script builds: vLLM for CPUs (3.4 GB), llama.cpp, transformers 5.14 to 5.23.
+# In separate environments below .engines, which the script builds: vLLM for CPUs (3.4 GB), llama.cpp, transformers 5.14 to 5.23.
 test-vllm:
 	tools/engines.sh vllm
 

@@ -9,10 +9,10 @@ import pytest
 
 @pytest.fixture
 def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty place for the code that transformers copies out of checkpoints, forgotten after the test.
+    """Yield an empty folder for the code that transformers copies from checkpoints.
 
-    transformers imports from there as the package `transformers_modules`, which once imported finds its parts only in
-    the place of the first test that used it.
+    transformers imports from there as the package `transformers_modules`, which once imported finds its parts only
+    in the folder of the first test that used it.
     """
 
     def forget() -> None:
@@ -21,7 +21,7 @@ def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
     place = tmp_path / "modules"
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place))
-    monkeypatch.setattr("sys.path", list(sys.path))  # which transformers appends the place to
+    monkeypatch.setattr("sys.path", list(sys.path))  # to which transformers appends the folder
     forget()
     yield place
     forget()

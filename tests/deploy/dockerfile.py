@@ -1,4 +1,4 @@
-"""A Dockerfile as a list of instructions."""
+"""Reads a Dockerfile as a list of instructions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Instruction:
-    """`RUN`, and what it runs, on one line."""
+    """An instruction: its keyword, such as `RUN`, and its arguments on one line."""
 
     name: str
     value: str
 
 
 def read_dockerfile(path: Path) -> list[Instruction]:
-    """The instructions in order, comments left out, continued lines joined."""
+    """Return the instructions in order, without comments, with continued lines joined."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
     joined = re.sub(r"\s*\\\n\s*", " ", "\n".join(lines))
     return [Instruction(*line.split(maxsplit=1)) for line in joined.splitlines()]
 
 
 def copied(instructions: list[Instruction]) -> list[tuple[list[str], str]]:
-    """(sources in the repository, target in the image) of every COPY."""
+    """Return (sources in the repository, target in the image) of each COPY."""
     found = []
     for instruction in instructions:
         if instruction.name == "COPY":

@@ -1,7 +1,7 @@
-"""Custom resources against KubeRay's definitions, without a cluster.
+"""Validates custom resources against KubeRay's definitions, without a cluster.
 
-The API server drops what a definition does not know; here that is an error, as a misspelled field would go unnoticed.
-The definitions lie beside the checkout (`shared/kuberay`). The operator's own checks are not in them.
+The API server drops unknown fields. Here they are errors, so that a misspelled field is noticed.
+The definitions are beside the checkout (`shared/kuberay`). The operator's own checks are not in them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOP = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata":
 
 
 def closed(schema: Any) -> Any:
-    """The schema with unknown properties refused wherever the known ones are listed."""
+    """Return the schema with unknown properties refused, wherever it lists the known ones."""
     if isinstance(schema, list):
         return [closed(part) for part in schema]
     if not isinstance(schema, Mapping):
@@ -30,7 +30,7 @@ def closed(schema: Any) -> Any:
 
 
 def read_validators(directory: Path) -> dict[tuple[str, str], jsonschema.Draft202012Validator]:
-    """(apiVersion, kind) -> validator, from the definitions of a folder."""
+    """Return (apiVersion, kind) -> validator, from the definitions in a folder."""
     found = {}
     for path in sorted(directory.glob("*.yaml")):
         definition = yaml.load(path.read_text(), Loader=yaml.CSafeLoader)["spec"]
@@ -43,7 +43,7 @@ def read_validators(directory: Path) -> dict[tuple[str, str], jsonschema.Draft20
 
 
 def faults(resource: Mapping[str, Any], validators: Mapping[tuple[str, str], Any]) -> list[str]:
-    """`PATH: what is wrong`, of every fault."""
+    """Return `PATH: FAULT` for each fault."""
     key = (str(resource.get("apiVersion")), str(resource.get("kind")))
     if key not in validators:
         return [f"{'/'.join(key)}: no such resource"]

@@ -1,4 +1,4 @@
-"""The table of docs/families.md, from the code: `python -m tests.docs.family_table` writes it again."""
+"""Writes the table of docs/families.md from the code: `python -m tests.docs.family_table`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "asvd": {"keep": 0.6}, "svd_llm": {"keep": 0.6}, "magnitude": {"keep": 0.6}, "heapr": {}, "reap": {},
     "frequency": {}, "merge_experts": {},
 }  # fmt: skip
-SMALLER: dict[str, dict[str, dict[str, Any]]] = {  # what remains of a method that does not apply as a whole
+SMALLER: dict[str, dict[str, dict[str, Any]]] = {  # the part of a method that applies where the whole does not
     "joint_rank_k": {"of queries and keys": {"keep": 0.6, "mlp": False}},
     "lestd": {"of the MLP": {"target": "mlp", "keep": 0.6}, "of attention": {"target": "attention", "keep": 0.6}},
 }
 CALIBRATION = {"text": {"files": ["text.txt"]}, "samples": 16, "sequence_length": 8, "propagate": "dense"}
 OF_EXPERTS = ("reap", "frequency", "merge_experts")
-USUAL: dict[str, dict[str, Any]] = {  # fields as in the models on the hub, where those of the tests' are odd
+USUAL: dict[str, dict[str, Any]] = {  # fields of models on the hub, where the tests' fields are unusual
     "gemma3_text": {"final_logit_softcapping": None},
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
@@ -99,7 +99,7 @@ def _applies(standard: dict[str, Any], entry: dict[str, Any]) -> bool:
 
 
 def _vllm(described: LayersConfig) -> str:
-    """Name the class that serves a checkpoint of the family in vLLM, or what both lack."""
+    """Name the class that serves a checkpoint of the family in vLLM, or the missing feature."""
     if described.foreign:
         return "no"
     for own, name in ((True, "Lamina's class"), (False, "Transformers backend")):
@@ -109,7 +109,7 @@ def _vllm(described: LayersConfig) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with its table as the code has it."""
+    """Return the page with its table replaced by the code's."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}{table()}{END}{rest.split(END)[1]}"
 

@@ -1,6 +1,6 @@
 """Runs a tutorial as a program: applies its code blocks, in order, to a copy of the repository, and runs its commands.
 
-The words behind a fence say what a block is: a language and a path a new file, `diff` and a path an edit of an existing
+The words after a fence define a block: a language and a path are a new file, `diff` and a path an edit of an existing
 file, `bash` commands. Hunks of a diff begin with `@@`; `…` in a line matches any text.
 """
 
@@ -70,7 +70,7 @@ def copy_of_the_repository(folder: Path) -> Path:
 
 
 def apply(block: Block, tree: Path) -> None:
-    """Creates a file, or edits one. Raises AssertionError where the page does not fit the tree."""
+    """Creates or edits a file. Raises AssertionError if the page does not fit the tree."""
     path = tree / block.path
     if block.language == "diff":
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Fixtures of several files about the driver."""
+"""Fixtures for tests of the driver."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.driver.simulation import JOBS
 
 @pytest.fixture(params=list(JOBS))
 def job(request: pytest.FixtureRequest) -> Job:
-    """One of the simulated jobs."""
+    """Return a simulated job, one of several kinds."""
     return JOBS[request.param]()

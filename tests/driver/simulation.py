@@ -1,5 +1,7 @@
-"""A cluster in which every result is a digest of all that it was made from: whoever skips a step, or takes the wrong
-inputs, ends with another journal. It can be killed between any two things that it does, and its stores damaged.
+"""Simulates a cluster in which each result is a digest of its inputs: a skipped step or a wrong input changes the
+journal.
+
+It can be killed between any two of its actions, and its stores can be damaged.
 """
 
 from __future__ import annotations
@@ -66,12 +68,12 @@ from pipeline.units.units import (
 
 
 class Killed(BaseException):
-    """The process is gone: nothing catches this."""
+    """Ends the simulated process; nothing catches it."""
 
 
 @dataclass(frozen=True)
 class Handle:
-    """Of what a unit left behind; `life` is that of the process that it was given to."""
+    """A handle of a unit's result; `life` is the number of the process that received it."""
 
     life: int
     value: str
@@ -82,7 +84,7 @@ def sha256(value: str) -> str:
 
 
 def number_in(path: str) -> int:
-    """Which record it is, by order of writing."""
+    """Return the number of a record, by order of writing, from its path."""
     return int(path.removesuffix(".safetensors")[-32:], 16)
 
 
@@ -92,22 +94,21 @@ def digest(*parts: object) -> str:
 
 @dataclass
 class World:
-    """What outlives a process: stores and journal. `events` says in which order things became durable.
+    """The state that survives a process: stores and journal. `events`: durable changes, in order.
 
-    `fuel`: how many things may happen before the process is killed; `signal`: it is asked to stop instead, which the
-    pool notices. `damaged`: the numbers of the records (by order of writing) that turn out to be corrupt when read.
-    `left`: what a process killed at any moment leaves behind is kept here: of moments between which nothing durable
-    has changed, the last, when most work is lost.
+    `fuel`: the number of actions before the process is killed. `damaged`: the numbers of the records (by order of
+    writing) that are corrupt when read. `left`: the states that a process killed at any time would leave; of several
+    without a durable change in between, the last, when most work is lost.
     """
 
     stores: dict[str, dict[str, str]] = field(default_factory=lambda: {"activation": {}, "statistic": {}, "staged": {}})
-    values: dict[str, str] = field(default_factory=dict)  # of every path that ever was
+    values: dict[str, str] = field(default_factory=dict)  # of all paths, removed ones included
     entries: dict[str, str] = field(default_factory=dict)
     events: list[tuple[str, str]] = field(default_factory=list)
     done: list[Unit] = field(default_factory=list)
-    passes: int = 0  # of a shard through a layer
+    passes: int = 0  # of shards through layers
     backward_passes: int = 0
-    handles: list[weakref.ref[Handle]] = field(default_factory=list)  # of all that were ever made
+    handles: list[weakref.ref[Handle]] = field(default_factory=list)  # all that were created
     repairs: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     damaged: frozenset[int] = frozenset()
     fuel: int | None = None
@@ -115,7 +116,7 @@ class World:
     life: int = 0
 
     def copy(self) -> World:
-        """A world that goes its own way from here."""
+        """Return an independent copy of the state."""
         stores = {kind: dict(live) for kind, live in self.stores.items()}
         lists = {name: list(getattr(self, name)) for name in ("events", "done", "handles", "repairs")}
         return replace(self, stores=stores, values=dict(self.values), entries=dict(self.entries), left=None, **lists)
@@ -131,7 +132,7 @@ class World:
                 raise Killed
 
     def store(self, kind: str, value: str) -> ArrayRecord:
-        """An array of some kind, that is its value."""
+        """Store an array, represented by its value."""
         path = self._keep(kind, f"{kind}/{len(self.values):032x}", value)
         return ArrayRecord(
             version=1,
@@ -145,7 +146,7 @@ class World:
         )
 
     def store_staged(self, layer: int, value: str) -> StagedRecord:
-        """A compressed layer that is its value."""
+        """Store a compressed layer, represented by its value."""
         path = self._keep("staged", f"staged/layer-{layer:05d}.{len(self.values):032x}.safetensors", value)
         return StagedRecord(path=path, size=len(value), sha256=sha256(value), tensors={})
 
@@ -165,11 +166,11 @@ class World:
         return self.stores[kind][path]
 
     def journal(self) -> dict[str, Any]:
-        """The entries with every record replaced by what it stands for."""
+        """Return the entries, with each record replaced by its value."""
         return {key: self._plain(json.loads(text)) for key, text in self.entries.items()}
 
     def number_of(self, value: str) -> int:
-        """Which record, by order of writing, first held this."""
+        """Return the number, by order of writing, of the first record with this value."""
         return list(self.values.values()).index(value)
 
     def _plain(self, value: Any) -> Any:
@@ -237,7 +238,7 @@ class WorldCleaner:
 
 @dataclass
 class Recorder:
-    """An observer that remembers."""
+    """An observer that records its calls."""
 
     world: World
     phases: list[tuple[str, int, int]] = field(default_factory=list)
@@ -261,13 +262,13 @@ class Recorder:
 
 
 class SimulatedPool:
-    """Does units when they are waited for, in the order of `order` ("first", "last", or a seed to shuffle by).
+    """A pool that does units when the driver waits, in `order`: "first", "last", or a seed to shuffle by.
 
-    Its workers hold nothing between units but their sums: every forward pass starts at `base`. Handles are worth
-    nothing to another process.
+    Its workers hold only their sums between units: every forward pass starts at `base`. Handles are invalid in another
+    process.
 
-    `narrow`: moment keys whose first grid of each layer is too narrow. `die_before`: a unit's key -> the worker that is
-    gone when the unit is done, once.
+    `narrow`: moment keys whose first grid of each layer is too narrow. `die_before`: a unit's key -> the worker that
+    dies before the unit, once.
     """
 
     def __init__(self, world: World, order: str | int = "first", size: int = 2) -> None:
@@ -278,9 +279,9 @@ class SimulatedPool:
         self.fail_on: dict[str, Exception] = {}  # unit key -> raised once
         self.stop_after: int | None = None  # waits before a signal is noticed
         self.sums: dict[str, dict[str, dict[int, dict[str, str]]]] = {}  # worker -> pass -> shard -> moment -> value
-        self.latest: dict[str, str] = {}  # worker -> the pass that it began last
+        self.latest: dict[str, str] = {}  # worker -> its latest pass
         self.turn = 0
-        self.cut = 2  # parts of a moment, at most
+        self.cut = 2  # the most parts of a moment
         self.workers_per_node = 100
         self.narrow: frozenset[str] = frozenset()
         self.die_before: dict[str, str] = {}
@@ -379,7 +380,7 @@ class SimulatedPool:
         return digest("written", unit.layer, parts, sorted(unit.forms))
 
     def _curve(self, unit: BeginCurve | CurvePieces | Predict) -> Any:
-        """The same whether it is made of pieces or not."""
+        """Return a curve, which is the same with and without pieces."""
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
         shared = digest("shared", unit.task.key, read)
         if isinstance(unit, BeginCurve):
@@ -423,14 +424,16 @@ class SimulatedPool:
         )
 
     def _add(self, unit: Summable, values: dict[str, str]) -> str:
-        """The worker, one after another, to whose sums of this pass the shard is added."""
+        """Add a shard to the sums of the next worker in turn, and return that worker."""
         worker = f"worker-{self.turn % max(1, self.size)}"
         self.turn += 1
         if unit.sums is not None:
             assert {self._open(handle) for handle in unit.sums.grids.values()} <= {f"grid {unit.layer}", "wider"}
             passes = self.sums.setdefault(worker, {})
             if unit.sums.name not in passes:
-                for name in passes.keys() - {self.latest.get(worker)}:  # as workers do: that one is being given away
+                for name in passes.keys() - {
+                    self.latest.get(worker)
+                }:  # as workers do: older sums have been handed over
                     del passes[name]
                 self.latest[worker] = unit.sums.name
             shards = passes.setdefault(unit.sums.name, {})
@@ -456,7 +459,7 @@ class SimulatedPool:
         return CollectDone(cut, diagonals, tuple(shards), node, tokens)
 
     def _joined(self, handles: Sequence[Handle]) -> dict[str, dict[str, str]]:
-        """Part -> shard -> value, of sums of other shards or of other parts."""
+        """Join sums of different shards or parts: part -> shard -> value."""
         joined: dict[str, dict[str, str]] = {}
         for handle in handles:
             for part, found in json.loads(self._open(handle)).items():
@@ -502,7 +505,7 @@ class SimulatedPool:
         )
 
     def _score(self, unit: WindowForward | Score) -> ShardDone | Scored:
-        """A loss is a number that all that the windows went through is in."""
+        """Return a loss that depends on everything that the windows passed."""
         assert len(unit.replay) == unit.layer - unit.base
         assert unit.base_record is not None or unit.base == 0
         tokens = self.world.load("activation", unit.windows.tokens) if unit.windows.tokens else "given"
@@ -603,7 +606,7 @@ PAIRS = {point: Moment(point, kind="pair") for point in ("attention.in", "o.in",
 
 
 def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp")) -> tuple[Task, ...]:
-    """Tasks of one or two groups per layer; group "free" needs no statistics."""
+    """Return tasks of one or two groups per layer; group "free" needs no statistics."""
     moments = {
         "attention": (SHARED, OWN),
         "mlp": (SHARED, MLP),
@@ -618,7 +621,7 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
 
 
 def make_corrected_tasks(layers: Sequence[int], groups: Sequence[str] = ("first", "second")) -> tuple[Task, ...]:
-    """Tasks solved in parts: "first" by two pairs, "second" by one of them and a later one; "free" as ever."""
+    """Return tasks solved in parts: "first" by two pairs, "second" by one of these and a later one; "free" by none."""
     pairs = {"first": ("attention.in", "o.in"), "second": ("attention.in", "down.in"), "free": ()}
     return tuple(
         Task.of(
@@ -653,7 +656,7 @@ def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **se
 
 
 def make_experts_job(**settings: Any) -> Job:
-    """Two of three layers have five experts, of which workers hold two."""
+    """Return a job in which two of three layers have five experts, and workers hold two at a time."""
     tasks = make_tasks([0], ["mlp"]) + make_tasks([1, 2], ["attention", "expert-0", "expert-3", "expert-4"])
     return make_job(tasks, num_layers=3, experts=(0, 5, 5), held_experts=2, **settings)
 
@@ -661,7 +664,7 @@ def make_experts_job(**settings: Any) -> Job:
 def make_gradient_job(
     layers: Sequence[int], groups: Sequence[str] = ("loss-attention", "loss-mlp"), **settings: Any
 ) -> Job:
-    """Ranks follow curves, which follow from moments of values and of gradients."""
+    """Return a job whose ranks follow curves, which depend on moments of values and of gradients."""
     tasks = make_tasks(layers, groups)
     given: dict[str, Any] = {
         "num_layers": max(layers) + 1,
@@ -673,12 +676,12 @@ def make_gradient_job(
         **settings,
     }
     if given["propagate"] == "compressed":
-        given["predicts"] = ()  # of dense statistics only
+        given["predicts"] = ()  # curves need dense statistics
     return make_job(tasks, **given)
 
 
 def make_pieces_job(layers: Sequence[int], pieces: int = 3) -> Job:
-    """Curves of one of two groups may be cut."""
+    """Return a job in which the curves of one of two groups may be computed in pieces."""
     job = make_gradient_job(layers)
     long = {task: replace(task, pieces=pieces) for task in job.tasks if task.name == "loss-mlp"}
     tasks = tuple(long.get(task, task) for task in job.tasks)
@@ -686,7 +689,7 @@ def make_pieces_job(layers: Sequence[int], pieces: int = 3) -> Job:
 
 
 def make_corrected_job(layers: Sequence[int], groups: Sequence[str] = ("first", "second"), **settings: Any) -> Job:
-    """Every layer in parts, behind what became of those before."""
+    """Return a job that solves each layer in parts, on outputs of the compressed layers before it."""
     given = {"num_layers": max(layers) + 1, "propagate": "dense", "keep_statistics": True, "scores": frozenset()}
     return make_job(make_corrected_tasks(layers, groups), **{**given, **settings})
 
@@ -698,7 +701,7 @@ def make_refined_job(
     inputs: str = "compressed",
     **settings: Any,
 ) -> Job:
-    """Groups that are trained after their solve, those of `corrected` behind their corrections; "free" is not."""
+    """Return a job with training after solves; those in `corrected` are corrected first, and "free" is not trained."""
     training = Settings.model_validate({"inputs": inputs})
     given = {"num_layers": max(layers) + 1, "propagate": "dense", "keep_statistics": True, "scores": frozenset()}
     tasks = (*make_tasks(layers, groups), *make_corrected_tasks(layers, corrected))
@@ -707,7 +710,7 @@ def make_refined_job(
 
 
 def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None) -> tuple[World, Recorder]:
-    """One process's life, from start to end."""
+    """Run one process from start to end."""
     world = world or World()
     recorder = Recorder(world)
     scheduler = Scheduler(pool or SimulatedPool(world), recorder)
@@ -797,7 +800,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 
 def commits(world: World) -> list[str]:
-    """The keys entered, in order."""
+    """Return the committed keys, in order."""
     return [key for event, key in world.events if event == "commit"]
 
 

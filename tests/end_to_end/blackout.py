@@ -1,9 +1,9 @@
-"""Power cuts: what a process wrote and did not fsync may be gone, in part or whole, in any combination.
+"""Simulates power cuts: writes without an fsync may be lost, wholly or partly, in any combination.
 
-`Disk` watches fsync below a directory. `cut` then undoes, by the throw of a seeded coin, each change of a directory
-since its last fsync (a name that came, went or was given to another file), and spoils each file whose bytes are not
+`Disk` watches fsync below a directory. `cut` then undoes, at random by a seed, each change of a directory
+since its last fsync (a name that was created, removed or replaced), and damages each file whose bytes are not
 durable.
-What it knows outlives a process that is only killed: the kernel goes on writing behind it, or does not.
+Its record survives a process that is only killed, because the kernel keeps that process's unsynced writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Names = dict[str, str]  # name -> inode, or "directory"
 
 
 class Disk:
-    """What of the folder `root` is durable. `shadow`: a folder on the same filesystem that keeps old files alive."""
+    """The durable state of the folder `root`. `shadow`: a folder on the same filesystem that keeps old files alive."""
 
     def __init__(self, root: Path, shadow: Path) -> None:
         self.root, self.shadow = root, shadow
@@ -40,7 +40,7 @@ class Disk:
                     self.synced_file(os.stat(path))
 
     def watch(self) -> None:
-        """From now on, notes every fsync of this process."""
+        """Start to record every fsync of this process."""
         original = os.fsync
 
         def fsync(descriptor: Any) -> None:
@@ -63,11 +63,11 @@ class Disk:
         self.folders[str(folder)] = self._names(folder)
 
     def remember(self) -> None:
-        """For the next process, as this one is killed while the machine lives."""
+        """Save the record for the next process, as the machine survives the kill of this one."""
         self.state.write_text(json.dumps([self.started, self.files, self.folders]))
 
     def cut(self, seed: int) -> None:
-        """The power goes. Afterwards all that is left is durable."""
+        """Cut the power. All remaining data is then durable."""
         coin = random.Random(seed)
         for folder in list(self._walk()):
             if folder.exists():  # not lost with its parent
@@ -105,7 +105,7 @@ class Disk:
             path.write_bytes(bytes(found.st_size))
 
     def _names(self, folder: Path) -> Names:
-        """Every file is linked to the shadow, so that its inode stays its own and its content can come back."""
+        """Return name -> inode. Links each file to the shadow, which keeps its inode and its content."""
         names: Names = {}
         for path in sorted(folder.iterdir()):
             if path.is_dir():

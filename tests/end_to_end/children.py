@@ -1,4 +1,4 @@
-"""Commands in processes of their own that can be killed, forked from a server which has imported everything.
+"""Runs commands in separate processes that can be killed, forked from a server that has imported everything.
 
 With `inline`, commands get `--in-process`: then a kill hits driver and worker at a moment that the test chooses, and a
 run takes half a second.
@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-import lamina.modeling_lamina  # noqa: F401 - seconds, at the end of each job: once, before children are forked
+import lamina.modeling_lamina  # noqa: F401 - takes seconds: imported once, before children are forked
 from pipeline.kernels.descent import Descent
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
@@ -37,17 +37,17 @@ WAIT_S = 120.0
 
 @dataclass(frozen=True)
 class Hook:
-    """Where a process kills its group, or waits: at the nth time that something durable begins or has just ended.
+    """The point at which a process kills its group, or waits: before or after the nth durable operation of a kind.
 
     Attributes:
-        what: `commit` (a key new to the ledger), `file` (a rename or link to a final name), `remove` (a folder goes),
+        what: `commit` (a new key of the ledger), `file` (a rename or link to a final name), `remove` (of a folder),
             `sync` (an fsync of a file or folder), `step` (a step of training).
-        match: counted only when this is in the ledger key or path.
-        after: just after it, instead of just before.
-        pause: makes this file and goes on when somebody has removed it, instead of dying.
-        disk: the folder whose unsynced changes may be lost with the process; otherwise its next process keeps them in
-            mind.
-        cut: the seed of what is lost; None: the machine lives on.
+        match: count only operations whose ledger key or path contains this.
+        after: just after the operation, instead of just before it.
+        pause: create this file and wait until it is removed, instead of dying.
+        disk: the folder that may lose unsynced changes with the process. Without `cut`, its next process keeps their
+            record.
+        cut: the seed of the losses of a power cut; None: the machine survives.
     """
 
     what: str
@@ -60,7 +60,7 @@ class Hook:
 
 
 class Child:
-    """A command in a process group of its own."""
+    """A command in a separate process group."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Child:
         inline: bool = True,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """`prepare` (a function of a module) is called in the child first."""
+        """`prepare`: a function of a module, called first in the child."""
         self.log = log
         self.process: ForkServerProcess = CONTEXT.Process(
             target=_main, args=(name, list(arguments), str(log), hook, inline, prepare)
@@ -84,7 +84,7 @@ class Child:
         return self.process.pid
 
     def end(self, timeout_s: float = WAIT_S) -> int:
-        """Waits; the exit code, negative for a signal."""
+        """Wait, and return the exit code, negative for a signal."""
         self.process.join(timeout_s)
         if self.process.exitcode is None:
             self.kill()
@@ -92,8 +92,8 @@ class Child:
         return self.process.exitcode
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, Ray's processes included."""
-        with contextlib.suppress(ProcessLookupError):  # it has not made its group yet
+        """Kill the whole group by SIGKILL, Ray's processes included."""
+        with contextlib.suppress(ProcessLookupError):  # it has not created its group yet
             os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join(WAIT_S)
@@ -104,7 +104,7 @@ class Child:
 
 
 def end_group(group: int) -> None:
-    """Whatever of a session is left."""
+    """Kill the remaining processes of a session."""
     for found in psutil.process_iter():
         try:
             if os.getsid(found.pid) == group:
@@ -114,7 +114,7 @@ def end_group(group: int) -> None:
 
 
 def wait_for(path: Path, child: Child) -> None:
-    """Until a file is there."""
+    """Wait until a file exists."""
     deadline = time.monotonic() + WAIT_S
     while not path.exists():
         assert child.process.is_alive(), child.said
@@ -146,7 +146,7 @@ def _main(
 
 
 def _note_forward_work(path: Path) -> None:
-    """A line for every time that a calibration shard goes through a layer: a unit, or on the way to a lost one."""
+    """Write a line for each pass of a calibration shard through a layer, also when it recomputes lost states."""
     forward, replay, through = Worker._forward, Worker._replay, BackwardPass._through
 
     def note(line: str) -> None:
@@ -230,9 +230,9 @@ def _install(hook: Hook) -> None:
 
 
 def killed_again_and_again(made: Job, hook: Hook, most: int) -> Iterator[int]:
-    """Runs a job until it ends, killed every second time at a later hook, at most `most` times.
+    """Run a job until it ends, at most `most` times; kill every second run, each at a later hook.
 
-    Yields the number of each run, from 0, when it is over.
+    Yield the number of each run, from 0, when it has ended.
     """
     for run in range(most):
         child = Child("run", [str(made.manifest)], made.root / "log", Hook(hook.what, run // 2 + 1, "", hook.after))

@@ -1,4 +1,4 @@
-"""A Ray cluster as an operator starts it: `ray start --head`, with a dashboard or an autoscaler, on loopback."""
+"""Starts a Ray cluster as an operator does: `ray start --head`, with a dashboard or an autoscaler, on loopback."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import psutil
 
 OBJECTS = 80 * 2**20  # bytes of a node's object store
 START_S = 60.0
-HEAD_ID = "f" * 51 + "00000"  # what Ray's provider of nodes that are processes calls the head
+HEAD_ID = "f" * 51 + "00000"  # the head's name in Ray's provider of nodes that are processes
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_prestart_worker_first_driver": "0",  # workers that nobody asks for take seconds on a node and with each job
+    "RAY_prestart_worker_first_driver": "0",  # unneeded workers cost seconds on each node and in each job
     "RAY_enable_worker_prestart": "0",
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
-QUIET = ["--include-log-monitor=false"]  # nobody reads what it copies
+QUIET = ["--include-log-monitor=false"]  # its copies are not needed
 UNSHARE = ("unshare", "--mount", *(("--user", "--map-root-user") if os.getuid() else ()))
 JOIN_ON_LOOPBACK = """if True:
     from ray._private import services
@@ -46,16 +46,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def ray_command(*arguments: str) -> list[str]:
-    """`ray ARGUMENTS` of this environment."""
+    """Return the command `ray ARGUMENTS` of this environment."""
     return [str(Path(sys.executable).with_name("ray")), *arguments]
 
 
 @contextlib.contextmanager
 def head_node(cpus: int, *options: str, most_nodes: int = 0) -> Iterator[str]:
-    """The address HOST:PORT of a cluster that ends, with all its processes, with the context.
+    """Yield the address HOST:PORT of a cluster, which ends with the context, with all its processes.
 
     Args:
-        most_nodes: up to so many nodes of one CPU each are added by Ray's autoscaler.
+        most_nodes: the number of nodes of one CPU each that Ray's autoscaler may add.
     """
     port, environment = free_port(), ENVIRONMENT
     scratch = tempfile.mkdtemp(prefix="ray-")  # a short name: it holds sockets
@@ -65,7 +65,9 @@ def head_node(cpus: int, *options: str, most_nodes: int = 0) -> Iterator[str]:
     command = ray_command("start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1")
     command += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--temp-dir={scratch}"]
     command += QUIET if most_nodes else [*QUIET, "--no-monitor"]
-    command += [f"--dashboard-agent-listen-port={free_port()}"]  # the default may still be taken by the last one's
+    command += [
+        f"--dashboard-agent-listen-port={free_port()}"
+    ]  # the default port may still be used by the previous cluster
     log = Path(scratch, "head.log")
     with open(log, "w") as said:
         head = subprocess.Popen(
@@ -85,9 +87,9 @@ def head_node(cpus: int, *options: str, most_nodes: int = 0) -> Iterator[str]:
 
 @contextlib.contextmanager
 def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
-    """A node with a temporary folder of its own, which sees of the driver's, and of the tests', only what is `shared`.
+    """Add a node with a separate temporary folder, which sees only `shared` of the folders of the driver and the tests.
 
-    By a mount namespace; where the system allows none, TMPDIR alone is another.
+    It has its own mount namespace; where the system allows none, only its TMPDIR differs.
     """
     scratch = Path(tempfile.mkdtemp(prefix="node-", dir="/var/tmp"))
     start = [sys.executable, "-c", JOIN_ON_LOOPBACK, "start", f"--address={address}", "--block"]
@@ -113,7 +115,7 @@ def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
         command = [*UNSHARE, "sh", "-c", hide, "sh", *start]
     log = scratch / "log"
     environment = {**os.environ, **ENVIRONMENT, **({} if can_unshare() else {"TMPDIR": str(scratch)})}
-    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # or Ray refuses to join one, on any system
+    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # otherwise Ray refuses to join a cluster on loopback
     with open(log, "w") as said:
         node = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
     try:
@@ -126,7 +128,7 @@ def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
 
 @functools.cache
 def can_unshare() -> bool:
-    """Whether this system gives a process mounts of its own."""
+    """Return True if this system allows mount namespaces."""
     try:
         return subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode == 0
     except FileNotFoundError:
@@ -155,7 +157,10 @@ def _await_start(head: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _autoscaling_config(path: Path, most_nodes: int, gcs_address: str) -> Path:
-    """What `ray start --autoscaling-config` reads: nodes of one CPU each, which are processes of this machine."""
+    """Write the file of `ray start --autoscaling-config`:
+
+    nodes of one CPU each, which are processes of this machine.
+    """
     node = {"node_config": {}, "min_workers": 0}
     config: dict[str, Any] = {
         "cluster_name": "test",
@@ -192,7 +197,7 @@ def _autoscaling_config(path: Path, most_nodes: int, gcs_address: str) -> Path:
 
 
 def free_port() -> int:
-    """A port that nobody waits at."""
+    """Return an unused port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def _processes_find_the_packages() -> Iterator[None]:
-    """Ray's workers and our subprocesses import what this process imports, installed or not."""
+    """Let Ray's workers and our subprocesses import the same packages as this process, installed or not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "deploy" / "serving")]))
         yield
@@ -30,14 +30,14 @@ def _processes_find_the_packages() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _cluster(_processes_find_the_packages: None) -> Iterator[tuple[str, list[Any]]]:
-    """A local Ray as `run` starts it: (address, idle actors)."""
+    """Yield a local Ray, started as `run` does: (address, idle actors)."""
     yield connect(None, Workers(max=2)), []
     ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def shared_ray(request: pytest.FixtureRequest, _cluster: tuple[str, list[Any]]) -> Iterator[None]:
-    """The commands use one Ray, in this process."""
+    """Make commands use one Ray, in this process."""
     by_day = any(
         item.path == request.path and "shared_ray" in item.fixturenames and not item.get_closest_marker("nightly")
         for item in request.session.items
@@ -55,14 +55,14 @@ def shared_ray(request: pytest.FixtureRequest, _cluster: tuple[str, list[Any]]) 
 
 @pytest.fixture
 def inline() -> Iterator[None]:
-    """Commands get `--in-process`."""
+    """Give commands `--in-process`."""
     with without_ray():
         yield
 
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that gets as far as starting Ray fails."""
+    """Make a command fail if it starts Ray."""
 
     def refuse(*_: Any) -> str:
         raise AssertionError("Ray is started")
@@ -72,25 +72,25 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text for calibration."""
+    """Return a text for calibration."""
     return factories.write_text(tmp_path_factory.mktemp("text") / "text.txt", 20_000)
 
 
 @pytest.fixture(scope="session")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short text to score where any will do."""
+    """Return a short text to score."""
     return factories.write_text(tmp_path_factory.mktemp("scored") / "scored.txt", 2_000, seed=9)
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama: three layers, grouped heads, head_dim 16 at hidden size 48, several shards."""
+    """Return a random Llama: three layers, grouped heads, head_dim 16 at hidden size 48, several shards."""
     return factories.make_model(tmp_path_factory.mktemp("llama") / "source")
 
 
 @pytest.fixture
 def job(tmp_path: Path, llama: Path, text: Path) -> Any:
-    """`job(**changes)`: a job on the llama; a second one of a test gets a folder of its own."""
+    """Return `job(**changes)`, which creates a job on the llama. Each job of a test has a separate folder."""
 
     def make(source: Path = llama, **changes: Any) -> Job:
         return Job(tmp_path / f"job-{len(list(tmp_path.glob('job-*')))}", source, text, changes).write()

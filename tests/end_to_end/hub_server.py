@@ -1,6 +1,6 @@
-"""A hub on loopback: the API that huggingface_hub speaks, large files by redirect to another host, range requests.
+"""Serves a hub on loopback: huggingface_hub's API, redirects of large files to another host, range requests.
 
-Files come in as they do over HTTP: large ones each by a PUT of its own, then a commit that names all.
+Uploads are as over HTTP: a PUT for each large file, then a commit that names all files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 @contextmanager
 def client_of(hub: HubServer, cache: Path, offline: bool = False) -> Iterator[None]:
-    """In here this process's huggingface_hub speaks with `hub`, as HF_ENDPOINT would have it from the start."""
+    """Make this process's huggingface_hub use `hub` in the block, as if HF_ENDPOINT had been set from the start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", hub.endpoint)
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + ADDRESS)
@@ -48,14 +48,14 @@ class HubServer:
         self.repository, self.files, self.ranges = repository, dict(files), ranges
         self.asked: list[tuple[str, str, tuple[int, int] | None]] = []
         self.sent_bytes: dict[str, int] = {}
-        self.stored: dict[str, bytes] = {}  # by sha256, which may be of no commit yet
+        self.stored: dict[str, bytes] = {}  # by sha256; a commit need not name them yet
         self.puts: list[str] = []
         self.commits = 0
-        self.full_after: int | None = None  # so many uploads are taken
+        self.full_after: int | None = None  # the number of uploads that it accepts
         self.read_only = False
         self.requests = 0
-        self.gone_at: int | None = None  # from this request on nobody answers, counted from 0
-        self.does_last = False  # what this request asks for is done, though its answer is lost
+        self.gone_at: int | None = None  # the request, counted from 0, from which on it does not answer
+        self.does_last = False  # that request is done, although its answer is lost
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.port = self.server.server_address[1]
 
@@ -76,7 +76,7 @@ class HubServer:
             protocol_version = "HTTP/1.1"
 
             def parse_request(self) -> bool:
-                """Requests are counted; of those that nobody answers the connection ends."""
+                """Count requests, and end the connection of those without an answer."""
                 if not super().parse_request():
                     return False
                 number, hub.requests = hub.requests, hub.requests + 1
@@ -158,7 +158,7 @@ class HubServer:
         return Handler
 
     def take(self, path: str, content: bytes) -> dict[str, Any] | None:
-        """The answer to a POST; None: there is no such thing."""
+        """Return the answer to a POST; None for an unknown path."""
         api = f"/api/models/{self.repository}"
         if path == "/api/repos/create":
             return {"url": f"{self.endpoint}/{self.repository}"}

@@ -1,4 +1,4 @@
-"""Jobs for end-to-end tests: a manifest in a folder of its own, the real commands in this process, their files."""
+"""Runs jobs for end-to-end tests: a manifest in a new folder, the real commands in this process, their files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FLAT_LLM: dict[str, Any] = {"method": "flat_llm"}
 
 @dataclass
 class Ended:
-    """How a command ended."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -65,7 +65,7 @@ class Ended:
 
 @dataclass
 class Job:
-    """A manifest and where its job works. `changes` go into the document: {"budget.keep": 0.5, "calibration": ...}."""
+    """A manifest and the folders of its job. `changes` of the manifest: {"budget.keep": 0.5, "calibration": ...}."""
 
     root: Path
     source: Path
@@ -117,15 +117,15 @@ class Job:
         return self
 
     def run(self, *options: str) -> Ended:
-        """`python -m pipeline.run MANIFEST --json`, in this process."""
+        """Run `python -m pipeline.run MANIFEST --json` in this process."""
         return command("run", str(self.write().manifest), "--json", *options)
 
     def keep(self) -> None:
-        """A copy of it as it is now, beside it."""
+        """Save a copy of the job's folder beside it."""
         shutil.copytree(self.root, self.root.with_name("kept"))
 
     def put_back(self) -> Job:
-        """As it was when it was kept, whatever became of it since."""
+        """Restore the job's folder from the saved copy."""
         shutil.rmtree(self.root)
         shutil.copytree(self.root.with_name("kept"), self.root)
         return self
@@ -135,19 +135,19 @@ class Job:
         return content
 
     def ledger(self, key: str) -> Any:
-        """The newest record of a key."""
+        """Return the newest record of a key."""
         files = sorted((self.run_dir / "ledger").glob(f"{key.replace('/', '.')}.[0-9]*.json"))
         return json.loads(files[-1].read_text())["record"]
 
 
 def in_process(name: str) -> tuple[str, ...]:
-    """The option that a command which computes does without Ray by."""
+    """Return `--in-process` for commands that have it."""
     return ("--in-process",) if name in ("run", "sweep", "evaluate") else ()
 
 
 @contextlib.contextmanager
 def without_ray(options: Callable[[str], tuple[str, ...]] = in_process) -> Iterator[None]:
-    """In here `command` gives `--in-process`, or other `options` of each command."""
+    """Make `command` add `--in-process`, or other `options` of each command, in the block."""
     more = MORE.set(options)
     try:
         yield
@@ -156,7 +156,7 @@ def without_ray(options: Callable[[str], tuple[str, ...]] = in_process) -> Itera
 
 
 def command(name: str, *arguments: str) -> Ended:
-    """A command's `main`; signal handlers are put back afterwards."""
+    """Call a command's `main`, and restore signal handlers afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -172,13 +172,13 @@ def command(name: str, *arguments: str) -> Ended:
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """Path below a folder -> sha256, of every file in it."""
+    """Return path below a folder -> sha256, for each file in it."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, as safetensors (not our reader) finds them in the files, not by the index."""
+    """Return all tensors in a checkpoint's files, by the library safetensors, without the index."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -189,7 +189,7 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def load(directory: Path, **options: Any) -> Any:
-    """As a user loads it; every weight found, none left over."""
+    """Load a checkpoint as a user does; fail if weights are missing or left over."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
     model, report = loaded
     assert not any(report.values()), report
@@ -197,7 +197,7 @@ def load(directory: Path, **options: Any) -> Any:
 
 
 def some_tokens(vocab: int, batch: int = 3, length: int = 20, seed: int = 5) -> torch.Tensor:
-    """Token ids (batch, length), none of them special."""
+    """Return token ids (batch, length) without special ones."""
     return torch.randint(2, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -208,12 +208,12 @@ def logits_of(model: Any, ids_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference as a share of the largest number expected."""
+    """Return the largest difference as a share of the largest expected number."""
     return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything a unit or a result holds, down to what is not a record, dataclass, mapping or sequence."""
+    """Yield all values inside a unit or a result, through records, dataclasses, mappings and sequences."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from leaves(key)

@@ -1,4 +1,4 @@
-"""A report as its reader's browser has it: elements, tables, plots."""
+"""Parses a report like a browser: elements, tables, plots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOID = {"meta", "link", "br", "img", "hr"}
 
 
 class Page(HTMLParser):
-    """The page, parsed. Fails on an element that is closed by another's end, or by none."""
+    """A parsed page. Fails on elements that are not closed, or not in order."""
 
     def __init__(self, content: str) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ class Page(HTMLParser):
             self.captions[-1] += data
 
     def column(self, table: str, heading: str) -> list[str]:
-        """The cells below a heading."""
+        """Return the cells below a heading."""
         place = self.tables[table][0].index(heading)
         return [row[place] for row in self.tables[table][1:]]
 
     def row(self, table: str, first: str) -> list[str]:
-        """The cells beside the first one of a row."""
+        """Return the cells after the first one of a row."""
         return next(row[1:] for row in self.tables[table] if row[0] == first)

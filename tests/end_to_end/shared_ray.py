@@ -1,7 +1,7 @@
-"""One local Ray and one set of worker processes for all jobs of a test session.
+"""Shares one local Ray and one set of worker processes among all jobs of a test session.
 
-The cluster, the actors and their object store are real; only the seconds that a process needs to import torch are spent
-once: when a job ends, its actors are handed to the next one instead of being killed.
+The cluster, the actors and their object store are real, but processes import torch only
+once: when a job ends, the next job gets its actors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class KeptActor(WorkerActor):
     """A `WorkerActor` whose process outlives the job."""
 
     def __init__(self) -> None:
-        """Nothing yet: `begin` makes the worker."""
+        """Do nothing; `begin` creates the worker."""
 
     def begin(self, pickled_setup: bytes) -> dict[str, Any]:
-        """What `WorkerActor.__init__` does."""
+        """Do the work of `WorkerActor.__init__`."""
         super().__init__(pickled_setup)
         return self.ready()
 
 
 class KeptPool(RayPool):
-    """A `RayPool` that takes its actors from those at hand."""
+    """A `RayPool` that reuses idle actors."""
 
     idle: list[Any]
 
@@ -41,7 +41,7 @@ class KeptPool(RayPool):
         return Member(actor, actor.begin.remote(self.pickled_setup))
 
     def close(self) -> None:
-        """Keeps the actors that live and have nothing more to do."""
+        """Keep the living idle actors."""
         for member in self.members:
             pending = [member.ready, *member.running]
             done, _ = ray.wait(pending, num_returns=len(pending), timeout=SECONDS)

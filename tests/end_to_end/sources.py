@@ -1,4 +1,4 @@
-"""Source models of all families, and what a compressed checkpoint means for the source's own class.
+"""Creates source models of all families, and loads compressed checkpoints into the source's own class.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, r and k ranks, n heads of a projection.
 """
@@ -20,14 +20,14 @@ FAMILIES = tuple(factories.FAMILIES)
 
 
 def make_source(directory: Path, family: str, layers: int = 3, **overrides: Any) -> Path:
-    """`factories.make_model` of so many layers."""
+    """Call `factories.make_model` for a number of layers."""
     return factories.make_model(directory, family, num_hidden_layers=layers, **overrides)
 
 
 def densified(source: Path, output: Path, layers: int | None = None) -> Any:
-    """The source's class with a compressed checkpoint's weights: pruned rows and ranks as zeros, factors multiplied.
+    """Return the source's class with a compressed checkpoint's weights: zeros for pruned rows, products for factors.
 
-    `layers`: only the first so many are taken from `output`. float32, ready to be run.
+    `layers`: the number of first layers to take from `output`. float32, ready to run.
     """
     config = AutoConfig.from_pretrained(source)
     written = json.loads((output / "config.json").read_text())
@@ -51,7 +51,7 @@ def densified(source: Path, output: Path, layers: int | None = None) -> Any:
 def _dense(
     role: str, form: dict[str, Any], path: str, factors: dict[str, Tensor], config: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """The weight, and the bias if there is one, that compute what the factors do."""
+    """Return the weight, and the bias if there is one, that compute the same as the factors."""
     d, rank, kind = config["head_dim"], form["rank"], form["form"]
     found: dict[str, Tensor] = {}
     if f"{path}.bias" in factors:
@@ -75,7 +75,7 @@ def _dense(
 
 
 def _padded(tensor: Tensor, axis: int, size: int) -> Tensor:
-    """Zeros behind, along one axis, up to `size`."""
+    """Append zeros along one axis, up to `size`."""
     shape = list(tensor.shape)
     shape[axis] = size - shape[axis]
     return torch.cat([tensor, tensor.new_zeros(shape)], axis)

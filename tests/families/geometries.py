@@ -1,4 +1,4 @@
-"""Geometries and manifests for tests, without any model."""
+"""Creates geometries and manifests for tests, without a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def llama(name: str = "gqa", bits: int = 16, **overrides: Any) -> Geometry:
-    """A small Llama geometry: D 48, N 80, L 6."""
+    """Return a small Llama geometry: D 48, N 80, L 6."""
     sizes = {
         name: value for name, value in factories.GEOMETRY.items() if name not in ("head_dim", "num_key_value_heads")
     }
@@ -31,17 +31,17 @@ def llama(name: str = "gqa", bits: int = 16, **overrides: Any) -> Geometry:
 
 
 def other(model_type: str, bits: int = 16) -> Geometry:
-    """A small geometry of a family without a gated MLP (`opt`, `gptj`), or with biases or norms of its own."""
+    """Return a small geometry of a family without a gated MLP (`opt`, `gptj`), or with other biases or norms."""
     return geometry_of(standard_config(factories.make_config(model_type, num_hidden_layers=6).to_dict()), bits)
 
 
 def alone(layer: LayerGeometry) -> Geometry:
-    """A model of this one layer, its first."""
+    """Return a geometry with this layer alone, as the first."""
     return Geometry(layer.model_type, layer.hidden, 100, False, "model.layers", (replace(layer, index=0),), ())
 
 
 def manifest(*methods: dict[str, Any], keep: float | None = None, scope: str = "decoder", **fields: Any) -> Manifest:
-    """A manifest of flat_llm entries; with no entry, one with its defaults."""
+    """Return a manifest of flat_llm entries; by default, one entry with default settings."""
     document = {
         "version": 1,
         "model": {"source": "model"},

@@ -1,4 +1,4 @@
-"""The same tests on a CUDA device, where there is one, and on the emulated one, where there is none."""
+"""Runs the tests on a CUDA device if there is one, and otherwise on the emulated one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.workers.bench import save_source
 
 @pytest.fixture(autouse=True)
 def emulated() -> Iterator[EmulatedDevice | None]:
-    """None on a real one."""
+    """Yield the emulated device; None on a real one."""
     if torch.cuda.is_available():
         yield None
         return

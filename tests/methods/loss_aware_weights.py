@@ -1,4 +1,4 @@
-"""Statistics and weights for loss_aware without any model, and the dense weights that a solution stands for."""
+"""Creates statistics and weights for loss_aware without a model, and rebuilds dense weights from solutions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_weights(where: Geometry, roles: tuple[str, ...], seed: int = 0) -> dict
 
 
 def make_statistics(where: Geometry, group: Group, seed: int = 0) -> Statistics:
-    """Moments of random values with a falling spectrum; gradients' as means."""
+    """Return moments of random values with a decaying spectrum; those of gradients are means."""
     moments = {}
     for moment in group.moments:
         source = torch.Generator().manual_seed(zlib.crc32(moment.point.encode()) + seed)
@@ -54,7 +54,7 @@ def features(where: Geometry, moment: Moment) -> int:
 
 
 def counted(solution: Solution, bits: int) -> int:
-    """Stored numbers, each stack's indices at 32 bits rounded up to whole numbers."""
+    """Count the stored numbers; each stack's 32-bit indices are rounded up to whole numbers."""
     return sum(
         tensor.numel() if tensor.is_floating_point() else math.ceil(32 * tensor.numel() / bits)
         for tensor in solution.tensors.values()
@@ -62,9 +62,9 @@ def counted(solution: Solution, bits: int) -> int:
 
 
 def rebuild(solution: Solution, where: Geometry, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """role -> the weight of the dense shape that computes the same: removed channels and directions are zeros.
+    """Return role -> the weight of the dense shape that computes the same: removed channels and directions are zeros.
 
-    The channels that stay come first, and so do the directions of a value basis, in both weights alike.
+    Kept channels, and directions of a value basis, come first, in both weights alike.
     """
     forms, tensors = {role: form.as_json() for role, form in solution.forms.items()}, solution.tensors
     width = next((f["rank"] if f["form"] == "pruned" else f["width"] for f in forms.values() if _pruned(f)), 0)

@@ -1,4 +1,4 @@
-"""docs/methods.md#flat-llm written a second time, head by head in float64, with loops and no shortcuts.
+"""Implements docs/methods.md#flat-llm naively: head by head in float64, with loops and no shortcuts.
 
 D hidden, H query heads, G KV heads, d head_dim, N channels, r and k what is kept, T tokens.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def leading(moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The leading eigenvectors as columns, and all eigenvalues, descending."""
+    """Return the leading eigenvectors as columns, and all eigenvalues, descending."""
     values, vectors = torch.linalg.eigh(moment)
     order = torch.argsort(values, descending=True)
     return vectors[:, order[:rank]], values[order]
@@ -24,7 +24,10 @@ def root(matrix: Tensor) -> Tensor:
 def projections(
     moments_Gdd: Tensor, weight_o: Tensor, heads: int, rank: int, weighting: str
 ) -> tuple[list[Tensor], float]:
-    """P_g (d × d) with ŷ = P_g y for each KV head, and the relative squared error: dropped over all eigenvalues."""
+    """Return P_g (d × d) with ŷ = P_g y for each KV head, and the relative squared error:
+
+    dropped over all eigenvalues.
+    """
     groups, d, _ = moments_Gdd.shape
     found, dropped, whole = [], 0.0, 0.0
     for g in range(groups):
@@ -46,14 +49,14 @@ def projections(
 
 
 def leverage(moment: Tensor, count: int, ridge: float) -> list[int]:
-    """The highest scores of diag(C (C + λI)⁻¹), ascending."""
+    """Return the channels of the highest scores of diag(C (C + λI)⁻¹), ascending."""
     lam = ridge * moment.diagonal().mean()
     scores = (moment @ torch.linalg.inv(moment + lam * torch.eye(len(moment), dtype=torch.float64))).diagonal()
     return sorted(torch.argsort(scores, descending=True)[:count].tolist())
 
 
 def refit(moment: Tensor, down: Tensor, kept: list[int]) -> tuple[Tensor, float]:
-    """W̃_down = W C[:,S] C[S,S]⁻¹, and the output error tr(E C Eᵀ) over tr(W C Wᵀ)."""
+    """Return W̃_down = W C[:,S] C[S,S]⁻¹, and the output error tr(E C Eᵀ) over tr(W C Wᵀ)."""
     new = down @ moment[:, kept] @ torch.linalg.inv(moment[kept][:, kept])
     residual = down.clone()
     for column, channel in enumerate(kept):
@@ -63,7 +66,7 @@ def refit(moment: Tensor, down: Tensor, kept: list[int]) -> tuple[Tensor, float]
 
 
 def eliminate(moment: Tensor, down: Tensor, count: int) -> list[int]:
-    """Removes, one after another, the channel whose removal adds the least error after the best refit."""
+    """Remove, one after another, the channel whose removal adds the least error after the best refit."""
     kept = list(range(len(moment)))
     while len(kept) > count:
         errors = [refit(moment, down, [other for other in kept if other != channel])[1] for channel in kept]

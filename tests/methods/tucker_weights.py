@@ -1,4 +1,4 @@
-"""LeSTD for tests: entries, weights, and weights made again from stored tensors by config.json's compression alone.
+"""Creates entries and weights for LeSTD, and rebuilds weights from stored tensors by config.json's forms alone.
 
 Legend: D hidden, H query heads, G key/value heads, R1 R2 R3 ranks.
 """
@@ -47,7 +47,7 @@ def group_of(method: LeSTDMethod, where: Geometry, name: str, layer: int = 0) ->
 
 
 def make_weights(where: Geometry, roles: Sequence[str], seed: int = 0, decay: float = 0.93) -> dict[str, Tensor]:
-    """Random weights that share a falling spectrum along D; `decay` 1: none."""
+    """Return random weights that share a decaying spectrum along D; a flat one for `decay` 1."""
     generator = torch.Generator().manual_seed(seed)
     D = where.hidden
     basis = torch.linalg.qr(torch.randn(D, D, generator=generator, dtype=torch.float64)).Q
@@ -63,7 +63,7 @@ def make_weights(where: Geometry, roles: Sequence[str], seed: int = 0, decay: fl
 
 
 def read_core(tensors: Mapping[str, Tensor], form: Json, end: str, shape: tuple[int, ...]) -> Tensor:
-    """A core (R1, R2, R3, h) from what is stored."""
+    """Return a core (R1, R2, R3, h) from its stored tensors."""
     if not form["sparse"]:
         assert tensors[f"core{end}"].shape == shape
         return tensors[f"core{end}"]
@@ -79,7 +79,7 @@ def read_core(tensors: Mapping[str, Tensor], form: Json, end: str, shape: tuple[
 
 
 def rebuild(solution: Solution, where: Geometry, group: Group) -> dict[str, Tensor]:
-    """`role.weight` by the tensors and forms alone; every tensor is used."""
+    """Return the weights as `role.weight`, from tensors and forms alone; fail if a tensor is not used."""
     (form,) = {str(form): form.as_json() for form in solution.forms.values()}.values()
     assert tuple(solution.forms) == group.roles
     prefix = f"{group.name}.tucker."
@@ -119,7 +119,7 @@ def squared_error(weights: Mapping[str, Tensor], again: Mapping[str, Tensor]) ->
 
 
 def stored_numbers(solution: Solution, bits: int) -> int:
-    """Biases left out; a bitmap counts by its bytes."""
+    """Count the stored numbers without biases; a bitmap counts by its bytes."""
     return sum(
         tensor.numel() if tensor.is_floating_point() else math.ceil(tensor.numel() * 8 / bits)
         for name, tensor in solution.tensors.items()

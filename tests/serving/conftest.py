@@ -1,4 +1,4 @@
-"""What these tests need of the fixtures of all, for runs without the rest (tools/engines.sh)."""
+"""The common fixtures that these tests need, for runs without the other tests (tools/engines.sh)."""
 
 from tests.remote_code import modules_cache
 

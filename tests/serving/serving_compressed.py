@@ -1,4 +1,4 @@
-"""Compressed tensors made by hand from a source model, and source-shaped tensors that must compute the same."""
+"""Creates compressed tensors from a source model, and source-shaped tensors that must compute the same."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ MIXED: list[dict[str, Any]] = [
 
 
 def forms_for(source: PreTrainedConfig, forms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`forms` without the roles that the family lacks."""
+    """Return `forms` without the roles that the family lacks."""
     modules = describe(source)["block"]["modules"]
     return [{role: spec for role, spec in layer.items() if role in modules} for layer in forms]
 
@@ -30,9 +30,9 @@ def forms_for(source: PreTrainedConfig, forms: list[dict[str, Any]]) -> list[dic
 def compress(
     source: PreTrainedConfig, tensors: dict[str, Tensor], forms: list[dict[str, Any]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a lamina checkpoint with these forms, and the source-shaped tensors that compute the same.
+    """Return the tensors of a lamina checkpoint with these forms, and source-shaped tensors that compute the same.
 
-    Bases and kept channels are random: what is tested is the arithmetic, not the quality.
+    Bases and kept channels are random, because the tests check arithmetic, not quality.
     """
     ours, reference = dict(tensors), dict(tensors)
     for layer_idx, layer in enumerate(forms):
@@ -58,7 +58,8 @@ def _head_pca(
     rank: int,
     generator: torch.Generator,
 ) -> None:
-    """v: (G·r, D), o: (D, H·r) in a random orthonormal basis per KV head; the reference pads each head with zeros."""
+    """Store v (G·r, D) and o (D, H·r) in a random orthonormal basis per KV head; the reference has zeros for the
+    rest."""
     fields = describe(source)
     heads, kv_heads, head_dim = (fields[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     basis_Gdr = torch.linalg.qr(torch.randn(kv_heads, head_dim, head_dim, generator=generator))[0][..., :rank]
@@ -96,7 +97,7 @@ def _pruned(
 def _head_low_rank(
     source: PreTrainedConfig, ours: dict[str, Tensor], reference: dict[str, Tensor], name: str, rank: int
 ) -> None:
-    """P.first.weight (n·r, D), P.second (n, d, r): the leading singular triples of each head."""
+    """Store P.first.weight (n·r, D), P.second (n, d, r): the leading singular triples of each head."""
     weight_ndD = ours.pop(name + ".weight").reshape(-1, describe(source)["head_dim"], describe(source)["hidden_size"])
     u, s, vh = torch.linalg.svd(weight_ndD, full_matrices=False)
     first_nrD, second_ndr = vh[:, :rank], u[..., :rank] * s[:, None, :rank]

@@ -1,6 +1,6 @@
-"""Factors of a source model's weights by plain SVDs, and source-shaped weights that are their products.
+"""Factors a source model's weights by plain SVDs, and multiplies the factors to source-shaped weights.
 
-Everything is written out here, in float64: the compress side's kernels have tests of their own.
+All computations are written out here, in float64; the product's kernels have other tests.
 
 D hidden, H query heads, G KV heads, d head_dim, N MLP width, n heads of a role, p roles of a core, r rank.
 """
@@ -26,7 +26,7 @@ ONE_CORE, TWO_CORES, MLP_CORE = ("q", "k", "v", "o"), (("q", "o"), ("k", "v")), 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of a tiny source."""
+    """The sizes of a tiny source."""
 
     hidden: int
     heads: int
@@ -49,8 +49,11 @@ def sizes_of(source: PreTrainedConfig) -> Sizes:
 
 
 def factored(name: str, kind: Any, share: float, seed: int = 0, **options: Any) -> tuple[Any, Any]:
-    """(model, reference): a source with the forms that `kind(sizes, share)` gives to each layer, and the source itself
-    with the products of the factors for weights."""
+    """Return (model, reference).
+
+    The model is the source with the forms of `kind(sizes, share)` in each layer; the reference is the source with
+    products of the factors as weights.
+    """
     source, forms, ours, reference = _factored(name, tuple(kind) if isinstance(kind, list) else kind, share, seed)
     model, source = build(source.config, ours, deepcopy(forms), **options), deepcopy(source)
     source.load_state_dict(reference)
@@ -59,14 +62,14 @@ def factored(name: str, kind: Any, share: float, seed: int = 0, **options: Any) 
 
 @cache
 def _factored(name: str, kind: Any, share: float, seed: int) -> tuple[Any, Forms, dict[str, Tensor], dict[str, Tensor]]:
-    """(source, forms, tensors of the model, tensors of the reference), computed once for all tests of a file."""
+    """Return (source, forms, tensors of the model, tensors of the reference), computed once for all tests of a file."""
     source = make_source(name, seed)
     forms = forms_of(source.config, kind, share)
     return source, forms, *factorise(source.config, source.state_dict(), forms)
 
 
 def forms_of(source: PreTrainedConfig, kind: Any, share: float) -> Forms:
-    """The layers' forms: `kind` is a function of sizes and kept share, or several of them, one for each layer."""
+    """Return the layers' forms. `kind`: a function of sizes and kept share, or one such function for each layer."""
     kinds = [kind] * 3 if callable(kind) else kind
     sizes = sizes_of(source)
     return [{role: s for role, s in one(sizes, share).items() if role in sizes.roles} for one in kinds]
@@ -75,7 +78,7 @@ def forms_of(source: PreTrainedConfig, kind: Any, share: float) -> Forms:
 def factorise(
     source: PreTrainedConfig, tensors: dict[str, Tensor], forms: Forms
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a lamina checkpoint with these forms, and the source-shaped tensors that compute the same."""
+    """Return the tensors of a lamina checkpoint with these forms, and source-shaped tensors that compute the same."""
     ours, reference = compress(source, tensors, [_before_factors(layer) for layer in forms])
     for layer_idx, layer in enumerate(forms):
         _Layer(source, layer_idx, layer, ours, reference).factorise()
@@ -83,7 +86,7 @@ def factorise(
 
 
 def _before_factors(layer: dict[str, Any]) -> dict[str, Any]:
-    """The forms that `compress` makes: alone, or below the factors of a role."""
+    """Return the forms that `compress` creates, alone or inside of the factors of a role."""
     before = {}
     for role, spec in layer.items():
         if "value_rank" in spec:
@@ -129,7 +132,7 @@ class _Layer:
         self.ours[f"{self.names[role]}.{suffix}"] = tensor.float().contiguous()
 
     def _replace(self, role: str, weight: Tensor) -> None:
-        """The reference's weight: of the source's shape, zeros for what value heads and the MLP no longer have."""
+        """Set the reference's weight: of the source's shape, with zeros for removed value dimensions and channels."""
         old = self.reference[self.names[role] + ".weight"]
         if role == "o" and weight.shape != old.shape:
             weight = weight.unflatten(1, (self.sizes.heads, -1))
@@ -148,7 +151,8 @@ class _Layer:
             self._replace(role, part @ first)
 
     def _pivoted(self, roles: list[str], spec: dict[str, Any]) -> None:
-        """The stack cut to its rank; its rows by Gram-Schmidt, the longest that is left first; least squares."""
+        """Truncate the stack to its rank; choose the longest remaining row by Gram-Schmidt; fit the others by least
+        squares."""
         taken = [self._take(role) for role in roles]
         u, s, vh = torch.linalg.svd(torch.cat(taken), full_matrices=False)
         rank = spec["rank"]
@@ -169,11 +173,11 @@ class _Layer:
             self._replace(role, part)
 
     def _all_of(self, roles: list[str]) -> list[str]:
-        """The roles of the attention or the MLP that these belong to."""
+        """Return all roles of the attention or the MLP that these roles belong to."""
         return [role for role in (ONE_CORE if roles[0] in ONE_CORE else MLP_CORE) if role in self.sizes.roles]
 
     def _absorbed(self, rank: int) -> None:
-        """first of v; o (D, H·r) has v's second folded in, and v's bias goes through o into o's."""
+        """Store v's first factor; fold its second one into o (D, H·r), and v's bias through o into o's bias."""
         sizes = self.sizes
         first, second = _svd(self._take("v"), rank)
         self._put("v", "first.weight", first)
@@ -213,7 +217,7 @@ class _Layer:
         spec, sizes = self.forms[roles[0]], self.sizes
         prefix = self.names[roles[0]].rpartition(".")[0] + ".tucker."
         if roles[-1] == "down" and self.names["down"].removeprefix(self.prefix).count(".") == 0:
-            prefix = self.prefix + "mlp_factors.tucker."  # fc1 and fc2 lie in the layer itself
+            prefix = self.prefix + "mlp_factors.tucker."  # fc1 and fc2 are in the layer itself
         if roles[0] != "q" or sizes.heads == sizes.kv_heads:
             groups = {"": tuple(roles)}
         else:
@@ -224,7 +228,10 @@ class _Layer:
         self._group(prefix, groups, spec, spec["ranks"], "")
 
     def _group(self, prefix: str, groups: dict[str, Any], spec: Any, ranks: Any, own: str) -> None:
-        """Cores with common first and second factors; `own` is the suffix of these, and says that there is no third."""
+        """Store cores with common first and second factors.
+
+        `own`: the suffix of these; given, there is no third factor.
+        """
         cubes = {s: torch.stack([self._cube(role) for role in g], 2) for s, g in groups.items()}  # (D, d, p, n)
         first = _basis(torch.cat([c.flatten(1) for c in cubes.values()], 1), ranks[0])
         second = _basis(torch.cat([c.transpose(0, 1).flatten(1) for c in cubes.values()], 1), ranks[1])
@@ -248,7 +255,7 @@ class _Layer:
 
 
 def sparse_core(core: Tensor, nnz: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The nnz largest entries: dense with zeros, in C order, and as a bitmap, least significant bit first."""
+    """Return the nnz largest entries: dense with zeros, in C order, and as a bitmap, least significant bit first."""
     flat = core.flatten()
     kept = flat.abs().topk(nnz).indices.sort().values
     is_kept = np.isin(np.arange(flat.numel()), kept)
@@ -257,7 +264,7 @@ def sparse_core(core: Tensor, nnz: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _svd(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """First (…, r, in) and second (…, out, r) factor; zeros where the weight has fewer singular values than r."""
+    """Return the factors (…, r, in) and (…, out, r), with zeros if the weight has fewer singular values than r."""
     u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     missing = max(rank - s.shape[-1], 0)
     first, second = vh[..., :rank, :], u[..., :rank] * s[..., None, :rank]
@@ -265,13 +272,13 @@ def _svd(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _parent(paths: list[str]) -> str:
-    """The deepest module that holds all of these."""
+    """Return the deepest module that contains all of these."""
     parts = [path.split(".")[:-1] for path in paths]
     return ".".join(names[0] for names in zip(*parts, strict=False) if len({*names}) == 1)
 
 
 def _basis(unfolded: Tensor, rank: int) -> Tensor:
-    """The leading left singular vectors."""
+    """Return the leading left singular vectors."""
     return torch.linalg.svd(unfolded, full_matrices=False)[0][:, :rank].contiguous()
 
 
@@ -304,12 +311,12 @@ def joint_head(sizes: Sizes, share: float) -> dict[str, Any]:
 
 
 def pivoted(sizes: Sizes, share: float) -> dict[str, Any]:
-    """All projections but v, stacked where they share their input."""
+    """Pivoted factors of all projections but v, stacked where they share their input."""
     return _pivoted_stacks(sizes, share, sizes.head_dim, sizes.inner)
 
 
 def pivoted_in_bases(sizes: Sizes, share: float) -> dict[str, Any]:
-    """The same, and v and o in a basis of their own, and channels pruned."""
+    """Return the forms of `pivoted`, with v and o in another basis, and with pruned channels."""
     value_rank, width = _rank(sizes.head_dim, share), _rank(sizes.inner, share)
     forms = _pivoted_stacks(sizes, share, value_rank, width)
     forms["o"] = {**forms["o"], "value_rank": value_rank}
@@ -334,7 +341,8 @@ def _pivoted_stacks(sizes: Sizes, share: float, value_rank: int, width: int) -> 
 
 
 def low_rank_in_bases(sizes: Sizes, share: float) -> dict[str, Any]:
-    """Plain factors over value heads of a basis of their own and over pruned channels; gate and up share theirs."""
+    """Return forms of plain factors, with value heads in another basis and pruned channels; gate and up share
+    factors."""
     value_rank, width = _rank(sizes.head_dim, share), _rank(sizes.inner, share)
     down = {"form": "low_rank", "rank": _rank(min(width, sizes.hidden), share), "width": width}
     forms = {
@@ -390,7 +398,10 @@ def narrow_keys_latent_values(sizes: Sizes, share: float) -> dict[str, Any]:
 
 
 def tucker(sizes: Sizes, share: float, sparse: bool = False, own: bool = False) -> dict[str, Any]:
-    """Attention and MLP; with `sparse`, each core keeps `share` of its entries, and ranks are full but for R1."""
+    """Return Tucker forms of attention and MLP.
+
+    `sparse`: each core keeps `share` of its entries, and only R1 is reduced.
+    """
     rank_1, rank_2 = _rank(sizes.hidden, share), sizes.head_dim if sparse else _rank(sizes.head_dim, share)
     third = (3 if own else 4) if sparse or share == 1 else 2
     attention: dict[str, Any] = {"form": "tucker", "ranks": [rank_1, rank_2, third], "sparse": sparse}
@@ -434,7 +445,8 @@ def dense(sizes: Sizes, share: float) -> dict[str, Any]:
 
 
 def same_logits(model: Any, reference: Any, relative: float) -> None:
-    """On three sequences, unpadded and padded on the left, with positions as generate() gives them and by default."""
+    """Compare logits on three sequences, unpadded and left-padded, with generate()'s positions and with default
+    ones."""
     ids_BT, mask_BT = padded_batch()
     positions = (mask_BT.cumsum(1) - 1).clamp(min=0)
     for inputs in ({}, {"attention_mask": mask_BT}, {"attention_mask": mask_BT, "position_ids": positions}):
@@ -444,8 +456,10 @@ def same_logits(model: Any, reference: Any, relative: float) -> None:
 
 
 def same_as_prefill(model: Any, num_new: int = 64, **options: Any) -> None:
-    """Cached greedy decoding of a left-padded batch: the logits of one forward without cache, so the same tokens too,
-    and the same as of each sequence by itself, without padding."""
+    """Compare cached greedy decoding of a left-padded batch with one forward pass without a cache.
+
+    Logits and tokens must be equal, also to those of each sequence alone, without padding.
+    """
     ids_BT, mask_BT = padded_batch()
     out = model.generate(
         ids_BT, attention_mask=mask_BT, max_new_tokens=num_new, do_sample=False, eos_token_id=None,
@@ -463,7 +477,7 @@ def same_as_prefill(model: Any, num_new: int = 64, **options: Any) -> None:
 
 
 def compiled_is_eager(model: Any) -> int:
-    """One token at a time against a static cache, without graph breaks; how many graphs it took."""
+    """Compare compiled with eager decoding, token by token with a static cache. Return the number of graphs."""
     ids_BT, mask_BT = padded_batch()
     mask_BS = torch.nn.functional.pad(mask_BT, (0, 6), value=1)  # of one length: the causal mask hides what is to come
     caches = [StaticCache(model.config, max_cache_len=20) for _ in range(2)]

@@ -1,7 +1,7 @@
-"""Tiny source models of several families, and how each is described to lamina.
+"""Creates tiny source models of several families, and their descriptions for lamina.
 
-The block dictionaries are written out here on purpose: the compress side has its own family data, and the tests of the
-compression between both must not share it.
+The block dictionaries are written out here on purpose: the pipeline has its own family data, which these tests must
+not share.
 """
 
 from typing import Any
@@ -176,7 +176,7 @@ ROPES = {
 
 
 def _source_config(name: str) -> PreTrainedConfig:
-    """head_dim is 12 where a family lets it differ from hidden/heads = 8."""
+    """Return a tiny config; head_dim is 12 if a family lets it differ from hidden/heads = 8."""
     llama = {**SMALL, "num_key_value_heads": 3, "head_dim": 12}
     configs: dict[str, Any] = {
         "llama-gqa": lambda: LlamaConfig(**llama),
@@ -243,7 +243,7 @@ CLASSES: dict[str, Any] = {
 
 
 def make_source(name: str, seed: int = 0) -> Any:
-    """A random model in float32, every parameter (norms and biases too) away from its initial value."""
+    """Return a random float32 model; every parameter, norms and biases included, differs from its initial value."""
     torch.manual_seed(seed)
     config = _source_config(name)
     model = CLASSES[config.model_type](config).eval()
@@ -254,7 +254,7 @@ def make_source(name: str, seed: int = 0) -> Any:
 
 
 def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """The config.json fields of lamina for a source model."""
+    """Return the config.json fields of lamina for a source model."""
     get: Any = source.to_dict().get
     kind, heads = source.model_type, get("num_attention_heads") or get("n_head")
     hidden = get("hidden_size") or get("n_embd")
@@ -299,7 +299,7 @@ def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None
 def build(
     source: PreTrainedConfig, tensors: dict[str, torch.Tensor], forms: list[dict[str, Any]] | None = None, **fields: Any
 ) -> Any:
-    """The lamina model of a source's description and `fields`, with these tensors, loaded strictly."""
+    """Return the lamina model of a source's description and `fields`, with these tensors, loaded strictly."""
     config = LaminaConfig(**describe(source, forms), **fields)
     model: Any = LaminaForCausalLM(config)
     model.eval().set_attn_implementation("sdpa")
@@ -317,7 +317,7 @@ def role_name(source: PreTrainedConfig, layer_idx: int, role: str) -> str:
 
 
 def padded_batch(num_tokens: int = 14, vocab: int = 97, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three sequences of unequal length, padded on the left: ids and attention mask, each (3, num_tokens)."""
+    """Return three left-padded sequences of unequal length: ids and attention mask, each (3, num_tokens)."""
     ids = torch.randint(3, vocab, (3, num_tokens), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     for row, padding in enumerate((0, 3, 8)):

@@ -1,6 +1,6 @@
-"""Run by torchrun: loads a checkpoint cut over the processes, and says whether its numbers are those of the whole.
+"""Loads a checkpoint sharded over processes, and compares its numbers with the whole checkpoint's. torchrun runs it.
 
-As JSON from the first process: the largest difference of logits, the greedy tokens' equality, and the shapes of cut
+The first process prints JSON: the largest difference of logits, the greedy tokens' equality, and the shapes of sharded
 weights on this process.
 """
 

@@ -1,4 +1,4 @@
-"""A process that dies between any two of its changes to the disk, and ways to damage a file."""
+"""Fixtures that kill a process between any two of its changes to the disk, and that damage files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ KILLED = 9
 
 @pytest.fixture
 def killed_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`killed_anywhere(act, check, prepare)`: runs act(directory), in a directory that prepare(directory) has filled
-    where it is given, in a child that dies before its first change to the disk, in another before its second, ...
-    until it lives to the end; after each, check(directory) looks at what is left. Returns the number of deaths."""
-    # A killed process loses nothing that the kernel has: the waits for the disk would only take time.
+    """Return `killed_anywhere(act, check, prepare)`, which runs act(directory) in children that are killed.
+
+    The first child dies before its first change to the disk, the second before its second, and so on, until one
+    survives. prepare(directory), if given, fills the directory of each; check(directory) checks it after each. Returns
+    the number of deaths.
+    """
+    # The kernel keeps the writes of a killed process, so that fsync would only take time.
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
     def run(
@@ -103,5 +106,5 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(params=list(DAMAGES))
 def damage(request: pytest.FixtureRequest) -> Callable[[Path], object]:
-    """What may happen to a file, one after another."""
+    """Return a function that damages a file, in one of several ways."""
     return DAMAGES[request.param]

@@ -1,4 +1,4 @@
-"""Checkpoints of every method's forms, of a size that vLLM's kernels take: heads of 32 numbers, or of 8 in one case.
+"""Writes checkpoints of every method's forms, in sizes that vLLM's kernels accept: heads of 32, in one case of 8.
 
 D 128, H 4 query heads over G 2, MLPs of 192; OPT and GPT-J with H = G = 4.
 """
@@ -67,7 +67,7 @@ SOURCES: dict[str, PreTrainedConfig] = {
 
 
 def flat(sizes: Any, share: float) -> dict[str, Any]:
-    """Narrow value heads, factors per head of q and k, fewer channels: flat_llm."""
+    """Return flat_llm's forms: narrow value heads, factors per head of q and k, fewer channels."""
     value = {"form": "head_pca", "rank": round(sizes.head_dim * share)}
     per_head = {"form": "head_low_rank", "rank": round(sizes.head_dim * share)}
     pruned = {"form": "pruned", "rank": round(sizes.inner * share / 2) * 2}
@@ -77,7 +77,7 @@ def flat(sizes: Any, share: float) -> dict[str, Any]:
 
 
 def wide(sizes: Any, share: float) -> dict[str, Any]:
-    """Absorbed values of more numbers than a head."""
+    """Return forms of absorbed values with more numbers than a head."""
     return kinds.absorbed(sizes, 0.8)
 
 
@@ -107,9 +107,9 @@ CASES = {
 
 
 def write(folder: Path, name: str, dtype: torch.dtype = torch.float32, bits: int | None = None) -> Path:
-    """The checkpoint of a case, as the compress side stores it; random, of outputs that differ by token.
+    """Write the checkpoint of a case in the pipeline's format, with random weights whose outputs differ by token.
 
-    With `bits` the linears of its layers are rounded to so many, in groups of 32 where these divide.
+    `bits`: round the linears of its layers, in groups of 32 where these divide the columns.
     """
     source, layers = SOURCES[CASES[name][0]], CASES[name][1]
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ DIFFERING: dict[str, list[dict[str, int]]] = {
 
 
 def write_differing(folder: Path, name: str) -> Path:
-    """A checkpoint of dense layers whose sizes are not all the model's: a case of DIFFERING."""
+    """Write a checkpoint of dense layers of which some have other sizes than the model: a case of DIFFERING."""
     described = {**describe(SOURCES["llama"], forms_of(SOURCES["llama"], kinds.dense, 1.0)), "dtype": "float32"}
     described |= {"layer_sizes": DIFFERING[name]}
     del described["auto_map"]
@@ -153,7 +153,8 @@ def write_differing(folder: Path, name: str) -> Path:
 
 
 def write_stored(folder: Path, name: str) -> Path:
-    """The checkpoint of a case whose dense linears are stored in fp8, in blocks that do not divide all of them."""
+    """Write the checkpoint of a case whose dense linears are stored in fp8, in blocks that do not divide all of
+    them."""
     described = json.loads((write(folder, name) / "config.json").read_text())
     tensors, form = load_file(folder / "model.safetensors"), StoredFormat("fp8", "float32", *FP8, block=(48, 48))
     with torch.device("meta"):
@@ -177,7 +178,7 @@ def _fp8(weight_OI: torch.Tensor, form: StoredFormat) -> dict[str, torch.Tensor]
 
 
 def round_(described: dict[str, Any], tensors: dict[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
-    """The tensors with packed codes for weights; `quantization_config` is added to what config.json says."""
+    """Return the tensors with packed codes for weights, and add `quantization_config` to `described`."""
     with torch.device("meta"):
         model = LaminaForCausalLM(LaminaConfig(**described))
     linears = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]

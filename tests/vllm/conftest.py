@@ -1,4 +1,4 @@
-"""These tests run where vLLM is installed: `make test-vllm` makes such an environment."""
+"""Fixtures of tests that need vLLM: `make test-vllm` creates such an environment."""
 
 from importlib.util import find_spec
 

@@ -1,10 +1,10 @@
-"""Greedy tokens of checkpoints by vLLM in this process, as JSON: python -m tests.vllm.generate IMPL TP KIND FOLDER…
+"""Prints greedy tokens of checkpoints by vLLM, as JSON: python -m tests.vllm.generate IMPL TP KIND FOLDER…
 
 KIND is a dtype; `float32-compiled` is a run with torch.compile, `bfloat16-avx2` one of vLLM's build for CPUs with AVX2
 alone. With `-native`, rotations are torch's instead of vLLM's operator, which on CPUs rotates only the first head of
 latent attention's queries (vLLM 0.32). With `-ep`, experts are divided over devices.
 
-A line for each folder: its tokens, or what went wrong; of the model in this process also the bytes that a token takes
+Prints a line for each folder: its tokens, or the error; for a model in this process also the bytes that a token takes
 in the cache, by vLLM's specification, and how many tokens the cache's one GiB holds.
 """
 
@@ -62,7 +62,7 @@ def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The model's class, its numbers, those of a token in its caches on this device, and its packed matrices."""
+    """Return the model's class, its count of numbers, cached numbers of a token on this device, and packed matrices."""
     from vllm.model_executor.layers.attention import Attention
 
     found = [module for module in model.modules() if isinstance(module, Attention)]
@@ -76,7 +76,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def cache_of(core: Any) -> dict[str, int]:
-    """Bytes of a token in the cache of all layers, and the tokens of all of its blocks."""
+    """Return the bytes of a token in the cache of all layers, and the number of tokens in all blocks."""
     specs = core.model_executor.get_kv_cache_specs()[0].values()
     caching = core.vllm_config.cache_config
     return {

@@ -1,4 +1,4 @@
-"""Servers of a checkpoint over HTTP: started, asked, and what they must say."""
+"""Starts servers of a checkpoint, sends requests over HTTP, and computes the expected answers."""
 
 import json
 import os
@@ -22,7 +22,7 @@ TEMPLATE = "{% for m in messages %}w5 {{ m['content'] }} {% endfor %}{% if add_g
 
 
 def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """A word for each of the 128 tokens: w3, w4, … after those that are special (and would be found inside words)."""
+    """Write a tokenizer with a word for each of the 128 tokens: w3, w4, … after the special ones."""
     names = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 128))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -33,7 +33,7 @@ def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return an unused port."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 @contextmanager
 def served(command: list[str], port: int, log: Path, environment: dict[str, str]) -> Iterator[str]:
-    """The address of a server's API, while it runs. It is up when it answers to /health."""
+    """Yield the address of a server's API once it answers to /health, and stop it at the end."""
     with log.open("w") as out:
         server = subprocess.Popen(command, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT)
     try:
@@ -61,20 +61,20 @@ def served(command: list[str], port: int, log: Path, environment: dict[str, str]
 
 
 def post(url: str, body: dict[str, Any]) -> str:
-    """The answer to a request, as text."""
+    """Return the answer to a request, as text."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
         return str(answer.read().decode())
 
 
 def streamed(answer: str) -> list[dict[str, Any]]:
-    """The first choice of each part of a streamed answer."""
+    """Return the first choice of each part of a streamed answer."""
     parts = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
     return [part["choices"][0] for part in parts if part.get("choices")]
 
 
 def said_to_a_client(url: str, model: str, **options: Any) -> list[list[str]]:
-    """The words that OpenAI's client gets for a chat about w17 and w33, whole and streamed."""
+    """Return the words that OpenAI's client receives for a chat about w17 and w33, whole and streamed."""
     from openai import OpenAI
 
     chat = OpenAI(base_url=url, api_key="none", timeout=300).chat.completions
@@ -86,7 +86,7 @@ def said_to_a_client(url: str, model: str, **options: Any) -> list[list[str]]:
 
 
 def said_by_transformers(folder: Path, prompt: list[int], num_new: int) -> list[str]:
-    """The words of greedy tokens."""
+    """Return the words of greedy tokens."""
     model: Any = LaminaForCausalLM.from_pretrained(folder)
     out = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False, eos_token_id=None)
     return [f"w{i}" for i in out[0, len(prompt) :].tolist()]

@@ -1,4 +1,4 @@
-"""Checkpoints as `mla` writes them, of random Llamas: 8 query heads of 32 numbers over 4, hidden states of 128.
+"""Writes checkpoints like those of `mla`, of random Llamas: 8 query heads of 32 numbers over 4, hidden states of 128.
 
 T tokens, D hidden, C numbers of all keys.
 """
@@ -18,7 +18,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Moment, Statistics
 from pipeline.methods.mla import RANK, ROPE, MLAMethod
 
-ROTATED = 32  # a CPU's kernels want heads of 32 + 32
+ROTATED = 32  # a CPU's kernels need heads of 32 + 32
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
 
 
 def write(folder: Path, cache_keep: float, tied: bool = False) -> Path:
-    """What `mla` makes of a random model, by statistics of random text; `tied`: its output embedding is its input's."""
+    """Compress a random model by `mla`, with statistics of random text. `tied`: output and input embeddings are one."""
     source = LlamaConfig(**SIZES, tie_word_embeddings=tied)
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(source)
@@ -51,7 +51,7 @@ def write(folder: Path, cache_keep: float, tied: bool = False) -> Path:
 
 
 def inputs_of(model: LlamaForCausalLM) -> list[Tensor]:
-    """The normed hidden states (T, D) that each layer's attention reads, for random tokens."""
+    """Return the normed hidden states (T, D) that each layer's attention reads, for random tokens."""
     seen: list[Tensor] = []
     hooks = [
         layer.input_layernorm.register_forward_hook(lambda *call: seen.append(call[2].flatten(0, 1)))
@@ -65,14 +65,14 @@ def inputs_of(model: LlamaForCausalLM) -> list[Tensor]:
 
 
 def moment(of: Moment, inputs_TD: Tensor, block: Any) -> Tensor:
-    """A statistic of `mla`; the loss feels all numbers of keys and values alike."""
+    """Return a statistic of `mla`, with gradients that weigh all numbers of keys and values alike."""
     if of.kind == "gradient":
         return torch.eye(block.key.shape[0])[None]
     return inputs_TD[None] if of.kind == "sample" else (inputs_TD.T @ inputs_TD)[None]
 
 
 def write_random(folder: Path, latent: int, rotated: int) -> Path:
-    """A random model of the class that `mla` writes, with a cache of these sizes, in bfloat16."""
+    """Write a random model of `mla`'s class, with a cache of these sizes, in bfloat16."""
     config = DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 8, "num_hidden_layers": 1, "head_dim": rotated},
         q_lora_rank=None, kv_lora_rank=latent, qk_nope_head_dim=64, qk_rope_head_dim=rotated, v_head_dim=64,
@@ -84,7 +84,7 @@ def write_random(folder: Path, latent: int, rotated: int) -> Path:
 
 
 def write_dense(folder: Path, heads: int, width: int) -> Path:
-    """A random Llama with so many key heads, and query heads, of a width, in bfloat16."""
+    """Write a random Llama with `heads` key and query heads of `width`, in bfloat16."""
     sizes = {
         "hidden_size": heads * width,
         "num_attention_heads": heads,

@@ -1,4 +1,4 @@
-"""Random checkpoints of mixtures, of a size that vLLM's kernels take: heads of 32 numbers, hidden states of 128.
+"""Writes random checkpoints of mixtures, in sizes that vLLM's kernels accept: heads of 32, hidden states of 128.
 
 `layer`: every layer has its own number and width of experts. `free`: experts of one layer differ in width and form.
 `stock`: one number and width for all layers, so that an export is of the source's own class.
@@ -51,7 +51,7 @@ LATENTS = {
 
 
 def shaped(config: dict[str, Any], sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """The forms of layers with so many experts of these widths."""
+    """Return the forms of layers with these numbers and widths of experts."""
     forms: list[dict[str, Any]] = [{} for _ in sizes]
     for layer, (count, width) in enumerate(sizes):
         if config["mixture"]["layers"][layer] is None:
@@ -63,7 +63,7 @@ def shaped(config: dict[str, Any], sizes: list[tuple[int, int]]) -> list[dict[st
 
 
 def unlike(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Experts of every form: narrow, factored, whole."""
+    """Return forms of different experts: narrow, factored, whole."""
     forms: list[dict[str, Any]] = []
     for sizes in config["mixture"]["layers"]:
         one: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def unlike(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def narrow_latents(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Experts as in `STOCK`, and both latents of the attention narrower."""
+    """Return forms of the experts in `STOCK`, with both latents of the attention narrowed."""
     narrow = {role: {"form": "narrow", "rank": rank} for role, rank in LATENTS.items()}
     return [forms | narrow for forms in shaped(config, STOCK)]
 
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, Any]] = {
 
 
 def write(folder: Path, name: str, bits: int | None = None) -> Path:
-    """The checkpoint of a case; with `bits`, the linears of its layers are rounded to so many."""
+    """Write the checkpoint of a case. `bits`: round the linears of its layers."""
     family, sizes = SOURCES[CASES[name][0]]
     standard = standard_config(factories.make_config(family, **sizes).to_dict())
     described = checkpoint_config(standard, CASES[name][1](standard), "float32")
@@ -119,6 +119,6 @@ def write(folder: Path, name: str, bits: int | None = None) -> Path:
 
 
 def exported(folder: Path, name: str) -> Path:
-    """A case's export of the source's own class."""
+    """Export a case to the source's own class."""
     export_checkpoint(str(write(folder / "output", name)), "stock", str(folder / name), lambda _: None)
     return folder / name

@@ -1,4 +1,4 @@
-"""A worker in this process on a small model, and what transformers' own model of the same weights sees.
+"""Runs a worker in this process on a small model, and transformers' model of the same weights as a reference.
 
 L layers, M samples, S sequence, D hidden, F features.
 """
@@ -40,13 +40,13 @@ FAMILIES = ("llama-gqa", "mistral-window", "qwen2-tied", "qwen3", "opt-tied", "g
 def save_source(
     directory: Path, name: str = "llama-gqa", dtype: torch.dtype = torch.float32, shard_size: str = "60KB"
 ) -> Path:
-    """A random model of a family in several shards."""
+    """Save a random model of a family in several shards."""
     make_source(name).to(dtype).save_pretrained(directory, max_shard_size=shard_size)
     return directory
 
 
 def make_setup(model: Path, run_dir: Path, *methods: dict[str, Any], **changes: Any) -> WorkerConfig:
-    """Tokens in the store, and all that a worker is told; `methods` as entries of a manifest."""
+    """Store tokens, and return the settings of a worker. `methods`: entries of a manifest."""
     source = open_source(str(model))
     config = standard_config(source.config)
     geometry = geometry_of(config)
@@ -71,7 +71,7 @@ def make_worker(setup: WorkerConfig) -> Worker:
 
 
 def layer_names(setup: WorkerConfig, layer: int) -> list[str]:
-    """The dense layer's tensors."""
+    """Return the names of a dense layer's tensors."""
     return [name for name, _ in setup.geometry.layers[layer].tensors().values()]
 
 
@@ -82,7 +82,7 @@ def tasks_of(setup: WorkerConfig, layer: int) -> list[Task]:
 
 
 class Reference:
-    """transformers' model, run once on all the samples."""
+    """The values in transformers' model, which runs once on all samples."""
 
     def __init__(self, model: Path, setup: WorkerConfig) -> None:
         self.setup = setup
@@ -110,7 +110,7 @@ class Reference:
         return found
 
     def at(self, layer: int, point: str) -> Tensor:
-        """(M, S, F) of what passes a point of a layer, all samples at once."""
+        """Return the values (M, S, F) at a point of a layer, of all samples."""
         role, _, side = point.partition(".")
         seen: list[Tensor] = []
 
@@ -135,14 +135,14 @@ def hooked(handle: Any) -> Iterator[None]:
 
 
 def flip(path: Path) -> None:
-    """Damages a byte in the middle of a file."""
+    """Damage a byte in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
     path.write_bytes(data)
 
 
 def rewrite(model: Path, copy: Path, name: str, change: Any) -> Path:
-    """A copy of a checkpoint with one tensor changed in place."""
+    """Copy a checkpoint, with one tensor changed in place."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model, copy)
@@ -167,7 +167,10 @@ def held(worker: Worker, lineage: str, layer: int, shard: int) -> Tensor:
 
 
 def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[StagedLayer, dict[str, Any]]:
-    """All units that compress a layer; the staged record, as the driver hands it on, and the reports by group."""
+    """Run all units that compress a layer.
+
+    Return the staged record, as the driver passes it on, and the groups' reports.
+    """
     solved, reports = [], {}
     for task in tasks_of(worker.setup, layer):
         records = sum_layer(layer, task.moments, [worker, worker])
@@ -179,7 +182,7 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Stag
 
 
 def sum_layer(layer: int, moments: Sequence[Moment], holders: Sequence[Worker]) -> dict[Moment, Any]:
-    """Records of the moments of a dense layer, as the driver gets them. `holders`: who does which shard."""
+    """Return records of the moments of a dense layer, as the driver gets them. `holders`: the worker of each shard."""
     units = [Forward("dense", layer, s, moments=tuple(moments), emit=False, replay=(None,) * layer) for s in range(2)]
     last = holders[-1]
     done, sums = sum_units(units, holders)

@@ -1,4 +1,4 @@
-"""Sources that the tests of workers share."""
+"""Source models for tests of workers."""
 
 from __future__ import annotations
 

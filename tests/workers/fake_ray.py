@@ -1,4 +1,4 @@
-"""Ray as far as the pool uses it, on a clock of its own: actors that take time to start and to work, and that die."""
+"""Simulates the part of Ray that the pool uses, with simulated time: actors start, work and die."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PENDING = object()
 
 
 class Ref:
-    """The result of a call, once it is there."""
+    """A reference to the future result of a call."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -38,7 +38,7 @@ class Watch:
 
 @dataclass
 class FakeActor:
-    """Does its calls one after another, `ticks` each, from `ready_at` on; gone at `dies_at`."""
+    """An actor that does calls one after another, `ticks` each, from `ready_at` on, and dies at `dies_at`."""
 
     ray: FakeRay
     number: int
@@ -110,7 +110,7 @@ class _Remote:
         self.groups = groups if groups is not None else []
 
     def options(self, num_returns: int, name: str, concurrency_group: str | None = None) -> _Remote:
-        """Before the outcome, references to what the unit leaves behind."""
+        """Return a caller whose results are the handles of the unit, then its outcome."""
         self.groups.append(concurrency_group)
         left = [f"tensors {place}" for place in range(num_returns - 1)]
         return _Remote(lambda *call: [*left, self.function(*call)] if left else self.function(*call))
@@ -120,21 +120,24 @@ class _Remote:
 
 
 class FakeRay:
-    """Stands in for the module `ray`. `plans`: (ready_at, ticks, dies_at) of the actors, in the order of starting,
-    `ready_at` counted from then; the last plan is for all that follow. `on_wait` is called before time goes on."""
+    """Replaces the module `ray`. `plans`: (ready_at, ticks, dies_at) of the actors, in the order of starting.
+
+    `ready_at` counts from an actor's start; the last plan is for all later actors. `on_wait`: called before time
+    advances.
+    """
 
     def __init__(self, *plans: tuple[int, int, int | None]) -> None:
         self.plans = plans or ((0, 1, None),)
         self.actors: list[FakeActor] = []
         self.failures: dict[str, Any] = {}
-        self.hardware: dict[int, dict[str, str]] = {}  # of actors by number, where it is another
-        self.cores: dict[int, int] = {}  # of actors' nodes by number, where it is not 4
+        self.hardware: dict[int, dict[str, str]] = {}  # by number of the actor, if it is another
+        self.cores: dict[int, int] = {}  # of nodes, by number of the actor, if not 4
         self.start_error: Exception | None = None
         self.versions: dict[int, dict[str, str]] = {}
         self.now = 0
         self.options_given: dict[str, Any] = {}
         self.beside: dict[str, int] = {}
-        self.groups: list[str | None] = []  # of concurrency, that units were given to
+        self.groups: list[str | None] = []  # the concurrency groups of the units
         self.on_wait: Any = lambda: None
 
     def put(self, value: Any) -> Any:
