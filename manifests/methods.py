@@ -93,7 +93,7 @@ class MLA(MethodEntry):
     """Latent attention, docs/methods.md#mla: OUTPUT is a plain directory of the DeepSeek type.
 
     `cache_keep`: the numbers that a token caches in each layer, latents and rotated key dimensions, as a share of the
-    source's. `rope`: the rotated ones; null: by predicted loss.
+    source's. `rope`: the rotated ones; null: by predicted loss, as is always the density of their frequencies.
     """
 
     method: Literal["mla"]

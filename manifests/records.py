@@ -170,6 +170,7 @@ class FormSpec(Record):
     width: PositiveInt | None = None
     absorbed: bool | None = None
     rope: PositiveInt | None = None
+    density: PositiveInt | None = None
 
 
 class StagedLayer(StagedRecord):

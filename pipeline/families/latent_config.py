@@ -30,7 +30,7 @@ def described_config(standard: Mapping[str, Any], forms: Sequence[Forms]) -> dic
     if latent is None:
         return {**standard, "forms": [dict(layer) for layer in forms]}
     shared, head_dim, heads = latent["rope"], standard["head_dim"], standard["num_attention_heads"]
-    theta = standard["rope_parameters"]["rope_theta"] ** (shared / head_dim)
+    theta = standard["rope_parameters"]["rope_theta"] ** (shared / head_dim / latent.get("density", 1))
     return standard_config(
         {name: standard[name] for name in COPIED_FIELDS}
         | {

@@ -9,6 +9,7 @@ that all heads share, r latents, W distances, m outputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -86,13 +87,27 @@ def distance_shares(
     return sums / sums.sum(dim=1, keepdim=True)
 
 
-def split_keys(
-    key_CD: Tensor, moment_DD: Tensor, gradient_CC: Tensor, frequencies_J: Tensor, shared: int, shares_GW: Tensor
-) -> SplitKeys:
-    """Choose `shared` (p) rotated dimensions, with the first p/2 frequencies, of least loss from the other dimensions.
+def turns(frequencies_J: Tensor, shared: int, density: int) -> Tensor:
+    """Return the p/2 frequencies of `shared` (p) rotated dimensions: `density` for each step of the source's.
 
-    A pair that is not rotated keeps the mean of its rotation over distances, α = Σ_w share_w e^{−iθw}. Of n numbers κ
-    that share a frequency, c = uᴴ Γ^{1/2} κ is rotated, u the leading eigenvector of Γ^{1/2} E[κ κᴴ] Γ^{1/2}, and
+    Both are powers of one base, and each `density`-th is one of the source's.
+    """
+    if density == 1:
+        return frequencies_J[: shared // 2]
+    places_I = torch.arange(shared // 2, dtype=torch.float64, device=frequencies_J.device)
+    grid_I: Tensor = frequencies_J[1] ** (places_I / density)
+    return grid_I
+
+
+def split_keys(
+    key_CD: Tensor, moment_DD: Tensor, gradient_CC: Tensor, frequencies_J: Tensor, turns_I: Tensor, shares_GW: Tensor
+) -> SplitKeys:
+    """Choose p rotated dimensions, with the p/2 frequencies `turns_I`, of least loss from the other dimensions.
+
+    Each rotates numbers of the source's frequency next to it, the equal ones first; pairs of which no turn is next join
+    the turn that saves most of their loss. A pair that is not rotated keeps the mean of its rotation over distances,
+    α = Σ_w share_w e^{−iθw}, and one that another frequency rotates the mean of the difference. Of n numbers κ, without
+    their earlier turns' part, c = uᴴ Γ^{1/2} κ is rotated, u the leading eigenvector of Γ^{1/2} E[κ κᴴ] Γ^{1/2}, and
     Γ the moment of the gradient at κ times the loss that the rotation saves. Means per token; float64. Raises
     ValueError on NaN or infinity.
     """
@@ -103,20 +118,15 @@ def split_keys(
     rest_GJD = keys_GJD.clone()
     gradient_NN = _complex_moment(gradient_CC.double(), groups)
     still_GJ = _mean_turn(shares_GW, frequencies_J)
-    turned_GJI = torch.stack([_mean_turn(shares_GW, frequencies_J - each) for each in frequencies_J[: shared // 2]], -1)
+    turned_GJI = torch.stack([_mean_turn(shares_GW, frequencies_J - each) for each in turns_I], -1)
     lost_GJ = (1.0 - still_GJ.abs().square()).clamp_min(0.0)
     left_GJI = (1.0 - turned_GJI.abs().square()).clamp_min(0.0)
     gain_GJI = lost_GJ[..., None] - left_GJI
-    best_J = gain_GJI.mean(dim=0).argmax(dim=-1)
-    rotates_J = gain_GJI.mean(dim=0).amax(dim=-1) >= ROTATED_GAIN * lost_GJ.mean(dim=0)
-    shared_ID = keys_GJD.new_zeros((shared // 2, key_CD.shape[1]))
-    read_GIJ = keys_GJD.new_zeros((groups, shared // 2, pairs))
+    shared_ID = keys_GJD.new_zeros((len(turns_I), key_CD.shape[1]))
+    read_GIJ = keys_GJD.new_zeros((groups, len(turns_I), pairs))
     wrong_GJD = torch.zeros_like(keys_GJD)  # rotated by a frequency near their own
-    for turn in range(shared // 2):
-        members_M = ((best_J == turn) & rotates_J).nonzero().flatten()
-        if not len(members_M):
-            continue
-        keys_ND = keys_GJD[:, members_M].flatten(0, 1)
+    for turn, members_M in _members(gain_GJI.mean(dim=0), lost_GJ.mean(dim=0), frequencies_J, turns_I):
+        keys_ND = rest_GJD[:, members_M].flatten(0, 1)
         index_N = (torch.arange(groups, device=members_M.device)[:, None] * pairs + members_M).flatten()
         gain_N = gain_GJI[:, members_M, turn].flatten().clamp_min(0.0).sqrt().to(torch.complex128)
         metric_NN = gain_N[:, None] * gradient_NN[index_N][:, index_N] * gain_N
@@ -125,7 +135,7 @@ def split_keys(
         part_GMD = (decode_N[:, None] * shared_ID[turn]).view(groups, len(members_M), -1)
         rest_GJD[:, members_M] -= part_GMD
         left_GM = left_GJI[:, members_M, turn]
-        wrong_GJD[:, members_M] = part_GMD * left_GM.sqrt()[..., None]
+        wrong_GJD[:, members_M] += part_GMD * left_GM.sqrt()[..., None]
         read_GIJ[:, turn, members_M] = decode_N.view(groups, -1) * turned_GJI[:, members_M, turn]
     change_GJD = rest_GJD * lost_GJ.sqrt()[..., None]
     loss = _turn_loss(change_GJD, moment, gradient_NN) + _turn_loss(wrong_GJD, moment, gradient_NN)
@@ -210,6 +220,23 @@ def _complex_moment(moment_CC: Tensor, groups: int) -> Tensor:
     pairs = len(moment_CC) // groups // 2
     half_NC = _complex_rows(moment_CC, pairs).flatten(0, 1)
     return _complex_rows(half_NC.mH, pairs).flatten(0, 1)
+
+
+def _members(gain_JI: Tensor, lost_J: Tensor, frequencies_J: Tensor, turns_I: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each turn with the source's pairs (M) whose numbers it rotates, those of equal frequencies first.
+
+    `gain_JI`: the share of a pair's energy that a turn saves of `lost_J`, the share that is lost without one.
+    """
+    offset_IJ = (turns_I.log()[:, None] - frequencies_J.log()).abs()
+    next_I = offset_IJ.argmin(dim=1)
+    joins_J = ~torch.isin(torch.arange(len(frequencies_J), device=next_I.device), next_I)
+    joins_J &= gain_JI.amax(dim=1) >= ROTATED_GAIN * lost_J
+    best_J = gain_JI.argmax(dim=1)
+    for turn in offset_IJ.amin(dim=1).argsort(stable=True).tolist():
+        chosen_J = joins_J & (best_J == turn)
+        chosen_J[next_I[turn]] = bool(gain_JI[next_I[turn], turn] >= 0.0)
+        if chosen_J.any():
+            yield turn, chosen_J.nonzero().flatten()
 
 
 def _mean_turn(shares_GW: Tensor, frequencies_J: Tensor) -> Tensor:

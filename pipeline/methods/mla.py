@@ -20,7 +20,7 @@ from pipeline.families.blocks import AttentionBlock, roles_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.latent import LATENT_FORM, plain_pairs
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.latent import SplitKeys, distance_shares, fit_latents, head_rows, query_rows, split_keys
+from pipeline.kernels.latent import SplitKeys, distance_shares, fit_latents, head_rows, query_rows, split_keys, turns
 from pipeline.kernels.sensitivity import least_losses, output_directions
 from pipeline.methods.base import MethodBase
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
@@ -29,8 +29,16 @@ from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, steps, to_columns
 
 RANK, ROPE = "rank", "rope"  # kv_lora_rank, qk_rope_head_dim
+DENSITY = "density"  # rotated frequencies for each of the source's; 1 in curves of old run directories
 _ROUNDING = 1e-9  # of a share of the cache
-CHOICES = 16  # how many numbers of rotated dimensions are compared at most
+DENSITIES = {
+    1: 16,
+    2: 8,
+    3: 8,
+    4: 8,
+    6: 8,
+    8: 8,
+}  # density -> how many numbers of rotated dimensions are compared at most
 SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # tokens of the sample per hidden dimension, and in all at least
 
 
@@ -54,9 +62,10 @@ class _Problem(NamedTuple):
     frequencies: Tensor
     shares: Tensor
 
-    def split(self, shared: int) -> SplitKeys:
+    def split(self, shared: int, density: int) -> SplitKeys:
         """Split keys into `shared` rotated dimensions and parts without rotation."""
-        return split_keys(self.key, self.moment, self.gradient, self.frequencies, shared, self.shares)
+        turns_I = turns(self.frequencies, shared, density)
+        return split_keys(self.key, self.moment, self.gradient, self.frequencies, turns_I, self.shares)
 
     def outputs(self, keys: SplitKeys) -> Tensor:
         """Return the map (2C, D) from the input to the targets of the latents: keys without rotation, and values."""
@@ -106,13 +115,13 @@ class MLAMethod(MethodBase[MLA]):
 
     def _check(self, layer: LayerGeometry) -> None:
         """Raise ValueError if no size fits the entry."""
-        cached, turned = self._cached(layer), 2 * plain_pairs(layer.frequencies)
+        cached, turned = self._cached(layer), max(_most_shared(layer, density) for density in _densities(layer))
         if self.entry.rope is not None and self.entry.rope > turned:
             raise ValueError(
-                f"rope: {self.entry.rope} is more than {turned}, the rotated dimensions of heads of "
-                f"{layer.attention.head_dim} whose angles are powers of one base"
+                f"rope: {self.entry.rope} is more than {turned}, the rotated dimensions of {layer.attention.kv_heads} "
+                f"key heads of {layer.attention.head_dim} whose angles are powers of one base"
             )
-        least = self._shared(layer)[0] + self._ranks(layer)[0]
+        least = min(shared for shared, _ in self._choices(layer)) + self._ranks(layer)[0]
         if cached < least:
             raise ValueError(
                 f"cache_keep: {self.entry.cache_keep:g} of {layer.cache_numbers} cached numbers leaves {cached}, and "
@@ -123,12 +132,16 @@ class MLAMethod(MethodBase[MLA]):
         """Return R, the numbers that a token may cache."""
         return int(self.entry.cache_keep * layer.cache_numbers + _ROUNDING)
 
-    def _shared(self, layer: LayerGeometry) -> list[int]:
-        """Return the numbers of rotated dimensions to compare, ascending."""
-        if self.entry.rope is not None:
-            return [self.entry.rope]
-        step = 2 * max(1, layer.attention.head_dim // 2 // CHOICES)
-        return [*range(step, 2 * plain_pairs(layer.frequencies) + 1, step)]
+    def _choices(self, layer: LayerGeometry) -> list[tuple[int, int]]:
+        """Return the numbers of rotated dimensions to compare, each with a density."""
+        densities = _densities(layer)
+        if (rope := self.entry.rope) is not None:
+            return [(rope, density) for density in densities if rope <= _most_shared(layer, density)]
+        return [(shared, density) for density in densities for shared in _spread(layer, density)]
+
+    def _widest(self, layer: LayerGeometry) -> int:
+        """Return the most rotated dimensions to compare."""
+        return max(shared for shared, _ in self._choices(layer))
 
     def _ranks(self, layer: LayerGeometry) -> list[int]:
         """Return the ranks of the latent to compare, ascending. The last one is exact."""
@@ -136,8 +149,8 @@ class MLAMethod(MethodBase[MLA]):
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """Return the rank of the latent; its cost includes the most rotated dimensions."""
-        shared, cap = self._shared(geometry)[-1], max(1, min(self._ranks(geometry)[-1], self._cached(geometry)))
-        cost = partial(_numbers, geometry, rope=shared)
+        cap = max(1, min(self._ranks(geometry)[-1], self._cached(geometry)))
+        cost = partial(_numbers, geometry, rope=self._widest(geometry))
         return (RankVariable(group.layer, group.name, RANK, cap, 1, cost),)
 
     def cache_target(self, geometry: Geometry) -> float | None:
@@ -150,18 +163,18 @@ class MLAMethod(MethodBase[MLA]):
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """Count the numbers stored with the smallest latent."""
-        return round(_numbers(geometry, self._ranks(geometry)[0], self._shared(geometry)[0]))
+        return round(_numbers(geometry, self._ranks(geometry)[0], min(self._choices(geometry))[0]))
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss of every rank with every number of rotated dimensions, for any `cache_keep`."""
+        """Predict the loss of every rank with every number of rotated dimensions and density, for any `cache_keep`."""
         problem, points = _problem(geometry, weights, statistics), []
-        for rope in self._shared(geometry):
-            keys = problem.split(rope)
+        for rope, density in self._choices(geometry):
+            keys = problem.split(rope, density)
             outputs_mD = problem.outputs(keys)
             losses = least_losses(problem.metric, outputs_mD @ problem.moment @ outputs_mD.T).tolist()
             points += [
                 Point(
-                    {RANK: rank, ROPE: rope},
+                    {RANK: rank, ROPE: rope, DENSITY: density},
                     round(_numbers(geometry, rank, rope)),
                     keys.loss + losses[rank],
                     rank + rope,
@@ -176,7 +189,7 @@ class MLAMethod(MethodBase[MLA]):
         """Return the query with rows for the shared keys, the encoder of latents and shared keys, the latents' norm,
         and their decoder."""
         problem, rank, rope = _problem(geometry, weights, statistics), ranks[RANK], ranks[ROPE]
-        keys = problem.split(rope)
+        keys = problem.split(rope, ranks.get(DENSITY, 1))
         outputs_mD = problem.outputs(keys)
         order = output_directions(outputs_mD, problem.moment, problem.metric)
         cut = 0.5 * float(order.values[rank:].clamp_min(0.0).sum())
@@ -205,10 +218,34 @@ class MLAMethod(MethodBase[MLA]):
 
     def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
         """Map q, k and v to latent attention of these sizes."""
-        return {
-            role: FormSpec(form=LATENT_FORM, rank=ranks[RANK], rope=ranks[ROPE], group=group.name)
-            for role in group.roles
-        }
+        density = ranks.get(DENSITY, 1)
+        form = FormSpec(
+            form=LATENT_FORM,
+            rank=ranks[RANK],
+            rope=ranks[ROPE],
+            group=group.name,
+            density=None if density == 1 else density,
+        )
+        return dict.fromkeys(group.roles, form)
+
+
+def _densities(layer: LayerGeometry) -> list[int]:
+    """Return the densities to compare: a frequency has a complex number for each key head, and rotates no more."""
+    pairs = plain_pairs(layer.frequencies)
+    return [density for density in DENSITIES if density == 1 or (pairs > 1 and density <= layer.attention.kv_heads)]
+
+
+def _most_shared(layer: LayerGeometry, density: int) -> int:
+    """Return the most rotated dimensions of a density; above one, those of half of the dense cache."""
+    most = 2 * density * plain_pairs(layer.frequencies)
+    return most if density == 1 else min(most, layer.cache_numbers // 2)
+
+
+def _spread(layer: LayerGeometry, density: int) -> range:
+    """Return the numbers of rotated dimensions to compare at a density."""
+    most = layer.attention.head_dim if density == 1 else _most_shared(layer, density)
+    step = 2 * max(1, most // 2 // DENSITIES[density])
+    return range(step, _most_shared(layer, density) + 1, step)
 
 
 def _sample(layer: LayerGeometry) -> Moment:

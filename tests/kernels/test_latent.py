@@ -13,6 +13,7 @@ from pipeline.kernels.latent import (
     head_rows,
     query_rows,
     split_keys,
+    turns,
 )
 
 T, D, HEADS, WIDTH = 40, 24, 4, 8
@@ -66,7 +67,7 @@ def problem(groups: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor,
 def test_without_rotation_every_split_gives_the_scores(shared: int) -> None:
     x_TD, query, key, moment, gradient = problem(groups=2)
     near = torch.eye(1, T, dtype=torch.float64).expand(2, T)  # all attention at distance 0, where nothing turns
-    split = split_keys(key, moment, gradient, FREQUENCIES, shared, near)
+    split = split_keys(key, moment, gradient, FREQUENCIES, FREQUENCIES[: shared // 2], near)
     still = torch.zeros(4, dtype=torch.float64)
     torch.testing.assert_close(
         split_scores(x_TD, query, split, still[: shared // 2]), source_scores(x_TD, query, key, still)
@@ -77,7 +78,7 @@ def test_without_rotation_every_split_gives_the_scores(shared: int) -> None:
 def test_one_key_head_keeps_its_rotation() -> None:
     x_TD, query, key, moment, gradient = problem(groups=1)
     shares = distance_shares(x_TD, query, key, 1, FREQUENCIES, SCALE)
-    split = split_keys(key, moment, gradient, FREQUENCIES, WIDTH, shares)
+    split = split_keys(key, moment, gradient, FREQUENCIES, FREQUENCIES, shares)
     torch.testing.assert_close(
         split_scores(x_TD, query, split, FREQUENCIES), source_scores(x_TD, query, key, FREQUENCIES)
     )
@@ -87,9 +88,50 @@ def test_one_key_head_keeps_its_rotation() -> None:
 def test_more_rotated_dimensions_lose_less() -> None:
     x_TD, query, key, moment, gradient = problem(groups=2)
     shares = distance_shares(x_TD, query, key, 2, FREQUENCIES, SCALE)
-    losses = [split_keys(key, moment, gradient, FREQUENCIES, shared, shares).loss for shared in (2, 4, 6, 8)]
+    losses = [
+        split_keys(key, moment, gradient, FREQUENCIES, FREQUENCIES[: shared // 2], shares).loss
+        for shared in (2, 4, 6, 8)
+    ]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] > 0.0  # two heads, and one number of both is rotated
+
+
+def test_turns_are_powers_between_the_source_s() -> None:
+    turned = turns(FREQUENCIES, 12, 3)
+    torch.testing.assert_close(turned[::3], FREQUENCIES[:2])
+    torch.testing.assert_close(turned[1:] / turned[:-1], turned[1].expand(5))
+    assert torch.equal(turns(FREQUENCIES, 6, 1), FREQUENCIES[:3])
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_the_loss_is_that_of_scores_at_every_distance(heads: int) -> None:
+    """Of heads with one frequency, of which turns near it rotate a number each."""
+    own, turned = torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.3, 0.36], dtype=torch.float64)
+    x_TD, key, gradient = draw(T, D), draw(heads * 2, D, seed=1), draw(200, heads * 2, seed=2)
+    moment, gradient = x_TD.T @ x_TD / T, gradient.T @ gradient / 200
+    shares = draw(1, 12, seed=3).abs().expand(heads, 12) / draw(1, 12, seed=3).abs().sum()
+    split = split_keys(key, moment, gradient, own, turned, shares)
+    numbers = [(x_TD @ rows.T).unflatten(1, (-1, 2)) for rows in (key, split.rest, split.shared)]
+    source, rest, common = (torch.complex(*each.unbind(dim=-1)) for each in numbers)
+    read = torch.complex(split.read[:, ::2, 0], split.read[:, 1::2, 0]).conj()
+    at = torch.arange(12, dtype=torch.float64)[:, None, None]
+    change = torch.exp(-1j * at * own) * source - rest - torch.exp(-1j * at * turned) * common @ read.T
+    feels = gradient.unflatten(0, (heads, 2)).unflatten(2, (heads, 2))
+    feels = feels[:, 0, :, 0] + feels[:, 1, :, 1] + 1j * (feels[:, 1, :, 0] - feels[:, 0, :, 1])
+    each = torch.einsum("wtg,gh,wth->w", change.conj(), feels, change).real / T
+    assert split.loss == pytest.approx(0.25 * float(shares[0] @ each), rel=1e-9)
+    alone = split_keys(key, moment, gradient, own, own, shares)
+    assert split.loss < alone.loss
+
+
+def test_a_key_head_s_numbers_take_one_turn_each() -> None:
+    """Two heads without offsets: two turns of one frequency rotate all that both heads have of it."""
+    x_TD, query, key, moment, gradient = problem(groups=2)
+    shares = distance_shares(x_TD, query, key, 2, FREQUENCIES, SCALE)
+    twice = FREQUENCIES.repeat_interleave(2)
+    split = split_keys(key, moment, gradient, FREQUENCIES, twice, shares)
+    torch.testing.assert_close(split_scores(x_TD, query, split, twice), source_scores(x_TD, query, key, FREQUENCIES))
+    assert split.loss < 1e-12
 
 
 def test_shares_are_those_of_attention() -> None:
@@ -153,4 +195,4 @@ def test_wrong_numbers_are_refused() -> None:
     shares = distance_shares(x_TD, query, key, 1, FREQUENCIES, SCALE)
     key[0, 0] = torch.nan
     with pytest.raises(ValueError, match="keys: 1 of"):
-        split_keys(key, moment, gradient, FREQUENCIES, 4, shares)
+        split_keys(key, moment, gradient, FREQUENCIES, FREQUENCIES[:2], shares)

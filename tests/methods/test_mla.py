@@ -32,8 +32,9 @@ def test_sizes_of_a_model() -> None:
     (group, *_) = made().claims(geometry)
     assert group.roles == ("q", "k", "v")
     assert made().cache_target(geometry) == 6 * 32
-    assert made()._shared(geometry.layers[0]) == [*range(2, 17, 2)]
-    assert made(rope=8)._shared(geometry.layers[0]) == [8]
+    assert made()._choices(geometry.layers[0]) == [(p, m) for m in (1, 2) for p in range(2 * m, 16 * m + 1, 2 * m)]
+    assert made(rope=8)._choices(geometry.layers[0]) == [(8, 1), (8, 2)]
+    assert made(rope=20)._choices(geometry.layers[0]) == [(20, 2)]
     assert made(cache_keep=1.0)._ranks(geometry.layers[0])[-1] == 48
     assert made().rank_variables(geometry)[0].cap == 32
 
@@ -72,8 +73,8 @@ def test_windows_and_other_rotations_are_refused() -> None:
 
 
 def test_sizes_out_of_reach_are_refused() -> None:
-    with pytest.raises(ValueError, match="rope: 18 is more than 16"):
-        made(rope=18).claims(llama("gqa"))
+    with pytest.raises(ValueError, match="rope: 34 is more than 32, the rotated dimensions of 2 key heads of 16"):
+        made(rope=34).claims(llama("gqa"))
     with pytest.raises(ValueError, match="leaves 1, and the smallest latent with its rotated dimensions takes 3"):
         made(cache_keep=0.03).claims(llama("gqa"))
     for fields, said in (({"rope": 3}, "odd"), ({"layers": "last:2"}, "one size"), ({"refine": True}, "not trained")):
@@ -91,8 +92,8 @@ def test_llama3_turns_its_first_frequencies_alone_by_powers() -> None:
     geometry = llama("gqa", rope_parameters=LLAMA3)
     frequencies = geometry.layers[0].frequencies
     assert 1 <= plain_pairs(frequencies) < len(frequencies) == 8
-    most = max(made()._shared(geometry.layers[0]))
-    assert most == 2 * plain_pairs(frequencies)
+    choices = made()._choices(geometry.layers[0])
+    assert max(p for p, density in choices if density == 1) == 2 * plain_pairs(frequencies)
 
 
 def test_the_config_is_of_the_class() -> None:
@@ -101,6 +102,8 @@ def test_the_config_is_of_the_class() -> None:
     described = described_config(standard, forms)
     theta = standard["rope_parameters"]["rope_theta"]
     assert described["rope_parameters"]["rope_theta"] == pytest.approx(theta ** (4 / standard["head_dim"]))
+    dense = described_config(standard, [{"q": {**layer["q"], "density": 2}} for layer in forms])
+    assert dense["rope_parameters"]["rope_theta"] == pytest.approx(theta ** (2 / standard["head_dim"]))
     written = output_config(standard, forms, "float32")
     assert written["architectures"] == ["DeepseekV3ForCausalLM"]
     assert (written["kv_lora_rank"], written["qk_rope_head_dim"], written["first_k_dense_replace"]) == (10, 4, 2)
