@@ -32,7 +32,7 @@ class SweptPoint:
     Attributes:
         first: the index of its first method among the methods of all points, which the workers number.
         digest: digest of everything that decides its bytes; it does not depend on the other points.
-        curves_digest: digest of everything that decides its curves, which is all but the size.
+        curves_digest: digest of everything that decides its curves, which is all but the size and `refine`.
     """
 
     point: Point
@@ -93,8 +93,9 @@ def _check_points(
     first = 0
     for point, inputs in zip(points, checked, strict=True):
         fields = semantic_fields(inputs)
-        sizeless = {name: value for name, value in fields.items() if name != "budget"}
-        swept.append(SweptPoint(point, inputs, first, _digest(fields), _digest(sizeless)))
+        methods = [{**entry, "refine": None} for entry in fields["methods"]]  # layers are trained behind their solve
+        of_curves = {name: value for name, value in fields.items() if name != "budget"} | {"methods": methods}
+        swept.append(SweptPoint(point, inputs, first, _digest(fields), _digest(of_curves)))
         first += len(inputs.methods)
     return tuple(swept)
 
@@ -102,10 +103,10 @@ def _check_points(
 def series_of(points: Sequence[SweptPoint]) -> list[tuple[SweptPoint, ...]]:
     """Group consecutive points that differ in size alone, at most `MOST_TOGETHER` in a group.
 
-    A point whose layers depend on its own compressed layers is alone in its group.
+    A point whose layers depend on its own compressed layers, or that is refined, is alone in its group.
     """
     series: list[tuple[SweptPoint, ...]] = []
-    for _, group in groupby(points, key=lambda point: point.curves_digest):
+    for _, group in groupby(points, key=lambda point: (point.curves_digest, point.walks)):
         alike = tuple(group)
         most = 1 if alike[0].walks else MOST_TOGETHER
         series += [alike[start : start + most] for start in range(0, len(alike), most)]

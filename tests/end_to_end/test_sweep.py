@@ -183,6 +183,8 @@ def test_points_behind_their_own_layers_share_the_dense_pass(
     found = made.run().json
     assert len(made.forwards()) == len(set(made.forwards()))
     assert len([unit for unit in made.units() if unit.startswith("refine/")]) == 6
+    predicted = [unit for unit in made.units() if unit.startswith("predict/")]
+    assert len(predicted) == 2 * 6, "curves of three groups in two layers: one set with corrections, one without"
     dense = {"calibration.propagate": "dense", "evaluation": made.document["evaluation"], "budget.keep": 0.6}
     rows = {row["point"]: row for row in found["points"]}
     for name in ("corrected", "refined", "dense", "mixed"):
