@@ -114,6 +114,27 @@ def test_other_indices_are_seen() -> None:
     assert torch.equal(other(x_BTD)["o"], changed)
 
 
+def test_fixed_positions_change_no_output() -> None:
+    """The positions that an engine computes once give the same outputs, also after it has loaded other indices."""
+    torch.manual_seed(0)
+    group, fixed = (PivotedLinears(4, {"q": 4, "k": 2}, 2) for _ in range(2))
+    x_ND = torch.randn(3, 4)
+    for indices in ([1, 4], [0, 5]):
+        group.indices.copy_(torch.tensor(indices))
+        fixed.load_state_dict(group.state_dict())
+        fixed.fix_positions()
+        for role, out_NC in group(x_ND).items():
+            assert torch.equal(fixed(x_ND)[role], out_NC)
+    assert [*fixed.state_dict()] == [*group.state_dict()]
+
+
+def test_gradients_reach_both_factors() -> None:
+    torch.manual_seed(0)
+    group = PivotedLinears(4, {"o": 6}, 2)
+    group(torch.randn(2, 3, 4))["o"].square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in group.parameters())
+
+
 @pytest.mark.parametrize("indices", [[1, 1], [4, 1], [1, 6], [-1, 3]])
 def test_damaged_indices_are_refused(indices: list[int]) -> None:
     group = PivotedLinears(4, {"o": 6}, 2)

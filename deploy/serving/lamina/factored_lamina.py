@@ -244,6 +244,8 @@ class PivotedLinears(Derived):
     """
 
     indices: Tensor
+    row_positions: Tensor  # after fix_positions
+    other_positions: Tensor
 
     def __init__(self, in_features: int, out_features: dict[str, int], rank: int) -> None:
         super().__init__()
@@ -271,8 +273,22 @@ class PivotedLinears(Derived):
             out_BTm = out_Nm.view(*rows_BTr.shape[:-1], -1)
         return dict(zip(self.out_features, out_BTm.split([*self.out_features.values()], dim=-1), strict=True))
 
+    def fix_positions(self) -> None:
+        """Store the positions of the outputs as buffers, for an engine that never changes the indices it has loaded.
+
+        Compiled code then reads them instead of computing them at every call. Raises ValueError as `check_stored`.
+        """
+        self.check_stored()
+        for name, positions in zip(("row_positions", "other_positions"), self._find_positions(), strict=True):
+            if hasattr(self, name):
+                getattr(self, name).copy_(positions)  # graphs may have captured the address
+            else:
+                self.register_buffer(name, positions, persistent=False)
+
     def _positions(self) -> tuple[Tensor, Tensor]:
         """Return the positions of the rows (r) and of the other outputs (m - r) among all outputs, int64."""
+        if hasattr(self, "row_positions"):
+            return self.row_positions, self.other_positions
         if torch.compiler.is_compiling() or is_offloaded(self):
             return self._find_positions()
         key = (self.indices.data_ptr(), 0 if self.indices.is_inference() else self.indices._version)
@@ -284,10 +300,11 @@ class PivotedLinears(Derived):
 
     def _find_positions(self) -> tuple[Tensor, Tensor]:
         rows_r, num_outputs = self.indices.long(), sum(self.out_features.values())
-        is_row_m = torch.zeros(num_outputs, dtype=torch.bool, device=rows_r.device).index_fill(0, rows_r, True)
-        # The first m - r of a stable sort are the other outputs, in order; their number does not depend on data.
-        others_k = is_row_m.to(torch.uint8).argsort(stable=True)[: num_outputs - len(rows_r)]
-        return rows_r, others_k
+        num_others, outputs_m = num_outputs - len(rows_r), torch.arange(num_outputs, device=rows_r.device)
+        is_row_m = torch.zeros_like(outputs_m, dtype=torch.bool).index_fill(0, rows_r, True)
+        # Each other output goes to its place among the others, and all rows to one more place, which is cut off.
+        place_m = torch.where(is_row_m, num_others, outputs_m - is_row_m.cumsum(0))
+        return rows_r, outputs_m.new_empty(num_others + 1).scatter(0, place_m, outputs_m)[:num_others]
 
     def check_stored(self) -> None:
         """Raise ValueError unless the indices are ascending positions of outputs."""

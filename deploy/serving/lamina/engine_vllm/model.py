@@ -223,7 +223,7 @@ class LaminaForVllm(nn.Module):
             raise ValueError(f"{head} differs from the embedding that tie_word_embeddings of config.json says it is")
         for module in self.modules():
             if isinstance(module, PivotedLinears):
-                module.check_stored()
+                module.fix_positions()
         return {*targets}
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
