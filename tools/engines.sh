@@ -2,8 +2,9 @@
 # engines.sh vllm | llama-cpp | transformers [VERSION…]: environments of engines' own, and the tests that run in them.
 #
 #   vllm           builds ENGINES/vllm (vLLM for CPUs, 3.4 GB, with the torch and transformers that it pins) and runs tests/vllm
-#   llama-cpp      builds llama.cpp from the source of its Python package, a quarter of an hour on two cores, into
-#                  ENGINES/llama-cpp, and runs the tests of GGUF files with it, in the environment of `make setup`
+#   llama-cpp      builds llama.cpp and its programs from the source of its Python package, half an hour on two cores, into
+#                  ENGINES/llama-cpp and ENGINES/llama-cpp-programs, and runs the tests of GGUF files with them, in the
+#                  environment of `make setup`; needs cmake and a C++ compiler
 #   transformers   builds ENGINES/transformers-VERSION for each version (5.14 to 5.23 unless given), and runs tests/serving there
 #
 # ENGINES is the folder of the environments (.engines), PYTHON the interpreter that makes them (python3). An environment
@@ -55,7 +56,18 @@ llama-cpp)
         CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$PYTHON" -m pip install --quiet --disable-pip-version-check \
             --no-deps --no-binary llama-cpp-python --target "$ENGINES/llama-cpp" "${LLAMA_CPP[@]}"
     fi
-    PYTHONPATH=$ENGINES/llama-cpp "${VENV:-.venv}/bin/python" -m pytest -q -p no:cacheprovider \
+    programs=$(realpath -m "$ENGINES/llama-cpp-programs")
+    if [[ ! -x $programs/bin/llama-cli ]]; then
+        echo "engines: $programs"
+        mkdir -p "$programs/source"
+        "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps \
+            --no-binary llama-cpp-python --dest "$programs" "${LLAMA_CPP[0]}"
+        tar -xzf "$programs"/llama_cpp_python-*.tar.gz -C "$programs/source" --strip-components 1
+        cmake -S "$programs/source/vendor/llama.cpp" -B "$programs" -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
+            -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+        cmake --build "$programs" -j "$(nproc)" --target llama-cli llama-completion
+    fi
+    PATH=$programs/bin:$PATH PYTHONPATH=$ENGINES/llama-cpp "${VENV:-.venv}/bin/python" -m pytest -q -p no:cacheprovider \
         tests/end_to_end/test_export_gguf.py tests/end_to_end/test_export_gguf_mixtures.py "${@:2}"
     ;;
 transformers)

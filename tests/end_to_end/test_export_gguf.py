@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,4 +280,14 @@ def test_llama_cpp_answers_in_words(name: str, tmp_path: Path, job: MakeJob, sha
     prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
     said = load(made.output).float().generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
     answer = llama("Once upon a time", max_tokens=12, temperature=0.0)["choices"][0]["text"]
-    assert answer == tokenizer.decode([*prompt[0], *said])[len(tokenizer.decode(prompt[0])) :]
+    expected = tokenizer.decode([*prompt[0], *said])[len(tokenizer.decode(prompt[0])) :]
+    assert answer == expected
+    if shutil.which("llama-cli"):
+        options = ["-m", str(destination), "-p", "Once upon a time", "-n", "12", "--temp", "0", "--no-repack"]
+        assert program("llama-completion", *options, "-no-cnv", "--no-display-prompt").strip() == expected.strip()
+        assert "> Once upon a time" in program("llama-cli", *options, "-st")
+
+
+def program(name: str, *options: str) -> str:
+    """Run a program of llama.cpp, and return what it writes."""
+    return subprocess.run([name, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
