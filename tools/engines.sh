@@ -64,7 +64,7 @@ llama-cpp)
             --no-binary llama-cpp-python --dest "$programs" "${LLAMA_CPP[0]}"
         tar -xzf "$programs"/llama_cpp_python-*.tar.gz -C "$programs/source" --strip-components 1
         cmake -S "$programs/source/vendor/llama.cpp" -B "$programs" -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
-            -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+            -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
         cmake --build "$programs" -j "$(nproc)" --target llama-cli llama-completion
     fi
     PATH=$programs/bin:$PATH PYTHONPATH=$ENGINES/llama-cpp "${VENV:-.venv}/bin/python" -m pytest -q -p no:cacheprovider \
