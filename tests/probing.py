@@ -1,7 +1,8 @@
-"""Makes probes of this machine's rates use small matrices, as no test needs exact rates."""
+"""Makes probes of this machine's rates use small matrices, once each, as no test needs exact rates."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,5 +22,6 @@ def probe_small_matrices(patch: Callable[[Any, str, Any], None] = setattr) -> No
     """Shrink the probed matrices: products of a published model's layer would take ten seconds for each plan."""
     patch(probe, "PROBE_SECONDS", 0.01)
     patch(probe, "DIGESTED_BYTES", 2**16)
+    patch(probe, "_measured", functools.cache(probe._measured))
     for name, size in SIZES.items():
         patch(probe, name, {**getattr(probe, name), "cpu": size})

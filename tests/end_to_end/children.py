@@ -7,6 +7,7 @@ run takes half a second.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import shutil
@@ -131,6 +132,7 @@ def _main(
     prepare: Callable[[], None] | None,
 ) -> None:
     os.setsid()
+    gc.freeze()  # what the server has imported
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
