@@ -22,6 +22,7 @@ from pipeline.cost_model.work import forward_flops, pair_bytes
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
+from pipeline.methods.experts.mixture import REFITTED
 from pipeline.methods.experts.scores import FEW_TOKENS
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_moments, layers_of
@@ -32,6 +33,7 @@ MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
 SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
+CURVE_SAMPLE_BYTES = 4 * (1 + REFITTED)  # the same, if a curve measures refits
 TOKEN_BYTES = 4
 ONE_TEXT_KEEP = 0.7  # share of the experts' numbers below which one calibration text is too little
 
@@ -107,7 +109,7 @@ def make_plan(
     summed = max((_part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
     if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
         solving += sum(_layer_bytes(manifest, geometry, itemsize)) + summed
-    sliced = any(layer.num_experts > experts for layer in geometry.layers)
+    sliced = geometry.streams(experts)
     between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
     host, device = _worker_peak(manifest, geometry, itemsize, (summed, solving), between // max(1, workers))
     host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30)) if refined else 0  # the targets
@@ -259,14 +261,16 @@ def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
     """Return the memory of a task whose experts are read one at a time.
 
     Memory holds two experts and the one that is being read, one expert in float64 with its moment, the sampled inputs,
-    and two more vectors per token in float32: the output to fit and its residual, or as many bytes of changes.
+    and more vectors per token in float32: the output to fit and its residual, or as many bytes of changes. A curve,
+    which needs the gradient's moment, holds a residual for each refit that it measures.
     """
     expert = next(block for block in geometry.mlps if block.routing and block.roles[0] in task.roles)
     routed = {role for block in geometry.mlps if block.routing for role in block.roles}
     outside = [role for role in task.roles if role not in routed]
+    extra = SAMPLE_BYTES if all(moment.kind == "sample" for moment in task.moments) else CURVE_SAMPLE_BYTES
     samples = sum(
         min(1.0, tokens / moment.tokens) * moment_bytes(moment, geometry)
-        + min(moment.tokens, tokens) * SAMPLE_BYTES * moment_width(moment, geometry)
+        + min(moment.tokens, tokens) * extra * moment_width(moment, geometry)
         for moment in task.moments
         if moment.kind == "sample"
     )

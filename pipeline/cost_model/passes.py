@@ -33,6 +33,7 @@ def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pa
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
         in_pass=solves_in_pass(passes.propagate, tasks, ranks_wait=waits),
         keep_statistics=passes.keep_statistics,
+        joined=calibration is not None and geometry.streams(manifest.workers.experts),
     )
 
 

@@ -33,6 +33,7 @@ class Pass:
         cached: data remains in the nodes' page cache until it is read again.
         in_pass: layers are solved during the dense pass, from memory (`pipeline.driver.dense_walk`).
         keep_statistics: a dense pass stores its moments even if layers are solved from memory.
+        joined: held-out text passes the dense model together with both texts, before all other passes.
         every: layers between two commits of hidden states; 0: unknown, or so many that commits are cheap.
         gradient_shards, held_out_shards: shards of the backward pass's samples, and of held-out text.
     """
@@ -49,11 +50,17 @@ class Pass:
     every: int = 0
     in_pass: bool = False
     keep_statistics: bool = True
+    joined: bool = False
 
     @property
     def stores(self) -> bool:
         """Return True if a dense pass stores its moments."""
         return self.keep_statistics or not self.in_pass
+
+    @property
+    def held_out_models(self) -> int:
+        """Return the number of models that held-out text passes in the phase of that name."""
+        return 1 if self.joined else 2
 
     @property
     def ahead(self) -> int:
@@ -287,11 +294,12 @@ def _gradient_layer_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
 def _scoring_phases(work: LayerWork, rates: Rates, walk: Pass, solve: float) -> dict[str, float]:
     """Return the phases after the solves. Workers that are idle during the solves do some of this work then."""
     layers, workers, phases = walk.layers, walk.workers, {}
-    reading = 0.0 if walk.cached else work.weight_bytes / rates.disk
+    reading = 0.0 if walk.cached or walk.joined else work.weight_bytes / rates.disk
     written = 0.0 if walk.cached else work.written_bytes / rates.disk
     windows, by = walk.held_out_shards, scorers(walk.held_out_shards, workers)
     share = by * shards_per_worker(windows, workers) / windows / workers
-    scoring = share * sum(held_out_seconds(flops, work, rates, walk) for flops in work.held_out_flops)
+    models = work.held_out_flops[-walk.held_out_models :]
+    scoring = share * sum(held_out_seconds(flops, work, rates, walk) for flops in models)
     held_out = layers * max(scoring, reading + written) if any(work.held_out_flops) else 0.0
     comparing = layers * compare_seconds(work, rates, walk) if work.compare_flops else 0.0
     busy = sum(solve_seconds(each, rates) for each in work.solves)
@@ -330,7 +338,7 @@ def verify_seconds(work: LayerWork, rates: Rates) -> float:
 def compare_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
     """Return the time to compare a layer of both models on one worker. The dense layer is read ahead or cached."""
     rate = rates.link if walk.cached else rates.disk
-    shared = walk.workers > 1 and any(work.held_out_flops)
+    shared = walk.workers > 1 and any(work.held_out_flops) and not walk.joined
     dense = work.weight_bytes / (rates.link if shared else rate)
     building = 2 * work.built_bytes / rates.memory
     return max(dense, work.written_bytes / rate + building + work.compare_flops / rates.single)

@@ -57,7 +57,7 @@ def read_phases(
     phases["refine"] = 2 * sum(geometry.layers[layer].stored_bytes() for layer in trained)
     phases |= {"verify": staged, "compare": model + size.num_bytes}
     if manifest.calibration is not None:
-        phases["held-out"] = model + size.num_bytes
+        phases["held-out"] = size.num_bytes + (0 if walk.joined else model)
     phases["assemble"] = rest
     if (perplexity := manifest.evaluation.perplexity) is not None:
         phases["evaluate"] = size.num_bytes + (model if perplexity.dense else 0)

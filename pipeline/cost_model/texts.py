@@ -19,7 +19,8 @@ from pipeline.units.sharding import text_windows
 def texts_seconds(
     manifest: Manifest, geometry: Geometry, evaluation: int, work: LayerWork, rates: Rates, walk: Pass
 ) -> float:
-    """Return the seconds for the samples and, if any, the evaluation text of `evaluation` tokens.
+    """Return the seconds for the samples and, if any, the evaluation text of `evaluation` tokens, and for held-out text
+    that passes the model with them.
 
     Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without moments.
     """
@@ -29,6 +30,7 @@ def texts_seconds(
     length = min(calibration.sequence_length, evaluation or calibration.sequence_length)
     windows = text_windows(calibration.samples, length) + text_windows(evaluation // length, length)
     flops = windows * length * scoring_flops(geometry, length)
+    flops += walk.layers * work.held_out_flops[0] if walk.joined else 0.0
     computing = flops / rates.single / scorers(2 * walk.shards, walk.workers)
     building = walk.layers * work.built_bytes / rates.memory
     reading = 0.0 if walk.cached else walk.layers * work.weight_bytes / rates.disk

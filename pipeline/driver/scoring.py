@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -69,10 +69,13 @@ class Scorer:
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.score(dense))
 
-    def shard_scores(self, windows: Windows, name: str, layers: Layers) -> list[Scored]:
-        """Returns the loss of a model on each shard of the windows. Raises the errors of `outputs`."""
+    def scores_and_outputs(
+        self, windows: Windows, name: str, layers: Layers, scored: int
+    ) -> tuple[list[Scored], tuple[ArrayRecord, ...]]:
+        """Returns the loss of a model on each of the first `scored` shards, and the stored outputs of its last layer on
+        each of the others. Both pass the layers together. Raises the errors of `outputs`."""
         model = _Model(self, windows, name, layers)
-        return model.repaired(lambda: model.shard_scores(()))
+        return model.repaired(lambda: model.scores_and_outputs(scored))
 
     def score_stream(
         self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
@@ -95,12 +98,12 @@ def window_units(
     layer: int,
     *,
     part: int | None = None,
-    store: bool = False,
+    store: Collection[int] = (),
     base: int = 0,
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
-    """Returns the units that run all shards through a layer, or a part of it. `records`: the inputs of layer `base`, if
-    committed."""
+    """Returns the units that run all shards through a layer, or a part of it. `store`: the shards whose outputs are
+    stored. `records`: the inputs of layer `base`, if committed."""
     ahead = layer + 1 if layer + 1 < len(layers) and _is_final(layers, layer + 1) else None
     return [
         WindowForward(
@@ -109,7 +112,7 @@ def window_units(
             layer,
             shard,
             staged=layers[layer],
-            store=store,
+            store=shard in store,
             part=part,
             base=base,
             base_record=records[shard] if records else None,
@@ -130,6 +133,7 @@ class _Model:
         self.windows = windows
         self.name = name
         self.layers = layers
+        self.shards = range(windows.shards)
         keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
         self.repairs = Repairs(scorer.journal, keys, self.observer)
 
@@ -149,19 +153,28 @@ class _Model:
 
     def outputs(self) -> TaskStream[tuple[ArrayRecord, ...]]:
         """Runs all shards through all layers. Returns the records of the last layer's outputs."""
-        _, records = yield from self._through(keep_outputs=True)
+        _, records, _ = yield from self._through(self.shards)
         assert records is not None
         return records
 
     def score(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[Scored]:
         """Runs all shards through all layers and the head. Returns the sum of their scores."""
-        return sum((yield from self.shard_scores(dense)), Scored(0.0, 0))
-
-    def shard_scores(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[list[Scored]]:
-        """Runs all shards through all layers and the head. Returns their scores, in order."""
-        base, records = yield from self._through(keep_outputs=False)
+        base, records, _ = yield from self._through(())
         outputs: Outputs = (yield dense) if isinstance(dense, Task) else dense
-        scores: list[Scored] = yield [
+        scores: list[Scored] = yield self._scores(self.shards, base, records, outputs)
+        return sum(scores, Scored(0.0, 0))
+
+    def scores_and_outputs(self, scored: int) -> TaskStream[tuple[list[Scored], tuple[ArrayRecord, ...]]]:
+        """Runs all shards through all layers, and the first ones through the head. Returns the scores of the first
+        shards, in order, and the records of the last layer's outputs of the others."""
+        base, records, outputs = yield from self._through(self.shards[scored:])
+        scores: list[Scored] = yield self._scores(self.shards[:scored], base, records)
+        return scores, outputs
+
+    def _scores(
+        self, shards: range, base: int, records: Sequence[ArrayRecord] | None, outputs: Outputs = ()
+    ) -> list[Score]:
+        return [
             Score(
                 self.windows,
                 self.name,
@@ -173,14 +186,20 @@ class _Model:
                 base_record=records[shard] if records else None,
                 replay=tuple(self.layers[base:]),
             )
-            for shard in range(self.windows.shards)
+            for shard in shards
         ]
-        return scores
 
-    def _through(self, *, keep_outputs: bool) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None]]:
-        """Runs all shards through all layers. Returns the last layer with committed inputs, and their records."""
+    def _through(
+        self, kept: Collection[int]
+    ) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None, tuple[ArrayRecord, ...]]]:
+        """Runs all shards through all layers, and stores the last layer's outputs of the `kept` ones.
+
+        Returns the last layer with committed inputs, their records, and the records of the kept outputs. The outputs of
+        all shards are committed as the inputs of one more layer.
+        """
         scorer, last = self.scorer, len(self.layers)
         base, records = self._last_committed()
+        stored: tuple[ArrayRecord, ...] = ()
         observed = False
         for layer in range(base, last):
             while not _is_final(self.layers, layer):
@@ -189,20 +208,21 @@ class _Model:
                 self.observer.phase(f"score {self.name}", last - layer, self.windows.shards)
                 observed = True
             above = layer + 1
-            store = keep_outputs if above == last else above % scorer.every == 0 and scorer.alone()
+            commits = above < last and above % scorer.every == 0 and scorer.alone()
+            store = kept if above == last else self.shards if commits else ()
             *earlier, ending = scorer.parts(layer, self.layers[layer])
             for part in earlier:
                 yield window_units(self.windows, self.name, self.layers, layer, part=part, base=base, records=records)
             results: list[ShardDone] = yield window_units(
                 self.windows, self.name, self.layers, layer, part=ending, store=store, base=base, records=records
             )
-            if store:
-                records = tuple(result.activation for result in results if result.activation is not None)
+            stored = tuple(result.activation for result in results if result.activation is not None)
+            if len(stored) == len(self.shards):
+                base, records = above, stored
                 self._enter(above, records)
-                base = above
             if observed:
                 self.observer.layer_done(f"score {self.name}", layer, {})
-        return base, records
+        return base, records, stored
 
     def _last_committed(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
         """Returns the last committed layer of this model, and its records. Retracts entries of an earlier model of the

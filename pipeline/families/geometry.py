@@ -77,6 +77,10 @@ class Geometry:
         outer = (math.prod(shapes[name]) * bits.get(name, self.bits) // 8 - own for name, own in self.outer_bytes)
         return saved + sum(outer) if scope == "model" else saved
 
+    def streams(self, held: int) -> bool:
+        """Return True if a layer has more experts than the `held` ones that a worker holds at a time."""
+        return any(layer.num_experts > held for layer in self.layers)
+
     def decoder_bytes(self) -> int:
         """Count the bytes of the dense layers in the source."""
         return sum(layer.stored_bytes() for layer in self.layers)

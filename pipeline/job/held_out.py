@@ -79,6 +79,18 @@ def _scoring_dense(
     return outputs
 
 
+def unscored_windows(job: JobContext) -> torch.Tensor | None:
+    """Returns the held-out windows if the dense model's outputs on them are not entered, else None."""
+    entered = job.ledger.get(HELD_OUT)
+    return job.held_out if entered is None or entered.outputs is None else None
+
+
+def enter_dense_outputs(job: JobContext, workers: JobWorkers, outputs: tuple[ArrayRecord, ...]) -> None:
+    """Enters the dense model's outputs on the held-out windows, by shard."""
+    windows, _ = _stored(job, workers.always)
+    _enter(job, workers.always, windows, outputs)
+
+
 def forget_other_text(job: JobContext) -> None:
     """Retracts scores if the job's text has other held-out tokens than the stored ones.
 
@@ -151,10 +163,14 @@ def _stored(job: JobContext, always: list[ArrayRecord]) -> tuple[Windows, tuple[
 def _keep(
     job: JobContext, scorer: Scorer, always: list[ArrayRecord], windows: Windows, outputs: tuple[ArrayRecord, ...]
 ) -> None:
+    _enter(job, always, windows, outputs)
+    scorer.forget(DENSE)
+
+
+def _enter(job: JobContext, always: list[ArrayRecord], windows: Windows, outputs: tuple[ArrayRecord, ...]) -> None:
     assert windows.tokens is not None, "held-out tokens are stored"
     job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=windows.tokens, outputs=outputs))
     always.extend(outputs)
-    scorer.forget(DENSE)
 
 
 def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:

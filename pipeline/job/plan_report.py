@@ -80,7 +80,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     evaluation = 0 if tokens is None else tokens.numel()
     texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, way)}
     if manifest.evaluation.calibrate_prediction:
-        phases["other sizes"] = OTHER_SIZES * size_seconds(phases)
+        phases["other sizes"] = OTHER_SIZES * size_seconds(phases, way)
     calibration = manifest.calibration
     if calibration is not None and calibration.chooses_samples:
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts
@@ -150,11 +150,11 @@ def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
     return remarks
 
 
-def size_seconds(phases: Mapping[str, float]) -> float:
+def size_seconds(phases: Mapping[str, float], way: Pass) -> float:
     """Returns the seconds to compress a model to one more size, and to score it on held-out text."""
     return (
         sum(phases.get(name, 0.0) for name in ("solve", "round", "correct", "refine", "verify"))
-        + phases.get("held-out", 0.0) / 2
+        + phases.get("held-out", 0.0) / way.held_out_models
     )
 
 

@@ -79,13 +79,14 @@ class _Remaining:
     def sizes(self) -> list[PlannedPhase]:
         """Returns the phases of each size: solving, and scores on held-out text."""
         phase, amount = self._solving
-        ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / 2
+        ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / self.way.held_out_models
         tries = len(ledger.keys(TRIES))
         count = 1 if self.job.inputs.max_loss is None else max(1, TRIED - tries)
         count += max(0, OTHER_SIZES - tries) if self.job.manifest.evaluation.calibrate_prediction else 0
         scored = self.job.held_out is not None and of_model > 0.0
         held_out = ledger.get(HELD_OUT)
-        has_dense = held_out is not None and held_out.outputs is not None
+        comes_first = self.way.joined and ledger.get(TEXTS) is None
+        has_dense = comes_first or (held_out is not None and held_out.outputs is not None)
         planned: list[PlannedPhase] = []
         for number in range(count):
             keys = _keys(layer_key, layers_of(self.job.inputs.tasks)) if number == 0 else ()

@@ -1,7 +1,8 @@
 """A check against unsuitable text: the dense model's losses on the calibration samples and on the evaluation text.
 
 Both texts are cut into windows of the same length, because a loss falls with the length of the window. The check runs
-before any other pass, so that a user who sees the warning can stop the job.
+before any other pass, so that a user who sees the warning can stop the job. Where experts are streamed, the held-out
+windows pass the dense model together with both texts, so that it is read once.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from pipeline.driver.recovery import REPAIRS
 from pipeline.evaluation.losses import text_warnings, texts_line
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.job.context import JobContext
+from pipeline.job.held_out import enter_dense_outputs, unscored_windows
 from pipeline.job.worker_session import JobWorkers
 from pipeline.units.scores import Scored, Windows
-from pipeline.units.sharding import text_windows
+from pipeline.units.sharding import shard_range, text_windows
 
 NAME = "texts"  # of the dense model in the ledger while both texts are scored
 
 
 def check_texts(job: JobContext, workers: JobWorkers) -> None:
     """Enters the dense model's losses on both texts, once for the same tokens. Reports them, and warns if they differ
-    much. Does nothing for a job without calibration text.
+    much. Also enters its outputs on held-out text that passes with them. Does nothing for a job without calibration
+    text.
 
     Raises:
         Interrupted: a signal came.
@@ -40,7 +43,7 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
     of, entered = tokens_digest(ids), job.ledger.get(TEXTS)
     assert of is not None
     if entered is None or entered.of != of:
-        losses = _losses(job, workers, ids, len(samples))
+        losses = _losses(job, workers, ids, len(samples), _joined(job, ids.shape[1]))
         entered = TextsEntry(of=of, window=ids.shape[1], **losses)
         job.ledger.commit(TEXTS, entered)
     figures = entered.as_json()
@@ -66,17 +69,34 @@ def _spread(windows: torch.Tensor) -> torch.Tensor:
     return windows[torch.arange(count) * len(windows) // count]
 
 
-def _losses(job: JobContext, workers: JobWorkers, ids: torch.Tensor, samples: int) -> dict[str, TextLoss]:
-    """Scores the dense model on windows of token ids, of which the first `samples` are of the calibration samples."""
+def _joined(job: JobContext, length: int) -> torch.Tensor:
+    """Returns the held-out windows that pass the model together with the texts. There are none if no experts are
+    streamed, if the dense model's outputs on them are known, or if the texts have windows of another length."""
+    held_out = unscored_windows(job)
+    joins = held_out is not None and held_out.shape[1] == length
+    if held_out is None or not (joins and job.inputs.geometry.streams(job.manifest.workers.experts)):
+        return torch.empty(0, length, dtype=torch.int32)
+    return held_out.to(torch.int32)
+
+
+def _losses(
+    job: JobContext, workers: JobWorkers, ids: torch.Tensor, samples: int, held_out: torch.Tensor
+) -> dict[str, TextLoss]:
+    """Scores the dense model on windows of token ids, of which the first `samples` are of the calibration samples.
+    Enters its outputs on the `held_out` windows, if any."""
     for attempt in range(REPAIRS + 1):
-        tokens = job.run_dir.activations.write_tokens(ids)
+        tokens = job.run_dir.activations.write_tokens(torch.cat((ids, held_out)))
         workers.always.append(tokens)
         try:
-            windows, first = _windows(job, tokens, samples)
+            counts = samples, len(ids) - samples, len(held_out)
+            windows, ends = _windows(job, tokens, counts)
             # Scoring these texts takes minutes at most: no hidden states are committed.
             scorer = replace(workers.scorer(job), cleaner=_Keeping(), every=job.inputs.geometry.num_layers + 1)
-            scores = scorer.shard_scores(windows, NAME, [None] * job.inputs.geometry.num_layers)
-            kinds = {"calibration": scores[:first], "evaluation": scores[first:]}
+            layers = [None] * job.inputs.geometry.num_layers
+            scores, outputs = scorer.scores_and_outputs(windows, NAME, layers, ends[1])
+            if outputs:
+                enter_dense_outputs(job, workers, outputs)
+            kinds = {"calibration": scores[: ends[0]], "evaluation": scores[ends[0] :]}
             return {kind: _text_loss(parts) for kind, parts in kinds.items() if parts}
         except CorruptError as error:
             if error.path != tokens.path or attempt == REPAIRS:
@@ -88,21 +108,21 @@ def _losses(job: JobContext, workers: JobWorkers, ids: torch.Tensor, samples: in
     raise AssertionError("the last attempt returns or raises")
 
 
-def _windows(job: JobContext, tokens: ArrayRecord, samples: int) -> tuple[Windows, int]:
-    """Returns the windows in shards of one text each, and the number of shards of the calibration samples."""
+def _windows(job: JobContext, tokens: ArrayRecord, counts: tuple[int, ...]) -> tuple[Windows, list[int]]:
+    """Returns `counts` of windows, one after the other, in shards of one text each, and the end of each text's
+    shards."""
     calibration = job.manifest.calibration
     assert calibration is not None, "the job has calibration samples"
     dtype = str(torch.promote_types(job.inputs.dtype, torch.float32)).removeprefix("torch.")
-    parts = [
-        Windows.even(count, calibration.shards, dtype, calibration.micro_batch, tokens)
-        for count in (samples, tokens.shape[0] - samples)
-        if count
-    ]
-    ranges = [
-        parts[0].ranges,
-        *(tuple((begin + samples, end + samples) for begin, end in part.ranges) for part in parts[1:]),
-    ]
-    return replace(parts[0], ranges=sum(ranges, ())), len(ranges[0])
+    ranges: list[tuple[int, int]] = []
+    ends, begin = [], 0
+    for count in counts:
+        shards = min(calibration.shards, count)
+        own = (shard_range(shard, shards, count) for shard in range(shards))
+        ranges += [(begin + first, begin + end) for first, end in own]
+        ends.append(len(ranges))
+        begin += count
+    return Windows(tuple(ranges), dtype, calibration.micro_batch, tokens), ends
 
 
 def _text_loss(parts: list[Scored]) -> TextLoss:

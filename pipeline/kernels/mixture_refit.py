@@ -31,6 +31,34 @@ class Served(NamedTuple):
     values: Tensor
 
 
+class MixtureResidual:
+    """The residual (T, D) of a mixture's output, against which its writers are refitted one at a time.
+
+    Each refit minimises E‖r − ΔW v‖² + λ‖ΔW‖², λ = `ridge` · mean of the diagonal of E[v vᵀ]. Products are float32 or
+    better, sums and solutions float64.
+    """
+
+    def __init__(self, target_TD: Tensor, ridge: float = RIDGE) -> None:
+        """`target_TD`: the output to be reached, which is copied. Raises ValueError on NaN, infinity or no tokens."""
+        if target_TD.ndim != 2 or not len(target_TD):
+            raise ValueError(f"a refit needs targets (T, D), not {tuple(target_TD.shape)}")
+        require_finite("target", target_TD)
+        self.residual_TD = target_TD.detach().to(torch.promote_types(target_TD.dtype, torch.float32), copy=True)
+        self.ridge = ridge
+
+    def subtract_(self, part: Served, weight_Dk: Tensor) -> None:
+        """Subtract an expert's output. Raises ValueError on shapes that do not fit, NaN or infinity."""
+        _subtract_(self.residual_TD, _checked(part, weight_Dk, self.residual_TD), weight_Dk)
+
+    def refit_(self, part: Served) -> Tensor | None:
+        """Return the change (D, k) of an expert's writer, and subtract its output; None without tokens or channels."""
+        if not part.values.numel():
+            return None
+        change_Dk = correction(*_sums(self.residual_TD, part), self.ridge)
+        _subtract_(self.residual_TD, part, change_Dk)
+        return change_Dk
+
+
 def refit_mixture(
     target_TD: Tensor,
     served: Callable[[int], Served],
@@ -41,30 +69,21 @@ def refit_mixture(
 ) -> Sequence[Tensor]:
     """Refit each writer (D, k) in turn to the residual that all others leave, `sweeps` times.
 
-    Each step minimises E‖r − ΔW v‖² + λ‖ΔW‖², λ = `ridge` · mean of the diagonal of E[v vᵀ]. `served` is called with
-    the number of an expert; an expert without tokens or channels keeps its writer. One writer at a time is in memory:
-    `weights` may be computed on access, and `offload` stores the others. Products are float32 or
-    better, sums and solutions float64. Raises ValueError on shapes that do not fit, NaN or infinity, or no tokens.
+    `served` is called with the number of an expert; an expert without tokens or channels keeps its writer. One writer
+    at a time is in memory: `weights` may be computed on access, and `offload` stores the others. Raises the errors of
+    `MixtureResidual`.
     """
-    if target_TD.ndim != 2 or not len(target_TD):
-        raise ValueError(f"a refit needs targets (T, D), not {tuple(target_TD.shape)}")
-    require_finite("target", target_TD)
-    dtype = torch.promote_types(target_TD.dtype, torch.float32)
-    residual_TD = target_TD.detach().to(dtype).clone()
+    residual = MixtureResidual(target_TD, ridge)
     fitted: list[Callable[[], Tensor]] = []
     for number, weight in enumerate(weights):
         weight_Dk = weight.detach().to(torch.float64)
-        part = _checked(served(number), weight_Dk, target_TD)
-        _subtract_(residual_TD, part, weight_Dk)
+        residual.subtract_(served(number), weight_Dk)
         fitted.append(offload(weight_Dk))
     for _ in range(sweeps):
         for number in range(len(fitted)):
-            part = served(number)
-            if not part.values.numel():
-                continue
-            change_Dk = correction(*_sums(residual_TD, part), ridge)
-            _subtract_(residual_TD, part, change_Dk)
-            fitted[number] = offload(fitted[number]() + change_Dk)
+            change_Dk = residual.refit_(served(number))
+            if change_Dk is not None:
+                fitted[number] = offload(fitted[number]() + change_Dk)
     return Deferred(fitted)
 
 

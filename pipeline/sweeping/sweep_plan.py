@@ -89,8 +89,9 @@ def sweep_eta(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> E
         planned.append(PlannedPhase(phase, sum(seconds["solve"] for seconds in each), name))
         for point, seconds in zip(series, each, strict=True):
             if job.held_out is not None:
-                models = ("held-out-dense", "held-out")[point is not pending[0] :]
-                planned += [PlannedPhase(f"score {model}", seconds.get("held-out", 0.0) / 2) for model in models]
+                has_dense = point is not pending[0] or _work(point.inputs)[1].joined
+                models = ("held-out-dense", "held-out")[has_dense:]
+                planned += [PlannedPhase(f"score {model}", seconds["held-out"]) for model in models]
             planned += [PlannedPhase("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
             planned += [PlannedPhase("assemble", seconds["assemble"])] if point.point.save else []
     return Eta(planned, job.inputs.geometry.num_layers)
@@ -103,9 +104,10 @@ def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
 
 
 def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> dict[str, float]:
-    """Return phase -> seconds of a job with these inputs; `evaluate` is the scoring of one model."""
+    """Return phase -> seconds of a job with these inputs; `evaluate` and `held-out` are those of one model."""
     work, way = _work(inputs)
     seconds = phase_seconds(work, rates, way)
+    seconds["held-out"] = seconds.get("held-out", 0.0) / way.held_out_models
     seconds["solve"] += sum(seconds.pop(name, 0.0) for name in ("round", "correct", "refine"))
     numel = 0 if evaluation is None else evaluation.numel()
     seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, work, rates, way)
@@ -124,7 +126,7 @@ def _work(inputs: Inputs) -> tuple[LayerWork, Pass]:
 
 def _scoring(seconds: dict[str, float]) -> float:
     """Return the seconds of scoring one model on the evaluation text and on held-out text."""
-    return seconds.get("held-out", 0.0) / 2 + seconds.get("evaluate", 0.0)
+    return seconds["held-out"] + seconds.get("evaluate", 0.0)
 
 
 def _plan(inputs: Inputs) -> Plan:

@@ -84,6 +84,21 @@ def test_all_shards_pass_a_part_of_a_layer_before_the_next() -> None:
     assert [unit.store for unit in passed if unit.layer == 2] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("every", [1, 9])
+def test_some_shards_are_scored_and_the_outputs_of_others_stored_in_one_pass(every: int) -> None:
+    world, windows, _ = make_world()
+    outputs = make_scorer(world, windows).outputs(windows, "dense", [None] * LAYERS)
+    world, windows, _ = make_world()
+    scores, stored = make_scorer(world, windows, every).scores_and_outputs(windows, "dense", [None] * LAYERS, 1)
+    assert [record.checksums for record in stored] == [outputs[1].checksums]
+    assert len(scores) == 1
+    assert isinstance(scores[0], Scored)
+    passed = [unit for unit in world.done if isinstance(unit, WindowForward)]
+    assert len(passed) == LAYERS * SHARDS
+    assert [(unit.layer, unit.shard) for unit in passed if unit.store and unit.layer + 1 == LAYERS] == [(LAYERS - 1, 1)]
+    assert [unit.shard for unit in world.done if isinstance(unit, Score)] == [0]
+
+
 def test_entered_layer_by_layer() -> None:
     world, windows, layers = make_world()
     found = scored(world, windows, layers)

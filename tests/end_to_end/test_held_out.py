@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import workers.pools
 from manifests.calibration import Text
-from pipeline.driver.ledger_keys import HELD_OUT
+from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TEXTS
 from stores.activations import ActivationStore
 from stores.corpus import draw_samples, read_documents
 from stores.ledger import Ledger
 from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.sources import make_source
 from tests.workers.bench import flip
 from workers.in_process_pool import InProcessPool
 
@@ -63,6 +64,25 @@ def test_one_pool_computes_and_scores(job: MakeJob, monkeypatch: pytest.MonkeyPa
     made = job(**{"methods": [{"method": "loss_aware"}], "budget": {"max_loss": 0.2}, "calibration.propagate": "dense"})
     assert len(made.run().json["tries"]) > 1
     assert len(started) == 1
+
+
+def test_text_passes_streamed_experts_once_with_both_texts(tmp_path: Path, job: MakeJob) -> None:
+    """The dense model's outputs and all scores are those of a worker that holds all experts, in passes of their own."""
+    source, entries, phases = make_source(tmp_path / "source", "qwen3_moe", layers=2), [], []
+    for experts in (100, 2):
+        settings = {"calibration.propagate": "dense", "workers.experts": experts, "calibration.shards": 2}
+        made = job(source, methods=[{"method": "flat_llm", "attention": False}], **settings)
+        assert made.run().code == 0
+        units = next((made.run_dir / "logs").glob("*.units.jsonl")).read_text().splitlines()
+        phases.append({json.loads(line)["unit"].split("/")[1] for line in units if "windowforward" in line})
+        ledger = Ledger(made.run_dir / "ledger")
+        outputs = ledger.get(HELD_OUT).outputs
+        store = ActivationStore(made.run_dir / "activations.zarr")
+        hidden = torch.cat([store.open(record).read(0, record.shape[0]) for record in outputs])
+        entries.append((hidden, ledger.get(TEXTS), ledger.get(HELD_OUT_SCORE)))
+    assert torch.equal(entries[0][0], entries[1][0])
+    assert entries[0][1:] == entries[1][1:]
+    assert phases == [{"texts", "held-out-dense", "held-out"}, {"texts", "held-out"}]
 
 
 def test_killed_in_the_midst_of_scoring_it_goes_on_there(job: MakeJob) -> None:

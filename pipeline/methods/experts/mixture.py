@@ -10,7 +10,7 @@ Legend: T tokens, t tokens of an expert, D hidden, N channels of an expert, k ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.interpolation import interpolate
-from pipeline.kernels.mixture_refit import Served, refit_mixture
+from pipeline.kernels.mixture_refit import SWEEPS, MixtureResidual, Served, refit_mixture
 from pipeline.kernels.moments import add_head_moment_
 from pipeline.kernels.nystrom import nested_losses, nested_outputs
 from pipeline.kernels.routing import Removals, Routing, RoutingRule, add_change_, removal_sums, removals, route
@@ -107,9 +107,7 @@ class Mixture:
         routing = self.route(inputs_TD)
         output_TD = torch.zeros_like(inputs_TD, dtype=torch.promote_types(inputs_TD.dtype, torch.float32))
         for number, expert in enumerate(self.experts):
-            part = self.served(number, inputs_TD, routing)
-            written_tD = part.values.to(output_TD.dtype) @ expert.writer.to(output_TD.dtype).T
-            output_TD.index_add_(0, part.tokens, written_tD)
+            _add_written_(output_TD, self.served(number, inputs_TD, routing), expert.writer)
         return output_TD + self.written_biases(routing).to(output_TD.dtype)
 
     def written_biases(self, routing: Routing) -> Tensor:
@@ -246,18 +244,28 @@ def narrowed(mixture: Mixture, kept: Sequence[int], solved: Sequence[SolvedExper
     return _narrow(mixture.subset(kept), solved)
 
 
-def width_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored, widths: Sequence[int]) -> Tensor:
-    """Return the predicted loss of each expert at each width (E, n), nats per token, after a refit of its writer."""
+def _add_written_(output_TD: Tensor, part: Served, writer_DN: Tensor) -> None:
+    """Add the output of an expert."""
+    output_TD.index_add_(0, part.tokens, part.values.to(output_TD.dtype) @ writer_DN.to(output_TD.dtype).T)
+
+
+def width_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the predicted loss of each expert at each width (E, n), nats per token, after a refit of its writer.
+
+    Also return the mixture's output (T, D), as `Mixture.output`, for which each expert need not be read again.
+    """
     routing, rows = mixture.route(inputs_TD), []
+    output_TD = torch.zeros_like(inputs_TD, dtype=torch.promote_types(inputs_TD.dtype, torch.float32))
     for number, expert in enumerate(mixture.experts):
         part, weighted_DN = mixture.served(number, inputs_TD, routing), metric.factor.T @ expert.writer.double()
+        _add_written_(output_TD, part, expert.writer)
         moment_NN = weighted_moment(part, len(inputs_TD))
         order = eliminate(moment_NN, weighted_DN, min(widths)).order
         losses = metric.scale * nested_losses(
             nested_outputs(moment_NN, weighted_DN, channel_priority(order, len(moment_NN)))
         )
         rows.append(torch.stack([losses[width] * (width < len(moment_NN)) for width in widths]))
-    return torch.stack(rows)
+    return torch.stack(rows), output_TD + mixture.written_biases(routing).to(output_TD.dtype)
 
 
 def solve_shape(
@@ -298,24 +306,54 @@ def remaining_shares(
     metric: Factored,
     removal_E: Tensor,
     counts: Sequence[int],
-    offload: Offload = in_memory,
+    output_TD: Tensor,
 ) -> Tensor:
     """Return the share (C,) of the summed removal losses that remains after the refit, at each number of experts.
 
-    It is measured at up to REFITTED of the `counts`, at the full width, and interpolated between them.
+    It is measured at up to REFITTED of the `counts`, at the full width, and interpolated between them. All are refitted
+    side by side, so that an expert is visited 1 + SWEEPS times. Each keeps a residual (T, D) in float32 or better.
+    `output_TD`: the mixture's output.
     """
-    groups, width = mixture.rule.groups, len(mixture.experts[0].readers[0])
-    measured, shares = refitted_counts(counts, len(removal_E)), []
-    output_TD = mixture.output(inputs_TD) if measured else None
-    for count in measured:
-        kept = kept_experts(removal_E, count, groups)
-        removed, kept_k = float(removal_E.sum() - removal_E[kept].sum()), kept.tolist()
-        solved = solve_shape(mixture, inputs_TD, metric, kept_k, width, offload=offload, output_TD=output_TD)
-        loss = shape_loss(mixture, inputs_TD, metric, kept_k, solved, output_TD)
-        shares.append(min(1.0, loss / removed) if removed > 0.0 else 1.0)
+    measured = refitted_counts(counts, len(removal_E))
     if not measured:
         return torch.ones(len(counts), dtype=torch.float64)
+    kept = [kept_experts(removal_E, count, mixture.rule.groups) for count in measured]
+    refits = [_Refit.of(mixture, each.tolist(), inputs_TD, output_TD) for each in kept]
+    for visit in range(1 + SWEEPS):
+        for number in range(len(removal_E)):
+            for refit in refits:
+                refit.visit(number, inputs_TD, first=visit == 0)
+    shares = []
+    for kept_k, refit in zip(kept, refits, strict=True):
+        removed = float(removal_E.sum() - removal_E[kept_k].sum())
+        loss = _residual_loss(refit.residual.residual_TD, metric)
+        shares.append(min(1.0, loss / removed) if removed > 0.0 else 1.0)
     return interpolate(measured, torch.tensor(shares, dtype=torch.float64), torch.tensor(counts))
+
+
+class _Refit(NamedTuple):
+    """Some of the experts at their full width, of which only the residual is kept. `places`: number -> place."""
+
+    remaining: Mixture
+    routing: Routing
+    places: Mapping[int, int]
+    residual: MixtureResidual
+
+    @classmethod
+    def of(cls, mixture: Mixture, kept: Sequence[int], inputs_TD: Tensor, output_TD: Tensor) -> _Refit:
+        remaining, places = mixture.subset(kept), {number: place for place, number in enumerate(kept)}
+        routing = remaining.route(inputs_TD)
+        return cls(remaining, routing, places, MixtureResidual(output_TD - remaining.written_biases(routing)))
+
+    def visit(self, number: int, inputs_TD: Tensor, *, first: bool) -> None:
+        """Subtract a kept expert's output at the `first` visit, refit its writer at later ones."""
+        if (place := self.places.get(number)) is None:
+            return
+        part = self.remaining.served(place, inputs_TD, self.routing)
+        if first:
+            self.residual.subtract_(part, self.remaining.experts[place].writer.double())
+        else:
+            self.residual.refit_(part)
 
 
 def refitted_counts(counts: Sequence[int], experts: int) -> Sequence[int]:
@@ -337,8 +375,11 @@ def shape_loss(
     """
     narrow = narrowed(mixture, kept, solved)
     dense_TD = mixture.output(inputs_TD) if output_TD is None else output_TD
-    weighted_TD = (dense_TD - narrow.output(inputs_TD)).double() @ metric.factor
-    return 0.5 * metric.scale * float(weighted_TD.square().sum()) / len(inputs_TD)
+    return _residual_loss(dense_TD - narrow.output(inputs_TD), metric)
+
+
+def _residual_loss(residual_TD: Tensor, metric: Factored) -> float:
+    return 0.5 * metric.scale * float((residual_TD.double() @ metric.factor).square().sum()) / len(residual_TD)
 
 
 def _narrow(remaining: Mixture, solved: Sequence[SolvedExpert]) -> Mixture:

@@ -97,8 +97,8 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         mixture, inputs_TD = mixture_of(geometry, weights), self.inputs(geometry, statistics)
         metric, widths = factored_mean(statistics, metric_of(routed(geometry))), self.widths(geometry)
         removal_E, counts = removal_losses(mixture, inputs_TD, metric), self.counts(geometry)
-        losses_En = width_losses(mixture, inputs_TD, metric, widths)
-        remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, statistics.offload)
+        losses_En, output_TD = width_losses(mixture, inputs_TD, metric, widths)
+        remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, output_TD)
         points = shape_points(removal_E, losses_En, widths, counts, 1, mixture.rule.groups, remaining_C.tolist())
         counted = [
             replace(point, numbers=round(self.stored_numbers(geometry, point.ranks[EXPERTS], point.ranks[WIDTH])))
@@ -110,15 +110,15 @@ class ShapedExperts(ExpertsMethod[LossAware]):
     def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
         """Return how often each expert is read.
 
-        A curve reads it for the losses of widths, for those of removals once per span of tokens, for the target of
-        refits, and in each refit if it is kept, or follows one that is and is read ahead. A solve reads it to narrow
+        A curve reads it for the losses of widths, for those of removals once per span of tokens, and, if a refit keeps
+        it or it follows one that is kept and is read ahead, for the start and each sweep. A solve reads it to narrow
         and to store it, for the target of the refit and its start, in each sweep, and for the loss.
         """
         sample, experts = min(tokens, sampled(layer)), len(routed(layer))
         spans = -(-sample // removal_span(sample, dict(layer.routing)["top_k"]))
-        kept = [count / experts for count in refitted_counts(self.counts(layer), experts)]
-        refits = sum(share * (2 - share) for share in kept) * (3 + SWEEPS)
-        return Visits(1 + spans + bool(kept) + refits, 5 + SWEEPS)
+        most = max(refitted_counts(self.counts(layer), experts), default=0)  # smaller numbers keep some of the same
+        kept = most / experts
+        return Visits(1 + spans + kept * (2 - kept) * (1 + SWEEPS), 5 + SWEEPS)
 
     def stored_numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
         """Count the numbers of a shape. With `stock` the padding of the shared expert in an export counts, too, unless

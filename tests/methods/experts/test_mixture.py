@@ -17,6 +17,7 @@ from pipeline.methods.experts.mixture import (
     removal_losses,
     shape_loss,
     solve_shape,
+    width_losses,
 )
 from pipeline.methods.experts.scores import kept_experts
 from pipeline.methods.experts.shapes import shape_points
@@ -118,7 +119,9 @@ def test_a_refit_over_the_mixture_lowers_the_error(rule: str, kept: list[int], w
 def test_shapes_of_full_width_are_predicted_with_their_refit(rule: str) -> None:
     mixture, inputs_TD, metric = make_mixture(rule)
     removal_E, counts = removal_losses(mixture, inputs_TD, metric), [*range(mixture.rule.top_k, EXPERTS + 1)]
-    remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts)
+    _, output_TD = width_losses(mixture, inputs_TD, metric, [WIDTH])
+    assert torch.equal(output_TD, mixture.output(inputs_TD))
+    remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, output_TD)
     assert bool((remaining_C <= 1.0).all())
     assert float(remaining_C.min()) < 0.95
     points = shape_points(removal_E, torch.zeros(EXPERTS, 1), [WIDTH], counts, 1, remaining=remaining_C.tolist())
