@@ -76,7 +76,7 @@ class RayTransfer(TensorTransfer):
 
 # Concurrency groups of the actor -> threads. A `ConcurrentUnit` runs in one of them. `Collect` has its own group,
 # because the next layer's units wait for it, and storing takes long.
-BESIDE = {"beside": 1, "giving": 1}
+BESIDE = {"beside": 1, "collect": 1}
 
 
 class WorkerActor:

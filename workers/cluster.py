@@ -227,7 +227,7 @@ class _BareNode(ray_node.Node):
 
     It leaves out seven Python processes that take seconds to start: dashboard, log monitor, autoscaler, and the
     raylet's agents for metrics and runtime environments. Ray has no option for this. A raylet requires its agents, so
-    it gets `cat`, which runs until its input ends, in their place, and port files as of agents that do not serve.
+    it gets `cat`, which runs until its input ends, in their place, and the port files of agents that do not serve.
     """
 
     def start_monitor(self) -> None:

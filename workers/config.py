@@ -39,7 +39,7 @@ class WorkerConfig:
         device_bytes: planned device memory; free memory beyond it holds hidden states. 0: unknown.
         experts: the number of a layer's experts that a worker holds at a time.
         hardware: hardware on which the job began (workers/hardware.py); None: the first worker's.
-        sources: of the calibration samples.
+        sources: the sources of the calibration samples.
     """
 
     source: SourceCheckpoint

@@ -112,4 +112,4 @@ def fault_at(host: str, port: int) -> OSError | None:
             answer = connection.recv(len(HTTP2_SETTINGS))
     except OSError as error:
         return error
-    return None if answer[3:4] == HTTP2_SETTINGS[3:4] else ConnectionError("what answers is no Ray")
+    return None if answer[3:4] == HTTP2_SETTINGS[3:4] else ConnectionError("the server is not Ray")

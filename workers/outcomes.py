@@ -69,7 +69,7 @@ def memory_advice(unit: Unit) -> str:
         return "lower calibration.micro_batch"
     return (
         "a solve holds one layer's moments and their factors whatever the micro-batch: give workers a whole GPU "
-        "(workers.gpus: 1) or one with more memory; `python -m pipeline.plan` says how much (worker_device_bytes)"
+        "(workers.gpus: 1) or one with more memory; `python -m pipeline.plan` shows the need (worker_device_bytes)"
     )
 
 

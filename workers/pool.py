@@ -318,7 +318,7 @@ class RayPool(UnitAccounts):
             )
         self.note(
             f"worker {worker_name(member.where)} was ended by Ray's memory monitor, as other processes hold most "
-            f"of its node's memory ({first}); it goes on with {self.size} workers, the next is tried in "
+            f"of its node's memory ({first}); the job continues with {self.size} workers, the next is tried in "
             f"{self.pause.seconds:g} s"
         )
 
@@ -364,7 +364,7 @@ class RayPool(UnitAccounts):
         count = unit.handles
         options: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}
         if isinstance(unit, ConcurrentUnit):
-            options["concurrency_group"] = "giving" if isinstance(unit, Collect) else "beside"
+            options["concurrency_group"] = "collect" if isinstance(unit, Collect) else "beside"
         returned = member.actor.execute.options(**options).remote(unit)
         *tensors, outcome = returned if count else [returned]
         member.running[outcome] = unit

@@ -1,4 +1,4 @@
-"""Takes the samples of a shard back through a layer with streamed experts, one slice of experts at a time.
+"""Runs the samples of a shard back through a layer with streamed experts, one slice of experts at a time.
 
 All shards pass one slice before any passes the next, so that a worker reads an expert once in a pass. Between slices, a
 shard consists of five tensors for each sample: the residual stream that the mixture reads, the gradients at the
@@ -29,7 +29,7 @@ class SlicedState:
 
     Attributes:
         shard_key: of the gradients at the layer's output.
-        name: tells samples apart that are taken back for different purposes.
+        name: distinguishes samples that are run back for different purposes.
     """
 
     hidden: HiddenStates
@@ -109,10 +109,10 @@ class SlicedGradients:
             self.state.release(SUM, each)
 
     def back(self, number: int, gradient_of: GradientOf, take: Take, *, reads_output: bool) -> Iterator[Tensor]:
-        """Take all samples back through a slice. After the first slice of the layer, yield the gradients (S, D) at the
+        """Run all samples back through a slice. After the first slice of the layer, yield the gradients (S, D) at the
         layer's inputs.
 
-        The last slice also takes them back through the shared expert, the first one through router and attention.
+        The last slice also runs them back through the shared expert, the first one through router and attention.
         Slices behind `number` are passed first, without `take`, if the samples have not passed them. Arguments as in
         `StreamedGradients.pull_back`.
         """
@@ -128,7 +128,7 @@ class SlicedGradients:
             yield from self._leave(take)
 
     def alone(self, number: int, gradient_of: GradientOf, take: Take, *, reads_output: bool) -> None:
-        """Take the gradients at the experts of a slice, or at the shared expert if it is the last one. No slice
+        """Compute the gradients at the experts of a slice, or at the shared expert if it is the last one. No slice
         follows. Arguments as in `back`."""
         if not self.state.entered:
             self._enter(gradient_of, reads_output)
@@ -207,4 +207,4 @@ class SlicedGradients:
 
 
 def _ignored(gradients: object) -> None:
-    """Take nothing."""
+    """Ignore the gradients."""

@@ -196,7 +196,7 @@ class Squares:
         """Return the grid of every moment of the unit; a point that no token has passed yet counts as silent."""
         for moment in _summed(unit):
             if moment not in self.by_moment:
-                assert moment.kind != "pair", "mixtures have no corrections: every token passes the point of a pair"
+                assert moment.kind != "pair", "every expert runs when grids are chosen, so that each pair has a grid"
                 self.see(moment, torch.zeros(1, self.layer.features(moment.point)))
         return self.by_moment
 

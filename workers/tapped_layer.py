@@ -93,7 +93,7 @@ class TappedLayer:
             raise NumericsError(self._blame(hidden_BSD))
 
     def require_finite(self, output_BSD: Tensor, inputs: Callable[[], Tensor]) -> None:
-        """Raises NumericsError, as `checked`, if an output is not finite. `inputs`: returns the layer's inputs."""
+        """Raise NumericsError, as `checked`, if an output is not finite. `inputs`: returns the layer's inputs."""
         if not torch.isfinite(extremes(output_BSD)).all():
             raise NumericsError(self._blame(inputs()))
 

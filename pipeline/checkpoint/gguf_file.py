@@ -1,10 +1,9 @@
 """Export a compressed checkpoint as one GGUF file for llama.cpp. Factors are multiplied out; MLPs keep their widths.
 
 Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0. Mixtures of experts, whose codes are
-multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama` if all
-MLPs have one width, else `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), while our
-families rotate halves (i, i + d/2), so the rows of q and k are reordered. The package gguf is an extra:
-`pip install 'CHECKOUT[gguf]'`.
+multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama` if all MLPs have one width, else
+`deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), while our families rotate halves
+(i, i + d/2), so the rows of q and k are reordered. The package gguf is an extra: `pip install 'CHECKOUT[gguf]'`.
 
 Legend: D hidden, n heads, d head_dim.
 """

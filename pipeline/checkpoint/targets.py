@@ -298,7 +298,7 @@ FIELDS: Mapping[str, Rule] = {
     "level_tables": _in_file,  # multiplied out, see `export_faults`
     "stored_formats": _in_file,  # decoded
     "block": _in_file,  # see BLOCK
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _harmless),  # the vocabulary is left out
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _harmless),  # the tokenizer gives them
     **dict.fromkeys(("attention_dropout", "initializer_range"), _harmless),  # training
     **dict.fromkeys(("use_cache", "core_format", "unused_tensors"), _harmless),  # how a model is loaded and run
 }  # fmt: skip

@@ -14,7 +14,7 @@ from pipeline.units.sharding import held_out_windows
 
 
 def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pass:
-    """Returns the passes of a job."""
+    """Return the passes of a job."""
     calibration, methods = manifest.calibration, build_methods(manifest)
     passes = passes_of(manifest, methods, tasks, geometry.hidden)
     shards = passes.shards if calibration else geometry.num_layers
@@ -38,6 +38,6 @@ def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pa
 
 
 def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
-    """Returns the number of tokens in the backward pass; 0 without gradients."""
+    """Return the number of tokens in the backward pass; 0 without gradients."""
     length = manifest.calibration.sequence_length if manifest.calibration else 0
     return passes_of(manifest, (), tasks, geometry.hidden).gradient_samples * length

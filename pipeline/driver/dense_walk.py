@@ -154,7 +154,7 @@ class DenseWalk:
         """Enters, solves and writes earlier layers, before the shards of this one are awaited."""
         while len(self.collecting) > 1:  # a worker holds the sums of two layers at most
             yield from self._collect_one()
-        # Before hidden states are committed, the moments of all earlier layers are entered; else some may be storing.
+        # Before hidden states are committed, the moments of all earlier layers are entered. Otherwise, some wait.
         while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
             yield from self._enter_stored()
         yield from self.queue.advance()

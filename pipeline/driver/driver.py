@@ -178,7 +178,10 @@ class Driver:
     # -- ranks, and the results that they depend on ------------------------------------------------------------------
 
     def choose_ranks(self) -> RanksOf:
-        """Returns the ranks of all tasks, by task key. They are chosen and entered once, after `prepare`."""
+        """Returns the ranks of all tasks, by task key. They are chosen and entered once, after `prepare`.
+
+        Raises InputError if no ranks meet the budget, and CorruptError if an entry of `prepare` is missing.
+        """
         entered = self.journal.get(RANKS)
         if entered is None:
             scores = scores_from_ledger(

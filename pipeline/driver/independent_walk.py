@@ -73,7 +73,7 @@ class IndependentWalk(CorrectedWalk):
         return solved
 
     def _pass(self, layer: int, *, emit: bool, targets: bool) -> TaskStream[list[ShardDone]]:
-        """Takes all shards through a layer: of both models with `mixed`, else of the dense one."""
+        """Runs all shards through a layer: of both models with `mixed`, else of the dense one."""
         of_layers = self.drafts if self.mixed else {}
         units = self._units(layer, 0, 0, of_layers.get(layer), emit=emit, targets=targets)
         replay, share = tuple(map(of_layers.get, range(layer))), MIXED_SHARE if self.mixed else 1.0
@@ -82,7 +82,7 @@ class IndependentWalk(CorrectedWalk):
         return passed
 
     def _train(self, solved: Mapping[int, Solved], targets: Mapping[int, Targets]) -> TaskStream[None]:
-        """Trains and enters some layers, and drops what they were made from."""
+        """Trains and enters some layers, and drops their training data."""
         tasks = {
             layer: self.session.scheduler.spawn(self._refine(layer, self.drafts[layer], targets[layer], solved[layer]))
             for layer in targets

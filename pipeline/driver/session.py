@@ -66,7 +66,7 @@ class Session:
         self.observer.layer_done("compress", layer, self.commit_layer(layer, solved, record, refined).groups)
 
     def entry(self, key: Key[E]) -> E:
-        """Reads an entry that must exist. Raises CorruptError."""
+        """Reads an entry that must exist. Raises CorruptError if it is missing or damaged."""
         entry = self.journal.get(key)
         if entry is None:
             raise CorruptError(

@@ -10,6 +10,6 @@ FAMILY = Family(
     block=BLOCK | {"modules": MODULES | HEAD_NORMS, "biases": ATTENTION_BIAS},
     windows=("sliding_window", "layer_types"),
     mixture=deepseek_v3.FAMILY.mixture,
-    unread={"attention_dropout": TRAINING, "output_router_logits": "what a call returns"},
+    unread={"attention_dropout": TRAINING, "output_router_logits": "the outputs of a call"},
     unlisted=("head_dim",),
 )

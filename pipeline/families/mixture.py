@@ -29,7 +29,7 @@ ROUTING_FIELDS = (
     "group_score",
 )  # of a layer's router
 GATE_UP = ("gate", "up")  # the roles that most fused tensors hold
-ROUTING = {  # of a family without them
+ROUTING = {  # unread fields of most families, with the reason
     "output_router_logits": "the outputs of a call",
     "router_aux_loss_coef": "training alone",
 }

@@ -10,6 +10,6 @@ FAMILY = Family(
     unread={
         "attention_dropout": TRAINING,
         "residual_dropout": TRAINING,
-        "pretraining_tp": "how the products were once cut; nobody reads it",
+        "pretraining_tp": "an unused setting of parallel products",
     },
 )

@@ -15,5 +15,5 @@ FAMILY = Family(
     block=BLOCK | {"biases": dict.fromkeys(("q", "k", "v"), "attention_bias")},
     fields={"intermediate_size": "moe_intermediate_size"},
     mixture=replace(mixture, dense_layers=EVERY_LAYER),
-    unread={"attention_dropout": TRAINING, "output_router_logits": "what a call returns"},
+    unread={"attention_dropout": TRAINING, "output_router_logits": "the outputs of a call"},
 )

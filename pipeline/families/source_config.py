@@ -36,7 +36,7 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     candidates = [_config_of(standard, dtype, *each) for each in kinds]
     config, faults = min(candidates, key=lambda candidate: len(candidate[1]))
     if faults:
-        raise InputError(f"no {kind} config says this:\n  " + "\n  ".join(faults))
+        raise InputError(f"no {kind} config expresses this:\n  " + "\n  ".join(faults))
     return config
 
 

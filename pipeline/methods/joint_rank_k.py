@@ -70,7 +70,11 @@ class JointRankKMethod(MethodBase[JointRankK]):
         return self.entry.ranks is not None
 
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim groups `query_key` (q, k) and the matrices that read the MLP's input, in every chosen layer."""
+        """Claim groups `query_key` (q, k) and the matrices that read the MLP's input, in every chosen layer.
+
+        Raises ValueError on layers that do not exist, on an MLP without gate, on `joint_per_head` for grouped queries,
+        and on ranks that save nothing.
+        """
         layers = self.chosen_layers(geometry)
         for layer in layers:
             self._check(layer)

@@ -72,7 +72,10 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return {"core_format": self.entry.core}
 
     def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim groups `attention` (q, k, v, o) and `mlp` ((gate), up, down) of every chosen layer."""
+        """Claim groups `attention` (q, k, v, o) and `mlp` ((gate), up, down) of every chosen layer.
+
+        Raises ValueError on layers that do not exist, and on ranks above the full ones or that save nothing.
+        """
         kinds = {"attention": AttentionBlock, "mlp": MLPBlock, "both": Block}[self.entry.target]
         return tuple(
             self._group(layer, block)

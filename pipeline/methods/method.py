@@ -84,7 +84,7 @@ class Statistics:
         factors: the cache of `moments.factored_mean`, shared by a layer's groups: moment -> its sum and the factor of
             its mean.
         offload: stores a tensor until it is read again, for the results of solves of many experts.
-        sources: of the calibration text, for the report.
+        sources: the sources of the calibration text, for the report.
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, steps, to_columns
 
 RANK, ROPE = "rank", "rope"  # kv_lora_rank, qk_rope_head_dim
-DENSITY = "density"  # rotated frequencies for each of the source's; 1 in curves of old run directories
+DENSITY = "density"  # rotated frequencies for each of the source's; a point without it has density 1
 _ROUNDING = 1e-9  # of a share of the cache
 DENSITIES = {
     1: 16,

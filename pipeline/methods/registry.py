@@ -148,7 +148,7 @@ def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
         for name, value in method.config_fields.items():
             if fields.setdefault(name, value) != value:
                 raise InputError(
-                    f"methods.{position} ({method.name}): {name} is {value!r}, but an entry before it says "
+                    f"methods.{position} ({method.name}): {name} is {value!r}, but an earlier entry sets "
                     f"{fields[name]!r}; a checkpoint has one {name}"
                 )
     return fields
@@ -191,7 +191,10 @@ def allocate_ranks(
     _check_max_loss(manifest, entries)
 
     def shared(own_numbers: float) -> Budget | None:
-        """Return keep · total, minus the unclaimed numbers and those with a budget of their own."""
+        """Return the budget of the entries that share it, or None if the manifest sets no size.
+
+        `own_numbers`: the numbers of the entries with a size of their own.
+        """
         budget = manifest.budget
         if budget is None or (budget.keep, budget.bytes, budget.max_loss) == (None, None, None):
             return None

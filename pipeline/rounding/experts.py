@@ -26,7 +26,7 @@ def round_by_expert(
 ) -> tuple[Solution, dict[str, Scheme]]:
     """Round the matrices of a solution's experts, and return it with their schemes by module path.
 
-    One expert is in memory at a time; codes and scales lie where `offload` puts them. The router is never rounded.
+    One expert is in memory at a time; `offload` stores its codes and scales. The router is never rounded.
     `solution`: its keys are ordered by expert. The other arguments and the errors are those of `round_solution`.
     """
     feedbacks, tensors, schemes = Feedbacks(), dict[str, Callable[[], Tensor]](), dict[str, Scheme]()
@@ -34,8 +34,8 @@ def round_by_expert(
     for expert, keys in groupby(solution.tensors, _expert):
         one = replace(solution, tensors={key: solution.tensors[key] for key in keys}, report={})
         if expert:
-            one, found, _ = round_solution(one, quantize, bits, moments, weights, reads, feedbacks)
-            schemes |= found
+            one, by_path, _ = round_solution(one, quantize, bits, moments, weights, reads, feedbacks)
+            schemes |= by_path
             parts.append(one.report)
         tensors |= {name: offload(tensor) for name, tensor in one.tensors.items()}
     report = dict(solution.report)

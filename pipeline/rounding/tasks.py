@@ -47,7 +47,7 @@ def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
 
 
 def _sampled(role: str, task: Task, layer: LayerGeometry) -> bool:
-    """Tell whether the task's sample gives the moment of a role's input: an expert's own, where experts are chosen
+    """Return True if the task's sample gives the moment of a role's input: an expert's own, where experts are chosen
     together."""
     if ROUTER not in task.roles or role not in layer.routed_roles:
         return False

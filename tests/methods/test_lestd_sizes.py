@@ -216,5 +216,5 @@ def test_the_core_in_memory_is_one_for_the_checkpoint() -> None:
     entries = [{"target": "attention", "core": "csr"}, {"target": "mlp", "core": "csr"}]
     assert config_fields(build_methods(parse_manifest(document(*entries)))) == {"core_format": "csr"}
     entries[1]["core"] = "dense"
-    with pytest.raises(InputError, match="core_format is 'dense', but an entry before it says 'csr'"):
+    with pytest.raises(InputError, match="core_format is 'dense', but an earlier entry sets 'csr'"):
         config_fields(build_methods(parse_manifest(document(*entries))))

@@ -78,7 +78,7 @@ def test_nobody_answers() -> None:
 def test_somebody_who_is_no_ray() -> None:
     with silent_server() as address, pytest.raises(InputError, match=r"none answers at .*timed out.*0.5 s"):
         await_cluster(address, 0.5, never)
-    with http_server() as address, pytest.raises(InputError, match=r"what answers is no Ray"):
+    with http_server() as address, pytest.raises(InputError, match=r"the server is not Ray"):
         await_cluster(address, 0.5, never)
 
 

@@ -358,8 +358,8 @@ def test_some_units_go_beside_the_others(make: Any) -> None:
     pool._dispatch()
     (member,) = pool.members
     assert (member.unit_count(beside=False), member.unit_count(beside=True), len(member.running)) == (2, 2, 5)
-    assert [group for group in fake.groups if group] == ["giving", "beside", "beside"]
-    assert fake.beside == {"beside": 1, "giving": 1}
+    assert [group for group in fake.groups if group] == ["collect", "beside", "beside"]
+    assert fake.beside == {"beside": 1, "collect": 1}
     for _ in range(13):
         pool.wait()
 
@@ -551,7 +551,7 @@ def test_memory_that_others_hold_is_no_death_of_the_unit(make: Any, monkeypatch:
     said = [note for note in pool.notes if "Ray's memory monitor" in note]
     assert len(said) == 5
     assert "22.66GB used / 23.54GB" in said[0]
-    assert "goes on with 1 workers" in said[0]
+    assert "continues with 1 workers" in said[0]
     assert "Selected to kill" not in said[0]  # of Ray's report, the first line
 
 

@@ -69,7 +69,7 @@ def run_manifest(
     path.write_text(json.dumps(manifest))
     command = [sys.executable, "-m", "pipeline.run", str(path), "--json", *(["--fresh"] if fresh else [])]
     log, printed = directory / "log.txt", directory / "printed.json"
-    with log.open("w") as errors, printed.open("w") as output:  # a pipe that nobody reads meanwhile could fill up
+    with log.open("w") as errors, printed.open("w") as output:  # a pipe without a reader could fill up
         job = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=errors)
         try:
             if watch is not None:

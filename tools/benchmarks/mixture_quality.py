@@ -1,4 +1,4 @@
-"""Compress trained mixtures by every method that knows experts, and print perplexity and divergence.
+"""Compress trained mixtures by every method for experts, and print perplexity and divergence.
 
     python -m tools.benchmarks.mixture_quality MODEL... --stories stories.json [--rows free layer ...] [--drawn]
 

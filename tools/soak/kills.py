@@ -231,7 +231,7 @@ def killed_with_ray(job: Job, last: bool, coin: random.Random, environment: Mapp
 def killed_on_disk(job: Job, last: bool, coin: random.Random, match: str) -> Life:
     """Kill at a named point (only where `match` is in the key or path), at a power cut, or at a random time."""
     kind = "nothing" if last else coin.choice([*POINTS, "power cut", "power cut", *([] if match else ["random"])])
-    if kind not in (*POINTS, "power cut"):  # nobody watches what this process makes durable: later cuts begin anew
+    if kind not in (*POINTS, "power cut"):  # no hook counts the durable writes of this process: later cuts begin anew
         shutil.rmtree(f"{job.root}.shadow", ignore_errors=True)
         return live_in_process(job, kind, delay_s=coin.uniform(0.0, LIFE_S / 2) if kind == "random" else None)
     point = "sync" if kind == "power cut" else kind

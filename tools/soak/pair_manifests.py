@@ -94,7 +94,7 @@ def at_full_rank(document: Entry, width: int) -> Entry:
 
 
 def _mend_entries_(entries: list[Entry], random: Random, layers: int, gated: bool) -> None:
-    """Leave one entry a matrix, each with something to do."""
+    """Change entries so that no two claim one matrix, and each claims some."""
     if len(entries) > 1 and layers > 1 and random.random() < 0.4:
         for place, entry in enumerate(entries):
             entry["layers"] = [layer for layer in range(layers) if layer % len(entries) == place] or [0]

@@ -3,7 +3,7 @@
     python -m tools.soak.pairs [--pairs 1000] [--seed 0] [--only N] [--first N] [--results FILE] [--directory DIR]
 
 A pair is played in a forked child of this warm process, without Ray. `--results` gets a line of JSON for each pair;
-pairs of the same seed that have a line are skipped, so that an interrupted run goes on. `--only N` plays one pair and
+pairs of the same seed that have a line are skipped, so that an interrupted run continues. `--only N` plays one pair and
 prints everything.
 """
 

@@ -1,7 +1,7 @@
 """Inputs and commands of the fuzzer and of failing disks: a small model, texts in every format, jobs cut short.
 
-Everything is made in ROOT/work, where every case is played, and copied from beside it, so that absolute paths stay
-true.
+All files are written in ROOT/work, where every case is played, and copied there from folders beside it, so that
+absolute paths stay valid.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def eager_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the same with the arguments of transformers' attention functions, which call sinks `s_aux`.
+    """Compute `attend_by_scores` from the arguments of transformers' attention functions, which call sinks `s_aux`.
 
     Without a mask, the queries are the first tokens of the cache, or a single one, as in transformers' own functions.
     """

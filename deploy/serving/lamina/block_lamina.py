@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REQUIRED_ROLES = ("q", "k", "v", "o", "up", "down")
-INPUT_NORM_ROLES = ("input_norm", "mlp_norm")  # of what attention and MLP read
+INPUT_NORM_ROLES = ("input_norm", "mlp_norm")  # norms of the inputs of attention and MLP
 OUTPUT_NORM_ROLES = ("attention_out_norm", "mlp_out_norm")  # norms of a block's output, before the residual addition
 HEAD_NORM_ROLES = ("q_norm", "k_norm")
 SINKS = "sinks"  # the path of the module that holds one score for each query head, to which no value belongs
@@ -49,7 +49,7 @@ BLOCK_DEFAULTS: dict[str, Any] = {
     "attention_softcap": None,  # scores s become c · tanh(s / c)
     "glu_alpha": None,  # channels are those of gpt-oss (activation_lamina.Channels) with this alpha
     "glu_limit": None,  # and this limit
-    "residual_scale": None,  # what attention and MLP write is multiplied by this number
+    "residual_scale": None,  # the outputs of attention and MLP are multiplied by this number
     "logit_scale": None,  # logits are multiplied by this number,
     "logit_divisor": None,  # divided by this one,
     "logit_softcap": None,  # and then soft-capped as scores are

@@ -15,25 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .stored_lamina import unpacked
+
 WORD_BITS = 32
 BLOCK_NUMBERS = 2**21  # multiplied out at a time
 PACKED, SCALE, SHAPE, LEVELS = PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_levels")
 
 
-def level_numbers(packed_OW: Tensor, bits: int, columns: int) -> Tensor:
-    """Return the numbers (O, I) int64 in the words: lowest bits first. A number may continue in the next word."""
-    begins_I = torch.arange(columns, device=packed_OW.device) * bits
-    word_I, shift_I = begins_I // WORD_BITS, begins_I % WORD_BITS
-    words_OW = nn.functional.pad(packed_OW.long() & 0xFFFFFFFF, (0, 1))
-    both_OI = words_OW[:, word_I] | words_OW[:, word_I + 1] << WORD_BITS
-    numbers_OI: Tensor = both_OI >> shift_I & 2**bits - 1
-    return numbers_OI
-
-
 def scaled_levels(packed_OW: Tensor, scale_OS: Tensor, levels_n: Tensor, columns: int) -> Tensor:
     """Return the weight (O, I) in the dtype of its scales."""
     bits = (len(levels_n) - 1).bit_length()
-    values_OI = levels_n.to(scale_OS.dtype)[level_numbers(packed_OW, bits, columns)]
+    values_OI = levels_n.to(scale_OS.dtype)[unpacked(packed_OW, bits, columns)]
     weight_OI: Tensor = (values_OI.unflatten(1, (scale_OS.shape[1], -1)) * scale_OS[..., None]).flatten(1)
     return weight_OI
 

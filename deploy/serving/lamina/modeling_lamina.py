@@ -11,14 +11,15 @@ B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/
 width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
 The files beside this one: configuration_lamina and layers_config_lamina (config.json, and the layers in it),
-block_lamina (the block and the sizes of a layer), activation_lamina, form_lamina and forms_lamina (stored forms of
-projections), factored_lamina and tucker_lamina (the modules of factored projections), conversion_lamina (names and
-shapes of stored factors), decoder_layer_lamina (norm, attention and MLP over whole sequences), layers_lamina (the same
-in transformers: caches, attention functions), embedding_lamina (the embedding table and the head), levels_lamina
-(weights as codes and a table), stored_lamina (weights in formats of other tools), rotary_lamina,
-latent_attention_lamina (cached latents, in blocks), norms_lamina, attention_lamina (whole sequences, soft caps),
-wrapper_lamina (the decoder inside of a multimodal model), vllm_lamina (its limits), processor_lamina (the dtype of
-products on a CPU), inputs_lamina (positions and masks), checking_lamina (checks of a checkpoint's files).
+block_lamina (the block and the sizes of a layer), mixture_lamina (mixtures of experts), foreign_lamina (attention that
+transformers runs), activation_lamina, form_lamina and forms_lamina (stored forms of projections), factored_lamina and
+tucker_lamina (the modules of factored projections), conversion_lamina (names and shapes of stored factors),
+decoder_layer_lamina (norm, attention and MLP over whole sequences), layers_lamina (the same in transformers: caches,
+attention functions), embedding_lamina (the embedding table and the head), levels_lamina (weights as codes and a table),
+stored_lamina (weights in formats of other tools), rotary_lamina, latent_attention_lamina (cached latents, in blocks),
+norms_lamina, attention_lamina (whole sequences, soft caps), wrapper_lamina (the decoder inside of a multimodal model),
+vllm_lamina (its limits), processor_lamina (the dtype of products on a CPU), inputs_lamina (positions and masks),
+checking_lamina (checks of a checkpoint's files).
 """
 
 import re

@@ -67,7 +67,10 @@ class LaminaRotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def angles(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
-        """Return the same by the frequencies of the last `forward`: some rope types follow the longest position."""
+        """Return cos and sin, as `forward`, by its last frequencies:
+
+        those of some rope types follow the longest position.
+        """
         freqs = position_ids_BT[..., None].float() * self.inv_freq.to(device=x_BTD.device, dtype=torch.float)
         if freqs.ndim > 3:
             freqs = self._of_grids(freqs)

@@ -33,12 +33,12 @@ class LaminaForImageTextToText(LaminaPreTrainedModel):
             names = ("revision", "subfolder", "token", "cache_dir", "local_files_only")
             options = {name: kwargs[name] for name in names if name in kwargs}
             config = LaminaConfig.from_pretrained(pretrained_model_name_or_path, **options)
-        AutoModel.register(LaminaConfig, LaminaModel, exist_ok=True)  # the source's class makes its decoder by it
+        AutoModel.register(LaminaConfig, LaminaModel, exist_ok=True)  # the source's class builds its decoder by it
         whole = whole_config(config)
         source: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)]
         kinds = (_NotSaved, _WithHead, source) if _has_head(config) else (_NotSaved, source)
-        made: Any = type(f"Lamina{source.__name__}", kinds, {"__module__": __name__})
-        return load_whole(made.from_pretrained, pretrained_model_name_or_path, *args, config=whole, **kwargs)
+        whole_class: Any = type(f"Lamina{source.__name__}", kinds, {"__module__": __name__})
+        return load_whole(whole_class.from_pretrained, pretrained_model_name_or_path, *args, config=whole, **kwargs)
 
 
 class _NotSaved:

@@ -78,7 +78,8 @@ class Solver:
         order: Sequence[int] | None = None,
         cache_bytes: int = 0,
     ) -> None:
-        """Args:
+        """Read the weights, the moments and the sample of an MLP.
+
         least: the smallest width of any call.
         order: the channels, the last removed first, if they have been eliminated down to `least`.
         cache_bytes: the largest outputs of the sample that are cached for further sizes.

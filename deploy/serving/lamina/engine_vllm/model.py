@@ -220,7 +220,7 @@ class LaminaForVllm(nn.Module):
                 "A shard may be missing, or the files are of different checkpoints; copy it again."
             )
         if len(ends) == 2 and not torch.equal(*ends.values()):
-            raise ValueError(f"{head} differs from the embedding that tie_word_embeddings of config.json says it is")
+            raise ValueError(f"{head} differs from the embedding, although tie_word_embeddings of config.json is true")
         for module in self.modules():
             if isinstance(module, PivotedLinears):
                 module.fix_positions()
