@@ -80,6 +80,30 @@ def test_full_rank_gives_the_source_s_logits(tmp_path: Path, job: MakeJob) -> No
     assert relative_error(logits_of(after, ids_BT), logits_of(before, ids_BT)) < 1e-3
 
 
+def test_denser_frequencies_are_read_from_the_base(tmp_path: Path, job: MakeJob) -> None:
+    """Two key heads of 16 with 20 rotated dimensions: two frequencies for each of the source's."""
+    source = factories.make_model(tmp_path / "source", num_hidden_layers=2)
+    methods = [{**METHODS[0], "cache_keep": 0.75, "rope": 20}]
+    made = job(source, methods=methods, budget=None, **{"calibration.propagate": "dense"})
+    ended = made.run().json
+    cache = ended["counts"]["cache_bytes_per_token"]
+    assert cache["compressed"] == 0.75 * cache["dense"]
+    verified = command("verify", str(made.output), "--source", str(source))
+    assert verified.code == 0, verified.out
+    model = AutoModelForCausalLM.from_pretrained(made.output).eval()
+    assert type(model) is DeepseekV3ForCausalLM
+    theta = AutoModelForCausalLM.from_pretrained(source).config.rope_parameters["rope_theta"]
+    assert model.config.qk_rope_head_dim == 20
+    assert model.config.rope_parameters["rope_theta"] == pytest.approx(theta ** (20 / 16 / 2))
+    ids_BT = some_tokens(320)[:2, :12]
+    with torch.inference_mode():
+        whole_BTV, state = model(ids_BT).logits, None
+        for place in range(ids_BT.shape[1]):
+            step = model(ids_BT[:, place : place + 1], past_key_values=state, use_cache=True)
+            state = step.past_key_values
+            torch.testing.assert_close(step.logits[:, 0], whole_BTV[:, place], rtol=1e-3, atol=1e-4)
+
+
 def test_narrow_mlps_of_one_width_stay(tmp_path: Path, job: MakeJob) -> None:
     """Of the stock export of a job that cut them, which is a model of the source's class."""
     source = factories.make_model(tmp_path / "source", num_hidden_layers=2)

@@ -16,7 +16,7 @@ from manifests.methods import MLA
 from pipeline.families.latent_config import output_config
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Moment, Statistics
-from pipeline.methods.mla import RANK, ROPE, MLAMethod
+from pipeline.methods.mla import DENSITY, RANK, ROPE, MLAMethod
 
 ROTATED = 32  # a CPU's kernels need heads of 32 + 32
 SIZES: dict[str, Any] = {
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write(folder: Path, cache_keep: float, tied: bool = False) -> Path:
+def write(folder: Path, cache_keep: float, tied: bool = False, rotated: int = ROTATED, density: int = 1) -> Path:
     """Compress a random model by `mla`, with statistics of random text. `tied`: output and input embeddings are one."""
     source = LlamaConfig(**SIZES, tie_word_embeddings=tied)
     torch.manual_seed(0)
@@ -36,8 +36,9 @@ def write(folder: Path, cache_keep: float, tied: bool = False) -> Path:
             parameter.add_(torch.randn_like(parameter) * 0.05)
     standard = standard_config(source.to_dict())
     geometry = geometry_of(standard)
-    method = MLAMethod(MLA(method="mla", cache_keep=cache_keep, rope=ROTATED))
-    ranks = {RANK: int(cache_keep * geometry.layers[0].cache_numbers) - ROTATED, ROPE: ROTATED}
+    method = MLAMethod(MLA(method="mla", cache_keep=cache_keep, rope=rotated))
+    rank = int(cache_keep * geometry.layers[0].cache_numbers) - rotated
+    ranks = {RANK: rank, ROPE: rotated, DENSITY: density}
     tensors, forms = dict(model.state_dict()), []
     for group, layer, inputs_TD in zip(method.claims(geometry), geometry.layers, inputs_of(model), strict=True):
         weights = {key: tensors.pop(name) for key, (name, _) in layer.tensors(group.roles).items()}

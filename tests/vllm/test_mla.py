@@ -14,6 +14,7 @@ from tests.vllm.latents import SIZES, write, write_dense, write_random
 from tests.vllm.test_engines import run
 
 SHARES = (0.5, 0.25)
+DENSER = "denser"  # half of the cache, with four rotated frequencies for each of the source's
 LATENT, ROTATED = 512, 64  # of DeepSeek-V3, the only sizes that the kernel for CPUs takes
 HEADS = {share: round((LATENT + ROTATED) / (2 * ROTATED * share)) for share in SHARES}  # of a dense model: 9 and 18
 
@@ -23,13 +24,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("latents")
     for share in SHARES:
         write(folder / str(share), share)
+    write(folder / DENSER, 0.5, rotated=64, density=4)
     return folder
 
 
 @pytest.fixture(scope="module")
 def said(root: Path) -> dict[str, Any]:
     """Latent attention as a plain one, and no rotary operator: that of vLLM 0.32 for CPUs rotates one head alone."""
-    return run("auto", 1, [root / str(share) for share in SHARES], "float32-native", VLLM_MLA_DISABLE="1")
+    folders = [root / str(name) for name in (*SHARES, DENSER)]
+    return run("auto", 1, folders, "float32-native", VLLM_MLA_DISABLE="1")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +55,12 @@ def expected(folder: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_it_says_the_same(said: dict[str, Any], root: Path, share: float) -> None:
-    one = said[str(share)]
+@pytest.mark.parametrize("name", [*SHARES, DENSER])
+def test_it_says_the_same(said: dict[str, Any], root: Path, name: float | str) -> None:
+    one = said[str(name)]
     assert one.get("error") is None
     assert one["class"] == "DeepseekV3ForCausalLM"
-    assert one["tokens"] == expected(root / str(share))
+    assert one["tokens"] == expected(root / str(name))
 
 
 @pytest.mark.parametrize("share", SHARES)
