@@ -92,7 +92,7 @@ def parse_manifest(document: Mapping[str, Any], origin: str = "manifest") -> Man
 
 
 def expand_environment(document: Mapping[str, Any], origin: str) -> tuple[Any, list[str]]:
-    """Replace `${NAME}` by the variables that `environment` lists. Returns also a line for each one that is not set."""
+    """Replace `${NAME}` by the variables that `environment` lists. Return also a line for each one that is not set."""
     listed = document.get("environment")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
     faults = [f"  environment: {name} is listed but not set" for name in names if name not in os.environ]

@@ -17,9 +17,9 @@ class ActivationStore(ArrayStore):
     """The arrays of activations.zarr. An array counts once its record is in the ledger."""
 
     def write(self, phase: str, layer: int, shard: int, hidden_BSD: torch.Tensor, micro_batch: int = 1) -> ArrayRecord:
-        """Stores the hidden states that enter `layer`, in any floating dtype; durable on return.
+        """Store the hidden states that enter `layer`, in any floating dtype; durable on return.
 
-        Chunks hold `micro_batch` samples. Returns the record for the ledger entry. Raises StorageError.
+        Chunks hold `micro_batch` samples. Return the record for the ledger entry. Raises StorageError.
         """
         samples, sequence, features = hidden_BSD.shape
         with self.writer(phase, layer, shard, (samples, sequence, features), hidden_BSD.dtype, micro_batch) as writer:
@@ -30,12 +30,12 @@ class ActivationStore(ArrayStore):
     def writer(
         self, phase: str, layer: int, shard: int, shape: tuple[int, int, int], dtype: torch.dtype, micro_batch: int = 1
     ) -> ArrayWriter:
-        """Opens a shard (B, S, D) for `append`. Use it in a `with` block, which removes an uncommitted shard."""
+        """Open a shard (B, S, D) for `append`. Use it in a `with` block, which removes an uncommitted shard."""
         prefix = f"{phase}/layer-{layer:05d}/shard-{shard:05d}"
         return self.create(prefix, shape, dtype, (micro_batch, *shape[1:]))
 
     def write_tokens(self, ids_BS: torch.Tensor) -> ArrayRecord:
-        """Stores token ids, int32 or int64; durable on return. Raises ValueError and StorageError."""
+        """Store token ids, int32 or int64; durable on return. Raises ValueError and StorageError."""
         if ids_BS.dtype not in (torch.int32, torch.int64) or ids_BS.ndim != 2:
             shape = tuple(ids_BS.shape)
             raise ValueError(f"token ids: {ids_BS.dtype} {shape}, expected int32 or int64 (samples, sequence)")

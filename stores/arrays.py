@@ -54,7 +54,7 @@ class ArrayStore:
     def create(
         self, prefix: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[int], upper_tiles: bool = False
     ) -> ArrayWriter:
-        """Creates a new generation of `prefix`. `upper_tiles`: chunks below the diagonal of the last two axes are
+        """Create a new generation of `prefix`. `upper_tiles`: chunks below the diagonal of the last two axes are
         never written. Raises ValueError (shape, dtype) and StorageError.
         """
         dtype_name = str(dtype).removeprefix("torch.")
@@ -70,17 +70,17 @@ class ArrayStore:
         return ArrayWriter(self.storage.below(path), path, tuple(map(int, shape)), grid, dtype_name, upper_tiles)
 
     def open(self, record: ArrayRecord) -> ArrayReader:
-        """Opens a committed array. Raises CorruptError (missing or damaged) and InputError (version)."""
+        """Open a committed array. Raises CorruptError (missing or damaged) and InputError (version)."""
         if record.version != ARRAY_VERSION:
             raise InputError(f"array {record.path}: version {record.version}, this Lamina knows {ARRAY_VERSION}")
         return ArrayReader(self.storage.below(record.path), record)
 
     def drop(self, *records: ArrayRecord) -> None:
-        """Removes arrays, if they exist; retract or replace their ledger entries first. Raises StorageError."""
+        """Remove arrays, if they exist; retract or replace their ledger entries first. Raises StorageError."""
         self.storage.delete_folders({record.path: _files_of(record) for record in records})
 
     def sweep(self, live: Iterable[ArrayRecord]) -> int:
-        """Removes temporary files and all generations without a record in `live`; returns the number of generations.
+        """Remove temporary files and all generations without a record in `live`; returns the number of generations.
 
         Call it only in the process that holds the run's lock, while no worker writes. Raises StorageError.
         """
@@ -95,7 +95,7 @@ class ArrayStore:
         return len(doomed)
 
     def _make_groups(self, prefix: str) -> None:
-        """Writes the metadata of all parent groups, so that any Zarr reader can walk the store."""
+        """Write the metadata of all parent groups, so that any Zarr reader can walk the store."""
         parts = prefix.split("/")
         for depth in range(len(parts), -1, -1):
             name = "/".join([*parts[:depth], METADATA_FILE])
@@ -133,7 +133,7 @@ class ArrayWriter:
         )
 
     def write_(self, selection: Selection, values: torch.Tensor) -> None:
-        """Sets whole chunks to `values`, which has the selection's shape and any device.
+        """Set whole chunks to `values`, which has the selection's shape and any device.
 
         Raises ValueError (another dtype) and StorageError.
         """
@@ -143,7 +143,7 @@ class ArrayWriter:
         self._array[selection] = _bits(values)
 
     def append(self, values: torch.Tensor) -> None:
-        """Writes the next rows along the first axis, from any device; each call but the last fills whole chunks.
+        """Write the next rows along the first axis, from any device; each call but the last fills whole chunks.
 
         Raises ValueError (shape, dtype, an incomplete chunk before) and StorageError.
         """
@@ -157,7 +157,7 @@ class ArrayWriter:
         self._rows = stop
 
     def commit(self) -> ArrayRecord:
-        """Makes the chunks durable and returns the record for a ledger entry.
+        """Make the chunks durable and return the record for a ledger entry.
 
         Raises:
             ValueError: a chunk was never written.
@@ -234,7 +234,7 @@ class ArrayReader:
         return tensor.view(self.dtype) if self.dtype == torch.bfloat16 else tensor
 
     def _check(self, name: str, data: Buffer | None) -> None:
-        """Checks the data of one name before Zarr decodes it. Raises CorruptError."""
+        """Check the data of one name before Zarr decodes it. Raises CorruptError."""
         if name == METADATA_FILE:
             if not data or hashlib.sha256(data.to_bytes()).hexdigest() != self._metadata_sha256:
                 raise self._corrupt(name, "damaged" if data else "missing")

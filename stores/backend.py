@@ -24,7 +24,7 @@ class Writable(Protocol):
     """A file to write to."""
 
     def write(self, data: Any, /) -> object:
-        """Appends bytes, or any object with a buffer."""
+        """Append bytes, or any object with a buffer."""
         ...
 
 
@@ -36,11 +36,11 @@ class Appender(Protocol):
         ...
 
     def flush(self) -> object:
-        """Does nothing beyond `write`; `logging` calls it after every line."""
+        """Do nothing beyond `write`; `logging` calls it after every line."""
         ...
 
     def close(self) -> object:
-        """Publishes all of the text. Raises the errors of `write`."""
+        """Publish all of the text. Raises the errors of `write`."""
         ...
 
 
@@ -67,7 +67,7 @@ class NameLock(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Releases the lock."""
+        """Release the lock."""
 
 
 class Readable(ABC):
@@ -85,13 +85,13 @@ class Readable(ABC):
         """Return bytes `begin` to `end`, or as many as there are. Raises StorageError."""
 
     def read_into(self, begin: int, view: memoryview) -> int:
-        """Fills `view` with the bytes from `begin` on; returns their number. Raises StorageError."""
+        """Fill `view` with the bytes from `begin` on; returns their number. Raises StorageError."""
         data = self.read(begin, begin + len(view))
         view[: len(data)] = data
         return len(data)
 
     def read_spans(self, spans: Sequence[tuple[int, memoryview]]) -> list[int]:
-        """Fills several ascending spans as `read_into` does, and returns the number of bytes of each.
+        """Fill several ascending spans as `read_into` does, and return the number of bytes of each.
 
         A bucket combines spans into few requests. Raises StorageError.
         """
@@ -124,7 +124,7 @@ class Storage(ABC):
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> None:
-        """Writes under an unused name: one of several racing writers wins.
+        """Write under an unused name: one of several racing writers wins.
 
         Raises FileExistsError if the name is in use; its bytes are untouched.
         """
@@ -155,11 +155,11 @@ class Storage(ABC):
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Removes names durably; missing ones are no error."""
+        """Remove names durably; missing ones are no error."""
 
     @abstractmethod
     def hold(self, name: str) -> NameLock:
-        """Locks a name, creating it if need be. Raises BlockingIOError when another process holds it."""
+        """Lock a name, creating it if need be. Raises BlockingIOError when another process holds it."""
 
     @abstractmethod
     def is_held(self, name: str) -> bool:
@@ -176,7 +176,7 @@ class Storage(ABC):
     # The other methods are built on these. A storage overrides those that it can do better.
 
     def replace(self, name: str, data: bytes) -> None:
-        """Writes under a name, replacing its bytes."""
+        """Write under a name, replacing its bytes."""
         with self.writer(name) as file:
             file.write(data)
 
@@ -185,7 +185,7 @@ class Storage(ABC):
         self.replace(name, data)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Makes earlier `write` calls for these names durable."""
+        """Make earlier `write` calls for these names durable."""
         return
 
     def size(self, name: str) -> int:
@@ -194,7 +194,7 @@ class Storage(ABC):
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Readable]:
-        """Opens a name to read many ranges of it. Raises StorageError, also when there is no such name."""
+        """Open a name to read many ranges of it. Raises StorageError, also when there is no such name."""
         yield Ranges(self, name)
 
     def sha256(self, name: str) -> str:
@@ -237,40 +237,40 @@ class Storage(ABC):
         return True
 
     def delete_folder(self, folder: str) -> None:
-        """Removes a folder and everything in it, durably; a missing one is no error. "" is the whole storage."""
+        """Remove a folder and everything in it, durably; a missing one is no error. "" is the whole storage."""
         self.delete(self.names(folder))
 
     def delete_folders(self, folders: Mapping[str, Sequence[str]]) -> None:
-        """Removes folders durably, given the names in each."""
+        """Remove folders durably, given the names in each."""
         self.delete([name for names in folders.values() for name in names])
 
     def sweep(self, below: bool = True) -> int:
-        """Removes temporary files and empty folders that killed writers left, and makes published files durable.
-        Returns the number of files removed.
+        """Remove temporary files and empty folders that killed writers left, and make published files durable.
+        Return the number of files removed.
 
         `below`: in all folders; else at the top only. Call it only while no process writes.
         """
         return 0
 
     def link_or_copy(self, name: str, source: Storage, source_name: str) -> None:
-        """Copies a name in the cheapest way. Both names may share one file afterwards, so neither may be edited."""
+        """Copy a name in the cheapest way. Both names may share one file afterwards, so neither may be edited."""
         self.copy(name, source, source_name)
 
     def copy(self, name: str, source: Storage, source_name: str) -> None:
-        """Copies the bytes of a name in any storage to a name here, replacing it, a few megabytes at a time."""
+        """Copy the bytes of a name in any storage to a name here, replacing it, a few megabytes at a time."""
         with source.reader(source_name) as reader, self.writer(name) as file:
             for piece in reader.pieces():
                 file.write(piece)
 
     def appender(self, name: str) -> Appender:
-        """Opens a growing text such as a log. It is written at once where that is cheap, else every few seconds.
+        """Open a growing text such as a log. It is written at once where that is cheap, else every few seconds.
 
         Raises OSError or StorageError.
         """
         return _RewrittenText(self, name)
 
     def prepare(self, folders: Iterable[str] = ()) -> None:
-        """Checks that names can be written, also in these folders."""
+        """Check that names can be written, also in these folders."""
         self.replace(PROBE, b"probe")
         self.delete([PROBE])
 
@@ -287,7 +287,7 @@ class Storage(ABC):
         return bool(self.children())
 
     def remove_empty(self) -> None:
-        """Removes the place itself if it is an empty directory."""
+        """Remove the place itself if it is an empty directory."""
         return
 
     @property

@@ -22,18 +22,18 @@ class Background:
         self._pending: deque[Future[Any]] = deque()
 
     def submit(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Queues a call; waits while too many are pending. Raises the exception of a call that failed."""
+        """Queue a call; waits while too many are pending. Raises the exception of a call that failed."""
         self._pending.append(self._thread.submit(call, *arguments))
         while len(self._pending) > self._ahead:
             self._pending.popleft().result()
 
     def finish(self) -> None:
-        """Waits for all calls. Raises the exception of the first that failed."""
+        """Wait for all calls. Raises the exception of the first that failed."""
         while self._pending:
             self._pending.popleft().result()
 
     def close(self) -> None:
-        """Cancels the calls that have not begun, waits for the running one, and ends the thread."""
+        """Cancel the calls that have not begun, wait for the running one, and end the thread."""
         self._pending.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
 

@@ -206,7 +206,7 @@ class Bucket(Storage, LeaseStore):
         return key.removeprefix(f"{self.prefix}/") if self.prefix else key
 
     def _put(self, name: str, data: Any, mode: Any = "overwrite", hasty: bool = False) -> str:
-        """Writes an object and returns its entity tag. Raises AlreadyExistsError and PreconditionError by `mode`."""
+        """Write an object and return its entity tag. Raises AlreadyExistsError and PreconditionError by `mode`."""
         token = uuid.uuid4().hex
         large = len(data) > PART_BYTES and mode == "overwrite"
 
@@ -277,7 +277,7 @@ class Bucket(Storage, LeaseStore):
 
     @contextmanager
     def _errors(self, action: str, name: str) -> Iterator[None]:
-        """Converts obstore's errors to those of a storage; failed conditions pass."""
+        """Convert obstore's errors to those of a storage; failed conditions pass."""
         try:
             yield
         except (StorageError, AlreadyExistsError, PreconditionError):

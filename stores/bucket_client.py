@@ -57,7 +57,7 @@ def _client_options(timeout: str) -> ClientConfig:
 
 
 def repeated(ask: Callable[[], T]) -> T:
-    """Repeats a request whose answer broke off in the middle; obstore itself repeats those without an answer."""
+    """Repeat a request whose answer broke off in the middle; obstore itself repeats those without an answer."""
     for wait_s in CUT_WAITS_S:
         try:
             return ask()

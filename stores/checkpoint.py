@@ -35,9 +35,9 @@ def write_shard(
     metadata: Mapping[str, str] | None = None,
     threads: int = 1,
 ) -> ShardRecord:
-    """Writes a safetensors file durably; equal tensors and metadata give equal bytes in any order.
+    """Write a safetensors file durably; equal tensors and metadata give equal bytes in any order.
 
-    Returns the record for a ledger entry. `tensors` may be lazy: each tensor is read twice, and few are then in memory
+    Return the record for a ledger entry. `tensors` may be lazy: each tensor is read twice, and few are then in memory
     at a time. `threads`: the number of tensors checked at a time.
 
     Raises:
@@ -65,12 +65,12 @@ def copy_shard(
     names: Iterable[str],
     copy_of: Mapping[str, str] = MappingProxyType({}),
 ) -> ShardRecord:
-    """Copies tensors of the source, bit for bit, into a new shard, a few megabytes at a time.
+    """Copy tensors of the source, bit for bit, into a new shard, a few megabytes at a time.
 
     A weight that its files hold only in parts, in a stored format, is decoded. `copy_of`: a name in the new shard ->
     the source's name, where they differ.
 
-    Returns the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
+    Return the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
     """
     storage, specs = open_storage(place), []
     for key in names:
@@ -88,7 +88,7 @@ def copy_shard(
 
 
 def verify_shard(place: Place, name: str, record: ShardRecord) -> None:
-    """Compares a shard with its record, streaming it. Raises CorruptError, naming the tensors that differ."""
+    """Compare a shard with its record, streaming it. Raises CorruptError, naming the tensors that differ."""
     storage, ledger_path = open_storage(place), record.path if isinstance(record, StagedRecord) else ""
     path = storage.at(name)
     try:
@@ -119,7 +119,7 @@ def describe_shard(place: Place, name: str) -> ShardRecord:
 
 
 def write_index(place: Place, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> None:
-    """Writes model.safetensors.index.json durably. Call it last. Raises StorageError."""
+    """Write model.safetensors.index.json durably. Call it last. Raises StorageError."""
     open_storage(place).replace(INDEX_FILE, index_content(weight_map, total_bytes, total_parameters))
 
 
@@ -140,7 +140,7 @@ def _write(
     pieces: Callable[[str], Iterator[Any]],
     digest_of: Mapping[str, str] = MappingProxyType({}),
 ) -> ShardRecord:
-    """Writes a shard of tensors from their bytes in `pieces`. `digest_of`: digests that were computed already."""
+    """Write a shard of tensors from their bytes in `pieces`. `digest_of`: digests that were computed already."""
     # Wide dtypes first: every tensor is aligned to its own size for readers that map the file.
     ordered = sorted(specs, key=lambda spec: (-DTYPES[spec[1]].itemsize, spec[0]))
     header, records = build_header(ordered, {**METADATA, **(metadata or {})})
@@ -175,7 +175,7 @@ class _Hashed:
 
 
 def _write_tensor(shard: _Hashed, record: TensorRecord, pieces: Iterator[Any], sha256: str | None) -> str:
-    """Writes a tensor and returns its digest, which is computed if it is None."""
+    """Write a tensor and return its digest, which is computed if it is None."""
     digest = hashlib.sha256()
     for piece in pieces:
         if sha256 is None:

@@ -20,7 +20,7 @@ MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
 
 
 def raise_faults(what: str, faults: Sequence[str]) -> None:
-    """Raises an InputError that lists the first 20 faults, if there are any."""
+    """Raise an InputError that lists the first 20 faults, if there are any."""
     if faults:
         more = [f"... and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
         raise InputError("\n  ".join([f"{what}:", *faults[:MAX_FAULTS], *more]))

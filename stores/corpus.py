@@ -38,7 +38,7 @@ def read_documents(text: Text) -> Iterator[str]:
 
 
 def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer saved beside a model, without the hub. Raises InputError and StorageError.
+    """Load the tokenizer saved beside a model, without the hub. Raises InputError and StorageError.
 
     `trust_remote_code`: its code may be run.
     """
@@ -64,7 +64,7 @@ def tokenizer_class(place: Place, trust_remote_code: bool = False) -> str | None
 def open_tokenizer(
     model: str, where: str, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a folder or a hub id; errors name `where`. Raises InputError."""
+    """Load the tokenizer of a folder or a hub id; errors name `where`. Raises InputError."""
     from transformers import AutoTokenizer
 
     try:
@@ -102,7 +102,7 @@ def draw_samples(
     sequence_length: int,
     seed: int,
 ) -> Drawn:
-    """Draws calibration samples, and up to `held_out` other windows.
+    """Draw calibration samples, and up to `held_out` other windows.
 
     All are disjoint windows of the tokenised documents of the sources, concatenated in order. Each non-empty document
     begins with the tokenizer's BOS, if it has one; no other special token is added. The seed chooses among the first
@@ -162,7 +162,7 @@ class _Reservoir:
         self.offered = 0
 
     def offer(self, item: tuple[int, torch.Tensor]) -> tuple[int, torch.Tensor] | None:
-        """Offers a window with its position; returns the rejected or replaced one, if any."""
+        """Offer a window with its position; returns the rejected or replaced one, if any."""
         self.offered += 1
         if len(self.windows) < self.size:
             self.windows.append((item[0], item[1].clone()))  # a view would keep its whole piece in memory

@@ -70,7 +70,7 @@ def _room_at(path: Path) -> str:
 
 @contextmanager
 def storage_errors(action: str, path: str | Path) -> Iterator[None]:
-    """Converts an OSError of the block by `storage_error`; Lamina's own errors pass."""
+    """Convert an OSError of the block by `storage_error`; Lamina's own errors pass."""
     try:
         yield
     except LaminaError:
@@ -80,7 +80,7 @@ def storage_errors(action: str, path: str | Path) -> Iterator[None]:
 
 
 def fsync_directory(directory: str | Path) -> None:
-    """Makes the entries of a directory durable. Raises StorageError."""
+    """Make the entries of a directory durable. Raises StorageError."""
     with storage_errors("syncing directory", directory):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -93,7 +93,7 @@ def fsync_directory(directory: str | Path) -> None:
 
 
 def make_directory(directory: str | Path) -> Path:
-    """Creates a directory and its missing parents, durably. Raises StorageError."""
+    """Create a directory and its missing parents, durably. Raises StorageError."""
     directory = Path(directory)
     with storage_errors("creating directory", directory):
         missing = [parent for parent in (directory, *directory.parents) if not parent.exists()]
@@ -110,7 +110,7 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def durable_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Opens a file that takes its name, replacing an older file, when the block ends; never on an exception.
+    """Open a file that takes its name, replacing an older file, when the block ends; never on an exception.
 
     Raises StorageError (no room, no permission, or a failing device).
     """
@@ -130,13 +130,13 @@ def durable_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_durably(path: str | Path, data: bytes) -> None:
-    """Writes a whole file, replacing an older one atomically. Raises StorageError."""
+    """Write a whole file, replacing an older one atomically. Raises StorageError."""
     with durable_file(path) as file:
         file.write(data)
 
 
 def create_only(path: str | Path, data: bytes) -> None:
-    """Writes a whole file under an unused name: one of several racing creators wins.
+    """Write a whole file under an unused name: one of several racing creators wins.
 
     Where the filesystem has no hard links, the winner first creates an empty file of that name, then renames the whole
     one over it: a reader, or a crash in between, may see it empty.
@@ -164,7 +164,7 @@ def create_only(path: str | Path, data: bytes) -> None:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Links the file to its name; returns False if the name is in use."""
+    """Link the file to its name; returns False if the name is in use."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -178,7 +178,7 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def _rename_to_unused(temporary: Path, path: Path) -> bool:
-    """Replaces `_link` where there are no hard links: the process that creates the empty file may rename over it."""
+    """Replace `_link` where there are no hard links: the process that creates the empty file may rename over it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
@@ -204,7 +204,7 @@ def is_hidden(name: str) -> bool:
 
 
 def sweep_partials(directory: str | Path, below: bool = True) -> int:
-    """Removes our temporary files in a directory, and in those `below` it; returns their number.
+    """Remove our temporary files in a directory, and in those `below` it; returns their number.
 
     Call it only while no process writes. Raises StorageError.
     """
@@ -221,7 +221,7 @@ def sweep_partials(directory: str | Path, below: bool = True) -> int:
 
 
 def read_into(file: BinaryIO, view: memoryview) -> int:
-    """Fills `view` from an unbuffered file. Returns the number of bytes read, which is smaller only at its end."""
+    """Fill `view` from an unbuffered file. Return the number of bytes read, which is smaller only at its end."""
     size = 0
     while size < len(view) and (count := file.readinto(view[size:])):  # type: ignore[attr-defined]
         size += count

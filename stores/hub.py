@@ -177,7 +177,7 @@ def _asking(source: str, revision: str | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def hub_errors(what: str, remedy: str) -> Iterator[None]:
-    """Converts the errors of the hub and its HTTP client, which have no common base, to InputError."""
+    """Convert the errors of the hub and its HTTP client, which have no common base, to InputError."""
     try:
         yield
     except LaminaError:

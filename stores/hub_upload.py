@@ -27,7 +27,7 @@ def upload_model(
     private: bool,
     say: Callable[[str], None],
 ) -> str:
-    """Uploads the files and returns the address of the commit.
+    """Upload the files and return the address of the commit.
 
     No reader sees half a model: weights are uploaded first, and one final commit names all files. After an
     interruption the same call resumes: the hub keeps complete uploads.

@@ -31,7 +31,7 @@ class LeaseStore(Protocol):
         ...
 
     def write_lease(self, name: str, content: Mapping[str, Any], before: str | None) -> str | None:
-        """Writes if the tag is still `before` (None: no lease exists). Returns the new tag, or None if it is not.
+        """Write if the tag is still `before` (None: no lease exists). Return the new tag, or None if it is not.
 
         Raises StorageError.
         """
@@ -43,7 +43,7 @@ class LeaseStore(Protocol):
 
 
 def take_lease(store: LeaseStore, name: str) -> Lease:
-    """Locks a name. Raises BlockingIOError when another process holds it."""
+    """Lock a name. Raises BlockingIOError when another process holds it."""
     current = store.read_lease(name)
     if current is not None and not _is_free(store, name, *current):
         raise BlockingIOError(errno.EAGAIN, "held", store.at(name))

@@ -56,7 +56,7 @@ class Ledger:
         self._listed: tuple[str, Listing] | None = None  # the lock's owner, and the entries it listed
 
     def commit(self, key: Key[E], record: E) -> None:
-        """Makes `record` the current one of `key`, durably; then removes older generations.
+        """Make `record` the current one of `key`, durably; then remove older generations.
 
         Raises:
             ValueError: an invalid key, or a record that JSON cannot represent.
@@ -69,7 +69,7 @@ class Ledger:
         self._append(key, record)
 
     def retract(self, key: str) -> None:
-        """Undoes the commit of `key`, durably; does nothing if there is none. Raises StorageError."""
+        """Undo the commit of `key`, durably; does nothing if there is none. Raises StorageError."""
         if key in self._listing():
             self._append(key, None)
 
@@ -94,7 +94,7 @@ class Ledger:
         return self._retry_dropped(committed, f"{prefix!r} and on")
 
     def sweep(self) -> None:
-        """Removes temporary files, superseded generations, and retractions without older generations."""
+        """Remove temporary files, superseded generations, and retractions without older generations."""
         self.storage.sweep()
         listing, superseded, retractions = self._list(), [], []
         self._read_ahead([name for names in listing.values() for name in names.values()])
@@ -108,7 +108,7 @@ class Ledger:
         self._delete(retractions)  # last: while an older generation exists, this would undo the retraction
 
     def clear(self) -> None:
-        """Removes all entries, durably. After a crash halfway the remaining entries are still valid."""
+        """Remove all entries, durably. After a crash halfway the remaining entries are still valid."""
         self._delete([name for names in self._list().values() for name in names.values()])
         self.storage.sweep()
 
@@ -142,7 +142,7 @@ class Ledger:
                     del self._listed[1][key]
 
     def _retry_dropped(self, ask: Callable[[Listing], T], what: str) -> T:
-        """Calls `ask` with the listing; again with a new one if an entry is removed while it is read."""
+        """Call `ask` with the listing; again with a new one if an entry is removed while it is read."""
         for _ in range(RACES):
             with suppress(_DroppedMeanwhileError):
                 return ask(self._listing())
@@ -163,7 +163,7 @@ class Ledger:
         return self._entries[name]
 
     def _read_ahead(self, names: Sequence[str]) -> None:
-        """Reads several entries in parallel where each read is a request."""
+        """Read several entries in parallel where each read is a request."""
         new = [name for name in names if name not in self._entries and name not in self._written]
         if len(new) > 1 and self.storage.folder is None:
             parallel_map(self._read, new, PARALLEL)
@@ -228,11 +228,11 @@ class LedgerView(Ledger):
         return [Key(key.removeprefix(start)) for key in self.whole.keys(start + prefix)]
 
     def sweep(self) -> None:
-        """Sweeps the whole ledger."""
+        """Sweep the whole ledger."""
         self.whole.sweep()
 
     def clear(self) -> None:
-        """Removes the view's own entries, durably."""
+        """Remove the view's own entries, durably."""
         for key in self.keys():
             self.retract(key)
 

@@ -56,7 +56,7 @@ class RunLock:
         return self._lock is not None
 
     def acquire(self) -> None:
-        """Acquires the lock, also from a dead owner.
+        """Acquire the lock, also from a dead owner.
 
         Raises:
             InUseError: a living owner has it; names its host, pid and age of the heartbeat.
@@ -86,7 +86,7 @@ class RunLock:
         self.previous_progress = previous_progress
 
     def beat(self, progress: Mapping[str, Any]) -> None:
-        """Writes a heartbeat and the progress. Call it at least every 5 s.
+        """Write a heartbeat and the progress. Call it at least every 5 s.
 
         Raises:
             InUseError: another process has the lock: stop writing.
@@ -97,7 +97,7 @@ class RunLock:
         self._write_owner()
 
     def check(self) -> None:
-        """Raises InUseError if the lock is lost: another process has it, or its filesystem is gone."""
+        """Raise InUseError if the lock is lost: another process has it, or its filesystem is gone."""
         if not self._is_ours():
             raise InUseError(f"{self._at}: the lock was lost: {self._describe_owner()}; stopping")
 
@@ -113,7 +113,7 @@ class RunLock:
         return _read_owner(self.storage, self.name) is not None
 
     def release(self) -> None:
-        """Releases the lock if it is held. Never touches the note of another owner."""
+        """Release the lock if it is held. Never touches the note of another owner."""
         if self._lock is None:
             return
         try:
@@ -133,7 +133,7 @@ class RunLock:
         return self.storage.at(self.name)
 
     def _wait(self) -> NameLock:
-        """Locks the name. Raises InUseError if another process keeps it locked."""
+        """Lock the name. Raises InUseError if another process keeps it locked."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:

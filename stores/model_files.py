@@ -75,9 +75,9 @@ def companions(storage: Storage, code: bool) -> list[str]:
 
 
 def _check_links(storage: Storage, names: list[str]) -> None:
-    """Refuses links to unrelated files: their copies would end up in OUTPUT, and by `push` on the hub.
+    """Refuse links to unrelated files: their copies would end up in OUTPUT, and by `push` on the hub.
 
-    Links may lead to the folder of config.json's target: the cache of huggingface_hub is built so.
+    Link may lead to the folder of config.json's target: the cache of huggingface_hub is built so.
     """
     if storage.folder is None:
         return
@@ -96,7 +96,7 @@ def _check_links(storage: Storage, names: list[str]) -> None:
 def copy_companions(
     target: Storage, source: Storage, code: bool, ours: Set[str], tokenizer: str | None = None
 ) -> list[str]:
-    """Copies the companions, except files named `ours`. Returns the names.
+    """Copy the companions, except files named `ours`. Return the names.
 
     Without `code`, settings lose their `auto_map`, which names Python classes: OUTPUT is loaded with
     `trust_remote_code`, which is meant for our own files. `tokenizer`: the class to name in the tokenizer's settings.

@@ -40,7 +40,7 @@ class NodeCache:
         return _Cached(file, self, name)
 
     def load(self, key: str, view: memoryview) -> bool:
-        """Fills `view` from the cache; returns False if the range is missing or damaged."""
+        """Fill `view` from the cache; returns False if the range is missing or damaged."""
         path = self._path(key)
         try:
             with open(path, "rb", buffering=0) as file:
@@ -55,7 +55,7 @@ class NodeCache:
             return False
 
     def store(self, key: str, view: memoryview) -> None:
-        """Stores a range if it fits. A failing disk is logged once and costs nothing but the cache."""
+        """Store a range if it fits. A failing disk is logged once and costs nothing but the cache."""
         path, needed = self._path(key), len(view) + CHECKSUM_BYTES
         if needed > self.limit_bytes:
             return
@@ -73,7 +73,7 @@ class NodeCache:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Admits one process at a time. There are 256 locks, shared by the names' digests.
+        """Admit one process at a time. There are 256 locks, shared by the names' digests.
 
         Raises StorageError if the folder belongs to another user, who could forge its content.
         """
@@ -106,7 +106,7 @@ class NodeCache:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}{RANGE_SUFFIX}"
 
     def warn_once(self, error: OSError) -> None:
-        """Logs an error of this node's disk, unless one was logged before."""
+        """Log an error of this node's disk, unless one was logged before."""
         if not self._warned:
             logger.warning("cache %s: %s; missing ranges are fetched again", self.folder, error)
         self._warned = True

@@ -117,7 +117,7 @@ class RunDirectory:
         return manifest.output if manifest else None
 
     def prepare(self, need_bytes: int = 0) -> None:
-        """Creates the layout and tries a write.
+        """Create the layout and try a write.
 
         Raises InputError: no directory, not writable, less than `need_bytes` free, or other programs' files in the way.
         """
@@ -165,7 +165,7 @@ class RunDirectory:
             )
 
     def request_workers(self, workers: int, token: str) -> None:
-        """Asks the owner of the lock with this token for another number of workers. Raises StorageError."""
+        """Ask the owner of the lock with this token for another number of workers. Raises StorageError."""
         self.storage.replace(SCALE, json.dumps({"workers": workers, "token": token}).encode())
 
     def requested_workers(self, token: str) -> int | None:
@@ -177,9 +177,9 @@ class RunDirectory:
             return None  # no request, or a damaged one, which must not end a job
 
     def sweep_staged(self, live: Iterable[StagedRecord]) -> int:
-        """Removes staged layers without a record in `live`, which a crash before their commit leaves behind.
+        """Remove staged layers without a record in `live`, which a crash before their commit leaves behind.
 
-        Returns their number. Touches no file that `write_staged` did not name. Raises StorageError.
+        Return their number. Touches no file that `write_staged` did not name. Raises StorageError.
         """
         live_paths = {record.path for record in live}
         names = (name for name in self.storage.names(STAGED) if STAGED_NAME.fullmatch(name.removeprefix(f"{STAGED}/")))
@@ -194,7 +194,7 @@ class RunDirectory:
         adaptable: Callable[[list[str]], bool] = lambda _: False,
         before_work: Collection[str] = (),
     ) -> FingerprintCheck:
-        """Compares the job's fingerprint with the stored one; `bind` then makes the directory the job's.
+        """Compare the job's fingerprint with the stored one; `bind` then makes the directory the job's.
 
         Args:
             new: the fields of the job's fingerprint.
@@ -227,7 +227,7 @@ class RunDirectory:
         return FingerprintCheck("adapted", content, tuple(differing))
 
     def bind(self, check: FingerprintCheck, adapt: Callable[[], None] = lambda: None) -> None:
-        """Makes the directory the job's, in an order that is safe against a crash between two steps.
+        """Make the directory the job's, in an order that is safe against a crash between two steps.
 
         `adapt` undoes the work that depends on the differing fields; it is called for `adapted`. Raises StorageError.
         """
@@ -243,7 +243,7 @@ class RunDirectory:
         return any(key not in before_work for key in self.ledger.keys())  # noqa: SIM118 - no mapping
 
     def _forget(self) -> None:
-        """Removes all work, the ledger first: unnamed data is only waste, but an entry without data is an error."""
+        """Remove all work, the ledger first: unnamed data is only waste, but an entry without data is an error."""
         self.ledger.clear()
         self.statistics.sweep([])
         self.activations.sweep([])

@@ -98,7 +98,7 @@ class SourceCheckpoint:
         return self.storage.at()
 
     def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Checks that these tensors exist with these shapes. Raises InputError with all faults (up to 20)."""
+        """Check that these tensors exist with these shapes. Raises InputError with all faults (up to 20)."""
         faults = []
         for name, shape in shapes.items():
             record = self.tensors.get(name)
@@ -294,7 +294,7 @@ class SourceCheckpoint:
 
 
 def open_source(source: str, revision: str | None = None, *, code: bool = False) -> SourceCheckpoint:
-    """Opens a directory, a bucket or a hub id and checks config, index and every header.
+    """Open a directory, a bucket or a hub id and check config, index and every header.
 
     The weights of a hub model are fetched later, by the node that reads them.
 

@@ -36,12 +36,12 @@ class SourceWatch:
                 self._original[name] = (self._stamp(name), self._sha256(name))
 
     def check(self) -> None:
-        """Raises StorageError, naming the file, if a file on a disk has changed."""
+        """Raise StorageError, naming the file, if a file on a disk has changed."""
         if self.storage.folder is not None:
             self.check_all()
 
     def check_all(self) -> None:
-        """Raises StorageError, naming the file, if a file on a disk or in a bucket has changed."""
+        """Raise StorageError, naming the file, if a file on a disk or in a bucket has changed."""
         with self._lock:
             for name, (stamp, sha256) in self._original.items():
                 now = self._stamp(name)

@@ -31,11 +31,11 @@ class StatisticsStore(ArrayStore):
         self._threads = threads
 
     def write(self, layer: int, name: str, moment: torch.Tensor, symmetric: bool = False) -> ArrayRecord:
-        """Stores a statistic durably under a new generation; `read` returns the same bits.
+        """Store a statistic durably under a new generation; `read` returns the same bits.
 
         `moment`: (G, F, F) float64 sums, or any other tensor, stored plainly. `symmetric`: the moment is known to equal
         its transpose bit for bit, so that this is not tested. Needs memory for one row of tiles besides the moment.
-        Returns the record for the ledger entry. Raises StorageError.
+        Return the record for the ledger entry. Raises StorageError.
         """
         in_tiles = self._has_tiles(moment)
         symmetric = in_tiles and (symmetric or self._is_symmetric(moment))
@@ -51,7 +51,7 @@ class StatisticsStore(ArrayStore):
     def write_rows(
         self, layer: int, name: str, groups: int, width: int, rows: Callable[[int, int], torch.Tensor]
     ) -> ArrayRecord:
-        """Stores a symmetric (G, F, F) float64 moment that need not fit into memory, as `write` does.
+        """Store a symmetric (G, F, F) float64 moment that need not fit into memory, as `write` does.
 
         Args:
             groups: G.
@@ -136,7 +136,7 @@ class StatisticsStore(ArrayStore):
 
 
 def _write_plain_(writer: ArrayWriter, values: torch.Tensor) -> None:
-    """Writes chunk by chunk along the first axis, so that a tensor on a device is never copied whole."""
+    """Write chunk by chunk along the first axis, so that a tensor on a device is never copied whole."""
     if not values.shape:
         writer.write_((), values)
         return

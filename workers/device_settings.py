@@ -34,7 +34,7 @@ def configure_device(gpu_share: float) -> None:
 def device_room(device: torch.device, gpu_share: float, needed_bytes: int) -> int:
     """Return the bytes of the GPU's memory beyond `needed_bytes` and a reserve for the allocator.
 
-    Returns 0 on a CPU, or if the need is unknown (0).
+    Return 0 on a CPU, or if the need is unknown (0).
     """
     if device.type != "cuda" or not needed_bytes:
         return 0

@@ -264,7 +264,7 @@ class LayerReader:
     ) -> None:
         """Start to read a layer's tensors in the background, dense or staged, and to copy them to the device.
 
-        Does nothing for a layer behind the last. `shared` returns source tensors that were read once for all nodes.
+        Do nothing for a layer behind the last. `shared` returns source tensors that were read once for all nodes.
         `back`: begin with the last slice of its experts.
         """
         if layer is None or layer >= self.setup.geometry.num_layers:

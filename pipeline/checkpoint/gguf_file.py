@@ -139,7 +139,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write the file. `describe`: adds all other fields than sizes, given the writer and the kinds of matrices.
 
-    Returns its architecture and the count of its numbers.
+    Return its architecture and the count of its numbers.
     """
     import gguf
 

@@ -6,7 +6,7 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration in seconds, minutes, hours or days, whichever gives a small number."""
+    """Format a duration in seconds, minutes, hours or days, whichever gives a small number."""
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     if seconds < 100 * MINUTE:
@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
 
 
 def amount_of_bytes(num_bytes: float) -> str:
-    """Formats a number of bytes in the unit that leaves at most three digits before the point."""
+    """Format a number of bytes in the unit that leaves at most three digits before the point."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}" if unit != "bytes" else f"{num_bytes:.0f} bytes"

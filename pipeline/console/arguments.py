@@ -25,7 +25,7 @@ EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
-    """Returns a command's parser with the options that all commands have."""
+    """Return a command's parser with the options that all commands have."""
     options = argparse.ArgumentParser(
         prog=as_called(f"python -m pipeline.{command}"), description=description, epilog=EXIT_CODES
     )
@@ -35,7 +35,7 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_address(options: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a command that needs Ray."""
+    """Add the arguments of a command that needs Ray."""
     options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
     options.add_argument(
         "--connect-timeout",
@@ -47,14 +47,14 @@ def add_address(options: argparse.ArgumentParser) -> None:
 
 
 def add_in_process(options: argparse.ArgumentParser) -> None:
-    """Adds the argument of a command that can compute without Ray."""
+    """Add the argument of a command that can compute without Ray."""
     options.add_argument(
         "--in-process", action="store_true", help="one worker in this process, without Ray: for debuggers, tiny models"
     )
 
 
 def check_in_process(address: str | None, workers: int, field: str = "workers.max") -> None:
-    """Raises InputError where `--in-process` comes with a cluster, or with several workers in `field`."""
+    """Raise InputError where `--in-process` comes with a cluster, or with several workers in `field`."""
     if address is not None:
         raise InputError(f"--address {address}: --in-process computes without Ray; give one of the two")
     if workers > 1:
@@ -64,7 +64,7 @@ def check_in_process(address: str | None, workers: int, field: str = "workers.ma
 
 
 def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> None:
-    """Adds the arguments of a command that reads a manifest, for `read_manifest`."""
+    """Add the arguments of a command that reads a manifest, for `read_manifest`."""
     options.add_argument("manifest", help=f"{what}, in YAML")
     options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
     options.add_argument(
@@ -73,18 +73,18 @@ def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> Non
 
 
 def read_manifest(arguments: argparse.Namespace) -> Manifest:
-    """Reads the manifest of these arguments, and resolves its paths. Raises InputError."""
+    """Read the manifest of these arguments, and resolve its paths. Raises InputError."""
     return resolve_paths(load_manifest(arguments.manifest, arguments.set), arguments.base)
 
 
 def read_sweep(arguments: argparse.Namespace) -> tuple[Sweep, tuple[Point, ...]]:
-    """Reads the sweep of these arguments, and resolves the paths of its points. Raises InputError."""
+    """Read the sweep of these arguments, and resolve the paths of its points. Raises InputError."""
     sweep, points = load_sweep(arguments.manifest, arguments.set)
     return sweep, tuple(replace(point, manifest=resolve_paths(point.manifest, arguments.base)) for point in points)
 
 
 def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Runs a command's body, prints its error, and returns the exit code."""
+    """Run a command's body, print its error, and return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does, for letters that the locale lacks
     try:

@@ -12,5 +12,5 @@ SCRIPT = "lamina "
 
 
 def as_called(text: str) -> str:
-    """Returns a text with commands spelled as this process was called."""
+    """Return a text with commands spelled as this process was called."""
     return text.replace(MODULE, SCRIPT) if sys.argv[0].startswith(SCRIPT) else text

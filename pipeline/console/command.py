@@ -17,14 +17,14 @@ INDENT = 4
 
 
 def commands() -> dict[str, str]:
-    """Returns command -> description of its parser, for each module of `pipeline` that runs."""
+    """Return command -> description of its parser, for each module of `pipeline` that runs."""
     paths = sorted(Path(__file__).resolve().parents[1].glob("*.py"))
     sources = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     return {name: _description(source) for name, source in sources.items() if "__main__" in source}
 
 
 def main() -> None:
-    """Runs the command that the first argument names, as `python -m` does."""
+    """Run the command that the first argument names, as `python -m` does."""
     descriptions = commands()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in descriptions:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _description(source: str) -> str:
-    """Returns the second argument of a module's call of `pipeline.console.arguments.parser`, without importing it."""
+    """Return the second argument of a module's call of `pipeline.console.arguments.parser`, without importing it."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     seconds = (call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "parser")
     return next((str(argument.value) for argument in seconds if isinstance(argument, ast.Constant)), "")

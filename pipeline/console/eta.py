@@ -38,7 +38,7 @@ Paces = Mapping[str, tuple[float, float]]  # kind of work -> measured seconds, a
 
 
 def read_paces(value: object) -> Paces:
-    """Reads the paces that an earlier run stored as JSON. Drops entries that are no paces."""
+    """Read the paces that an earlier run stored as JSON. Drop entries that are no paces."""
     entries = value.items() if isinstance(value, dict) else ()
     return {str(kind): (float(pair[0]), float(pair[1])) for kind, pair in entries if _is_pace(pair)}
 
@@ -70,7 +70,7 @@ class Eta:
         self.earlier = earlier
 
     def begin(self, phase: str, layers: int | None = None) -> None:
-        """Notes that a phase begins. `layers`: the remaining ones, of a phase with layers.
+        """Note that a phase begins. `layers`: the remaining ones, of a phase with layers.
 
         A phase that is not ahead but has begun before is repeated, with the phases after it.
         """
@@ -86,13 +86,13 @@ class Eta:
         self.part = 1.0 if layers is None else layers / of
 
     def end(self, seconds: float) -> None:
-        """Records the duration of the phase that ends."""
+        """Record the duration of the phase that ends."""
         if self.at is not None:
             self.measured = self._with(seconds, 1.0)
             self.at = None
 
     def left(self, spent: float, share: float) -> float | None:
-        """Returns the seconds to the end of the job, when a `share` of the running phase is done after `spent` seconds.
+        """Return the seconds to the end of the job, when a `share` of the running phase is done after `spent` seconds.
 
         None if there is no estimate: the phase was not planned, or none of it is done.
         """
@@ -114,18 +114,18 @@ class Eta:
         return rest + later
 
     def paces(self) -> dict[str, tuple[float, float]]:
-        """Returns the paces of this run, and for other kinds those of an earlier run, for a run that resumes."""
+        """Return the paces of this run, and for other kinds those of an earlier run, for a run that resumes."""
         return {**self.earlier, **self.measured}
 
     def _pace(self, measured: Paces, phase: PlannedPhase) -> float | None:
-        """Returns the ratio of measured to planned seconds: of the phase's kind, otherwise of all computations, in this
+        """Return the ratio of measured to planned seconds: of the phase's kind, otherwise of all computations, in this
         run or otherwise in an earlier one. None if nothing was measured."""
         amounts = [paces[phase.kind] for paces in (measured, self.earlier) if phase.kind in paces]
         amounts += [_computations(paces) for paces in (measured, self.earlier)]
         return next((seconds / planned for seconds, planned in amounts if planned), None)
 
     def _with(self, seconds: float, share: float) -> dict[str, tuple[float, float]]:
-        """Returns the measured paces, with a share of the running phase added."""
+        """Return the measured paces, with a share of the running phase added."""
         assert self.at is not None
         phase = self.planned[self.at]
         measured, planned = self.measured.get(phase.kind, (0.0, 0.0))

@@ -38,7 +38,7 @@ class Ending:
 
 
 def ending_of(error: BaseException) -> Ending:
-    """Returns the message and the exit code of an error."""
+    """Return the message and the exit code of an error."""
     if isinstance(error, LaminaError):
         return Ending(error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):

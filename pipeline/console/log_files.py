@@ -29,7 +29,7 @@ class _Json(logging.Formatter):
         self.state = state
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line."""
+        """Return the line."""
         state = self.state()
         fields = {"time": record.created, "level": record.levelname, "run": self.run}
         return json.dumps(fields | {name: state.get(name) for name in WHERE} | {"message": record.getMessage()})
@@ -45,14 +45,14 @@ class _LogFile(logging.StreamHandler["Appender | _LazyFile"]):
         self.path = path
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Reports the first error on stderr."""
+        """Report the first error on stderr."""
         error = sys.exc_info()[1]
         if not self.failed:
             print(f"log {self.path}: {error}; the job continues without this log", file=sys.stderr)
         self.failed = True
 
     def close(self) -> None:
-        """Closes the file, and reports the error if its buffer cannot be written."""
+        """Close the file, and report the error if its buffer cannot be written."""
         super().close()
         try:
             self.stream.close()
@@ -70,25 +70,25 @@ class _LazyFile:
         self.file: Appender | None = None
 
     def write(self, text: str) -> None:
-        """Writes a text."""
+        """Write a text."""
         if self.file is None:
             self.file = self.storage.appender(self.name)
             LOG.info("Ray's own messages: %s", self.storage.at(self.name))
         self.file.write(text)
 
     def flush(self) -> None:
-        """Writes the buffer."""
+        """Write the buffer."""
         if self.file is not None:
             self.file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self.file is not None:
             self.file.close()
 
 
 def open_log(directory: Place, run: str, state: Callable[[], Mapping[str, Any]]) -> str:
-    """Starts the log files of this run, and returns the path of the first: lines for people. The second (`.jsonl`) has
+    """Start the log files of this run, and return the path of the first: lines for people. The second (`.jsonl`) has
     the same lines as JSON, the third (`.ray.txt`) Ray's own messages, if there are any. Messages of `JobObserver.say`
     and all warnings are logged.
 
@@ -116,7 +116,7 @@ def open_log(directory: Place, run: str, state: Callable[[], Mapping[str, Any]])
 
 
 def close_log() -> None:
-    """Closes the log files of this run."""
+    """Close the log files of this run."""
     for handler in (*LOG.handlers, *RAY.handlers):
         handler.close()
     for logger in (LOG, STORES, RAY):

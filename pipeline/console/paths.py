@@ -16,7 +16,7 @@ FIELDS = ("output", "run_dir", "model.source")
 
 
 def resolve_paths(manifest: Manifest, base: Path | None) -> Manifest:
-    """Returns the manifest with relative paths resolved against `base`, if it is given.
+    """Return the manifest with relative paths resolved against `base`, if it is given.
 
     Raises:
         InputError: an address of an unknown kind; or a relative path in Ray's copy of `--working-dir`, where written
@@ -29,7 +29,7 @@ def resolve_paths(manifest: Manifest, base: Path | None) -> Manifest:
 
 
 def prepare_folder(option: str, folder: str) -> Storage:
-    """Creates the folder that an option names, and tries a write there, before anything is computed.
+    """Create the folder that an option names, and try a write there, before anything is computed.
 
     Raises:
         InputError: nothing can be written there.
@@ -43,8 +43,8 @@ def prepare_folder(option: str, folder: str) -> Storage:
 
 
 def prepare_file(option: str, file: str) -> tuple[Storage, str]:
-    """Returns the storage of the file that an option names, and its name there. Checks it like `prepare_folder`, but
-    does not create it.
+    """Return the storage of the file that an option names, and its name there. Check it like `prepare_folder`, but
+    do not create it.
 
     Raises:
         InputError: its folder does not exist or cannot be written to, or a folder has its name.
@@ -109,7 +109,7 @@ def _resolved(document: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _with_files(block: Any, base: Path) -> Any:
-    """Returns a block of the manifest with the `files` of all its texts resolved."""
+    """Return a block of the manifest with the `files` of all its texts resolved."""
     if not isinstance(block, Mapping):
         return block
     resolved = {name: _with_files(value, base) for name, value in block.items()}

@@ -67,7 +67,7 @@ class JobObserver:
             self.progress.stop()
 
     def stage(self, name: str | None, layers: int | None = None) -> None:
-        """Ends the running phase and begins another; None: none. `layers`: of a phase with layers."""
+        """End the running phase and begins another; None: none. `layers`: of a phase with layers."""
         self._close_phase()
         self.started, self.tokens = time.monotonic(), 0
         self.done_units = self.total_units = 0
@@ -76,14 +76,14 @@ class JobObserver:
         self.eta.begin(name or "", layers)
 
     def show_memory_of(self, peak_bytes: Mapping[str, int]) -> None:
-        """Shows the largest of the workers' peaks from now on.
+        """Show the largest of the workers' peaks from now on.
 
         `peak_bytes`: worker -> bytes; it is read again each time.
         """
         self.peak_bytes = peak_bytes
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
-        """Begins a phase of `layers` layers with `units_per_layer` forward units each, or units of `COUNTED`."""
+        """Begin a phase of `layers` layers with `units_per_layer` forward units each, or units of `COUNTED`."""
         self.stage(name, layers)
         self.total_units = max(1, layers * units_per_layer)
         self.state |= {"layers": layers, "layer": None}
@@ -93,7 +93,7 @@ class JobObserver:
             self._update()
 
     def unit_done(self, unit: Unit, result: Any) -> None:
-        """Counts a finished unit."""
+        """Count a finished unit."""
         self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
         if isinstance(unit, Forward | Pair | Backward | WindowForward) and isinstance(result, ShardDone):
             self.tokens += result.tokens
@@ -106,7 +106,7 @@ class JobObserver:
             self._update()
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
-        """Reports a layer as committed, or as done if nothing of it is stored."""
+        """Report a layer as committed, or as done if nothing of it is stored."""
         groups, experts = split_experts(summary)
         lines = [f"{group}: {_group_figures(report)}" for group, report in groups.items()]
         lines += [f"experts: {_expert_figures(experts)}"] if experts else []
@@ -117,11 +117,11 @@ class JobObserver:
         self.say(f"{phase} layer {layer} {state}{f' ({figures})' if figures else ''}{of}{self._rate()}")
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
-        """Reports that stored data was corrupt or lost, and which entries are computed again."""
+        """Report that stored data was corrupt or lost, and which entries are computed again."""
         self.say(f"repairing: {reason}; done again: {', '.join(keys) or 'the current layer'}", logging.WARNING)
 
     def say(self, line: str, level: int = logging.INFO) -> None:
-        """Writes a line to the log file and to the terminal."""
+        """Write a line to the log file and to the terminal."""
         LOG.log(level, line)
         line = as_called(line)
         if self.progress is not None:
@@ -136,7 +136,7 @@ class JobObserver:
         return {**self.state, "paces": {**self.earlier, **self.eta.paces()}}
 
     def expect(self, eta: Eta) -> None:
-        """Sets the phases ahead of the job, the running phase included."""
+        """Set the phases ahead of the job, the running phase included."""
         self.eta = eta
         self.eta.earlier = self.earlier
         self.eta.begin(self.state.get("phase", ""))
@@ -151,7 +151,7 @@ class JobObserver:
             self.progress.update(self.bar, completed=completed, description=name, detail=detail)
 
     def _detail(self, room: int) -> str:
-        """Returns the figures that fit into `room` columns beside the bar, chosen by importance."""
+        """Return the figures that fit into `room` columns beside the bar, chosen by importance."""
         where = [name for name in ("layer", "shard") if self.state.get(name) is not None]
         figures = {name: f"{name} {self.state[name]}" for name in where} | self._figures()
         chosen: list[str] = []
@@ -164,7 +164,7 @@ class JobObserver:
         return "".join(f", {figure}" for figure in self._figures().values())
 
     def _figures(self) -> dict[str, str]:
-        """Formats speed, the time left and memory, unless unknown."""
+        """Format speed, the time left and memory, unless unknown."""
         spent = time.monotonic() - self.started
         share = self.done_units / max(1, self.total_units)
         figures: dict[str, str] = {}
@@ -191,7 +191,7 @@ class JobObserver:
 
 
 def shorten(name: str, width: int) -> str:
-    """Returns the name; if it is wider than `width`, its end is replaced by an ellipsis."""
+    """Return the name; if it is wider than `width`, its end is replaced by an ellipsis."""
     return name if len(name) <= width else f"{name[: width - 1]}…"
 
 

@@ -17,7 +17,7 @@ RESUME = "run the same command again to resume"
 
 
 def exit_on_signals() -> None:
-    """Makes signals exit at once, for the seconds in which torch and Ray are imported.
+    """Make signals exit at once, for the seconds in which torch and Ray are imported.
 
     While Python shuts down, signals are ignored, so that the exit code of the finished command stays.
     """
@@ -32,7 +32,7 @@ def exit_on_signals() -> None:
 
 
 def interrupt_on_signals(stop: threading.Event) -> None:
-    """Makes signals raise KeyboardInterrupt in the main thread: every write survives an interruption anywhere.
+    """Make signals raise KeyboardInterrupt in the main thread: every write survives an interruption anywhere.
 
     `except Exception` does not catch it. `stop` is set, too, as Python drops exceptions of callbacks. The second signal
     exits at once. Raises Interrupted if a signal was caught before.
@@ -50,7 +50,7 @@ def interrupt_on_signals(stop: threading.Event) -> None:
 
 @contextmanager
 def deferred_signals(stop: threading.Event) -> Iterator[None]:
-    """Defers signals to the end of the block, even if it raises: an interrupted start of Ray would crash the process.
+    """Defer signals to the end of the block, even if it raises: an interrupted start of Ray would crash the process.
 
     Signals stay caught (`catch_signals`) afterwards. Raises Interrupted at the end if a signal came.
     """
@@ -67,7 +67,7 @@ def deferred_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def catch_signals(stop: threading.Event) -> None:
-    """Makes signals set `stop`, which the pool notices between units; the second signal exits at once."""
+    """Make signals set `stop`, which the pool notices between units; the second signal exits at once."""
 
     def _request_stop(number: int, _: object) -> None:
         _exit_if_set(stop)
@@ -82,7 +82,7 @@ def catch_signals(stop: threading.Event) -> None:
 
 @contextmanager
 def interrupting(stop: threading.Event) -> Iterator[None]:
-    """Makes signals raise KeyboardInterrupt in the block (`interrupt_on_signals`), and catches them again after it."""
+    """Make signals raise KeyboardInterrupt in the block (`interrupt_on_signals`), and catches them again after it."""
     interrupt_on_signals(stop)
     try:
         yield

@@ -11,12 +11,12 @@ from pipeline.console.calling import as_called
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wraps each line of `text` to `width` columns; continued lines are indented by two."""
+    """Wrap each line of `text` to `width` columns; continued lines are indented by two."""
     return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints a text on standard output, or another stream; wraps it if that is a terminal.
+    """Print a text on standard output, or another stream; wraps it if that is a terminal.
 
     Commands are spelled as this process was called.
     """

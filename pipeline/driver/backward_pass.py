@@ -35,7 +35,7 @@ class GradientPass:
         self.parts = 0
 
     def run(self) -> TaskStream[None]:
-        """Runs the pass, from the last committed gradients."""
+        """Run the pass, from the last committed gradients."""
         pending = self._pending()
         if not pending:
             return
@@ -58,7 +58,7 @@ class GradientPass:
         self.session.cleaner.retain_activations(())
 
     def _enter(self, first: int, layer: int, result: PassResult) -> TaskStream[Sequence[ArrayRecord] | None]:
-        """Enters one layer of the pass, which ends at layer `first`, when its first part is done. Returns the stored
+        """Enter one layer of the pass, which ends at layer `first`, when its first part is done. Return the stored
         hidden states that the rest of the pass still needs, or None if none can be dropped."""
         self.statistics |= yield from self.reductions.stored(result)
         self.parts += 1
@@ -76,21 +76,21 @@ class GradientPass:
         return (*activations, *self.stored_inputs(range(first, layer))) if can_drop else None
 
     def span(self) -> range:
-        """Returns the layers whose inputs the pass has yet to read; none if it is done or not needed."""
+        """Return the layers whose inputs the pass has yet to read; none if it is done or not needed."""
         pending = self._pending()
         return range(pending[0], self._base(pending[-1])) if pending else range(0)
 
     def stored_inputs(self, layers: range) -> list[ArrayRecord]:
-        """Returns the records of those layers' stored inputs that the dense pass has entered so far."""
+        """Return the records of those layers' stored inputs that the dense pass has entered so far."""
         entries = [self.session.journal.get(dense_key(layer)) for layer in layers]
         return [record for entry in entries if entry for record in entry.inputs or () if record]
 
     def _reads_outputs(self, layer: int) -> bool:
-        """Returns True if the gradients at a layer's output follow from the values there."""
+        """Return True if the gradients at a layer's output follow from the values there."""
         return self.job.gradient == "local" or self._base(layer) == layer + 1 == self.job.num_layers
 
     def _pending(self) -> list[int]:
-        """Returns the layers that the pass has not entered yet, ascending."""
+        """Return the layers that the pass has not entered yet, ascending."""
         return [layer for layer in self.job.gradient_layers() if not self._is_entered(layer)]
 
     def _is_entered(self, layer: int) -> bool:
@@ -99,7 +99,7 @@ class GradientPass:
         return entry is not None and all(moment.key in entry.statistics for moment in moments)
 
     def _base(self, layer: int) -> int:
-        """Returns the nearest layer above `layer` with committed gradients at its inputs, or one past the last layer:
+        """Return the nearest layer above `layer` with committed gradients at its inputs, or one past the last layer:
         the head."""
         if self.job.gradient == "local":
             return layer + 1
@@ -120,7 +120,7 @@ class GradientPass:
         store: bool = False,
         forth: bool = False,
     ) -> list[Backward]:
-        """Returns the units that run all shards with gradient samples back through a layer or a part of it, in shard
+        """Return the units that run all shards with gradient samples back through a layer or a part of it, in shard
         order, from the latest committed gradients."""
         base = self._base(layer)
         gradients = self._gradients(base) if self.job.gradient == "model" else None

@@ -43,7 +43,7 @@ class CompressedWalk:
         self.reductions = Reductions(session)
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Runs the walk, from the last committed hidden states."""
+        """Run the walk, from the last committed hidden states."""
         pending = self.session.uncompressed()
         if not pending:
             return
@@ -62,7 +62,7 @@ class CompressedWalk:
                 del outputs  # frees the layer's factors before the next moments are computed
 
     def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Outputs]:
-        """Computes a layer's moments and compresses the layer. Kept moments are stored in the background.
+        """Compute a layer's moments and compress the layer. Kept moments are stored in the background.
 
         `emit`: also start to compute the layer's outputs.
         """
@@ -82,7 +82,7 @@ class CompressedWalk:
         return (yield from self._solve(layer, base, statistics, ranks, result, emit))
 
     def _sum_moments(self, layer: int, part: Part, base: int, *, store: bool) -> TaskStream[PassResult]:
-        """Runs all shards through a part of a layer and sums its moments."""
+        """Run all shards through a part of a layer and sum its moments."""
         units = self.session.forwards.units("compressed", layer, None, part.moments, base, part=part.number, emit=False)
         return (yield from self.reductions.run(part.moments, units, store))
 
@@ -95,7 +95,7 @@ class CompressedWalk:
         result: PassResult | None,
         emit: bool,
     ) -> TaskStream[_Outputs]:
-        """Solves every group of a layer, then writes and enters the layer. Kept moments of `result` are entered
+        """Solve every group of a layer, then write and enter the layer. Kept moments of `result` are entered
         first."""
         solves = solve_units(self.job, layer, statistics, ranks)
         writes = partial(write_units, layer, solves)
@@ -117,7 +117,7 @@ class CompressedWalk:
     def _outputs(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, solves: Sequence[Solve] = ()
     ) -> _Outputs:
-        """Starts to compute a layer's outputs with its compressed weights."""
+        """Start to compute a layer's outputs with its compressed weights."""
         store = self.job.is_boundary(layer + 1)
         passing = self.session.scheduler.spawn(self._passed(layer, base, staged, store))
         return _Outputs(passing, frozenset(solve.key for solve in solves))
@@ -125,7 +125,7 @@ class CompressedWalk:
     def _passed(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, store: bool
     ) -> TaskStream[list[ShardDone]]:
-        """Runs all shards through a layer with its compressed weights, part by part."""
+        """Run all shards through a layer with its compressed weights, part by part."""
         results: list[list[ShardDone]] = []
         for part in self.job.parts(layer, (), staged):
             units = self.session.forwards.units(
@@ -135,7 +135,7 @@ class CompressedWalk:
         return joined(results)
 
     def _propagate(self, layer: int, base: int, outputs: _Outputs) -> TaskStream[int]:
-        """Waits for a layer's outputs, and commits them at a boundary. Returns the last layer with committed inputs."""
+        """Wait for a layer's outputs, and commit them at a boundary. Return the last layer with committed inputs."""
         try:
             results = yield outputs.task
         except LostInputError as error:

@@ -42,7 +42,7 @@ class CorrectedWalk:
         self.reductions = Reductions(session)
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Runs the walk, from the last committed hidden states."""
+        """Run the walk, from the last committed hidden states."""
         pending = self.session.uncompressed()
         if not pending:
             return
@@ -61,7 +61,7 @@ class CorrectedWalk:
                 self.session.cleaner.drop_activations(targets)
 
     def _solve(self, layer: int, base: int, ranks: RanksOf) -> TaskStream[Targets]:
-        """Solves, trains and enters a layer. Returns the targets of its training, which the caller has to drop."""
+        """Solves, trains and enters a layer. Return the targets of its training, which the caller has to drop."""
         tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: Solved = {}
         uncorrected = [task for task in tasks if not task.corrections]
@@ -93,8 +93,8 @@ class CorrectedWalk:
         ranks: RanksOf,
         solved: Solved,
     ) -> TaskStream[StagedLayer | None]:
-        """Solves some groups, adds them to `solved`, and writes a draft of the layer with all groups solved so far.
-        Returns None if there are no groups."""
+        """Solve some groups, add them to `solved`, and write a draft of the layer with all groups solved so far.
+        Return None if there are no groups."""
         if not tasks:
             return None
         units = []
@@ -104,7 +104,7 @@ class CorrectedWalk:
             units.append(Solve(task, ranks[task.key], statistics, before, self.session.hint_of(task)))
 
         def joined(solutions: Sequence[SolveDone]) -> Solved:
-            """Returns all groups solved so far, with these solutions."""
+            """Return all groups solved so far, with these solutions."""
             others = {task: solved[task] for task in solved if task not in tasks}
             new = {
                 task: (unit, _joined(solved[task][1], solution) if task in solved else solution)
@@ -122,7 +122,7 @@ class CorrectedWalk:
     def _refine(
         self, layer: int, draft: StagedLayer, targets: Targets, solved: Solved
     ) -> TaskStream[tuple[StagedLayer, RefinedFigures]]:
-        """Trains the groups of a draft with `refine`, and replaces them in `solved`. Returns the refined layer, already
+        """Train the groups of a draft with `refine`, and replace them in `solved`. Return the refined layer, already
         written, and the figures of the training."""
         tasks = [task for task in solved if task.refine]
         groups = [(unit, solution) for unit, solution in (solved[task] for task in tasks)]
@@ -134,7 +134,7 @@ class CorrectedWalk:
         )
 
         def joined(results: Sequence[RefineDone]) -> Solved:
-            """Returns all groups of the layer, with the refined ones."""
+            """Return all groups of the layer, with the refined ones."""
             new = zip(tasks, (unit for unit, _ in groups), results[0].groups, strict=True)
             return solved | {task: (unit, solution) for task, unit, solution in new}
 
@@ -147,13 +147,13 @@ class CorrectedWalk:
         return _staged(layer, record, solved), results[0].refined
 
     def _drop_drafts(self, besides: Iterable[StagedLayer] = ()) -> None:
-        """Drops the drafts and statistics of entered layers. The drafts `besides` stay."""
+        """Drop the drafts and statistics of entered layers. The drafts `besides` stay."""
         self.stored.retain()
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged((*(staged for staged in layers if staged), *besides))
 
     def _propagate(self, layer: int, base: int, targets: Targets) -> TaskStream[int]:
-        """Runs all shards of both models through a layer, and commits the outputs at a boundary. Returns the last layer
+        """Run all shards of both models through a layer, and commit the outputs at a boundary. Return the last layer
         with committed inputs. `targets`: those of the layer's training, if it was just trained; they hold the dense
         layer's outputs."""
         staged, passes = staged_layer(self.session.journal, layer), len(self.job.points[layer])
@@ -183,7 +183,7 @@ class CorrectedWalk:
         store: bool = False,
         targets: bool = False,
     ) -> list[Pair]:
-        """Returns the units that run all shards through the dense and the compressed layer, in shard order."""
+        """Return the units that run all shards through the dense and the compressed layer, in shard order."""
         activations = self.session.forwards.activations("compressed", base)
         replay = tuple(staged_layer(self.session.journal, before) for before in range(base, layer))
         return [
@@ -206,7 +206,7 @@ class CorrectedWalk:
 
     @contextmanager
     def _damaged_as_lost(self, *drafts: StagedLayer | ArrayRecord | None) -> Iterator[None]:
-        """Raises LostInputError for damaged data of drafts, which no ledger entry names: the layer is solved again."""
+        """Raise LostInputError for damaged data of drafts, which no ledger entry names: the layer is solved again."""
         try:
             yield
         except CorruptError as error:
@@ -216,20 +216,20 @@ class CorrectedWalk:
 
 
 def stored_targets(results: Sequence[ShardDone]) -> Targets:
-    """Returns the records of the targets that units stored."""
+    """Return the records of the targets that units stored."""
     records = tuple(result.activation for result in results if result.activation is not None)
     assert len(records) == len(results), "units with targets store them"
     return records
 
 
 def _staged(layer: int, record: StagedRecord, solved: Solved) -> StagedLayer:
-    """Returns the written layer for workers to load."""
+    """Return the written layer for workers to load."""
     rounded = {path: scheme for _, solution in solved.values() for path, scheme in solution.rounded.items()}
     return StagedLayer(**dict(record), forms=write_unit(layer, [*solved.values()]).forms, rounded=rounded)
 
 
 def _joined(before: SolveDone, after: SolveDone) -> SolveDone:
-    """Joins the reports and forms of two corrections of a group; the later one has all factors."""
+    """Join the reports and forms of two corrections of a group; the later one has all factors."""
     report = {**before.report, **after.report}
     if errors := [each["rounding_error"] for each in (before.report, after.report) if "rounding_error" in each]:
         report["rounding_error"] = max(errors)

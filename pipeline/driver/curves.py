@@ -15,9 +15,9 @@ Statistics = Mapping[Moment, ArrayRecord]
 
 
 def compute_curves(session: Session, tasks: Mapping[Task, Statistics]) -> TaskStream[dict[Task, Curve]]:
-    """Computes the curve of each task from its statistics.
+    """Compute the curve of each task from its statistics.
 
-    Groups whose curves have pieces take longest and come first. Their pieces are split among workers if some would
+    Group whose curves have pieces take longest and come first. Their pieces are split among workers if some would
     otherwise be idle. Each worker reads the statistics again; the split does not change the result.
     """
     long = [task for task in tasks if task.pieces > 1]
@@ -41,5 +41,5 @@ def compute_curves(session: Session, tasks: Mapping[Task, Statistics]) -> TaskSt
 
 
 def _dealt(pieces: int, parts: int) -> Sequence[tuple[int, ...]]:
-    """Distributes piece numbers, which come in descending order of work, over `parts` workers."""
+    """Distribute piece numbers, which come in descending order of work, over `parts` workers."""
     return [tuple(range(first, pieces, parts)) for first in range(min(parts, pieces))]

@@ -30,7 +30,7 @@ from pipeline.units.units import Forward
 
 
 def layers_behind(workers: int) -> int:
-    """Returns the largest number of layers that the pass can be ahead of the entered ones. The sums of two are leaving
+    """Return the largest number of layers that the pass can be ahead of the entered ones. The sums of two are leaving
     the workers; for each worker, one more is being added, one solved and one written."""
     return 2 + 3 * max(1, workers)
 
@@ -53,7 +53,7 @@ class DenseWalk:
         self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored samples without a ledger entry
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Runs the pass, from the last committed hidden states."""
+        """Run the pass, from the last committed hidden states."""
         self.waiting = [layer for layer in self.session.uncompressed() if self.stored.missing(layer)]
         if not self.waiting:
             return
@@ -85,7 +85,7 @@ class DenseWalk:
     def _pass_parts(
         self, parts: Sequence[Part], units: Callable[..., list[Forward]], store: bool
     ) -> TaskStream[PassResult]:
-        """Passes a layer slice by slice. The moments of each slice are stored during the next one, even if they are not
+        """Pass a layer slice by slice. The moments of each slice are stored during the next one, even if they are not
         kept."""
         while self.collecting:  # a worker holds the sums of two passes at most
             yield from self._collect_one()
@@ -100,7 +100,7 @@ class DenseWalk:
         return PassResult(joined([result.done for result in results]), records)
 
     def _every(self) -> int:
-        """Returns the number of layers between two commits of hidden states. Without kept moments, a resumed pass
+        """Return the number of layers between two commits of hidden states. Without kept moments, a resumed pass
         starts at the oldest unfinished layer, so that more frequent commits would be useless."""
         behind = 1 if self.job.keep_statistics else layers_behind(self.session.pool.size)
         return self.job.every * -(-behind // self.job.every)
@@ -108,7 +108,7 @@ class DenseWalk:
     # -- the pass ----------------------------------------------------------------------------------------------------
 
     def _enter_pass(self, layer: int, result: PassResult, moments: tuple[Moment, ...], store: bool) -> None:
-        """Enters the pass of all shards through a layer, if it commits hidden states or keeps no moments. Otherwise
+        """Enter the pass of all shards through a layer, if it commits hidden states or keeps no moments. Otherwise
         `_enter_stored` does."""
         if moments:
             self.collecting.append((layer, result))
@@ -128,7 +128,7 @@ class DenseWalk:
             self.session.observer.layer_done("statistics", layer, {})
 
     def _enter_stored(self) -> TaskStream[None]:
-        """Waits until the kept moments of the oldest layer are stored, and enters them."""
+        """Wait until the kept moments of the oldest layer are stored, and enter them."""
         layer, result = self.storing.popleft()
         moments = yield from self.reductions.stored(result)
         statistics = {**self.stored.of_dense_pass(layer), **moments}
@@ -137,12 +137,12 @@ class DenseWalk:
         self.session.observer.layer_done("statistics", layer, {})
 
     def _finish(self, layer: int) -> None:
-        """Marks a layer as independent of the pass."""
+        """Mark a layer as independent of the pass."""
         self.waiting.remove(layer)
         self._retain_inputs()
 
     def _retain_inputs(self) -> None:
-        """Drops stored hidden states from which a resumed pass would not start."""
+        """Drop stored hidden states from which a resumed pass would not start."""
         first = min([self.base, *self.waiting[:1]])
         needed = range(self.forwards.last_committed("dense", first), self.base + 1)
         records = [self.forwards.activations("dense", layer) for layer in needed]
@@ -178,7 +178,7 @@ class DenseWalk:
         self.adding.append((layer, result))
 
     def _solve(self, ranks: RanksOf) -> TaskStream[None]:
-        """Starts to solve the layers whose sums are collected."""
+        """Start to solve the layers whose sums are collected."""
         layers = []
         for layer, result in self.adding:
             summed = yield from self.reductions.summed(result)

@@ -63,7 +63,7 @@ class Driver:
         self.has_moments = any(task.moments for task in job.tasks)
 
     def run(self) -> None:
-        """Runs all phases, each from its last journal entry.
+        """Run all phases, each from its last journal entry.
 
         Corrupt data, and uncommitted data lost with a node, is recomputed; entries of corrupt data are retracted. An
         error that occurs more than `recovery.REPAIRS` times in the same place is raised.
@@ -71,7 +71,7 @@ class Driver:
         self._repaired(self._run_phases)
 
     def prepare(self) -> None:
-        """Runs and enters the phases on which the choice of ranks depends."""
+        """Run and enter the phases on which the choice of ranks depends."""
         self._repaired(self._prepare)
 
     def _repaired(self, phases: Callable[[], TaskStream[None]]) -> None:
@@ -83,7 +83,7 @@ class Driver:
                 self.session.repairs.invalidate(error)
 
     def _prepare(self, with_moments: bool = True) -> TaskStream[None]:
-        """Runs the phases before ranks are chosen. Without `with_moments`, the dense pass sums no moments, because
+        """Run the phases before ranks are chosen. Without `with_moments`, the dense pass sums no moments, because
         `DenseWalk` will."""
         self.stored.retain()
         with_moments = with_moments and self.job.propagate == "dense"
@@ -140,7 +140,7 @@ class Driver:
     def _dense_units(
         self, layer: int, moments: tuple[Moment, ...], weights: tuple[tuple[Any, ...], tuple[Any, ...]], **options: Any
     ) -> list[Forward]:
-        """Returns the units of all shards, from the latest committed inputs."""
+        """Return the units of all shards, from the latest committed inputs."""
         base = self.session.forwards.last_committed("dense", layer)
         return self.session.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **options)
 
@@ -152,9 +152,9 @@ class Driver:
         layer: int,
         result: PassResult,
     ) -> TaskStream[Sequence[ArrayRecord] | None]:
-        """Enters the dense pass through a layer when its last part is done.
+        """Enter the dense pass through a layer when its last part is done.
 
-        Returns the hidden states that are still needed, or None if none can be dropped: the last committed ones, and
+        Return the hidden states that are still needed, or None if none can be dropped: the last committed ones, and
         those that the backward pass will need. `passed`: the earlier parts of the layer, with their moments.
         """
         passed.append((result, (yield from self.reductions.stored(result))))
@@ -178,7 +178,7 @@ class Driver:
     # -- ranks, and the results that they depend on ------------------------------------------------------------------
 
     def choose_ranks(self) -> RanksOf:
-        """Returns the ranks of all tasks, by task key. They are chosen and entered once, after `prepare`.
+        """Return the ranks of all tasks, by task key. They are chosen and entered once, after `prepare`.
 
         Raises InputError if no ranks meet the budget, and CorruptError if an entry of `prepare` is missing.
         """
@@ -193,7 +193,7 @@ class Driver:
         return entered.ranks
 
     def _measure(self) -> TaskStream[None]:
-        """Measures the dense weights, with one entry per layer."""
+        """Measure the dense weights, with one entry per layer."""
         for layers in self._batches("measure", self.job.measures, measured_key):
             units = [Measure(task) for task in self.job.measures if task.layer in layers]
             results = list(zip(units, (yield units), strict=True))
@@ -203,7 +203,7 @@ class Driver:
                 self.observer.layer_done("measure", layer, {})
 
     def _predict(self) -> TaskStream[None]:
-        """Computes curves of predicted loss, with one entry per layer."""
+        """Compute curves of predicted loss, with one entry per layer."""
         for layers in self._batches("curves", self.job.predicts, curves_key):
             tasks = {task: self.stored.of_task(task) for task in self.job.predicts if task.layer in layers}
             curves = yield from compute_curves(self.session, tasks)
@@ -213,7 +213,7 @@ class Driver:
                 self.observer.layer_done("curves", layer, {})
 
     def _batches(self, phase: str, tasks: Sequence[Task], key_of: Callable[[int], Key[Any]]) -> Iterator[list[int]]:
-        """Yields the layers of tasks without an entry, in batches of one layer per worker; begins a phase if there are
+        """Yield the layers of tasks without an entry, in batches of one layer per worker; begins a phase if there are
         any."""
         pending = [layer for layer in layers_of(tasks) if self.journal.get(key_of(layer)) is None]
         if pending:
@@ -225,14 +225,14 @@ class Driver:
     # -- solving without a walk: without data, or from the statistics of the dense pass ------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> TaskStream[None]:
-        """Solves the remaining layers, several at a time."""
+        """Solve the remaining layers, several at a time."""
         pending = self.session.uncompressed()
         if not pending:
             return
         self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
 
         def solves_of(layer: int) -> LayerSolves:
-            """Returns the units that solve and write a layer."""
+            """Return the units that solve and write a layer."""
             units = solve_units(self.job, layer, self.stored.of_layer(layer), ranks, self.session.hint_of)
             return LayerSolves(units, partial(write_units, layer, units), partial(self._enter_solved, layer, units))
 
@@ -246,5 +246,5 @@ class Driver:
 
 
 def _groups(tasks: Sequence[Task], layers: Collection[int]) -> int:
-    """Returns the average number of tasks per layer, rounded, at least one."""
+    """Return the average number of tasks per layer, rounded, at least one."""
     return max(1, round(sum(task.layer in layers for task in tasks) / max(1, len(layers))))

@@ -38,7 +38,7 @@ class ForwardPass:
         shards: Sequence[int] | None = None,
         weights: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ()),
     ) -> list[Forward]:
-        """Returns the units that run some or all shards through a layer, in shard order.
+        """Return the units that run some or all shards through a layer, in shard order.
 
         Only a pass that emits the next layer's inputs reads that layer ahead; during a solve it would only take memory.
 
@@ -79,7 +79,7 @@ class ForwardPass:
         ]
 
     def activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
-        """Returns the records of the committed inputs of a layer, in shard order."""
+        """Return the records of the committed inputs of a layer, in shard order."""
         if layer == 0:
             return None
         if lineage == "dense":
@@ -89,17 +89,17 @@ class ForwardPass:
         return walked.activations if walked else None
 
     def last_committed(self, lineage: Lineage, layer: int) -> int:
-        """Returns the last layer up to this one whose inputs are committed; 0: the embeddings."""
+        """Return the last layer up to this one whose inputs are committed; 0: the embeddings."""
         return next((at for at in range(layer, 0, -1) if self.activations(lineage, at)), 0)
 
 
 def joined(parts: Sequence[Sequence[ShardDone]]) -> list[ShardDone]:
-    """Joins the results of the parts of a layer, shard by shard: inputs from the first part, outputs from the last."""
+    """Join the results of the parts of a layer, shard by shard: inputs from the first part, outputs from the last."""
     return [replace(last, inputs=first.inputs) for first, last in zip(parts[0], parts[-1], strict=True)]
 
 
 def dense_entry(results: Sequence[ShardDone], statistics: Mapping[str, ArrayRecord], *, inputs: bool) -> DenseEntry:
-    """Returns the ledger entry of a dense pass through a layer. `inputs`: include the kept inputs of each shard."""
+    """Return the ledger entry of a dense pass through a layer. `inputs`: include the kept inputs of each shard."""
     activations = tuple(result.activation for result in results if result.activation)
     return DenseEntry(
         cosine=tuple(result.cosine for result in results if result.cosine),

@@ -36,7 +36,7 @@ class LayersInFlight:
     def run(
         self, layer: int, moments: Sequence[Moment], units: Callable[[], Sequence[Summable]], *, stores: bool
     ) -> TaskStream[None]:
-        """Runs the units of all shards of a layer.
+        """Run the units of all shards of a layer.
 
         `units`: builds the units from the entries that exist when it is called. `stores`: the units store hidden
         states, so that this layer is entered before the next one starts.
@@ -53,7 +53,7 @@ class LayersInFlight:
         self.allowed = 1 + self.session.pool.size // AHEAD if moments and not stores else 0
 
     def finish(self) -> TaskStream[None]:
-        """Enters the remaining layers."""
+        """Enter the remaining layers."""
         yield from self._enter_all_but(0)
 
     def _enter_all_but(self, count: int) -> TaskStream[Sequence[ArrayRecord] | None]:

@@ -32,7 +32,7 @@ class IndependentWalk(CorrectedWalk):
         self.drafts: dict[int, StagedLayer] = {}  # the solved layers that the pass goes through
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Runs the walk."""
+        """Run the walk."""
         pending = self.session.uncompressed()
         if not pending:
             return
@@ -60,7 +60,7 @@ class IndependentWalk(CorrectedWalk):
         return [task for task in self.job.tasks if task.layer == layer]
 
     def _solve_some(self, layers: Sequence[int], ranks: RanksOf) -> TaskStream[dict[int, Solved]]:
-        """Solves some layers side by side, and writes a draft of each. Returns their groups."""
+        """Solve some layers side by side, and write a draft of each. Return their groups."""
         solved: dict[int, Solved] = {layer: {} for layer in layers}
         tasks = {
             layer: self.session.scheduler.spawn(self._write_draft(layer, self._tasks(layer), {}, ranks, solved[layer]))
@@ -73,7 +73,7 @@ class IndependentWalk(CorrectedWalk):
         return solved
 
     def _pass(self, layer: int, *, emit: bool, targets: bool) -> TaskStream[list[ShardDone]]:
-        """Runs all shards through a layer: of both models with `mixed`, else of the dense one."""
+        """Run all shards through a layer: of both models with `mixed`, else of the dense one."""
         of_layers = self.drafts if self.mixed else {}
         units = self._units(layer, 0, 0, of_layers.get(layer), emit=emit, targets=targets)
         replay, share = tuple(map(of_layers.get, range(layer))), MIXED_SHARE if self.mixed else 1.0
@@ -82,7 +82,7 @@ class IndependentWalk(CorrectedWalk):
         return passed
 
     def _train(self, solved: Mapping[int, Solved], targets: Mapping[int, Targets]) -> TaskStream[None]:
-        """Trains and enters some layers, and drops their training data."""
+        """Train and enter some layers, and drop their training data."""
         tasks = {
             layer: self.session.scheduler.spawn(self._refine(layer, self.drafts[layer], targets[layer], solved[layer]))
             for layer in targets

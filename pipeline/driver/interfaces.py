@@ -22,10 +22,10 @@ class Pool(Protocol):
         """The names of the ready workers, node by node."""
 
     def submit(self, unit: Unit) -> None:
-        """Queues a unit."""
+        """Queue a unit."""
 
     def wait(self) -> tuple[Unit, Any]:
-        """Returns the next finished unit and its result. The result of a `Collect` is None if its worker is gone.
+        """Return the next finished unit and its result. The result of a `Collect` is None if its worker is gone.
 
         Raises:
             Interrupted: the job was asked to stop.
@@ -33,10 +33,10 @@ class Pool(Protocol):
         """
 
     def cancel_pending(self) -> None:
-        """Waits for all submitted units and discards their results, so that new units can be submitted."""
+        """Wait for all submitted units and discard their results, so that new units can be submitted."""
 
     def forget(self) -> None:
-        """Makes workers drop all hidden states, before those of another model with the same names. No unit may be
+        """Make workers drop all hidden states, before those of another model with the same names. No unit may be
         pending."""
 
 
@@ -59,7 +59,7 @@ class Journal(Protocol):
         """Durably enters a record."""
 
     def get(self, key: Key[E]) -> E | None:
-        """Returns the valid record of a key, if any."""
+        """Return the valid record of a key, if any."""
 
     def retract(self, key: str) -> None:
         """Durably removes an entry."""
@@ -85,13 +85,13 @@ class Cleaner(Protocol):
     """Deletes stored data that no entry needs any more."""
 
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops all stored hidden states but these."""
+        """Drop all stored hidden states but these."""
 
     def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops these stored hidden states, which no entry names."""
+        """Drop these stored hidden states, which no entry names."""
 
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops all stored moments but these."""
+        """Drop all stored moments but these."""
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
-        """Drops all staged layers but these."""
+        """Drop all staged layers but these."""

@@ -66,7 +66,7 @@ class Passes:
 def passes_of(
     manifest: Manifest, methods: Sequence[Method], tasks: Sequence[Task], hidden: int, *, gradients: bool = False
 ) -> Passes:
-    """Returns the passes of a job.
+    """Return the passes of a job.
 
     `hidden`: the width of the model's hidden states. `gradients`: choose samples for the backward pass even if no task
     needs gradients.
@@ -117,7 +117,7 @@ class Job(Passes):
     held_experts: int = 1
 
     def parts(self, layer: int, moments: Sequence[Moment], staged: StagedLayer | Unwritten | None = None) -> list[Part]:
-        """Returns the parts of a pass through a layer, with their moments: slices of its experts, or the whole layer.
+        """Return the parts of a pass through a layer, with their moments: slices of its experts, or the whole layer.
 
         `staged`: the compressed layer; None: the dense one.
         """
@@ -129,7 +129,7 @@ class Job(Passes):
         return [Part(number, tuple(summed), number == last) for number, summed in zip(numbers, of_part, strict=True)]
 
     def _part_of(self, moment: Moment, parts: int) -> int:
-        """Returns the part that passes a moment's point. The shared expert and the head belong to the last part."""
+        """Return the part that passes a moment's point. The shared expert and the head belong to the last part."""
         if parts == 1:
             return 0
         block, _, rest = moment.point.partition(".")
@@ -138,36 +138,36 @@ class Job(Passes):
         return parts - 1 if block in ("shared", "head") else 0
 
     def factor_parts(self, task: Task) -> int:
-        """Returns the number of parts of a task's factors: one for each slice of its experts."""
+        """Return the number of parts of a task's factors: one for each slice of its experts."""
         experts = {role.split(".")[1] for role in task.roles if role.startswith("experts.")}
         return max(1, len(expert_ranges(len(experts), self.held_experts)))
 
     def is_boundary(self, layer: int) -> bool:
-        """Returns True if hidden states (or gradients) at a layer's inputs are committed."""
+        """Return True if hidden states (or gradients) at a layer's inputs are committed."""
         return layer % self.every == 0
 
     def solves_in_pass(self) -> bool:
-        """Returns True if layers are solved during the dense pass."""
+        """Return True if layers are solved during the dense pass."""
         return solves_in_pass(self.propagate, self.tasks, ranks_wait=bool(self.scores or self.predicts))
 
     def dense_shards(self) -> Sequence[int]:
-        """Returns the shards of the dense pass: all, or fewer if it only measures importance."""
+        """Return the shards of the dense pass: all, or fewer if it only measures importance."""
         summed = self.propagate == "dense" and any(task.moments for task in self.tasks)
         return range(self.shards) if summed or self.gradient_layers() else self.importance_shards
 
     def committed_shards(self, lineage: str, count: int) -> Sequence[int]:
-        """Returns the shards whose hidden states an entry of `count` records holds."""
+        """Return the shards whose hidden states an entry of `count` records holds."""
         partial_pass = lineage == "dense" and count != self.shards
         return self.dense_shards() if partial_pass else range(self.shards)
 
     def gradient_layers(self) -> list[int]:
-        """Returns the layers of the backward pass, ascending; none if no task needs gradients."""
+        """Return the layers of the backward pass, ascending; none if no task needs gradients."""
         needing = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
         return list(range(needing[0], self.num_layers)) if needing else []
 
 
 def solves_in_pass(propagate: str, tasks: Collection[Task], *, ranks_wait: bool) -> bool:
-    """Returns True if layers are solved during the dense pass, because they need only moments of its values.
+    """Return True if layers are solved during the dense pass, because they need only moments of its values.
 
     `ranks_wait`: ranks depend on results of all layers.
     """
@@ -179,7 +179,7 @@ def solves_in_pass(propagate: str, tasks: Collection[Task], *, ranks_wait: bool)
 def layer_parts(
     experts: Sequence[int], held: int, layer: int, staged: StagedLayer | Unwritten | None = None
 ) -> tuple[int | None, ...]:
-    """Returns the numbers of the parts of a pass through a layer, as `expert_parts`.
+    """Return the numbers of the parts of a pass through a layer, as `expert_parts`.
 
     `experts`: the number of experts of each dense layer. `held`: the number that a worker holds at a time. `staged`:
     the compressed layer, which may have fewer experts.
@@ -191,22 +191,22 @@ def layer_parts(
 
 
 def needs_both_models(task: Task) -> bool:
-    """Returns True if a group needs the hidden states of both models at its layer."""
+    """Return True if a group needs the hidden states of both models at its layer."""
     return bool(task.corrections) or task.refine is not None
 
 
 def trains_independently(task: Task) -> bool:
-    """Returns True if a group is trained independently of the refined layers before it."""
+    """Return True if a group is trained independently of the refined layers before it."""
     return task.refine is not None and task.refine.inputs != "compressed"
 
 
 def trains_mixed(task: Task) -> bool:
-    """Returns True if a group is trained on hidden states with a share of the error of the solved layers before it."""
+    """Return True if a group is trained on hidden states with a share of the error of the solved layers before it."""
     return task.refine is not None and task.refine.inputs == "mixed"
 
 
 def scores_from_ledger(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
-    """Reads the scores on which ranks depend. `entry`: returns the entry of a key, or None, or raises."""
+    """Read the scores on which ranks depend. `entry`: returns the entry of a key, or None, or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for layer in layers_of(job.measures):
@@ -219,7 +219,7 @@ def scores_from_ledger(job: Job, entry: Callable[[Key[Any]], Any], importance: M
 
 
 def importance_from_ledger(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
-    """Returns the importance of every layer, from the cosines of its shards; empty if no ranks depend on it."""
+    """Return the importance of every layer, from the cosines of its shards; empty if no ranks depend on it."""
     if "importance" not in job.scores:
         return {}
     means = []
@@ -230,7 +230,7 @@ def importance_from_ledger(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[i
 
 
 def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
-    """Returns the committed compressed layer: its file, forms and schemes; None if it is not compressed."""
+    """Return the committed compressed layer: its file, forms and schemes; None if it is not compressed."""
     entry = journal.get(layer_key(layer))
     if entry is None:
         return None
@@ -248,7 +248,7 @@ class LayersEntered(Sequence[StagedLayer | None]):
         self.staged: dict[int, StagedLayer] = {}
 
     def is_final(self, layer: int) -> bool:
-        """Returns True if a layer is staged or not claimed."""
+        """Return True if a layer is staged or not claimed."""
         if layer in self.claimed and layer not in self.staged and (staged := staged_layer(self.journal, layer)):
             self.staged[layer] = staged
         return layer not in self.claimed or layer in self.staged

@@ -23,7 +23,7 @@ class LayerReading:
         self.read: dict[int, Handles] = {}
 
     def weights(self, layer: int) -> TaskStream[tuple[Handles, Handles]]:
-        """Returns the tensors of a layer and of the next one, and starts to read the layer after that."""
+        """Return the tensors of a layer and of the next one, and start to read the layer after that."""
         for other in range(layer, min(layer + LAYERS_AHEAD, self.last) + 1):
             self._start(other)
         self.read = {other: handles for other, handles in self.read.items() if other >= layer}

@@ -19,7 +19,7 @@ GROUPS_PER_WORKER = 8  # submitted groups per worker: enough to keep it busy
 
 
 def layers_written_together(workers: int, groups: int) -> int:
-    """Returns how many layers, of this many groups each, are written at a time. One more layer is solved meanwhile.
+    """Return how many layers, of this many groups each, are written at a time. One more layer is solved meanwhile.
 
     Layers with many groups are limited to fewer, because their factors would fill the memory.
     """
@@ -73,7 +73,7 @@ class _LayerTask(NamedTuple):
 
 
 def _solve(session: Session, solves: LayerSolves) -> TaskStream[tuple[list[Any], list[StagedRecord]]]:
-    """Solves and writes a layer. Returns the solutions and the records of the written layers."""
+    """Solve and write a layer. Return the solutions and the records of the written layers."""
     solutions: list[Any] = yield solves.units
     written = session.scheduler.spawn(session.build_on(solutions, solves.units, solves.writes))
     yield Reached(SOLVED)
@@ -106,14 +106,14 @@ class SolveQueue:
         return sum(len(units) for units in self.solving)
 
     def begin(self, layers: Sequence[list[Solve]]) -> None:
-        """Starts to solve some layers: the first group of every layer, then the second, and so on. Units submitted
+        """Start to solve some layers: the first group of every layer, then the second, and so on. Units submitted
         together then take about the same time, so that no worker waits for another."""
         units = [unit for same_group in zip_longest(*layers) for unit in same_group if unit is not None]
         tasks = {unit.key: self.session.scheduler.spawn(batch([unit])) for unit in units}
         self.solving.extend([(unit, tasks[unit.key]) for unit in layer] for layer in layers)
 
     def advance(self, solving: float = inf, writing: float = inf) -> TaskStream[None]:
-        """Writes solved layers and enters written ones. Waits until at most `solving` layers are being solved, then
+        """Write solved layers and enter written ones. Wait until at most `solving` layers are being solved, then
         until at most `writing` layers are being written."""
         while True:
             if self.solving and all(task.done for _, task in self.solving[0]):
@@ -141,6 +141,6 @@ class SolveQueue:
 
 
 def _solved(units: Sequence[Solve], solutions: Sequence[list[SolveDone]]) -> Iterator[tuple[Solve, SolveDone]]:
-    """Yields the solved groups of a layer, without their statistics."""
+    """Yield the solved groups of a layer, without their statistics."""
     for unit, (solution,) in zip(units, solutions, strict=True):
         yield replace(unit, statistics={}), solution

@@ -40,7 +40,7 @@ DEPENDENTS: Mapping[str, Dependents] = {
 
 
 def dependents(names: Iterable[str], cause: Literal["changed", "damaged"]) -> list[str]:
-    """Returns the kinds, and fields of kinds, that become invalid with the named ones, directly or indirectly."""
+    """Return the kinds, and fields of kinds, that become invalid with the named ones, directly or indirectly."""
     invalid: dict[str, None] = {}
     pending = [*names]
     while pending:
@@ -52,7 +52,7 @@ def dependents(names: Iterable[str], cause: Literal["changed", "damaged"]) -> li
 
 
 def retract_changed(journal: Journal, keys: Collection[str], changed: Collection[str]) -> None:
-    """Retracts all `keys` of the `changed` kinds, and those that depend on them, the latest first."""
+    """Retract all `keys` of the `changed` kinds, and those that depend on them, the latest first."""
     for kind in reversed([*changed, *dependents(changed, "changed")]):
         for key in keys:
             if kind_of(key) == kind:
@@ -60,12 +60,12 @@ def retract_changed(journal: Journal, keys: Collection[str], changed: Collection
 
 
 def kind_of(key: str) -> str:
-    """Returns the first part of a key."""
+    """Return the first part of a key."""
     return key.partition("/")[0]
 
 
 def fields_of(key: str) -> list[str]:
-    """Returns the fields that an entry may lose without being retracted."""
+    """Return the fields that an entry may lose without being retracted."""
     names = {*DEPENDENTS, *(name for row in DEPENDENTS.values() for name in row.damaged)}
     parts = [name.partition(".") for name in sorted(names)]
     return [field for kind, _, field in parts if field and kind == kind_of(key)]

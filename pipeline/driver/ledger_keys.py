@@ -94,7 +94,7 @@ def score_key(model: str, digest: str) -> Key[entries.ScoreEntry]:
 
 
 def task_score_key(model: str, digest: str) -> Key[entries.TaskScoreEntry]:
-    """Scores of the `output` or the `dense` model on tasks. `digest`: the digest of model and tasks."""
+    """Score of the `output` or the `dense` model on tasks. `digest`: the digest of model and tasks."""
     return Key(f"task_score/{model}/{digest}")
 
 

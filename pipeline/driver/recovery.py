@@ -16,7 +16,7 @@ REPAIRS = 3
 
 
 def computed_keys(num_layers: int) -> list[Key[Any]]:
-    """Returns the keys of all entries of the driver that name stored data."""
+    """Return the keys of all entries of the driver that name stored data."""
     kinds = (dense_key, gradient_key, statistics_key, activations_key, layer_key)
     return [key_of(layer) for key_of in kinds for layer in range(num_layers + 1)]
 
@@ -32,11 +32,11 @@ class Repairs:
         self.keys = keys
 
     def progress(self) -> None:
-        """Resets the count of losses after a commit."""
+        """Reset the count of losses after a commit."""
         del self.counts[""]
 
     def invalidate(self, error: CorruptError | LostInputError) -> None:
-        """Retracts every entry that names corrupt data. Lost data has no entries.
+        """Retract every entry that names corrupt data. Lost data has no entries.
 
         Raises the error itself if no entry names the corrupt data, or after `REPAIRS` times in the same place.
         """
@@ -53,7 +53,7 @@ class Repairs:
             self._invalidate(key, entry, path)
 
     def _invalidate(self, key: Key[Any], entry: Record, path: str) -> None:
-        """Retracts the damaged part of an entry, and everything that has to be recomputed with it."""
+        """Retract the damaged part of an entry, and everything that has to be recomputed with it."""
         field = next((field for field in fields_of(key) if _names(getattr(entry, field), path)), "")
         name = f"{kind_of(key)}.{field}" if field else kind_of(key)
         invalid = dependents([name], "damaged")
@@ -66,7 +66,7 @@ class Repairs:
                     self._remove(other, part)
 
     def _remove(self, key: Key[Any], field: str) -> None:
-        """Retracts an entry, or enters it again without one of its fields."""
+        """Retract an entry, or enter it again without one of its fields."""
         entry = self.journal.get(key)
         if entry is None:
             return
@@ -77,7 +77,7 @@ class Repairs:
 
 
 def _names(entry: Any, path: str) -> bool:
-    """Returns True if a record somewhere in an entry has this path."""
+    """Return True if a record somewhere in an entry has this path."""
     if isinstance(entry, Record):
         return getattr(entry, "path", None) == path or any(_names(value, path) for _, value in entry)
     parts = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, tuple) else ()

@@ -52,7 +52,7 @@ class _Part:
         return self.key.rpartition("/")[2]
 
     def without_diagonals(self) -> _Part:
-        """Returns the part without the diagonals, which only the check of the grids needs."""
+        """Return the part without the diagonals, which only the check of the grids needs."""
         return replace(self, done=replace(self.done, diagonals={}))
 
 
@@ -97,7 +97,7 @@ class Reductions:
         self.session = session
 
     def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Task[Grids]:
-        """Starts to choose the grids for the sums of these units; none if there is nothing to sum."""
+        """Start to choose the grids for the sums of these units; none if there is nothing to sum."""
         values = tuple(moment for moment in moments if moment.kind in SUMMED)
         choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
         return self.session.scheduler.spawn(_chosen(choosing))
@@ -105,7 +105,7 @@ class Reductions:
     def run(
         self, moments: Sequence[Moment], units: Sequence[Summable], store: bool = True, grids: Grids | None = None
     ) -> TaskStream[PassResult]:
-        """Runs the units of all shards, and starts to reduce their sums. `grids`: the grids, if already chosen."""
+        """Run the units of all shards, and start to reduce their sums. `grids`: the grids, if already chosen."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
         grids = (yield self.choose(moments, units)) if grids is None else grids
         if not grids:
@@ -123,18 +123,18 @@ class Reductions:
         return PassResult(_stripped(done), records, reduction, groups)
 
     def collected(self, result: PassResult) -> TaskStream[None]:
-        """Waits until the sums of a pass have left the workers and are within their grids."""
+        """Wait until the sums of a pass have left the workers and are within their grids."""
         if result.reduction:
             yield result.reduction.stage(COLLECTED)
 
     def summed(self, result: PassResult) -> TaskStream[dict[str, Summed]]:
-        """Waits for the moments over all shards, by key, before they are stored."""
+        """Wait for the moments over all shards, by key, before they are stored."""
         if result.reduction:
             yield result.reduction.stage(ADDED)
         return {moment.key: summed for group in result.groups for moment, summed in group.summed.items()}
 
     def stored(self, result: PassResult) -> TaskStream[dict[str, ArrayRecord]]:
-        """Waits for the records of the stored moments over all shards, by key. Lost results are recomputed."""
+        """Wait for the records of the stored moments over all shards, by key. Lost results are recomputed."""
         moments = (yield result.reduction) if result.reduction else {}
         return {**result.samples, **moments}
 
@@ -162,7 +162,7 @@ class Reductions:
         return records
 
     def _within_grids(self, units: Sequence[Summable], grids: Grids, parts: list[_Part]) -> TaskStream[list[_Group]]:
-        """Checks sums against their grids. Moments that exceed theirs are summed again, on their own, with wider
+        """Check sums against their grids. Moments that exceed theirs are summed again, on their own, with wider
         grids."""
         try:
             (checked,) = yield [_check(units, grids, parts)]
@@ -182,7 +182,7 @@ class Reductions:
         return groups
 
     def _finish(self, group: _Group, store: bool) -> TaskStream[dict[str, ArrayRecord]]:
-        """Adds and stores the moments of a group."""
+        """Add and store the moments of a group."""
         first = group.units[0]
         while True:
             try:
@@ -197,7 +197,7 @@ class Reductions:
                 group.parts = yield from self._replaced(group.units, group.grids, group.parts, error, lost)
 
     def _add(self, group: _Group) -> TaskStream[None]:
-        """Adds the sums of all workers, within each node first."""
+        """Add the sums of all workers, within each node first."""
         nodes: dict[str, list[_Part]] = {}
         for part in group.parts:
             nodes.setdefault(part.done.node, []).append(part)
@@ -212,7 +212,7 @@ class Reductions:
         group.summed = {moment: Summed(grid, whole[""][moment], tokens[moment]) for moment, grid in group.grids.items()}
 
     def _add_each(self, group: _Group, nodes: Mapping[str, list[_Part]]) -> TaskStream[dict[str, Parts]]:
-        """Adds the sums of each node, part by part. A single sum is returned unchanged."""
+        """Add the sums of each node, part by part. A single sum is returned unchanged."""
         lineage, layer = group.units[0].lineage, group.units[0].layer
         adds = [
             Add(lineage, layer, moment, number, same, node, tuple(part.worker for part in parts if node))
@@ -232,7 +232,7 @@ class Reductions:
     def _replaced(
         self, units: Sequence[Summable], grids: Grids, parts: list[_Part], error: LostInputError, known: bool = False
     ) -> TaskStream[list[_Part]]:
-        """Returns the parts, with lost ones summed again.
+        """Return the parts, with lost ones summed again.
 
         Raises the error if it names none of them, unless the loss is `known` and repaired elsewhere.
         """
@@ -245,7 +245,7 @@ class Reductions:
         return remaining
 
     def _rerun(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> TaskStream[list[_Part]]:
-        """Runs some shards again for their sums only, and collects these."""
+        """Run some shards again for their sums only, and collect these."""
         units = _for_sums_only(units, grids)
         done = yield units
         parts: list[_Part] = yield from self._collected(units, _workers(done), cut)
@@ -254,7 +254,7 @@ class Reductions:
     def _collected(
         self, units: Sequence[Summable], workers: Sequence[str], cut: int | None = None
     ) -> TaskStream[list[_Part]]:
-        """Collects the sums of these units. The shards of lost workers are run again."""
+        """Collect the sums of these units. The shards of lost workers are run again."""
         cut = max(1, self.session.pool.size) if cut is None else cut
         assert units[0].sums is not None
         grids, parts = units[0].sums.grids, list[_Part]()
@@ -266,7 +266,7 @@ class Reductions:
             workers = _workers((yield units))
 
     def _collected_once(self, units: Sequence[Summable], workers: Sequence[str], cut: int) -> TaskStream[list[_Part]]:
-        """Collects the sums of the workers that still exist."""
+        """Collect the sums of the workers that still exist."""
         first, sums = units[0], units[0].sums
         assert sums is not None
         collects = [
@@ -292,23 +292,23 @@ def _chosen(choosing: Sequence[ChooseGrids]) -> TaskStream[Grids]:
 
 
 def _new_sums(grids: Grids) -> Sums:
-    """Returns sums with a unique name: workers may still hold the sums of an abandoned pass."""
+    """Return sums with a unique name: workers may still hold the sums of an abandoned pass."""
     return Sums(f"pass-{uuid.uuid4().hex}", grids)
 
 
 def _for_sums_only(units: Sequence[Summable], grids: Grids) -> list[Summable]:
-    """Returns units for the same shards in a new pass, with only these moments."""
+    """Return units for the same shards in a new pass, with only these moments."""
     sums = _new_sums(grids)
     return [unit.for_sums_only(tuple(grids), sums) for unit in units]
 
 
 def _workers(done: Sequence[ShardDone]) -> tuple[str, ...]:
-    """Returns the distinct workers of some results."""
+    """Return the distinct workers of some results."""
     return tuple(dict.fromkeys(result.worker for result in done))
 
 
 def _missing(units: Sequence[Summable], parts: Sequence[_Part]) -> list[Summable]:
-    """Returns the units whose shards are in none of the parts."""
+    """Return the units whose shards are in none of the parts."""
     present = [shard for part in parts for shard in part.done.shards]
     assert len(present) == len(set(present)), "a shard is added once"
     return [unit for unit in units if unit.shard not in present]

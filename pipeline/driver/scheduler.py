@@ -90,18 +90,18 @@ class Task(Generic[T]):
         self.lost: Loss | None = None
 
     def stage(self, name: str) -> Stage:
-        """Returns a point to wait for."""
+        """Return a point to wait for."""
         return Stage(self, name)
 
 
 def batch(units: Sequence[Unit]) -> TaskStream[list[Any]]:
-    """Runs some units. Returns their results, in order."""
+    """Run some units. Return their results, in order."""
     results: list[Any] = yield units
     return results
 
 
 def gather(tasks: Iterable[Task[T]]) -> TaskStream[list[T]]:
-    """Waits for some tasks. Returns their outcomes, in order."""
+    """Wait for some tasks. Return their outcomes, in order."""
     outcomes: list[T] = []
     for task in tasks:
         outcomes.append((yield task))
@@ -127,7 +127,7 @@ class Scheduler:
         self.alone = False
 
     def run(self, stream: TaskStream[T]) -> T:
-        """Runs a stream, and the streams that it spawns, to the end. Returns its return value.
+        """Run a stream, and the streams that it spawns, to the end. Return its return value.
 
         Raises:
             CorruptError, LostInputError: the stream did not handle the error.
@@ -146,13 +146,13 @@ class Scheduler:
         return outcome
 
     def spawn(self, stream: TaskStream[T]) -> Task[T]:
-        """Starts a concurrent stream. Its first units are submitted at once."""
+        """Start a concurrent stream. Its first units are submitted at once."""
         task = Task(stream)
         self._start(task)
         return task
 
     def spawn_background(self, stream: TaskStream[T]) -> Task[T]:
-        """Adds a stream that runs on idle workers. The stream with the fewest units in flight goes first, then the
+        """Add a stream that runs on idle workers. The stream with the fewest units in flight goes first, then the
         earliest.
 
         Workers count as idle if all units of other streams are `LEAVES_WORKERS_IDLE`, and fewer of these are computed
@@ -164,7 +164,7 @@ class Scheduler:
         return task
 
     def run_background(self) -> None:
-        """Runs all background streams to the end, after all other streams. Raises the errors of `run`."""
+        """Run all background streams to the end, after all other streams. Raises the errors of `run`."""
         self.alone = True
         self._submit_background()
         while self.in_flight:
@@ -173,7 +173,7 @@ class Scheduler:
         assert not self.background, "a background stream waits for a result that will never come"
 
     def cancel(self) -> None:
-        """Waits for all submitted units, and ends all streams except background ones, whose units are queued again."""
+        """Wait for all submitted units, and end all streams except background ones, whose units are queued again."""
         self.pool.cancel_pending()
         for unit, task in reversed(self.in_flight.values()):
             if task.background and task.lost is None:
@@ -190,7 +190,7 @@ class Scheduler:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def _next_result(self) -> None:
-        """Waits for one unit, and resumes its stream if the batch is complete."""
+        """Wait for one unit, and resume its stream if the batch is complete."""
         self._submit_background()
         assert self.in_flight, "a stream waits for a result that will never come"
         try:
@@ -217,7 +217,7 @@ class Scheduler:
     # -- background streams ------------------------------------------------------------------------------------------
 
     def _submit_background(self) -> None:
-        """Submits background units one at a time while workers are idle, from the stream with the fewest in flight."""
+        """Submit background units one at a time while workers are idle, from the stream with the fewest in flight."""
         while self.background and self._has_idle_worker():
             streams = [*self.background]
             task = next(filter(self._has_unit, sorted(streams, key=self._count_in_flight)), None)
@@ -229,7 +229,7 @@ class Scheduler:
                 break
 
     def _has_unit(self, task: Task[Any]) -> bool:
-        """Returns True if a background stream has a unit to submit. Resumes the stream if its batch is done."""
+        """Return True if a background stream has a unit to submit. Resume the stream if its batch is done."""
         if not (task.done or task.unsubmitted or task.awaited or self._count_in_flight(task)):
             self.background_begun = True
             self._end_batch(task)
@@ -250,7 +250,7 @@ class Scheduler:
     # -- streams -----------------------------------------------------------------------------------------------------
 
     def _resume(self, task: Task[Any], value: Any = None, error: Loss | None = None) -> None:
-        """Runs a stream until it waits for something, or ends."""
+        """Run a stream until it waits for something, or ends."""
         while True:
             try:
                 step = task.stream.throw(error) if error is not None else task.stream.send(value)
@@ -296,7 +296,7 @@ class Scheduler:
             self._want(other)
 
     def _want(self, task: Task[Any] | None) -> None:
-        """Marks a task, and the tasks that it waits for, as needed by the main stream."""
+        """Mark a task, and the tasks that it waits for, as needed by the main stream."""
         while task is not None and not task.wanted:
             task.wanted = True
             if task.paused:

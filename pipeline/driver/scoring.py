@@ -47,7 +47,7 @@ class Scorer:
     parts: Callable[[int, StagedLayer | None], Sequence[int | None]] = lambda *_: (None,)
 
     def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
-        """Returns the stored outputs of a model's last layer, by shard.
+        """Return the stored outputs of a model's last layer, by shard.
 
         Raises:
             CorruptError: a staged layer or the tokens are damaged.
@@ -57,11 +57,11 @@ class Scorer:
         return model.repaired(model.outputs)
 
     def outputs_stream(self, windows: Windows, name: str, layers: Layers) -> TaskStream[tuple[ArrayRecord, ...]]:
-        """Returns the stream of `outputs`, to run in the background. It does not repair damaged data."""
+        """Return the stream of `outputs`, to run in the background. It does not repair damaged data."""
         return _Model(self, windows, name, layers).outputs()
 
     def score(self, windows: Windows, name: str, layers: Layers, dense: Outputs = ()) -> Scored:
-        """Returns the loss of a model on all windows, summed in shard order.
+        """Return the loss of a model on all windows, summed in shard order.
 
         `dense`: the `outputs` of another model on the same windows, from which the divergence is measured. Raises the
         errors of `outputs`, and CorruptError if `dense` is damaged.
@@ -72,7 +72,7 @@ class Scorer:
     def scores_and_outputs(
         self, windows: Windows, name: str, layers: Layers, scored: int
     ) -> tuple[list[Scored], tuple[ArrayRecord, ...]]:
-        """Returns the loss of a model on each of the first `scored` shards, and the stored outputs of its last layer on
+        """Return the loss of a model on each of the first `scored` shards, and the stored outputs of its last layer on
         each of the others. Both pass the layers together. Raises the errors of `outputs`."""
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.scores_and_outputs(scored))
@@ -80,12 +80,12 @@ class Scorer:
     def score_stream(
         self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
     ) -> TaskStream[Scored]:
-        """Returns the stream of `score`, to run in the background. It waits for layers that are not final, and for the
+        """Return the stream of `score`, to run in the background. It waits for layers that are not final, and for the
         other model's outputs. It does not repair damaged data."""
         return _Model(self, windows, name, layers).score(dense)
 
     def forget(self, name: str) -> None:
-        """Retracts the entries of a model, and drops its hidden states."""
+        """Retract the entries of a model, and drop its hidden states."""
         for layer in range(self.num_layers + 1):
             self.journal.retract(scored_key(name, layer))
         self.cleaner.retain_activations(())
@@ -102,7 +102,7 @@ def window_units(
     base: int = 0,
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
-    """Returns the units that run all shards through a layer, or a part of it. `store`: the shards whose outputs are
+    """Return the units that run all shards through a layer, or a part of it. `store`: the shards whose outputs are
     stored. `records`: the inputs of layer `base`, if committed."""
     ahead = layer + 1 if layer + 1 < len(layers) and _is_final(layers, layer + 1) else None
     return [
@@ -138,7 +138,7 @@ class _Model:
         self.repairs = Repairs(scorer.journal, keys, self.observer)
 
     def repaired(self, stream: Callable[[], TaskStream[T]]) -> T:
-        """Runs a stream on a pool without other work. Restarts it from the last entry if hidden states are damaged or
+        """Run a stream on a pool without other work. Restart it from the last entry if hidden states are damaged or
         lost."""
         scheduler = self.scorer.scheduler
         while True:
@@ -152,20 +152,20 @@ class _Model:
                     self.scorer.forget(self.name)
 
     def outputs(self) -> TaskStream[tuple[ArrayRecord, ...]]:
-        """Runs all shards through all layers. Returns the records of the last layer's outputs."""
+        """Run all shards through all layers. Return the records of the last layer's outputs."""
         _, records, _ = yield from self._through(self.shards)
         assert records is not None
         return records
 
     def score(self, dense: Outputs | Task[tuple[ArrayRecord, ...]]) -> TaskStream[Scored]:
-        """Runs all shards through all layers and the head. Returns the sum of their scores."""
+        """Run all shards through all layers and the head. Return the sum of their scores."""
         base, records, _ = yield from self._through(())
         outputs: Outputs = (yield dense) if isinstance(dense, Task) else dense
         scores: list[Scored] = yield self._scores(self.shards, base, records, outputs)
         return sum(scores, Scored(0.0, 0))
 
     def scores_and_outputs(self, scored: int) -> TaskStream[tuple[list[Scored], tuple[ArrayRecord, ...]]]:
-        """Runs all shards through all layers, and the first ones through the head. Returns the scores of the first
+        """Run all shards through all layers, and the first ones through the head. Return the scores of the first
         shards, in order, and the records of the last layer's outputs of the others."""
         base, records, outputs = yield from self._through(self.shards[scored:])
         scores: list[Scored] = yield self._scores(self.shards[:scored], base, records)
@@ -192,9 +192,9 @@ class _Model:
     def _through(
         self, kept: Collection[int]
     ) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None, tuple[ArrayRecord, ...]]]:
-        """Runs all shards through all layers, and stores the last layer's outputs of the `kept` ones.
+        """Run all shards through all layers, and store the last layer's outputs of the `kept` ones.
 
-        Returns the last layer with committed inputs, their records, and the records of the kept outputs. The outputs of
+        Return the last layer with committed inputs, their records, and the records of the kept outputs. The outputs of
         all shards are committed as the inputs of one more layer.
         """
         scorer, last = self.scorer, len(self.layers)
@@ -225,7 +225,7 @@ class _Model:
         return base, records, stored
 
     def _last_committed(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
-        """Returns the last committed layer of this model, and its records. Retracts entries of an earlier model of the
+        """Return the last committed layer of this model, and its records. Retract entries of an earlier model of the
         same name."""
         for layer in range(len(self.layers), 0, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))

@@ -39,7 +39,7 @@ class Session:
         self.repairs = Repairs(journal, computed_keys(job.num_layers), self.observer)
 
     def enter(self, key: Key[E], record: E) -> None:
-        """Commits an entry."""
+        """Commit an entry."""
         self.journal.commit(key, record)
         self.repairs.progress()
 
@@ -50,7 +50,7 @@ class Session:
         record: StagedRecord,
         refined: RefinedFigures | None = None,
     ) -> LayerEntry:
-        """Commits a compressed layer. All walks, and all points of a sweep, commit their layers here."""
+        """Commit a compressed layer. All walks, and all points of a sweep, commit their layers here."""
         entry = layer_entry(layer, solved, record, refined)
         self.enter(layer_key(layer), entry)
         return entry
@@ -62,11 +62,11 @@ class Session:
         record: StagedRecord,
         refined: RefinedFigures | None = None,
     ) -> None:
-        """Commits a compressed layer and reports it to the observer."""
+        """Commit a compressed layer and report it to the observer."""
         self.observer.layer_done("compress", layer, self.commit_layer(layer, solved, record, refined).groups)
 
     def entry(self, key: Key[E]) -> E:
-        """Reads an entry that must exist. Raises CorruptError if it is missing or damaged."""
+        """Read an entry that must exist. Raises CorruptError if it is missing or damaged."""
         entry = self.journal.get(key)
         if entry is None:
             raise CorruptError(
@@ -76,24 +76,24 @@ class Session:
         return entry
 
     def uncompressed(self) -> list[int]:
-        """Returns the claimed layers that are not entered, ascending."""
+        """Return the claimed layers that are not entered, ascending."""
         return [layer for layer in layers_of(self.job.tasks) if staged_layer(self.journal, layer) is None]
 
     def hint_of(self, task: Task) -> str:
-        """Returns the hint that a task's curve gives to its solve; empty if there is no curve."""
+        """Return the hint that a task's curve gives to its solve; empty if there is no curve."""
         entry = self.journal.get(curves_key(task.layer))
         curve = entry.curves.get(task.key) if entry else None
         return curve.hint if curve else ""
 
     def batch(self, pending: list[int]) -> tuple[list[int], list[int]]:
-        """Splits layers into a batch of one layer per worker, and the rest."""
+        """Split layers into a batch of one layer per worker, and the rest."""
         count = max(1, self.pool.size)  # 0 while the only worker is being replaced
         return pending[:count], pending[count:]
 
     def build_on(
         self, results: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
     ) -> TaskStream[list[Any]]:
-        """Runs the units that `consumers` builds from the `results` of `producers`. Returns their results.
+        """Run the units that `consumers` builds from the `results` of `producers`. Return their results.
 
         Results that were lost with a worker are recomputed and replaced in `results`. Raises LostInputError if anything
         else is lost.
@@ -114,10 +114,10 @@ class Session:
     def store_samples(
         self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], results: list[ShardDone]
     ) -> TaskStream[dict[str, ArrayRecord]]:
-        """Stores the samples of values in the results of the units of all shards, in shard order: key -> record."""
+        """Store the samples of values in the results of the units of all shards, in shard order: key -> record."""
 
         def reduce_units(results: Sequence[ShardDone]) -> list[Unit]:
-            """Returns the units that store the samples."""
+            """Return the units that store the samples."""
             return [
                 Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in results))
                 for moment in samples
@@ -134,7 +134,7 @@ def solve_units(
     ranks: RanksOf,
     hint: Callable[[Task], str] = lambda _: "",
 ) -> list[Solve]:
-    """Returns the units that solve the groups of a layer. `statistics`: by the keys of moments. `hint`: the hint of a
+    """Return the units that solve the groups of a layer. `statistics`: by the keys of moments. `hint`: the hint of a
     task's curve."""
     return [
         Solve(
@@ -150,7 +150,7 @@ def solve_units(
 
 
 def write_unit(layer: int, solved: Sequence[tuple[Solve, SolveDone]], of: str = "") -> Write:
-    """Returns the unit that writes a layer with these groups. `of`: as in `Write`."""
+    """Return the unit that writes a layer with these groups. `of`: as in `Write`."""
     forms: dict[str, FormSpec] = {}
     for _, solution in solved:
         forms.update(solution.forms)
@@ -159,7 +159,7 @@ def write_unit(layer: int, solved: Sequence[tuple[Solve, SolveDone]], of: str = 
 
 
 def write_units(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
-    """Returns `write_unit` as a list of one, for `Session.build_on`."""
+    """Return `write_unit` as a list of one, for `Session.build_on`."""
     return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
 
 
@@ -169,7 +169,7 @@ def layer_entry(
     record: StagedRecord,
     refined: RefinedFigures | None = None,
 ) -> LayerEntry:
-    """Returns the ledger entry of a compressed layer."""
+    """Return the ledger entry of a compressed layer."""
     groups = {solve.task.name: _report(solve, solution) for solve, solution in solved}
     rounded = {path: scheme for _, solution in solved for path, scheme in solution.rounded.items()}
     forms = write_unit(layer, solved).forms

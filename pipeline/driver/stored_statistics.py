@@ -21,31 +21,31 @@ class StoredStatistics:
         self.job = session.job
 
     def of_dense_pass(self, layer: int) -> Mapping[str, ArrayRecord]:
-        """Returns the moments of a layer that the dense pass has entered so far."""
+        """Return the moments of a layer that the dense pass has entered so far."""
         entry = self.session.journal.get(dense_key(layer))
         return entry.statistics if entry else {}
 
     def missing(self, layer: int) -> tuple[Moment, ...]:
-        """Returns the moments of a layer that the dense pass has not entered."""
+        """Return the moments of a layer that the dense pass has not entered."""
         entered = self.of_dense_pass(layer)
         return tuple(moment for moment in layer_moments(self.job.tasks, layer) if moment.key not in entered)
 
     def of_backward_pass(self, layer: int) -> Mapping[str, ArrayRecord]:
-        """Returns the moments of gradients; none if no task needs them. Raises CorruptError if they are missing."""
+        """Return the moments of gradients; none if no task needs them. Raises CorruptError if they are missing."""
         return self.session.entry(gradient_key(layer)).statistics if layer_gradients(self.job.tasks, layer) else {}
 
     def of_layer(self, layer: int) -> Mapping[str, ArrayRecord]:
-        """Returns the moments of both passes. Raises CorruptError if they are missing."""
+        """Return the moments of both passes. Raises CorruptError if they are missing."""
         values = self.session.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
         return {**values, **self.of_backward_pass(layer)}
 
     def of_task(self, task: Task) -> dict[Moment, ArrayRecord]:
-        """Returns the moments that a task needs."""
+        """Return the moments that a task needs."""
         entered = self.of_layer(task.layer)
         return {moment: entered[moment.key] for moment in task.moments}
 
     def retain(self, also: Iterable[ArrayRecord] = ()) -> None:
-        """Drops the moments of finished layers, unless they are kept, and moments without an entry, which an
+        """Drop the moments of finished layers, unless they are kept, and moments without an entry, which an
         interruption has left, except `also`. Walks of mixed inputs keep all moments to the end, because a walk that
         resumes solves the finished layers again."""
         live = [*also]
@@ -60,7 +60,7 @@ class StoredStatistics:
         self.session.cleaner.retain_statistics(tuple(live))
 
     def retain_only(self, layers: Iterable[int]) -> None:
-        """Drops the moments of all other layers, unless they are kept."""
+        """Drop the moments of all other layers, unless they are kept."""
         if not self.job.keep_statistics:
             live = [record for layer in layers for record in self.of_layer(layer).values()]
             self.session.cleaner.retain_statistics(tuple(live))

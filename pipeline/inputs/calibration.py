@@ -38,7 +38,7 @@ class CalibrationTokens:
 
 
 def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
-    """Reads the calibration texts; None for a data-free job. Raises InputError about the text."""
+    """Read the calibration texts; None for a data-free job. Raises InputError about the text."""
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
@@ -71,7 +71,7 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
 
 
 def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
-    """Returns the token ids (windows, window) of the evaluation text; None if the manifest has none.
+    """Return the token ids (windows, window) of the evaluation text; None if the manifest has none.
 
     Raises InputError about the text.
     """
@@ -83,21 +83,21 @@ def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
 
 
 def window_tokens(place: Place, text: Any, window: int, vocab: int, trust_remote_code: bool = False) -> torch.Tensor:
-    """Returns the token ids (windows, window) of an evaluation text. Raises InputError about the text."""
+    """Return the token ids (windows, window) of an evaluation text. Raises InputError about the text."""
     tokens = evaluation_windows(read_documents(text), load_tokenizer(place, trust_remote_code), window)
     check_ids(tokens, vocab)
     return tokens
 
 
 def tokens_digest(tokens: torch.Tensor | None) -> str | None:
-    """Returns the hex SHA-256 of the shape and the ids; None for None."""
+    """Return the hex SHA-256 of the shape and the ids; None for None."""
     if tokens is None:
         return None
     return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
 
 
 def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -> tuple[Origin, torch.Tensor]:
-    """Returns the token ids (batch, length) on which `verify` compares models, and their origin: the beginnings of the
+    """Return the token ids (batch, length) on which `verify` compares models, and their origin: the beginnings of the
     first calibration samples, or random ids in a data-free job."""
     batch, length = SAMPLE_SHAPE
     if calibration is not None:
@@ -108,7 +108,7 @@ def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -
 
 
 def seen_share(calibration: torch.Tensor, evaluation: torch.Tensor, length: int = PASSAGE) -> float:
-    """Returns the share of the passages of `length` ids in the windows (n, window) that also occur in the samples (m,
+    """Return the share of the passages of `length` ids in the windows (n, window) that also occur in the samples (m,
     sequence)."""
     length = max(1, min(length, calibration.shape[1] // 2, evaluation.shape[1] // 2))
     passages = _passage_hashes(evaluation, length)
@@ -116,7 +116,7 @@ def seen_share(calibration: torch.Tensor, evaluation: torch.Tensor, length: int 
 
 
 def _passage_hashes(tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns a hash of each run of `length` ids inside a row, by Horner's rule modulo 2^64."""
+    """Return a hash of each run of `length` ids inside a row, by Horner's rule modulo 2^64."""
     count = tokens.shape[1] - length + 1
     hashes = torch.zeros(len(tokens), count, dtype=torch.int64)
     for offset in range(length):
@@ -125,7 +125,7 @@ def _passage_hashes(tokens: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def check_ids(tokens: torch.Tensor, vocab: int) -> None:
-    """Raises InputError when the tokenizer does not belong to the model."""
+    """Raise InputError when the tokenizer does not belong to the model."""
     largest = int(tokens.max())
     if largest >= vocab:
         raise InputError(

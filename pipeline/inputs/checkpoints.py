@@ -22,7 +22,7 @@ from stores.source import SourceCheckpoint, open_source
 
 
 def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """Opens a dense or compressed checkpoint. Returns the checkpoint and its config under standard names. Raises
+    """Open a dense or compressed checkpoint. Return the checkpoint and its config under standard names. Raises
     InputError.
 
     `code`: see `open_source`.
@@ -55,7 +55,7 @@ def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, M
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns tensor -> shape for a Lamina checkpoint with this config."""
+    """Return tensor -> shape for a Lamina checkpoint with this config."""
     model = build_on_meta(config)
     expected = {name: tuple(tensor.shape) for name, tensor in stored_state(model).items()}
     if config["tie_word_embeddings"]:
@@ -65,7 +65,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def build_on_meta(config: Mapping[str, Any]) -> lamina.LaminaForCausalLM:
-    """Builds the model of a config on the meta device, without rounding."""
+    """Build the model of a config on the meta device, without rounding."""
     described = lamina.LaminaConfig(
         **{name: value for name, value in config.items() if name not in (FIELD, TABLES, STORED_FORMATS)}
     )
@@ -74,5 +74,5 @@ def build_on_meta(config: Mapping[str, Any]) -> lamina.LaminaForCausalLM:
 
 
 def linear_modules(config: Mapping[str, Any]) -> list[str]:
-    """Returns the paths of all `torch.nn.Linear` in the model that a config describes."""
+    """Return the paths of all `torch.nn.Linear` in the model that a config describes."""
     return [path for path, module in build_on_meta(config).named_modules() if isinstance(module, torch.nn.Linear)]

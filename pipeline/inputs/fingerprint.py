@@ -20,7 +20,7 @@ from pipeline.inputs.job_inputs import Inputs
 def job_fingerprint(
     inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapping[str, SourceFile]
 ) -> dict[str, Any]:
-    """Returns field -> value. Fields are compared one by one, so that an error can name the different ones."""
+    """Return field -> value. Fields are compared one by one, so that an error can name the different ones."""
     return {
         "source": {file: {"size": record.size, "sha256": record.sha256} for file, record in source_files.items()},
         "config": inputs.source.config,
@@ -33,7 +33,7 @@ def job_fingerprint(
 
 
 def semantic_fields(inputs: Inputs) -> dict[str, Any]:
-    """Returns the manifest's fields that determine bytes, with the multiple of ranks for this model."""
+    """Return the manifest's fields that determine bytes, with the multiple of ranks for this model."""
     manifest, fields = inputs.manifest, inputs.manifest.semantic()
     for entry, field in zip(manifest.methods, fields["methods"], strict=True):
         stepped = entry.in_steps_of(manifest.rank_multiple)

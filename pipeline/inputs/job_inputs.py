@@ -116,14 +116,14 @@ class Inputs:
         return _measures_sizes(self.manifest)
 
     def at_size(self, size: int) -> Inputs:
-        """Returns these inputs with a budget of `size` thousandths in place of the limit of the loss."""
+        """Return these inputs with a budget of `size` thousandths in place of the limit of the loss."""
         assert self.manifest.budget is not None
         budget = self.manifest.budget.model_copy(update={"keep": size / 1000, "max_loss": None})
         return replace(self, manifest=self.manifest.model_copy(update={"budget": budget}))
 
 
 def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
-    """Opens the source (headers only) and checks manifest and model against each other.
+    """Open the source (headers only) and check manifest and model against each other.
 
     `weights`: after all checks, download the weights of a model on the hub.
 
@@ -134,7 +134,7 @@ def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
 
 
 def opened_model(manifest: Manifest, weights: bool, check: Callable[[SourceCheckpoint, Mapping[str, Any]], T]) -> T:
-    """Returns the result of `check` for a manifest's model and config. `check` runs before the weights are downloaded,
+    """Return the result of `check` for a manifest's model and config. `check` runs before the weights are downloaded,
     and again with them."""
     model = manifest.model
     source = open_source(model.source, model.revision, code=model.trust_remote_code)
@@ -144,7 +144,7 @@ def opened_model(manifest: Manifest, weights: bool, check: Callable[[SourceCheck
 
 
 def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, Any]) -> Inputs:
-    """Checks a manifest and an open model against each other. Raises InputError."""
+    """Check a manifest and an open model against each other. Raises InputError."""
     geometry = geometry_of(config)
     dtype = layer_dtype(source, geometry)
     stored_bits = {name: 8 * record.torch_dtype.itemsize for name, record in source.tensors.items()}
@@ -188,7 +188,7 @@ def _further_remarks(source: SourceCheckpoint) -> tuple[str, ...]:
 
 
 def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, ...], tuple[Task, ...]]:
-    """Returns the methods, and their tasks for a model of this geometry.
+    """Return the methods, and their tasks for a model of this geometry.
 
     Raises InputError, also if sizes in the manifest exceed the budget.
     """
@@ -206,7 +206,7 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
 
 
 def _check_held_experts(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> None:
-    """Raises InputError if `correct: output` applies to a mixture with more experts than a worker holds."""
+    """Raise InputError if `correct: output` applies to a mixture with more experts than a worker holds."""
     for task in tasks:
         experts, held = geometry.layers[task.layer].num_experts, manifest.workers.experts
         if task.corrections and experts > held:
@@ -217,7 +217,7 @@ def _check_held_experts(manifest: Manifest, geometry: Geometry, tasks: Sequence[
 
 
 def check_copied(inputs: Inputs) -> None:
-    """Checks tensors that are only copied, and that no worker reads, for NaN and infinity.
+    """Check tensors that are only copied, and that no worker reads, for NaN and infinity.
 
     Needs a few megabytes of memory.
 
@@ -238,7 +238,7 @@ def check_copied(inputs: Inputs) -> None:
 
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
-    """Returns the dtype of the forward pass and of config.json: the most frequent dtype of the layers' numbers.
+    """Return the dtype of the forward pass and of config.json: the most frequent dtype of the layers' numbers.
 
     Of two equally frequent dtypes, the wider one. Raises InputError if a layer tensor has another dtype than float32,
     bfloat16, float16 or float64.
@@ -262,7 +262,7 @@ def _measures_sizes(manifest: Manifest) -> str:
 
 
 def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> None:
-    """Raises InputError unless losses can be predicted and measured at several sizes, which a field needs."""
+    """Raise InputError unless losses can be predicted and measured at several sizes, which a field needs."""
     calibration = manifest.calibration
     remedy = "give keep" if field == "budget.max_loss" else "leave it out"
     if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in tasks}:
@@ -279,7 +279,7 @@ def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task],
 
 
 def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods: Sequence[Method]) -> None:
-    """Raises InputError if OUTPUT cannot hold the source's stored formats."""
+    """Raise InputError if OUTPUT cannot hold the source's stored formats."""
     if not source.stored_bytes():
         return
     owner = next((method.name for method in methods if method.own_class), None)

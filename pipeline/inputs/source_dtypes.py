@@ -20,14 +20,14 @@ FIELD = "source_dtypes"  # of config.json
 def unstored_dtypes(
     claimed: Iterable[str], source: Mapping[str, TensorRecord], stored: Collection[str], dtype: str
 ) -> dict[str, str]:
-    """Returns claimed tensor -> its dtype in the source, if that is not `dtype` and no tensor in `stored` has it."""
+    """Return claimed tensor -> its dtype in the source, if that is not `dtype` and no tensor in `stored` has it."""
     unstored = (name for name in sorted(source.keys() & {*claimed}) if not _holder(name, stored))
     dtypes = {name: str(source[name].torch_dtype).removeprefix("torch.") for name in unstored}
     return {name: own for name, own in dtypes.items() if own != dtype}
 
 
 def source_dtype(name: str, tensors: Mapping[str, TensorRecord], config: Mapping[str, Any]) -> torch.dtype:
-    """Returns the dtype of the source's tensor `name`, from the tensors and the config of the compressed checkpoint."""
+    """Return the dtype of the source's tensor `name`, from the tensors and the config of the compressed checkpoint."""
     if holder := _holder(name, tensors):
         return tensors[holder].torch_dtype
     dtype = getattr(torch, (config.get(FIELD) or {}).get(name, config["dtype"]))
@@ -36,6 +36,6 @@ def source_dtype(name: str, tensors: Mapping[str, TensorRecord], config: Mapping
 
 
 def _holder(name: str, stored: Collection[str]) -> str | None:
-    """Returns the stored tensor that has the dtype of the source's tensor `name`."""
+    """Return the stored tensor that has the dtype of the source's tensor `name`."""
     scale = name.removesuffix(WEIGHT) + SCALE
     return next((each for each in (name, scale) if each in stored), None)

@@ -25,7 +25,7 @@ CAUSAL_SUFFIX = "ForCausalLM"
 def open_dense(
     source: str, revision: str | None = None, *, weights: bool = True, code: bool = False
 ) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """Opens a dense checkpoint. Returns it, and its config under standard names.
+    """Open a dense checkpoint. Return it, and its config under standard names.
 
     `weights`: allow reading the weights. `code`: see `open_source`.
 
@@ -37,7 +37,7 @@ def open_dense(
 
 
 def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """Checks an open checkpoint. Returns it with its config, and raises errors, as `open_dense` does.
+    """Check an open checkpoint. Return it with its config, and raise errors, as `open_dense` does.
 
     Raises InputError also for a model of an unknown family, with a description of it.
     """
@@ -62,7 +62,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
 
 
 def describe_model(source: str) -> str:
-    """Returns the family and the size of a model in words. Raises the errors of `open_dense`."""
+    """Return the family and the size of a model in words. Raises the errors of `open_dense`."""
     _, config = open_dense(source, weights=False)
     geometry, wrapper = geometry_of(config), config.get("wrapper")
     inside = f", the decoder of a {wrapper['model_type']} model" if wrapper else ""
@@ -70,7 +70,7 @@ def describe_model(source: str) -> str:
 
 
 def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
-    """Raises InputError for a checkpoint that Lamina wrote, and for quantised weights."""
+    """Raise InputError for a checkpoint that Lamina wrote, and for quantised weights."""
     if config.get("model_type") == "lamina":
         raise InputError(
             f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; "
@@ -81,7 +81,7 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_other_heads(config: Mapping[str, Any], where: str) -> None:
-    """Raises InputError for a model of a known family without a language-modelling head."""
+    """Raise InputError for a model of a known family without a language-modelling head."""
     architectures = config.get("architectures") or []
     suffix = architecture(config["model_type"]) if is_wrapper(config) else CAUSAL_SUFFIX
     if isinstance(architectures, list) and architectures and not any(str(n).endswith(suffix) for n in architectures):
@@ -92,7 +92,7 @@ def _refuse_other_heads(config: Mapping[str, Any], where: str) -> None:
 
 
 def without_further_layers(source: SourceCheckpoint, config: Mapping[str, Any]) -> SourceCheckpoint:
-    """Returns the source without the layers that predict further tokens, which transformers ignores."""
+    """Return the source without the layers that predict further tokens, which transformers ignores."""
     if not FAMILIES[config["source_model_type"]].further_layers:
         return source
     prefix, layers = f"{config['block']['layers']}.", config["num_hidden_layers"]
@@ -105,7 +105,7 @@ def without_further_layers(source: SourceCheckpoint, config: Mapping[str, Any]) 
 def as_loaded(
     source: SourceCheckpoint, config: Mapping[str, Any], weights: bool = True
 ) -> tuple[SourceCheckpoint, dict[str, Any]]:
-    """Returns source and config with embedding and head tied or untied, as transformers loads them.
+    """Return source and config with embedding and head tied or untied, as transformers loads them.
 
     The config may tie them although the shards also hold a head. transformers (from 5) then unties them if they differ.
     If they are equal, the head is removed from the tensors, because it repeats the embedding. Without weights they are
@@ -122,7 +122,7 @@ def as_loaded(
 
 
 def check_buildable(config: Mapping[str, Any], where: str) -> None:
-    """Builds a layer of a standard config on the meta device. Raises InputError if that fails."""
+    """Build a layer of a standard config on the meta device. Raises InputError if that fails."""
     try:
         described = LayersConfig(**config)
         with torch.device("meta"):

@@ -16,8 +16,8 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) -> None:
-    """Raises InputError, naming the field, if lm-eval is not installed, does not know the tasks, or could not load one
-    of the models. Checks nothing if there are no tasks."""
+    """Raise InputError, naming the field, if lm-eval is not installed, does not know the tasks, or could not load one
+    of the models. Check nothing if there are no tasks."""
     if not tasks:
         return
     if remote := [model for model in models if "://" in model]:
@@ -26,7 +26,7 @@ def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) ->
 
 
 def check_reader_of_rounded(field: str) -> None:
-    """Raises InputError, naming the field, if transformers could not load a checkpoint with rounded weights."""
+    """Raise InputError, naming the field, if transformers could not load a checkpoint with rounded weights."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise InputError(
             f"{field}: transformers loads rounded weights (quantize) with compressed-tensors, which is not installed: "
@@ -35,7 +35,7 @@ def check_reader_of_rounded(field: str) -> None:
 
 
 def find_tasks(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
-    """Returns the names of the tasks, and an lm-eval task manager that knows them all. Raises InputError."""
+    """Return the names of the tasks, and an lm-eval task manager that knows them all. Raises InputError."""
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(f"{field}: lm-eval is not installed; {install_advice('tasks')}")
     from lm_eval.tasks import TaskManager

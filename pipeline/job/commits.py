@@ -18,7 +18,7 @@ from pipeline.job.context import JobContext
 
 
 def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
-    """Returns `resume.every`, or for `auto` the number that the plan chose when the run directory was new.
+    """Return `resume.every`, or for `auto` the number that the plan chose when the run directory was new.
 
     `hardware`: of the workers (`workers.hardware`), whose rates the plan uses.
     """
@@ -39,7 +39,7 @@ def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
 
 
 def _rates(job: JobContext, device: str) -> Rates:
-    """Returns the known rates of the workers' GPU, or the measured rates of this machine's CPU."""
+    """Return the known rates of the workers' GPU, or the measured rates of this machine's CPU."""
     workers = job.manifest.workers
     if not workers.gpus:
         shape = ProbedShape.of(job.inputs.geometry, job.manifest)

@@ -102,7 +102,7 @@ class JobContext:
         return open_storage(self.manifest.output).address
 
     def seconds(self) -> float:
-        """Returns the seconds since this run of the job began."""
+        """Return the seconds since this run of the job began."""
         return time.monotonic() - self.started
 
 
@@ -110,7 +110,7 @@ class JobContext:
 def open_job(
     manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: bool, in_process: bool = False
 ) -> Iterator[JobContext]:
-    """Checks everything that can be known before computing, and locks the run directory and OUTPUT.
+    """Check everything that can be known before computing, and lock the run directory and OUTPUT.
 
     Existing work in the run directory stays unchanged until `begin`.
 
@@ -156,14 +156,14 @@ def open_job(
 
 
 def with_samples(manifest: Manifest, samples: int) -> Manifest:
-    """Returns a manifest with another number of calibration samples."""
+    """Return a manifest with another number of calibration samples."""
     assert manifest.calibration is not None
     calibration = manifest.calibration.model_copy(update={"samples": samples})
     return manifest.model_copy(update={"calibration": calibration})
 
 
 def with_entered_samples(job: JobContext) -> JobContext:
-    """Returns the job with the number of samples that `samples: auto` has chosen; the job itself before the choice.
+    """Return the job with the number of samples that `samples: auto` has chosen; the job itself before the choice.
 
     They are spread evenly over all that were drawn.
     """
@@ -186,7 +186,7 @@ class Text(NamedTuple):
 
 
 def read_text(inputs: Inputs) -> Text:
-    """Reads the texts for calibration and evaluation. Raises InputError."""
+    """Read the texts for calibration and evaluation. Raises InputError."""
     drawn = calibration_tokens(inputs)
     held_out = drawn.held_out if drawn and len(drawn.held_out) else None
     sources = drawn.sources if drawn else NO_SOURCES
@@ -194,7 +194,7 @@ def read_text(inputs: Inputs) -> Text:
 
 
 def read_source(inputs: Inputs, ledger: Ledger) -> Mapping[str, SourceFile]:
-    """Returns the digests of the source's files. If they are not those in the ledger, checks the tensors that are only
+    """Return the digests of the source's files. If they are not those in the ledger, checks the tensors that are only
     copied. Raises NumericsError."""
     entered = ledger.get(SOURCE)
     source_files = inputs.source.file_digests(entered or {})
@@ -204,7 +204,7 @@ def read_source(inputs: Inputs, ledger: Ledger) -> Mapping[str, SourceFile]:
 
 
 def watch_source(inputs: Inputs, source_files: Mapping[str, SourceFile], ledger: Ledger) -> SourceWatch:
-    """Watches the files of the source that a job reads and copies. Once one has changed, the ledger refuses commits.
+    """Watch the files of the source that a job reads and copies. Once one has changed, the ledger refuses commits.
 
     Raises StorageError where a file cannot be read.
     """
@@ -215,7 +215,7 @@ def watch_source(inputs: Inputs, source_files: Mapping[str, SourceFile], ledger:
 
 
 def check_ledger(job: JobContext) -> None:
-    """Enters the source's digests, and retracts entries that contradict the job."""
+    """Enter the source's digests, and retract entries that contradict the job."""
     ledger = job.ledger
     ledger.commit(SOURCE, job.source_files)
     target = ledger.get(TARGET)  # the entries are of this size, which may not be the job's
@@ -224,7 +224,7 @@ def check_ledger(job: JobContext) -> None:
 
 
 def driver_job(inputs: Inputs) -> Job:
-    """Returns the job as the driver sees it."""
+    """Return the job as the driver sees it."""
     manifest, methods, geometry = inputs.manifest, inputs.methods, inputs.geometry
     return Job(
         **vars(inputs.passes),
@@ -242,7 +242,7 @@ def driver_job(inputs: Inputs) -> Job:
 
 
 def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None:
-    """Reports the inputs' remarks, and the faults of a finished OUTPUT.
+    """Report the inputs' remarks, and the faults of a finished OUTPUT.
 
     `finished`: the layers are done, and only scores are missing.
 
@@ -265,7 +265,7 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
 
 
 def begin(job: JobContext, finished: bool) -> None:
-    """Makes the run directory the job's, and reports the work that it resumes. `finished`: as in `check_output`."""
+    """Make the run directory the job's, and report the work that it resumes. `finished`: as in `check_output`."""
     job.run_dir.bind(job.fingerprint_check, partial(_undo_solves, job.ledger, job.fingerprint_check.differing))
     if not job.fingerprint_check.reuses_entries:
         check_ledger(job)
@@ -289,7 +289,7 @@ def _report_progress(job: JobContext) -> None:
 
 
 def _is_adaptable(manifest: Manifest, output_files: OutputFiles, differing: list[str]) -> bool:
-    """Returns True if only fields differ that statistics do not depend on, so that later work alone can be undone.
+    """Return True if only fields differ that statistics do not depend on, so that later work alone can be undone.
 
     Raises InputError if OUTPUT cannot be replaced then.
     """
@@ -306,7 +306,7 @@ def _manifest_fields(differing: Sequence[str]) -> list[str]:
 
 
 def _undo_solves(ledger: Ledger, differing: Sequence[str]) -> None:
-    """Retracts all entries that depend on these fields."""
+    """Retract all entries that depend on these fields."""
     names = _manifest_fields(differing)
     if complete := ledger.get(COMPLETE):
         phases = complete.summary.get("seconds", {}).get("phases", {})

@@ -23,7 +23,7 @@ LAST_BEAT_SECONDS = 10.0  # the longest wait of a job's end for a beat that hang
 
 
 class Heartbeat:
-    """Renews locks every few seconds, in a thread of its own, within a `with` block.
+    """Renew locks every few seconds, in a thread of its own, within a `with` block.
 
     If another process acquires a lock, the job ends: `stop` is set, and leaving the block raises InUseError.
     """
@@ -59,7 +59,7 @@ class Heartbeat:
 
     @contextmanager
     def attending(self, pool: RayPool | InProcessPool) -> Iterator[None]:
-        """Makes beats in the block report this pool, and resize it on request.
+        """Make beats in the block report this pool, and resize it on request.
 
         The metrics are updated once more at the end, as all the work may happen between two beats.
         """
@@ -71,7 +71,7 @@ class Heartbeat:
             _show(pool, self.progress())
 
     def beat(self) -> None:
-        """Renews the locks once. Raises InUseError if another process has one, StorageError if nothing can be
+        """Renew the locks once. Raises InUseError if another process has one, StorageError if nothing can be
         written."""
         state, pool = dict(self.progress()), self.pool
         if pool is not None:

@@ -30,7 +30,7 @@ DENSE, COMPRESSED = "held-out-dense", "held-out"  # names of the scored models i
 def score_held_out(
     job: JobContext, workers: JobWorkers, scored: HeldOutScoreEntry | None = None
 ) -> HeldOutScoreEntry | None:
-    """Returns the divergence from the dense model and both perplexities, entered once; None if the texts have no more
+    """Return the divergence from the dense model and both perplexities, entered once; None if the texts have no more
     tokens.
 
     `scored`: the result of `scoring_held_out` for these layers.
@@ -58,7 +58,7 @@ def score_held_out(
 def scoring_held_out(
     workers: JobWorkers, job: JobContext, scheduler: Scheduler, layers: LayersEntered
 ) -> TaskStream[HeldOutScoreEntry | None]:
-    """Does the work of `score_held_out` in the background, while the layers are compressed. Enters only the dense
+    """Do the work of `score_held_out` in the background, while the layers are compressed. Enter only the dense
     model's outputs. Several workers score both models side by side, one worker scores one after the other."""
     if job.held_out is None or job.ledger.get(HELD_OUT_SCORE) is not None:
         return None
@@ -80,19 +80,19 @@ def _scoring_dense(
 
 
 def unscored_windows(job: JobContext) -> torch.Tensor | None:
-    """Returns the held-out windows if the dense model's outputs on them are not entered, else None."""
+    """Return the held-out windows if the dense model's outputs on them are not entered, else None."""
     entered = job.ledger.get(HELD_OUT)
     return job.held_out if entered is None or entered.outputs is None else None
 
 
 def enter_dense_outputs(job: JobContext, workers: JobWorkers, outputs: tuple[ArrayRecord, ...]) -> None:
-    """Enters the dense model's outputs on the held-out windows, by shard."""
+    """Enter the dense model's outputs on the held-out windows, by shard."""
     windows, _ = _stored(job, workers.always)
     _enter(job, workers.always, windows, outputs)
 
 
 def forget_other_text(job: JobContext) -> None:
-    """Retracts scores if the job's text has other held-out tokens than the stored ones.
+    """Retract scores if the job's text has other held-out tokens than the stored ones.
 
     The fingerprint covers the samples alone: text beyond them may have changed since.
     """
@@ -109,7 +109,7 @@ def forget_other_text(job: JobContext) -> None:
 
 
 def _score(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry:
-    """Scores the staged layers. Damaged tokens or dense outputs are computed again."""
+    """Score the staged layers. Damaged tokens or dense outputs are computed again."""
     repairs, layers = Repairs(job.ledger, [HELD_OUT], job.observer), range(job.inputs.geometry.num_layers)
     while True:
         try:
@@ -134,7 +134,7 @@ def _entry(scored: Scored) -> HeldOutScoreEntry:
 
 
 def _dense(job: JobContext, workers: JobWorkers) -> tuple[Windows, Outputs]:
-    """Returns the held-out tokens, and the outputs of the dense model's last layer on them. Computes them if they are
+    """Return the held-out tokens, and the outputs of the dense model's last layer on them. Compute them if they are
     not entered."""
     windows, outputs = _stored(job, workers.always)
     if outputs is None:
@@ -149,7 +149,7 @@ def _dense_layers(job: JobContext) -> list[None]:
 
 
 def _stored(job: JobContext, always: list[ArrayRecord]) -> tuple[Windows, tuple[ArrayRecord, ...] | None]:
-    """Stores the held-out tokens if they are not stored. Returns them, and the dense model's outputs on them if these
+    """Store the held-out tokens if they are not stored. Return them, and the dense model's outputs on them if these
     are entered."""
     entered = job.ledger.get(HELD_OUT)
     if entered is None:
@@ -174,7 +174,7 @@ def _enter(job: JobContext, always: list[ArrayRecord], windows: Windows, outputs
 
 
 def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
-    """Returns the windows, scored in float32, or in float64 if the model has it.
+    """Return the windows, scored in float32, or in float64 if the model has it.
 
     A narrower dtype would add its rounding to the error of the compression.
     """

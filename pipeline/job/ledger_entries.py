@@ -31,7 +31,7 @@ logger = logging.getLogger("lamina")
 
 
 def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
-    """Invalidates every entry that does not fit the job, with a warning. `config`: the source's, under standard
+    """Invalidate every entry that does not fit the job, with a warning. `config`: the source's, under standard
     names."""
     for key in ledger.keys():  # noqa: SIM118 - no mapping
         if fault := _fault(key, ledger.get(key), job, config):
@@ -54,7 +54,7 @@ def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | N
 
 
 def _activations_fault(stored: Sequence[ArrayRecord] | None, shards: int) -> str | None:
-    """Returns a fault unless there is a record of each shard, or none at all."""
+    """Return a fault unless there is a record of each shard, or none at all."""
     whole = stored is None or len(stored) == shards
     return None if whole else f"activations: {len(stored or ())} of {shards} shards"
 
@@ -78,7 +78,7 @@ def _summary_fault(summary: Mapping[str, Any]) -> str | None:
 
 
 def _layer_fault(layer: int, entry: LayerEntry, config: Mapping[str, Any]) -> str | None:
-    """Returns a fault unless the staged tensors are those of the layer that the forms describe."""
+    """Return a fault unless the staged tensors are those of the layer that the forms describe."""
     try:
         entered = entry.as_json()["forms"]
         forms = [entered if index == layer else {} for index in range(config["num_hidden_layers"])]
@@ -94,7 +94,7 @@ def _layer_fault(layer: int, entry: LayerEntry, config: Mapping[str, Any]) -> st
 
 
 def _check_ranks(ledger: Ledger, job: Job) -> None:
-    """Invalidates ranks that do not follow from this manifest and the scores in the ledger."""
+    """Invalidate ranks that do not follow from this manifest and the scores in the ledger."""
     entry = ledger.get(RANKS)
     if entry is None:
         return

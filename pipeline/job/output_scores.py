@@ -27,7 +27,7 @@ from pipeline.reporting.summary import SEEN_LIMIT, seen_warning
 
 
 def missing_scores(job: JobContext) -> list[str]:
-    """Returns the ledger keys that evaluating the finished OUTPUT would enter."""
+    """Return the ledger keys that evaluating the finished OUTPUT would enter."""
     if (complete := job.ledger.get(COMPLETE)) is None:
         return []
     seal = complete.contract_sha256
@@ -36,7 +36,7 @@ def missing_scores(job: JobContext) -> list[str]:
 
 
 def score_output(job: JobContext, seal: str) -> None:
-    """Measures and enters the missing scores.
+    """Measure and enter the missing scores.
 
     Raises:
         Interrupted: a signal came; entries stay.
@@ -70,7 +70,7 @@ def score_output(job: JobContext, seal: str) -> None:
 
 
 def score_entry(job: JobContext, model: str, seal: str, figures: Mapping[str, Any]) -> ScoreEntry:
-    """Returns the entry of the `dense` or the `compressed` model. `figures`: as `score_tokens` returns them."""
+    """Return the entry of the `dense` or the `compressed` model. `figures`: as `score_tokens` returns them."""
     perplexity = job.manifest.evaluation.perplexity
     assert perplexity is not None
     return ScoreEntry(
@@ -84,7 +84,7 @@ def score_entry(job: JobContext, model: str, seal: str, figures: Mapping[str, An
 
 
 def scores(job: JobContext, seal: str) -> dict[str, Any]:
-    """Returns the entered scores by kind, without kinds that have none.
+    """Return the entered scores by kind, without kinds that have none.
 
     `perplexity`: of OUTPUT on the manifest's text; `dense`: of the source on the same tokens; `earlier`: of OUTPUT on
     other texts; `tasks`: of both models, by lm-eval.
@@ -103,14 +103,14 @@ def scores(job: JobContext, seal: str) -> dict[str, Any]:
 
 
 def _seen_share(job: JobContext) -> float:
-    """Returns the share of the evaluation text that occurs in the calibration samples."""
+    """Return the share of the evaluation text that occurs in the calibration samples."""
     if job.tokens is None or job.evaluation is None:
         return 0.0
     return seen_share(job.tokens, job.evaluation)
 
 
 def _score_keys(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
-    """Returns ledger key -> the model to be scored."""
+    """Return ledger key -> the model to be scored."""
     if job.evaluation is None:
         return {}
     keys = {score_key("output", _digest(seal, tokens_digest(job.evaluation))): job.manifest.output}
@@ -120,7 +120,7 @@ def _score_keys(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
 
 
 def _task_score_keys(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], str]:
-    """Returns ledger key -> the model to be scored on the manifest's tasks: the compressed and the dense one."""
+    """Return ledger key -> the model to be scored on the manifest's tasks: the compressed and the dense one."""
     if not (tasks := job.manifest.evaluation.tasks):
         return {}
     digest = tasks_digest(tasks)
@@ -131,7 +131,7 @@ def _task_score_keys(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], st
 
 
 def dense_score_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:
-    """Returns the key of the source's score on the evaluation tokens; none without such tokens."""
+    """Return the key of the source's score on the evaluation tokens; none without such tokens."""
     if job.evaluation is None:
         return ()
     return (score_key("dense", _digest(_source_digests(job), tokens_digest(job.evaluation))),)

@@ -57,7 +57,7 @@ class RateSource:
 
 
 def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> dict[str, Any]:
-    """Returns the report as JSON.
+    """Return the report as JSON.
 
     `config`: a config.json to plan for, without reading the source. Raises InputError.
     """
@@ -93,7 +93,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
 
 
 def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
-    """Returns the manifest with the number of samples for the plan, and remarks about that number.
+    """Return the manifest with the number of samples for the plan, and remarks about that number.
 
     For `samples: auto`, the number chosen in its run directory, or the largest one if none is chosen yet.
     """
@@ -110,13 +110,13 @@ def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
 def planned_work(
     manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], dtype: torch.dtype, plan: Plan
 ) -> LayerWork:
-    """Returns the work (operations and bytes) of a layer, in a job with this plan."""
+    """Return the work (operations and bytes) of a layer, in a job with this plan."""
     tokens, share = gradient_tokens(manifest, geometry, tasks), plan.expected_numbers / plan.dense_numbers
     return layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, share)
 
 
 def stored_bytes(work: LayerWork, way: Pass, rates: Rates, manifest: Manifest) -> dict[str, int]:
-    """Returns the bytes between workers and those of commits, for the report."""
+    """Return the bytes between workers and those of commits, for the report."""
     every = manifest.resume.every
     every = layers_per_commit(work, rates, way) if every == "auto" else every
     return {
@@ -127,21 +127,21 @@ def stored_bytes(work: LayerWork, way: Pass, rates: Rates, manifest: Manifest) -
 
 
 def seconds_of(phases: Mapping[str, float], rates: Rates) -> dict[str, Any]:
-    """Returns the rates, and the seconds by phase and in all, for the report."""
+    """Return the rates, and the seconds by phase and in all, for the report."""
     return {"rates": rates.report(), "phases": dict(phases), "estimated_seconds": sum(phases.values())}
 
 
 def verdict(
     manifest: Manifest, report: Mapping[str, Any], source: RateSource, remarks: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns `fits`, as far as it can be known here, `limits` that are exceeded, and all `remarks`, for the report."""
+    """Return `fits`, as far as it can be known here, `limits` that are exceeded, and all `remarks`, for the report."""
     limits = exceeded_limits(manifest, report, source)
     spilled = _beyond_the_object_store(report) if source.is_here else []
     return {"fits": not limits, "limits": limits, "remarks": [*remarks, *limits, *spilled]}
 
 
 def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
-    """Returns remarks on evaluations whose seconds are unknown."""
+    """Return remarks on evaluations whose seconds are unknown."""
     remarks = []
     if inputs is None and manifest.evaluation.perplexity is not None:
         remarks.append("evaluation.perplexity is not among the seconds: with --config its text is not read")
@@ -151,7 +151,7 @@ def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
 
 
 def size_seconds(phases: Mapping[str, float], way: Pass) -> float:
-    """Returns the seconds to compress a model to one more size, and to score it on held-out text."""
+    """Return the seconds to compress a model to one more size, and to score it on held-out text."""
     return (
         sum(phases.get(name, 0.0) for name in ("solve", "round", "correct", "refine", "verify"))
         + phases.get("held-out", 0.0) / way.held_out_models
@@ -159,7 +159,7 @@ def size_seconds(phases: Mapping[str, float], way: Pass) -> float:
 
 
 def scoring_seconds(inputs: Inputs, tokens: torch.Tensor, rates: Rates, workers: int) -> float:
-    """Returns the seconds of evaluation on these token ids (windows, window), with the start of its workers."""
+    """Return the seconds of evaluation on these token ids (windows, window), with the start of its workers."""
     perplexity = inputs.manifest.evaluation.perplexity
     models = 1 + (perplexity is not None and perplexity.dense)
     flops = models * tokens.numel() * scoring_flops(inputs.geometry, tokens.shape[-1])
@@ -185,7 +185,7 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
 
 
 def rates_from(source: RateSource, manifest: Manifest, geometry: Geometry, dtype: torch.dtype) -> Rates:
-    """Returns the rates of this source. Raises InputError."""
+    """Return the rates of this source. Raises InputError."""
     workers, shape = manifest.workers, ProbedShape.of(geometry, manifest)
     if source.gpu is not None:
         try:
@@ -206,7 +206,7 @@ def rates_from(source: RateSource, manifest: Manifest, geometry: Geometry, dtype
 
 
 def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSource) -> list[str]:
-    """Returns the limits of this machine, of the named GPU and of the disks that the job exceeds. The limits of other
+    """Return the limits of this machine, of the named GPU and of the disks that the job exceeds. The limits of other
     nodes are unknown."""
     limits = _beyond_this_machine(manifest, plan) if source.is_here else []
     if source.gpu is not None and plan["worker_device_bytes"] > plan["rates"]["device_bytes"]:
@@ -226,12 +226,12 @@ def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSou
 
 
 def memory_here(plan: Mapping[str, Any]) -> int:
-    """Returns the bytes of memory that the workers and the driver take together on one machine."""
+    """Return the bytes of memory that the workers and the driver take together on one machine."""
     return int(plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"])
 
 
 def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[str]:
-    """Returns the limits of this machine's memory and cores that the workers exceed."""
+    """Return the limits of this machine's memory and cores that the workers exceed."""
     from workers.cluster import machine_bytes  # and Ray
 
     limits, machine = [], machine_bytes()
@@ -254,7 +254,7 @@ def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[st
 
 
 def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
-    """Returns a remark if Ray would spill to disk, which is slower but works."""
+    """Return a remark if Ray would spill to disk, which is slower but works."""
     from workers.cluster import object_store_room  # and Ray
 
     if plan["object_store_bytes"] <= (store := object_store_room()):
@@ -266,7 +266,7 @@ def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
 
 
 def time_line(plan: Mapping[str, Any]) -> str:
-    """Returns the time of a job or a sweep, and its longest phases."""
+    """Return the time of a job or a sweep, and its longest phases."""
     seconds, phases = plan["estimated_seconds"], plan["phases"]
     longest = sorted(phases, key=lambda phase: -phases[phase])[:LONGEST_PHASES]
     parts = ", ".join(f"{phase} {duration(phases[phase])}" for phase in longest)

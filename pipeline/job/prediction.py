@@ -22,7 +22,7 @@ ENOUGH = 3  # measured sizes, from which the losses of other sizes follow
 
 
 def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
-    """Returns a function:
+    """Return a function:
 
     size in thousandths of `keep` -> predicted loss in nats per token; None below the least size.
     """
@@ -30,7 +30,7 @@ def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
 
     @cache
     def predicted(size: int) -> float | None:
-        """Returns the predicted loss at a size."""
+        """Return the predicted loss at a size."""
         try:
             ranks = driver_job(job.inputs.at_size(size)).allocate(scores)
         except InputError:
@@ -41,7 +41,7 @@ def predicted_by_size(job: JobContext) -> Callable[[int], float | None]:
 
 
 def predicted_at_ranks(job: JobContext) -> float | None:
-    """Returns the predicted loss at the chosen ranks, in nats per token; None unless every task has a curve."""
+    """Return the predicted loss at the chosen ranks, in nats per token; None unless every task has a curve."""
     spec, calibration, ranks = driver_job(job.inputs), job.manifest.calibration, job.ledger.get(RANKS)
     if ranks is None or calibration is None or calibration.gradient.kind == "local":
         return None
@@ -52,13 +52,13 @@ def predicted_at_ranks(job: JobContext) -> float | None:
 
 
 def tries_of(job: JobContext) -> list[dict[str, Any]]:
-    """Returns the scores of all sizes that were tried, by ascending size: `keep`, `divergence`, `predicted`."""
+    """Return the scores of all sizes that were tried, by ascending size: `keep`, `divergence`, `predicted`."""
     sizes = sorted(int(key.removeprefix(TRIES)) for key in job.ledger.keys(TRIES))
     return [{"keep": size / WHOLE, **entry.as_json()} for size in sizes if (entry := job.ledger.get(try_key(size)))]
 
 
 def prediction_of(job: JobContext) -> dict[str, Any] | None:
-    """Returns `predicted` and `measured` loss of the job's size, in nats per token; None if no loss is predicted.
+    """Return `predicted` and `measured` loss of the job's size, in nats per token; None if no loss is predicted.
 
     With three measured sizes also `sizes`: for each `keep` from 0.9 to 0.5 the `predicted` loss and, by calibration,
     the `expected` one.

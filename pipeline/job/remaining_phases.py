@@ -34,7 +34,7 @@ WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
 def job_eta(job: JobContext, rates: Rates) -> Eta:
-    """Returns the phases ahead of a job that begins or resumes. Those of a size come about `TRIED` times in a search
+    """Return the phases ahead of a job that begins or resumes. Those of a size come about `TRIED` times in a search
     for a size. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     if job.points:
         return Eta()
@@ -62,7 +62,7 @@ class _Remaining:
     seconds: Mapping[str, float]
 
     def passes(self) -> list[PlannedPhase]:
-        """Returns the phases that come once: passes over the calibration text, and curves."""
+        """Return the phases that come once: passes over the calibration text, and curves."""
         seconds, claimed = self.seconds, layers_of(self.job.inputs.tasks)
         first = "importance" if self.way.compressed else "statistics"
         planned: list[PlannedPhase] = []
@@ -77,7 +77,7 @@ class _Remaining:
         return planned
 
     def sizes(self) -> list[PlannedPhase]:
-        """Returns the phases of each size: solving, and scores on held-out text."""
+        """Return the phases of each size: solving, and scores on held-out text."""
         phase, amount = self._solving
         ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / self.way.held_out_models
         tries = len(ledger.keys(TRIES))
@@ -122,7 +122,7 @@ class _Remaining:
         return sum(self.job.ledger.get(key) is None for key in keys)
 
     def _phase(self, phase: str, seconds: float, keys: Sequence[Key[Any]]) -> list[PlannedPhase]:
-        """Returns the part of a phase that is not committed: nothing, if each of `keys` is."""
+        """Return the part of a phase that is not committed: nothing, if each of `keys` is."""
         if not keys:
             return [PlannedPhase(phase, seconds)]
         missing = self._missing(keys)
@@ -134,7 +134,7 @@ def _keys(key_of: Callable[[int], Key[Any]], layers: Sequence[int]) -> list[Key[
 
 
 def _evaluations(job: JobContext, rates: Rates, way: Pass) -> list[PlannedPhase]:
-    """Returns the evaluations of OUTPUT and of the dense model that are not entered."""
+    """Return the evaluations of OUTPUT and of the dense model that are not entered."""
     if job.evaluation is None or job.manifest.evaluation.perplexity is None:
         return []
     flops = job.evaluation.numel() * scoring_flops(job.inputs.geometry, job.evaluation.shape[-1])

@@ -22,7 +22,7 @@ LOG = logging.getLogger("lamina")
 
 @contextmanager
 def recorded(job: JobContext) -> Iterator[None]:
-    """Opens the log of this run. Records how the block ends, unless another process uses RUN_DIR by then."""
+    """Open the log of this run. Record how the block ends, unless another process uses RUN_DIR by then."""
     log = open_log(job.run_dir.logs, job.name, lambda: job.observer.state)
     job.observer.say(f"log: {log}")
     try:
@@ -58,6 +58,6 @@ def _record(job: JobContext, log: str, ending: Ending) -> None:
 
 
 def _place(state: Mapping[str, Any]) -> str | None:
-    """Returns the phase, and the last finished unit."""
+    """Return the phase, and the last finished unit."""
     phase, unit = state.get("phase"), state.get("unit")
     return f"phase {phase}" + (f", after {unit}" if unit else "") if phase else None

@@ -25,7 +25,7 @@ from pipeline.ranks.search import WHOLE, least_size, next_size
 
 
 def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContext, Effort]:
-    """Compresses every claimed layer to the job's size, and scores them on held-out text. Returns the job with that
+    """Compress every claimed layer to the job's size, and score them on held-out text. Return the job with that
     size.
 
     Raises InputError when no size stays below `budget.max_loss`, naming the least loss.
@@ -45,7 +45,7 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
 
 
 def compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
-    """Compresses the layers and scores them on held-out text.
+    """Compress the layers and score them on held-out text.
 
     A staged layer that is damaged in between is compressed again, once; then CorruptError is raised. `compared`: as in
     `JobWorkers.compress`.
@@ -60,7 +60,7 @@ def compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool =
 
 
 def _compress_within(job: JobContext, limit: float, workers: JobWorkers) -> JobContext:
-    """Compresses the layers to the smallest size whose loss is within the limit. Returns the job with that size."""
+    """Compress the layers to the smallest size whose loss is within the limit. Return the job with that size."""
     workers.prepare(job)
     predicted = predicted_by_size(job)
     least = least_size(lambda size: predicted(size) is not None)
@@ -82,7 +82,7 @@ def _compress_within(job: JobContext, limit: float, workers: JobWorkers) -> JobC
 
 
 def _measure_other_sizes(job: JobContext, workers: JobWorkers) -> None:
-    """Compresses the layers to two other sizes and enters their losses, which calibrate the predicted ones."""
+    """Compress the layers to two other sizes and enter their losses, which calibrate the predicted ones."""
     assert job.manifest.budget is not None
     own_size = job.manifest.budget.share * WHOLE
     missing = [size for size in other_sizes(own_size) if job.ledger.get(try_key(size)) is None]
@@ -96,7 +96,7 @@ def _measure_other_sizes(job: JobContext, workers: JobWorkers) -> None:
 
 
 def _try(job: JobContext, size: int, predicted: float, workers: JobWorkers, limit: str = "") -> None:
-    """Compresses the layers to a size, and enters its measured and its predicted loss."""
+    """Compress the layers to a size, and enter its measured and its predicted loss."""
     _aim(job, size)
     score = compress_and_score(replace(job, inputs=job.inputs.at_size(size)), workers, compared=False)
     assert score is not None
@@ -107,7 +107,7 @@ def _try(job: JobContext, size: int, predicted: float, workers: JobWorkers, limi
 
 
 def _aim(job: JobContext, size: int) -> None:
-    """Enters the size to compress to. Undoes the work at another size first, so that the two are not confused."""
+    """Enter the size to compress to. Undoe the work at another size first, so that the two are not confused."""
     target = job.ledger.get(TARGET)
     if target is None or target.size != size:
         retract_changed(job.ledger, job.ledger.keys(), [TARGET])

@@ -41,12 +41,12 @@ __all__ = [
 
 
 def heartbeat(job: JobContext) -> Heartbeat:
-    """Returns a context manager that renews the job's locks."""
+    """Return a context manager that renews the job's locks."""
     return Heartbeat(job.locks, job.run_dir, job.stop, lambda: job.observer.saved_state)
 
 
 def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None:
-    """Connects to Ray, unless the job runs in this process. Raises InputError when no cluster answers."""
+    """Connect to Ray, unless the job runs in this process. Raises InputError when no cluster answers."""
     job.observer.stage("start")
     if job.in_process:
         check_device(job.manifest.workers)
@@ -62,7 +62,7 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
 
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
-    """Returns the summary of a job that is finished in this OUTPUT, and the faults of the files there."""
+    """Return the summary of a job that is finished in this OUTPUT, and the faults of the files there."""
     complete = job.ledger.get(COMPLETE) if job.fingerprint_check.reuses_entries else None
     if complete is None or complete.output != job.output:
         return None, []
@@ -74,7 +74,7 @@ def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]
 
 
 def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures the missing scores of a finished job. Returns the summary with all scores."""
+    """Measure the missing scores of a finished job. Return the summary with all scores."""
     complete = job.ledger.get(COMPLETE)
     assert complete is not None
     job.observer.say(f"{job.manifest.output}: finished before; only scores are missing")
@@ -86,12 +86,12 @@ def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warned(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the summary with its `warnings`."""
+    """Return the summary with its `warnings`."""
     return {**summary, "warnings": all_warnings(summary)}
 
 
 def evaluate_output(job: JobContext, compression: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores OUTPUT, loaded as a user loads it. Returns kind of score -> figures."""
+    """Score OUTPUT, loaded as a user loads it. Return kind of score -> figures."""
     return _evaluate(job, compression[SEAL])
 
 
@@ -103,7 +103,7 @@ def _evaluate(job: JobContext, seal: str) -> dict[str, Any]:
 def finish(
     job: JobContext, effort: Effort, compression: Mapping[str, Any], evaluation: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Enters the summary of the finished job, and returns it."""
+    """Enter the summary of the finished job, and return it."""
     job.observer.stage(None)
     figures = {
         "output": job.manifest.output,

@@ -30,7 +30,7 @@ ENOUGH = 0.01  # the rise of the held-out error, over that of all samples, that 
 
 
 def choose_samples(job: JobContext, heartbeat: Heartbeat) -> JobContext:
-    """Returns the job with its number of samples. For `samples: auto` a worker measures it, once.
+    """Return the job with its number of samples. For `samples: auto` a worker measures it, once.
 
     Raises:
         Interrupted: a signal came.
@@ -60,7 +60,7 @@ def choose_samples(job: JobContext, heartbeat: Heartbeat) -> JobContext:
 
 
 def widest_point(layer: LayerGeometry) -> str:
-    """Returns the widest point that all tokens pass and that a matrix reads; value heads and shared experts aside."""
+    """Return the widest point that all tokens pass and that a matrix reads; value heads and shared experts aside."""
     points = [block.writer.reads for block in layer.mlps if block.name in ONLY_BLOCKS]
     points += [block.passing for block in layer.mlps]
     points += [block.input for block in layer.matrix_blocks if not isinstance(block, MLPBlock)]
@@ -68,18 +68,18 @@ def widest_point(layer: LayerGeometry) -> str:
 
 
 def parts_of(most: int) -> tuple[int, ...]:
-    """Returns a quarter, half and all of the samples."""
+    """Return a quarter, half and all of the samples."""
     return (most // PARTS, 2 * most // PARTS, most)
 
 
 def enough(counts: Sequence[int], errors: Sequence[float]) -> int:
-    """Returns the fewest samples whose held-out error is within 1 % of that of all."""
+    """Return the fewest samples whose held-out error is within 1 % of that of all."""
     limit = (1 + ENOUGH) * errors[-1]
     return next(count for count, error in zip(counts, errors, strict=True) if error <= limit)
 
 
 def planned_seconds(job: JobContext, manifest: Manifest, rates: Rates) -> float:
-    """Returns the planned seconds of the job with another manifest, without its evaluation."""
+    """Return the planned seconds of the job with another manifest, without its evaluation."""
     geometry, tasks = job.inputs.geometry, job.inputs.tasks
     tokens = gradient_tokens(manifest, geometry, tasks)
     work = layer_work(manifest, geometry, tasks, job.inputs.dtype.itemsize, tokens)
@@ -87,7 +87,7 @@ def planned_seconds(job: JobContext, manifest: Manifest, rates: Rates) -> float:
 
 
 def _within(job: JobContext, counts: Sequence[int], chosen: int, limit_s: float, rates: Rates) -> int:
-    """Returns the largest count up to the chosen one that is planned within the limit, or the least count."""
+    """Return the largest count up to the chosen one that is planned within the limit, or the least count."""
     fitting = [
         count
         for count in counts

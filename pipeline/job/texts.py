@@ -29,8 +29,8 @@ NAME = "texts"  # of the dense model in the ledger while both texts are scored
 
 
 def check_texts(job: JobContext, workers: JobWorkers) -> None:
-    """Enters the dense model's losses on both texts, once for the same tokens. Reports them, and warns if they differ
-    much. Also enters its outputs on held-out text that passes with them. Does nothing for a job without calibration
+    """Enter the dense model's losses on both texts, once for the same tokens. Report them, and warn if they differ
+    much. Also enter its outputs on held-out text that passes with them. Do nothing for a job without calibration
     text.
 
     Raises:
@@ -53,7 +53,7 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
 
 
 def compared_windows(samples: torch.Tensor, evaluation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each.
+    """Return windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each.
 
     The length is that of a sample, or of the evaluation text if that is shorter.
     """
@@ -70,7 +70,7 @@ def _spread(windows: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(job: JobContext, length: int) -> torch.Tensor:
-    """Returns the held-out windows that pass the model together with the texts. There are none if no experts are
+    """Return the held-out windows that pass the model together with the texts. There are none if no experts are
     streamed, if the dense model's outputs on them are known, or if the texts have windows of another length."""
     held_out = unscored_windows(job)
     joins = held_out is not None and held_out.shape[1] == length
@@ -82,8 +82,8 @@ def _joined(job: JobContext, length: int) -> torch.Tensor:
 def _losses(
     job: JobContext, workers: JobWorkers, ids: torch.Tensor, samples: int, held_out: torch.Tensor
 ) -> dict[str, TextLoss]:
-    """Scores the dense model on windows of token ids, of which the first `samples` are of the calibration samples.
-    Enters its outputs on the `held_out` windows, if any."""
+    """Score the dense model on windows of token ids, of which the first `samples` are of the calibration samples.
+    Enter its outputs on the `held_out` windows, if any."""
     for attempt in range(REPAIRS + 1):
         tokens = job.run_dir.activations.write_tokens(torch.cat((ids, held_out)))
         workers.always.append(tokens)
@@ -109,7 +109,7 @@ def _losses(
 
 
 def _windows(job: JobContext, tokens: ArrayRecord, counts: tuple[int, ...]) -> tuple[Windows, list[int]]:
-    """Returns `counts` of windows, one after the other, in shards of one text each, and the end of each text's
+    """Return `counts` of windows, one after the other, in shards of one text each, and the end of each text's
     shards."""
     calibration = job.manifest.calibration
     assert calibration is not None, "the job has calibration samples"
@@ -134,13 +134,13 @@ class _Keeping:
     """A cleaner that drops nothing: hidden states of an interrupted pass may be stored."""
 
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops nothing."""
+        """Drop nothing."""
 
     def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops nothing."""
+        """Drop nothing."""
 
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops nothing."""
+        """Drop nothing."""
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
-        """Drops nothing."""
+        """Drop nothing."""

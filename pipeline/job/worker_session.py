@@ -83,15 +83,15 @@ class StoreCleaner:
         self._retained: dict[Any, dict[str, ArrayRecord]] = {}  # store -> path -> record
 
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops all stored hidden states but these."""
+        """Drop all stored hidden states but these."""
         self._retain(self.activations, records, self.always)
 
     def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops these stored hidden states, which no entry names."""
+        """Drop these stored hidden states, which no entry names."""
         self.dropping.submit(self.activations.drop, *records)
 
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
-        """Drops all stored moments but these."""
+        """Drop all stored moments but these."""
         self._retain(self.statistics, records, [])
 
     def _retain(
@@ -107,7 +107,7 @@ class StoreCleaner:
         self._retained[store] = live
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
-        """Drops all staged layers but these."""
+        """Drop all staged layers but these."""
         self.run_dir.sweep_staged(records)
 
 
@@ -134,7 +134,7 @@ class JobWorkers:
     def scorer(
         self, job: JobContext, scheduler: Scheduler | None = None, first: Callable[[], bool] = lambda: True
     ) -> Scorer:
-        """Returns a scorer of models. `scheduler`: its background streams score. They commit hidden states only when no
+        """Return a scorer of models. `scheduler`: its background streams score. They commit hidden states only when no
         other streams run, for the `first` of the models that are scored side by side."""
         runs, geometry = scheduler or Scheduler(self.pool, job.observer), job.inputs.geometry
         cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: scheduler is None)
@@ -144,7 +144,7 @@ class JobWorkers:
         return Scorer(runs, job.ledger, cleaner, geometry.num_layers, self.every, alone, parts)
 
     def prepare(self, job: JobContext, work: Job | None = None) -> None:
-        """Enters everything that ranks depend on. `work`: a part of the job."""
+        """Enter everything that ranks depend on. `work`: a part of the job."""
         self.driver(job, work).prepare()
 
     def compress(self, job: JobContext, *, compared: bool = True, scoring: Scoring[T] | None = None) -> T | None:
@@ -156,7 +156,7 @@ class JobWorkers:
                 record.
             scoring: a stream that runs in the background.
 
-        Returns the result of `scoring`; None without it, or if data that it needed was damaged or lost.
+        Return the result of `scoring`; None without it, or if data that it needed was damaged or lost.
 
         Raises:
             CorruptError: staged layers are damaged again and again.
@@ -192,7 +192,7 @@ class JobWorkers:
         journal: Journal | None = None,
         scheduler: Scheduler | None = None,
     ) -> Driver:
-        """Returns the driver of a job. `work`: a part of it. `journal`: in place of its ledger. `scheduler`: with
+        """Return the driver of a job. `work`: a part of it. `journal`: in place of its ledger. `scheduler`: with
         background streams."""
         runs = scheduler or Scheduler(self.pool, job.observer)
         cleaner = self._cleaner(job, lambda: not runs.background_begun)
@@ -206,13 +206,13 @@ class JobWorkers:
 
 
 def _prepare_assembly(job: JobContext) -> None:
-    """Imports modelling code, the longest step of assembling OUTPUT. Not earlier, as it stays in memory."""
+    """Import modelling code, the longest step of assembling OUTPUT. Not earlier, as it stays in memory."""
     with quick_imports():
         count_dense(job.inputs.config)
 
 
 def _compare(job: JobContext, layers: LayersEntered) -> TaskStream[None]:
-    """Compares the staged layers with the dense ones on a few tokens, and enters the figures: `verify` measures them
+    """Compare the staged layers with the dense ones on a few tokens, and enter the figures: `verify` measures them
     again.
 
     Some layers at a time, when they are staged; one after another, as the outputs of each enter the next.
@@ -233,13 +233,13 @@ def _compare(job: JobContext, layers: LayersEntered) -> TaskStream[None]:
 
 
 def _is_compared(job: JobContext, layers: LayersEntered) -> bool:
-    """Returns True if figures of these layers on these tokens are entered."""
+    """Return True if figures of these layers on these tokens are entered."""
     entered, (_, tokens) = job.ledger.get(COMPARED), _sampled(job)
     return entered is not None and entered.layers == _digests(layers) and entered.compared.tokens == tokens
 
 
 def _sampled(job: JobContext) -> tuple[Origin, tuple[tuple[int, ...], ...]]:
-    """Returns the tokens that layers are compared on, and their origin."""
+    """Return the tokens that layers are compared on, and their origin."""
     origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
     return origin, tuple(map(tuple, ids_BS.tolist()))
 
@@ -250,7 +250,7 @@ def _digests(layers: Sequence[StagedLayer | None]) -> tuple[str | None, ...]:
 
 @contextmanager
 def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
-    """Starts the workers of a job, and stops them at the end. Raises WorkerError when they cannot start."""
+    """Start the workers of a job, and stop them at the end. Raises WorkerError when they cannot start."""
     tokens = _stored_tokens(job)
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
@@ -271,11 +271,11 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:
-    """Assembles OUTPUT, the index last. Returns the compression record. Raises InputError when files of others have
+    """Assemble OUTPUT, the index last. Return the compression record. Raises InputError when files of others have
     appeared there."""
 
     def guard() -> None:
-        """Raises LaminaError if the lock is lost or the source has changed."""
+        """Raise LaminaError if the lock is lost or the source has changed."""
         job.run_dir.lock.check()
         job.watch.check_all()
 
@@ -289,7 +289,7 @@ def assemble_output(job: JobContext) -> dict[str, Any]:
 
 
 def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
-    """Returns the settings of the job's workers."""
+    """Return the settings of the job's workers."""
     manifest, calibration = job.manifest, job.manifest.calibration
     described = {file: record.as_json() for file, record in job.source_files.items()}
     tags = {file: fields["e_tag"] for file, fields in described.items() if "e_tag" in fields}  # of files in a bucket
@@ -318,7 +318,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
 
 
 def _stored_tokens(job: JobContext) -> ArrayRecord | None:
-    """Returns the record of the calibration tokens, which every worker reads. Stores them if they are not stored."""
+    """Return the record of the calibration tokens, which every worker reads. Store them if they are not stored."""
     if job.tokens is None:
         return None
     store, entered = job.run_dir.activations, job.ledger.get(TOKENS)
@@ -338,13 +338,13 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
 
 
 def _sweep(job: JobContext) -> None:
-    """Removes files that an interruption left without an entry. The driver sweeps hidden states and moments."""
+    """Remove files that an interruption left without an entry. The driver sweeps hidden states and moments."""
     job.ledger.sweep()
     job.run_dir.sweep_staged(staged_layers(job.ledger))
     sweep_scratch(job.run_dir.storage)
 
 
 def staged_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
-    """Returns the staged layers that entries name, of a job or of all points of a sweep."""
+    """Return the staged layers that entries name, of a job or of all points of a sweep."""
     layers = [key for key in ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
     return tuple(entry.staged for key in layers if (entry := ledger.get(key)))

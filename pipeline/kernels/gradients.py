@@ -38,7 +38,7 @@ def draw_labels(logits_TV: Tensor, uniform_T: Tensor) -> Tensor:
     """Draw a label for each row from softmax(logits): the first v whose cumulative probability exceeds u in [0, 1).
 
     Sums of 512 entries, and then the entries of one, are cumulated on the CPU in float64, so that a device draws the
-    same labels each time (cumulative sums on CUDA vary). Returns (T,) int64 on the device of the logits. Raises
+    same labels each time (cumulative sums on CUDA vary). Return (T,) int64 on the device of the logits. Raises
     ValueError on NaN or infinity.
     """
     require_finite("logits", logits_TV)

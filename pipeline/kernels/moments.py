@@ -25,7 +25,7 @@ def head_moment(
 ) -> Tensor:
     """Sum the second moments Σ_t y yᵀ of `heads` equal parts of the features, over the heads of each group.
 
-    `values_TF` is (..., F) in any floating type; heads of a group are neighbours. Returns (groups, F/heads, F/heads)
+    `values_TF` is (..., F) in any floating type; heads of a group are neighbours. Return (groups, F/heads, F/heads)
     float64; heads = groups = 1 gives the plain F x F moment as (1, F, F). Products of at most 4096 rows are computed in
     `product_dtype` (float32 or float64) and summed in float64. Raises the ValueErrors of `add_head_moment_`.
     """

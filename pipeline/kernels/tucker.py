@@ -124,7 +124,7 @@ def refine_sparse(
 ) -> Tucker:
     """Stage II, beyond the paper: threshold, turn U₁ and U₂ to fit the sparse cores (orthogonal Procrustes), again.
 
-    Returns the decomposition with `count` core entries left. Its `energies` are those of the sparse cores, the first
+    Return the decomposition with `count` core entries left. Its `energies` are those of the sparse cores, the first
     before any turn. The error never rises: each turn is optimal for its cores, and each threshold for its factors.
     Stops when a sweep gains no more than `tolerance` x total, or after `sweeps` (0: threshold only). Raises ValueError
     as `threshold_cores` and `shared_tucker`.

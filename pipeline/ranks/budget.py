@@ -94,7 +94,8 @@ def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], t
     target is below the least possible total, on missing targets, and on two variables with the same key.
     """
     _check(variables, targets)
-    least, most = (math.fsum(variable.cost(end(variable)) for variable in variables) for end in (_least, _cap))
+    least = math.fsum(variable.cost(variable.least) for variable in variables)
+    most = math.fsum(variable.cost(variable.cap) for variable in variables)
     if target >= most:
         return {variable.key: variable.cap for variable in variables}
     if not target >= least:
@@ -108,14 +109,6 @@ def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], t
     for level in levels:
         slack = _raise_(level, scaled, ranks, slack)
     return ranks
-
-
-def _least(variable: RankVariable) -> int:
-    return variable.least
-
-
-def _cap(variable: RankVariable) -> int:
-    return variable.cap
 
 
 def _check(variables: Sequence[RankVariable], targets: Mapping[Key, float]) -> None:
@@ -166,7 +159,7 @@ def _step_cost(variable: RankVariable) -> float:
 
 
 def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
-    """Lowers ranks of one level until the slack is not negative; returns the slack."""
+    """Lower ranks of one level until the slack is not negative; returns the slack."""
     heap = [
         ((targets[variable.key] - ranks[variable.key]) / variable.cap, variable.key, variable) for variable in level
     ]
@@ -182,7 +175,7 @@ def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: 
 
 
 def _raise_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
-    """Raises ranks of one level as long as a step fits into the slack; returns the slack."""
+    """Raise ranks of one level as long as a step fits into the slack; returns the slack."""
     heap = [
         ((ranks[variable.key] - targets[variable.key]) / variable.cap, variable.key, variable) for variable in level
     ]

@@ -24,7 +24,7 @@ def next_size(limit: float, tries: Mapping[int, float], least: int, predicted: C
         least: the smallest possible size.
         predicted: size -> predicted loss; it falls with the size. The tries calibrate it.
 
-    Returns WHOLE, which was tried and is above the limit, if no size is below it.
+    Return WHOLE, which was tried and is above the limit, if no size is below it.
     """
     passed = [size for size, loss in tries.items() if loss <= limit]
     failed = [size for size, loss in tries.items() if loss > limit]

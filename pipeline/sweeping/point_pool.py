@@ -44,7 +44,7 @@ class PointPool:
         return self.whole.peak_bytes
 
     def forget(self) -> None:
-        """Makes workers drop all hidden states."""
+        """Make workers drop all hidden states."""
         self.whole.forget()
 
     def submit(self, unit: Unit) -> None:

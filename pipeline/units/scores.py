@@ -35,7 +35,7 @@ class Windows:
     def even(
         cls, windows: int, shards: int, dtype: str, micro_batch: int, tokens: ArrayRecord | None = None
     ) -> Windows:
-        """Cuts windows into at most `shards` shards, as calibration samples are cut."""
+        """Cut windows into at most `shards` shards, as calibration samples are cut."""
         shards = min(shards, windows)
         ranges = tuple(shard_range(shard, shards, windows) for shard in range(shards))
         return cls(ranges, dtype, micro_batch, tokens)
@@ -111,7 +111,7 @@ class Scored:
     divergence: float = 0.0
 
     def __add__(self, other: Scored) -> Scored:
-        """Adds the sums of other tokens."""
+        """Add the sums of other tokens."""
         return Scored(
             self.loss + other.loss,
             self.tokens + other.tokens,

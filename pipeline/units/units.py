@@ -67,7 +67,7 @@ class Forward(Replaying):
         return sum(moment.kind == "sample" for moment in self.moments)
 
     def for_sums_only(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """Returns a unit that only sums these moments of the same shard, without handles of source tensors."""
+        """Return a unit that only sums these moments of the same shard, without handles of source tensors."""
         unit = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
         return replace(unit, ahead=None, weights=(), ahead_weights=())
 
@@ -137,7 +137,7 @@ class Pair(Replaying):
         return self.staged is None and self.base == 0 and not any(self.replay)
 
     def for_sums_only(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """Returns a unit that only sums these moments of the same shard."""
+        """Return a unit that only sums these moments of the same shard."""
         return replace(self, moments=moments, sums=sums, emit=False, store=False)
 
 
@@ -191,7 +191,7 @@ class Backward(WorkUnit):
         return f"backward/{layer_part_name(self.layer, self.part)}/{self.shard}{'/forth' if self.forth else ''}"
 
     def for_sums_only(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """Returns a unit that only sums these moments of the same shard."""
+        """Return a unit that only sums these moments of the same shard."""
         return replace(self, moments=moments, sums=sums, emit=False, store=False, alone=True, ahead=None)
 
 

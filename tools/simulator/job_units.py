@@ -116,7 +116,7 @@ def _forward(
     summed: str | None,
     shards: int | None = None,
 ) -> Units:
-    """Yield a layer's shards, or the first `shards` of them, and a barrier. Returns the barrier."""
+    """Yield a layer's shards, or the first `shards` of them, and a barrier. Return the barrier."""
     names, shards = [], way.shards if shards is None else shards
     read = "statistics" if kind == "propagate" else kind
     for shard in range(shards):
@@ -169,7 +169,7 @@ def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass, *, s
 
 
 def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """Yield a layer's solves, each by a worker that first fetches its moments, and its write. Returns the solves."""
+    """Yield a layer's solves, each by a worker that first fetches its moments, and its write. Return the solves."""
     getting = moment_wait_seconds(work, rates, way)
     names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
     for name, solve in zip(names, work.solves, strict=True):

@@ -89,7 +89,7 @@ def one_of_each(run_dir: Path) -> dict[str, Path]:
 def stopped_job(job: Job, before: str) -> Job | None:
     """Run a job that is killed before a commit (to its end, if that is ""), and move its files elsewhere.
 
-    Copies are damaged where the job ran, as its entries hold OUTPUT's path. Returns None if there is no such commit.
+    Copies are damaged where the job ran, as its entries hold OUTPUT's path. Return None if there is no such commit.
     """
     job.write()
     child = Child("run", [str(job.manifest)], job.root / "log", Hook("commit", match=before) if before else None)

@@ -191,7 +191,7 @@ def live_with_ray(
 ) -> tuple[Life, float]:
     """Run the command as a user does; `strike` it after some seconds, until it returns True.
 
-    Returns also the seconds from then to the end.
+    Return also the seconds from then to the end.
     """
     log, struck = job.root.with_suffix(".log"), False
     with log.open("w") as file:

@@ -63,7 +63,7 @@ class Sizes:
 def encode_widths(order: Sequence[int], widths: Sequence[int]) -> str:
     """Encode the smallest width that keeps each channel, as one character per channel.
 
-    The character, from 0 … 9, a … z, is the position of that width in `widths`. Returns an empty string if there are
+    The character, from 0 … 9, a … z, is the position of that width in `widths`. Return an empty string if there are
     more widths than characters. `order`: the channels, the last removed first.
     """
     if len(widths) > len(_DIGITS):

@@ -130,7 +130,7 @@ class Parallel:
     def convert(self, layer: LaminaDecoderLayer) -> FusedExperts | None:
         """Replace the linears of a layer on the meta device, and allocate the other tensors.
 
-        Returns the fused experts, if the layer has experts that can be fused.
+        Return the fused experts, if the layer has experts that can be fused.
         """
         paths, fused = self.config.layer_modules(self.layer), self._fused(layer)
         for role in paths:
