@@ -15,14 +15,15 @@ R = TypeVar("R")
 
 
 def parallel_map(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """Return `function` of each item, in order. One thread is the caller's own.
+    """Return `function` of each item, in order. One thread, or one item, needs no other than the caller's own.
 
     Raises the exception of the first item that fails; items not begun by then are skipped.
     """
-    if threads == 1:
-        return list(map(function, items))
+    listed = list(items)
+    if threads == 1 or len(listed) < 2:
+        return list(map(function, listed))
     with ThreadPoolExecutor(threads, thread_name_prefix="parallel-map") as pool:
-        return list(pool.map(function, items))
+        return list(pool.map(function, listed))
 
 
 def parallel_imap(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:

@@ -17,7 +17,7 @@ MANIFESTS = sorted(
     path for path in (Path(__file__).parents[1] / "manifests").glob("*.yaml") if path.stem != "quickstart"
 )
 
-LARGE = ("deepseek-v3", "kimi-k2", "glm-4.5", "mixtures")  # tens of thousands of tensors
+LARGE = ("deepseek-v3", "kimi-k2", "glm-4.5", "qwen3-235b", "mixtures")  # tens of thousands of tensors
 
 
 SWEEPS = sorted((Path(__file__).parents[1] / "manifests" / "sweeps").glob("*.yaml"))

@@ -162,7 +162,8 @@ class LayersConfig(PreTrainedConfig):
 
     def layer_shape(self, layer: int, block: str = "") -> LayerShape:
         """Return the sizes and modules of a layer; `block` names an expert, whose roles are `gate`, `up` and `down`."""
-        sizes = {name: getattr(self, name) for name in LAYER_FIELDS}
+        fields = vars(self)  # transformers' access to an attribute takes microseconds
+        sizes = {name: fields[name] for name in LAYER_FIELDS}
         sizes |= self.layer_sizes[layer] if self.layer_sizes else {}
         modules, biases = modules_of_type(self.block, self.layer_types[layer]), frozenset(self.block["biases"])
         mixture = self.layer_mixture(layer)
