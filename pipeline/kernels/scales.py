@@ -34,7 +34,7 @@ def common_scales(weights: Sequence[Tensor]) -> list[float]:
 
 
 def equalize(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
-    """Divide the weights by their common scales; returns quotients and scales. Equal scales leave the weights as is.
+    """Divide the weights by their common scales. Return quotients and scales. Equal scales leave the weights unchanged.
 
     The quotients are float32, or float64 for a float64 weight: exact, as a scale is a power of two. Raises ValueError
     on NaN or infinity.
@@ -49,7 +49,7 @@ def equalize(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
 
 
 def _mean_square(weight: Tensor, peak: float) -> float:
-    """The mean square of weight / peak in float64, a block of rows at a time."""
+    """Return the mean square of weight / peak in float64, a block of rows at a time."""
     blocks = weight.split(BLOCK_ROWS)
     return sum(float((block.double() / peak).square().sum()) for block in blocks) / weight.numel()
 

@@ -69,8 +69,8 @@ def input_directions(moment_DD: Tensor | Factored, pull_DD: Tensor) -> Direction
 
     With C = F Fᵀ the input moment and V the eigenvectors of Fᵀ J F, decode = F V and encode = Vᵀ F⁻¹; J = Wᵀ G W, or
     as E[j jᵀ] of j = Wᵀ g, is the gradient pulled back to the input. Minimises ‖G^{1/2} (W − W') C^{1/2}‖ without a
-    root of either. `moment_DD` is C, possibly `factored`. float64. Raises ValueError on
-    shapes that do not fit, NaN or infinity.
+    root of either. `moment_DD` is C, possibly `factored`. float64. Raises ValueError on shapes that do not fit, NaN or
+    infinity.
     """
     moment = _factored("input moment", moment_DD, "pull", pull_DD)
     return weighted_directions(moment, _weighted(moment, pull_DD))
@@ -233,7 +233,7 @@ def _thin(factor_nk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit(matrix: Tensor) -> tuple[Tensor, float]:
-    """Scale a matrix to mean diagonal 1, so that factors keep the weights' scale; also returns the divisor."""
+    """Scale a matrix to mean diagonal 1, so that factors keep the weights' scale. Return also the divisor."""
     matrix = matrix.detach().to(torch.float64)
     mean = float(matrix.diagonal().mean())
     return (matrix / mean, mean) if mean > 0.0 else (matrix, 1.0)

@@ -31,8 +31,8 @@ def shrink_share(sum_GFF: Tensor, square_norms_G: Tensor, sequences: int) -> Ten
     """α (G,) = Σ_s‖A_s − A/S‖² / (S (S − 1)) / ‖A/S − diag A/S‖², clipped to [0, 1]: an estimate of the noise.
 
     `square_norms_G` holds Σ_s‖A_s‖²_F, summed over sequences of one length. A single sequence gives no estimate: α = 1.
-    A diagonal moment has nothing to shrink: α = 0. Raises ValueError on
-    shapes that do not fit, NaN or infinity, and unless 1 <= sequences.
+    A diagonal moment has nothing to shrink: α = 0. Raises ValueError on shapes that do not fit, NaN or infinity, and
+    unless 1 <= sequences.
     """
     require_square("sum", sum_GFF)
     if sum_GFF.ndim != 3 or tuple(square_norms_G.shape) != (sum_GFF.shape[0],):

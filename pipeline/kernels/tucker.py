@@ -76,9 +76,9 @@ def shared_tucker(
 ) -> Tucker:
     """Stage I: HOOI from the HOSVD, on Gram matrices of the short sides (eq. 3 and 4). float64.
 
-    R₃ is limited to a tensor's t. Stops when a sweep changes the energy by no more than
-    `tolerance` x total, or after `sweeps`. The energy never falls between sweeps. Raises ValueError on tensors
-    that do not share D and d, on NaN or infinity, and on ranks outside 1..D, 1..d, 1..max t.
+    R₃ is limited to a tensor's t. It stops when a sweep changes the energy by no more than `tolerance` x total, or
+    after `sweeps`. The energy never falls between sweeps. Raises ValueError on tensors that do not share D and d, on
+    NaN or infinity, and on ranks outside 1..D, 1..d, 1..max t.
     """
     tensors = _checked(tensors, ranks, sweeps)
     total = sum(float(tensor.square().sum()) for tensor in tensors)

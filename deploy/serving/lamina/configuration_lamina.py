@@ -76,8 +76,8 @@ def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
 
     Of factors, the one with heads or channels on one side is cut: the second of a role that reads the hidden states,
     the first of a role that writes to them. The other is whole on every device. Attention and MLP are cut separately,
-    each only if the same modules of all layers can be cut. None if neither can, and for
-    tables of levels and stored formats.
+    each only if the same modules of all layers can be cut. None if neither can, and for tables of levels and
+    stored formats.
     """
     if config.level_tables or config.stored_formats:
         return None
