@@ -22,7 +22,7 @@ from pipeline.cost_model.work import forward_flops, pair_bytes
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
-from pipeline.methods.experts.mixture import REFITTED
+from pipeline.methods.experts.removal import REFITTED
 from pipeline.methods.experts.scores import FEW_TOKENS
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_moments, layers_of

@@ -224,6 +224,7 @@ def phase_seconds(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
         phases["gradient"] = layers * _gradient_layer_seconds(work, rates, walk)
     if work.curves:
         phases["curves"] = _spread([solve_seconds(curve, rates) for curve in work.curves] * layers, walk.workers)
+        phases["curves"] = max(phases["curves"], layers * streamed_seconds(work, rates, walk))
     if work.rounding:
         phases["round"] = _spread([round_seconds(task, rates) for task in work.rounding], walk.workers)
     if work.correction_flops:
@@ -274,8 +275,8 @@ def _dense_phases(work: LayerWork, rates: Rates, walk: Pass) -> dict[str, float]
         passing += max(0.0, disk_wait)
         solving = max(solving, layers * _spread(solves, walk.workers) / walk.workers) + last * writing
     else:
-        from_disk = 0.0 if walk.cached else work.moment_bytes
-        solving = max(solving, layers * (from_disk / nodes / rates.disk + writing))
+        from_disk = 0.0 if walk.cached else work.moment_bytes / nodes / rates.disk
+        solving = max(solving, layers * (from_disk + streamed_seconds(work, rates, walk) + writing))
     return {"statistics": passing, "solve": solving, "reduce": collecting + adding}
 
 
@@ -305,9 +306,10 @@ def _scoring_phases(work: LayerWork, rates: Rates, walk: Pass, solve: float) -> 
     busy = sum(solve_seconds(each, rates) for each in work.solves)
     busy += 0.0 if work.correction_flops else len(work.solves) * moment_wait_seconds(work, rates, walk)
     idle = max(0.0, solve - layers * busy / workers) if workers > 1 else 0.0
-    after = max(0.0, held_out + (comparing / workers if workers > 1 else 0.0) - idle)
+    reads = walk.joined and not walk.cached  # solves keep the disk busy, too
+    after = held_out if reads else max(0.0, held_out + (comparing / workers if workers > 1 else 0.0) - idle)
     if comparing:
-        phases["compare"] = comparing if workers == 1 else max(0.0, comparing - solve - after)
+        phases["compare"] = comparing if workers == 1 or reads else max(0.0, comparing - solve - after)
     phases["verify"] = verify_seconds(work, rates)
     if held_out:
         phases["held-out"] = after
@@ -323,6 +325,14 @@ def moment_wait_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
     """Return the time to load a task's moments from memory, or from the disk that a node's workers share."""
     rate = rates.link if walk.from_memory or walk.cached else rates.disk / min(walk.workers, rates.workers_per_node)
     return work.moment_bytes / max(1, len(work.solves)) / rate
+
+
+def streamed_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
+    """Return the time to read a layer with streamed experts for a curve or a solve, 0 without any.
+
+    One worker of a node reads it, and has it in the node's page cache when it visits the experts again.
+    """
+    return work.weight_bytes / walk.nodes(rates) / rates.disk if walk.joined and not walk.cached else 0.0
 
 
 def digest_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:

@@ -22,10 +22,10 @@ def texts_seconds(
     """Return the seconds for the samples and, if any, the evaluation text of `evaluation` tokens, and for held-out text
     that passes the model with them.
 
-    Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without moments.
+    Half of the workers score one model. Each of them builds every layer. The result is 0 for a job without statistics.
     """
     calibration = manifest.calibration
-    if calibration is None or not (work.moment_flops or walk.importance):
+    if calibration is None or not (work.moment_flops or work.sample_bytes or walk.importance):
         return 0.0
     length = min(calibration.sequence_length, evaluation or calibration.sequence_length)
     windows = text_windows(calibration.samples, length) + text_windows(evaluation // length, length)

@@ -59,21 +59,20 @@ class MixtureResidual:
         return change_Dk
 
 
-def refit_mixture(
-    target_TD: Tensor,
+def refit_mixture_(
+    residual: MixtureResidual,
     served: Callable[[int], Served],
     weights: Sequence[Tensor],
     sweeps: int = SWEEPS,
-    ridge: float = RIDGE,
     offload: Offload = in_memory,
 ) -> Sequence[Tensor]:
     """Refit each writer (D, k) in turn to the residual that all others leave, `sweeps` times.
 
-    `served` is called with the number of an expert; an expert without tokens or channels keeps its writer. One writer
-    at a time is in memory: `weights` may be computed on access, and `offload` stores the others. Raises the errors of
-    `MixtureResidual`.
+    `residual`: at first the output to be reached, at the end what the refitted writers leave of it. `served` is called
+    with the number of an expert; an expert without tokens or channels keeps its writer. One writer at a time is in
+    memory: `weights` may be computed on access, right before its expert is served, and `offload` stores the others.
+    Raises the errors of `MixtureResidual`.
     """
-    residual = MixtureResidual(target_TD, ridge)
     fitted: list[Callable[[], Tensor]] = []
     for number, weight in enumerate(weights):
         weight_Dk = weight.detach().to(torch.float64)

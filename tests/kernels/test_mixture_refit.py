@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.mixture_refit import Served, refit_mixture
+from pipeline.kernels.mixture_refit import MixtureResidual, Served, refit_mixture_
 
 TOKENS, OUTPUTS = 400, 6
 
@@ -55,7 +55,8 @@ def test_sweeps_reach_the_joint_solution(experts: int) -> None:
     mixture = Mixture(experts)
     before = [weight.clone() for weight in mixture.weights]
     errors = [
-        mixture.error(refit_mixture(mixture.target_TD, mixture.served, mixture.weights, n, 1e-9)) for n in (1, 3, 60)
+        mixture.error(refit_mixture_(MixtureResidual(mixture.target_TD, 1e-9), mixture.served, mixture.weights, n))
+        for n in (1, 3, 60)
     ]
     assert errors[0] >= errors[1] >= errors[2] * (1 - 1e-12)
     assert errors[2] == pytest.approx(mixture.least_error(), rel=1e-6)
@@ -64,7 +65,7 @@ def test_sweeps_reach_the_joint_solution(experts: int) -> None:
 
 def test_a_mixture_that_computes_its_target_keeps_its_writers() -> None:
     mixture = Mixture(4)
-    fitted = refit_mixture(mixture.output(mixture.weights), mixture.served, mixture.weights)
+    fitted = refit_mixture_(MixtureResidual(mixture.output(mixture.weights)), mixture.served, mixture.weights)
     for weight, again in zip(mixture.weights, fitted, strict=True):
         torch.testing.assert_close(again, weight)
 
@@ -72,15 +73,15 @@ def test_a_mixture_that_computes_its_target_keeps_its_writers() -> None:
 def test_tokens_fewer_than_channels_and_half_precision_are_refitted() -> None:
     mixture = Mixture(3)
     few = [Served(part.tokens[:2], part.values[:2].to(torch.bfloat16)) for part in mixture.parts]
-    fitted = refit_mixture(mixture.target_TD.float(), few.__getitem__, mixture.weights)
+    fitted = refit_mixture_(MixtureResidual(mixture.target_TD.float()), few.__getitem__, mixture.weights)
     assert all(torch.isfinite(weight).all() and float(weight.abs().max()) < 1e4 for weight in fitted)
 
 
 def test_wrong_values_are_refused() -> None:
     mixture = Mixture(2)
     with pytest.raises(ValueError, match="do not fit"):
-        refit_mixture(mixture.target_TD, mixture.served, mixture.weights[::-1])
+        refit_mixture_(MixtureResidual(mixture.target_TD), mixture.served, mixture.weights[::-1])
     with pytest.raises(ValueError, match="NaN"):
-        refit_mixture(mixture.target_TD * float("nan"), mixture.served, mixture.weights)
+        MixtureResidual(mixture.target_TD * float("nan"))
     with pytest.raises(ValueError, match="targets"):
-        refit_mixture(mixture.target_TD[:0], mixture.served, mixture.weights)
+        MixtureResidual(mixture.target_TD[:0])

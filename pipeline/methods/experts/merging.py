@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.deferred import Deferred, Offload, in_memory
-from pipeline.kernels.mixture_refit import refit_mixture
+from pipeline.kernels.mixture_refit import MixtureResidual, refit_mixture_
 from pipeline.methods.experts.mixture import ExpertWeights, Mixture
 
 
@@ -84,8 +84,8 @@ def merge(
 def refit(mixture: Mixture, merged: Mixture, inputs_TD: Tensor, offload: Offload = in_memory) -> Mixture:
     """Fit the writers of merged experts to the output of `mixture`; they are stored by `offload`."""
     routing, experts = merged.route(inputs_TD), merged.experts
-    downs = refit_mixture(
-        mixture.output(inputs_TD) - merged.written_biases(routing),
+    downs = refit_mixture_(
+        MixtureResidual(mixture.output(inputs_TD) - merged.written_biases(routing)),
         lambda number: merged.served(number, inputs_TD, routing),
         Deferred([partial(_writer, experts, number) for number in range(len(experts))]),
         offload=offload,

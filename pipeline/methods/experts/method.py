@@ -89,8 +89,8 @@ class ExpertsMethod(MethodBase[E_]):
 
     def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
         """Return how often each expert is read: for its score, to narrow, compare and store it, for a refit also to
-        compute the target and subtract its output, and in each sweep."""
-        return Visits(0, 4 + self.refits * (2 + SWEEPS))
+        compute the target, and in each sweep."""
+        return Visits(0, 4 + self.refits * (1 + SWEEPS))
 
     @abstractmethod
     def expert_scores(

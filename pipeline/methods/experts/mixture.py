@@ -10,7 +10,7 @@ Legend: T tokens, t tokens of an expert, D hidden, N channels of an expert, k ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -20,17 +20,14 @@ from torch import Tensor
 
 from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.elimination import eliminate, prune
-from pipeline.kernels.interpolation import interpolate
-from pipeline.kernels.mixture_refit import SWEEPS, MixtureResidual, Served, refit_mixture
+from pipeline.kernels.mixture_refit import MixtureResidual, Served, refit_mixture_
 from pipeline.kernels.moments import add_head_moment_
 from pipeline.kernels.nystrom import nested_losses, nested_outputs
-from pipeline.kernels.routing import Removals, Routing, RoutingRule, add_change_, removal_sums, removals, route
+from pipeline.kernels.routing import Routing, RoutingRule, route
 from pipeline.kernels.sensitivity import Factored
-from pipeline.methods.experts.scores import ExpertSums, kept_experts
+from pipeline.methods.experts.scores import ExpertSums
 from pipeline.methods.tensors import channel_priority
-from pipeline.ranks.curves import spread
 
-REFITTED = 4  # numbers of experts at which the refit is measured
 BATCH = 4096  # tokens of one product with an expert's weights
 
 
@@ -170,55 +167,6 @@ def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
     return ExpertSums(*torch.tensor(rows, dtype=torch.float64).T)
 
 
-def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Tensor:
-    """Return the predicted loss of each expert's removal (E,), nats per token. Its tokens are rerouted without it."""
-    root_DD = metric.factor * metric.scale**0.5
-    sums_E = torch.zeros(len(mixture.experts), dtype=torch.float64, device=inputs_TD.device)
-    for span_TD in inputs_TD.split(removal_span(len(inputs_TD), mixture.rule.top_k)):
-        parts = [_Change.of(mixture, part_BD, len(root_DD)) for part_BD in span_TD.split(BATCH)]
-        for number in range(len(mixture.experts)):
-            for part in parts:
-                part.add_(mixture, number, root_DD)
-        for part in parts:
-            sums_E += removal_sums(part.without.experts, part.outputs, len(mixture.experts))
-    return sums_E / len(inputs_TD)
-
-
-def removal_span(tokens: int, top_k: int) -> int:
-    """Return the number of tokens for which `removal_losses` visits all experts at once.
-
-    Their changes, D float64 numbers for each of a token's k experts, take no more memory than the whole sample in
-    float64, or than the changes of one batch if that is more.
-    """
-    return BATCH * max(1, tokens // (top_k * BATCH))
-
-
-class _Change(NamedTuple):
-    """The changes of tokens' outputs without each of their experts, in the metric of the loss: `outputs` (B, k, q)."""
-
-    inputs: Tensor
-    without: Removals
-    outputs: Tensor
-
-    @classmethod
-    def of(cls, mixture: Mixture, inputs_BD: Tensor, outputs: int) -> _Change:
-        """Return zero changes, to which `add_` adds each expert's part."""
-        without = removals(mixture.logits(inputs_BD), mixture.rule, mixture.bias)
-        shape = (*without.experts.shape, outputs)
-        return cls(inputs_BD, without, torch.zeros(shape, dtype=torch.float64, device=inputs_BD.device))
-
-    def add_(self, mixture: Mixture, number: int, root_DD: Tensor) -> None:
-        """Add one expert's part."""
-        changes_Bk = self.without.changes[:, :, number]
-        tokens_t = changes_Bk.any(dim=1).nonzero()[:, 0]
-        outputs_tkq, changes_tk = self.outputs[tokens_t], changes_Bk[tokens_t]
-        weights_t = changes_tk.gather(1, changes_tk.abs().argmax(dim=1, keepdim=True))[:, 0]
-        inputs_tD, _ = mixture.weighed(self.inputs[tokens_t], weights_t)
-        factors_tk = changes_tk.sign() if mixture.rule.weighs_inputs else changes_tk
-        add_change_(outputs_tkq, factors_tk, mixture.outputs(number, inputs_tD).double() @ root_DD)
-        self.outputs[tokens_t] = outputs_tkq
-
-
 def weighted_moment(part: Served, tokens: int) -> Tensor:
     """Return C_e (N, N): the sum of (p h)(p h)ᵀ over the expert's tokens, divided by the number of all `tokens`."""
     width = part.values.shape[1]
@@ -277,8 +225,8 @@ def solve_shape(
     refit: bool = True,
     offload: Offload = in_memory,
     output_TD: Tensor | None = None,
-) -> list[SolvedExpert]:
-    """Keep some experts at one width, with their rows of the router, and refit their writers.
+) -> tuple[list[SolvedExpert], Tensor | None]:
+    """Keep some experts at one width. Return them and, after a refit, the change (T, D) of the mixture's output.
 
     Channels are eliminated by each expert's moment under the new routing, weighted by `metric` if given. With `refit`,
     writers are fitted to the dense mixture's output, otherwise each to its own expert's. New writers are stored by
@@ -286,100 +234,36 @@ def solve_shape(
     """
     remaining = mixture.subset(kept)
     routing = remaining.route(inputs_TD)
-    solved = [_narrowed(remaining, number, inputs_TD, routing, metric, width, offload) for number in range(len(kept))]
+    places = range(len(kept))
+    narrow = partial(_narrowed, remaining, inputs_TD, routing, metric, width, offload)
     if not refit:
-        return solved
-    narrow = _narrow(remaining, solved)
+        return [narrow(number) for number in places], None
     target_TD = mixture.output(inputs_TD) if output_TD is None else output_TD
-    fitted = refit_mixture(
-        target_TD - remaining.written_biases(routing),
-        lambda number: narrow.served(number, inputs_TD, routing),
-        Deferred([each.writer for each in solved]),
+    residual = MixtureResidual(target_TD - remaining.written_biases(routing))
+    solved: list[SolvedExpert] = []
+
+    def writer(number: int) -> Tensor:
+        """Narrow the next expert, which the refit subtracts while it is held."""
+        solved.append(narrow(number))
+        return solved[number].writer()
+
+    def expert(number: int) -> ExpertWeights:
+        return solved[number].weights
+
+    narrower = replace(remaining, experts=Deferred([partial(expert, number) for number in places]))
+    fitted = refit_mixture_(
+        residual,
+        lambda number: narrower.served(number, inputs_TD, routing),
+        Deferred([partial(writer, number) for number in places]),
         offload=offload,
     )
-    return [replace(each, writer=partial(fitted.__getitem__, number)) for number, each in enumerate(solved)]
+    refitted = [replace(each, writer=partial(fitted.__getitem__, number)) for number, each in enumerate(solved)]
+    return refitted, residual.residual_TD
 
 
-def remaining_shares(
-    mixture: Mixture,
-    inputs_TD: Tensor,
-    metric: Factored,
-    removal_E: Tensor,
-    counts: Sequence[int],
-    output_TD: Tensor,
-) -> Tensor:
-    """Return the share (C,) of the summed removal losses that remains after the refit, at each number of experts.
-
-    It is measured at up to REFITTED of the `counts`, at the full width, and interpolated between them. All are refitted
-    side by side, so that an expert is visited 1 + SWEEPS times. Each keeps a residual (T, D) in float32 or better.
-    `output_TD`: the mixture's output.
-    """
-    measured = refitted_counts(counts, len(removal_E))
-    if not measured:
-        return torch.ones(len(counts), dtype=torch.float64)
-    kept = [kept_experts(removal_E, count, mixture.rule.groups) for count in measured]
-    refits = [_Refit.of(mixture, each.tolist(), inputs_TD, output_TD) for each in kept]
-    for visit in range(1 + SWEEPS):
-        for number in range(len(removal_E)):
-            for refit in refits:
-                refit.visit(number, inputs_TD, first=visit == 0)
-    shares = []
-    for kept_k, refit in zip(kept, refits, strict=True):
-        removed = float(removal_E.sum() - removal_E[kept_k].sum())
-        loss = _residual_loss(refit.residual.residual_TD, metric)
-        shares.append(min(1.0, loss / removed) if removed > 0.0 else 1.0)
-    return interpolate(measured, torch.tensor(shares, dtype=torch.float64), torch.tensor(counts))
-
-
-class _Refit(NamedTuple):
-    """Some of the experts at their full width, of which only the residual is kept. `places`: number -> place."""
-
-    remaining: Mixture
-    routing: Routing
-    places: Mapping[int, int]
-    residual: MixtureResidual
-
-    @classmethod
-    def of(cls, mixture: Mixture, kept: Sequence[int], inputs_TD: Tensor, output_TD: Tensor) -> _Refit:
-        remaining, places = mixture.subset(kept), {number: place for place, number in enumerate(kept)}
-        routing = remaining.route(inputs_TD)
-        return cls(remaining, routing, places, MixtureResidual(output_TD - remaining.written_biases(routing)))
-
-    def visit(self, number: int, inputs_TD: Tensor, *, first: bool) -> None:
-        """Subtract a kept expert's output at the `first` visit, refit its writer at later ones."""
-        if (place := self.places.get(number)) is None:
-            return
-        part = self.remaining.served(place, inputs_TD, self.routing)
-        if first:
-            self.residual.subtract_(part, self.remaining.experts[place].writer.double())
-        else:
-            self.residual.refit_(part)
-
-
-def refitted_counts(counts: Sequence[int], experts: int) -> Sequence[int]:
-    """Return the numbers of experts at which `remaining_shares` measures."""
-    return spread([count for count in counts if count < experts], REFITTED)
-
-
-def shape_loss(
-    mixture: Mixture,
-    inputs_TD: Tensor,
-    metric: Factored,
-    kept: Sequence[int],
-    solved: Sequence[SolvedExpert],
-    output_TD: Tensor | None = None,
-) -> float:
-    """Return ½ tr(G E[δ δᵀ]) of a solution, in nats per token, where δ is the change of the mixture's output.
-
-    `output_TD`: the dense mixture's output, if known.
-    """
-    narrow = narrowed(mixture, kept, solved)
-    dense_TD = mixture.output(inputs_TD) if output_TD is None else output_TD
-    return _residual_loss(dense_TD - narrow.output(inputs_TD), metric)
-
-
-def _residual_loss(residual_TD: Tensor, metric: Factored) -> float:
-    return 0.5 * metric.scale * float((residual_TD.double() @ metric.factor).square().sum()) / len(residual_TD)
+def change_loss(change_TD: Tensor, metric: Factored) -> float:
+    """Return ½ tr(G E[δ δᵀ]), in nats per token, of the change δ (T, D) of a mixture's output."""
+    return 0.5 * metric.scale * float((change_TD.double() @ metric.factor).square().sum()) / len(change_TD)
 
 
 def _narrow(remaining: Mixture, solved: Sequence[SolvedExpert]) -> Mixture:
@@ -393,12 +277,12 @@ def _weights_of(solved: SolvedExpert) -> ExpertWeights:
 
 def _narrowed(
     remaining: Mixture,
-    number: int,
     inputs_TD: Tensor,
     routing: Routing,
     metric: Factored | None,
     width: int,
     offload: Offload,
+    number: int,
 ) -> SolvedExpert:
     dense = partial(remaining.experts.__getitem__, number)
     part, down_DN = remaining.served(number, inputs_TD, routing), dense().writer.double()

@@ -23,10 +23,10 @@ from pipeline.methods.experts.mixture import (
     ExpertWeights,
     Mixture,
     SolvedExpert,
+    change_loss,
     channel_moment,
     narrowed,
     reader_moment,
-    shape_loss,
     solve_shape,
 )
 from pipeline.methods.experts.scores import few_tokens
@@ -89,13 +89,12 @@ def solve(
     """Keep some experts at one width.
 
     The solution holds the tensors of the kept experts, under their dense roles, and their rows of the router. The
-    report names the kept experts, those without sampled tokens and those with few, and has the predicted `loss` if the
-    gradient's moment is among the statistics.
+    report names the kept experts, those without sampled tokens and those with few, and has the predicted `loss` after a
+    refit, if the gradient's moment is among the statistics.
     """
     inputs_TD = statistics.moments[sample_of(experts, tokens)][0]
     metric = factored_mean(statistics, metric_of(experts)) if metric_of(experts) in statistics.moments else None
-    output_TD = mixture.output(inputs_TD) if refit and metric is not None else None  # both below need it
-    solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit, statistics.offload, output_TD)
+    solved, change_TD = solve_shape(mixture, inputs_TD, metric, kept, width, refit, statistics.offload)
     tensors: dict[str, Callable[[], Tensor]] = {}
     forms: dict[str, FormSpec] = {}
     for number, each in zip(kept, solved, strict=True):
@@ -110,8 +109,8 @@ def solve(
     rows = {ROUTER: router.router, ROUTER_BIAS: router.bias, LOGIT_BIAS: router.logit_bias}
     tensors |= {key: in_memory(tensor) for key, tensor in rows.items() if tensor is not None}
     report: dict[str, Any] = {"experts": list(kept), "width": width, **_few_tokens(experts, kept, solved)}
-    if metric is not None:
-        report["loss"] = shape_loss(mixture, inputs_TD, metric, kept, solved, output_TD)
+    if metric is not None and change_TD is not None:
+        report["loss"] = change_loss(change_TD, metric)
     outputs = {
         reader.role: each.channels
         for number, each in zip(kept, solved, strict=True)

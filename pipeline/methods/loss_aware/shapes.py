@@ -21,14 +21,8 @@ from pipeline.families.source_config import shared_padding, shares_width
 from pipeline.kernels.mixture_refit import SWEEPS
 from pipeline.methods.capabilities import Visits
 from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed, sampled
-from pipeline.methods.experts.mixture import (
-    Mixture,
-    refitted_counts,
-    remaining_shares,
-    removal_losses,
-    removal_span,
-    width_losses,
-)
+from pipeline.methods.experts.mixture import Mixture, width_losses
+from pipeline.methods.experts.removal import refitted_counts, remaining_shares, removal_losses, removal_span
 from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH, shape_points
 from pipeline.methods.experts.solutions import metric_of
@@ -111,14 +105,14 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         """Return how often each expert is read.
 
         A curve reads it for the losses of widths, for those of removals once per span of tokens, and, if a refit keeps
-        it or it follows one that is kept and is read ahead, for the start and each sweep. A solve reads it to narrow
-        and to store it, for the target of the refit and its start, in each sweep, and for the loss.
+        it or it follows one that is kept and is read ahead, for the start and each sweep. A solve reads it for
+        the target of the refit, to narrow it, in each sweep, and to store it.
         """
         sample, experts = min(tokens, sampled(layer)), len(routed(layer))
         spans = -(-sample // removal_span(sample, dict(layer.routing)["top_k"]))
         most = max(refitted_counts(self.counts(layer), experts), default=0)  # smaller numbers keep some of the same
         kept = most / experts
-        return Visits(1 + spans + kept * (2 - kept) * (1 + SWEEPS), 5 + SWEEPS)
+        return Visits(1 + spans + kept * (2 - kept) * (1 + SWEEPS), 3 + SWEEPS)
 
     def stored_numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
         """Count the numbers of a shape. With `stock` the padding of the shared expert in an export counts, too, unless

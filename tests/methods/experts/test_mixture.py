@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,13 +15,14 @@ from pipeline.kernels.sensitivity import Factored, factored
 from pipeline.methods.experts.mixture import (
     ExpertWeights,
     Mixture,
+    SolvedExpert,
+    change_loss,
     expert_sums,
-    remaining_shares,
-    removal_losses,
-    shape_loss,
+    narrowed,
     solve_shape,
     width_losses,
 )
+from pipeline.methods.experts.removal import remaining_shares, removal_losses
 from pipeline.methods.experts.scores import kept_experts
 from pipeline.methods.experts.shapes import shape_points
 
@@ -28,6 +32,18 @@ RULES = {
     "sigmoid": RoutingRule("sigmoid", 3, scale=1.5),
     "inputs": RoutingRule("sigmoid", 2, normalise=False, weighs_inputs=True),
 }
+
+
+def solved_experts(*arguments: Any) -> list[SolvedExpert]:
+    return solve_shape(*arguments)[0]
+
+
+def shape_loss(
+    mixture: Mixture, inputs_TD: Tensor, metric: Factored, kept: Sequence[int], solved: Sequence[SolvedExpert]
+) -> float:
+    """The predicted loss of a solution, from the outputs of both mixtures."""
+    change_TD = mixture.output(inputs_TD) - narrowed(mixture, kept, solved).output(inputs_TD)
+    return change_loss(change_TD, metric)
 
 
 def make_mixture(rule: str, unseen: bool = False) -> tuple[Mixture, Tensor, Factored]:
@@ -93,7 +109,7 @@ def test_outputs_sums_and_removals_are_those_of_a_loop(rule: str) -> None:
 @pytest.mark.parametrize("rule", list(RULES))
 def test_a_whole_mixture_stays_what_it_is(rule: str) -> None:
     mixture, inputs_TD, metric = make_mixture(rule)
-    solved = solve_shape(mixture, inputs_TD, metric, range(EXPERTS), WIDTH)
+    solved = solved_experts(mixture, inputs_TD, metric, range(EXPERTS), WIDTH)
     for each, expert in zip(solved, mixture.experts, strict=True):
         for weight, dense in zip(each.weights.readers, expert.readers, strict=True):
             torch.testing.assert_close(weight, dense)
@@ -107,7 +123,7 @@ def test_a_refit_over_the_mixture_lowers_the_error(rule: str, kept: list[int], w
     mixture, inputs_TD, metric = make_mixture(rule)
     losses = []
     for refit in (False, True):
-        solved = solve_shape(mixture, inputs_TD, metric, kept, width, refit)
+        solved = solved_experts(mixture, inputs_TD, metric, kept, width, refit)
         assert [each.weights.writer.shape for each in solved] == [(HIDDEN, width)] * len(kept)
         for each, number in zip(solved, kept, strict=True):
             assert torch.equal(each.weights.readers[0], mixture.experts[number].readers[0][each.channels])
@@ -127,7 +143,7 @@ def test_shapes_of_full_width_are_predicted_with_their_refit(rule: str) -> None:
     points = shape_points(removal_E, torch.zeros(EXPERTS, 1), [WIDTH], counts, 1, remaining=remaining_C.tolist())
     for point, remaining in zip(points[:-1], remaining_C, strict=False):
         kept = kept_experts(removal_E, point.ranks["experts"]).tolist()
-        solved = shape_loss(mixture, inputs_TD, metric, kept, solve_shape(mixture, inputs_TD, metric, kept, WIDTH))
+        solved = shape_loss(mixture, inputs_TD, metric, kept, solved_experts(mixture, inputs_TD, metric, kept, WIDTH))
         assert point.loss == pytest.approx(solved) or float(remaining) == 1.0
     assert points[-1].loss == 0.0
 
@@ -137,10 +153,10 @@ def test_an_expert_that_no_token_reaches_goes_first_and_keeps_its_weights() -> N
     losses_E = removal_losses(mixture, inputs_TD, metric)
     assert float(losses_E[2]) == 0.0
     assert losses_E.argmin() == 2
-    solved = solve_shape(mixture, inputs_TD, metric, range(EXPERTS), 4)
+    solved = solved_experts(mixture, inputs_TD, metric, range(EXPERTS), 4)
     assert solved[2].tokens == 0
     assert torch.equal(solved[2].weights.writer, mixture.experts[2].writer[:, :4])
-    without = solve_shape(mixture, inputs_TD, metric, [0, 1, 3, 4], WIDTH)
+    without = solved_experts(mixture, inputs_TD, metric, [0, 1, 3, 4], WIDTH)
     assert shape_loss(mixture, inputs_TD, metric, [0, 1, 3, 4], without) < 1e-20
 
 
@@ -150,7 +166,7 @@ def test_every_token_at_one_expert() -> None:
     bias_E, rule = torch.tensor([9.0, 0, 0, 0, 0]), RoutingRule("softmax", 1)
     forced = Mixture(mixture.experts, mixture.router, bias_E, rule, mixture.channels)
     assert expert_sums(forced, inputs_TD).tokens.tolist() == [TOKENS, 0, 0, 0, 0]
-    solved = solve_shape(forced, inputs_TD, metric, [0, 3], 3)
+    solved = solved_experts(forced, inputs_TD, metric, [0, 3], 3)
     assert [each.tokens for each in solved] == [TOKENS, 0]
     assert all(
         torch.isfinite(weight).all() for each in solved for weight in (*each.weights.readers, each.weights.writer)
@@ -159,7 +175,7 @@ def test_every_token_at_one_expert() -> None:
 
 def test_half_precision_inputs_are_enough() -> None:
     mixture, inputs_TD, metric = make_mixture("sigmoid")
-    rough = solve_shape(mixture, inputs_TD.bfloat16(), metric, [0, 1, 3], 4)
+    rough = solved_experts(mixture, inputs_TD.bfloat16(), metric, [0, 1, 3], 4)
     assert shape_loss(mixture, inputs_TD, metric, [0, 1, 3], rough) < 1.2 * shape_loss(
-        mixture, inputs_TD, metric, [0, 1, 3], solve_shape(mixture, inputs_TD, metric, [0, 1, 3], 4)
+        mixture, inputs_TD, metric, [0, 1, 3], solved_experts(mixture, inputs_TD, metric, [0, 1, 3], 4)
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.families.blocks import Matrix, MLPBlock
 from pipeline.kernels.routing import RoutingRule
-from pipeline.methods.experts.mixture import removal_losses, shape_loss, solve_shape
+from pipeline.methods.experts.removal import removal_losses
 from pipeline.methods.experts.solutions import (
     metric_of,
     mixture_from,
@@ -18,6 +18,7 @@ from pipeline.methods.experts.solutions import (
 )
 from pipeline.methods.method import Statistics
 from pipeline.methods.moments import factored_mean
+from tests.methods.experts.test_mixture import shape_loss, solved_experts
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 6, 8, 200
 DEEPSEEK = {
@@ -82,8 +83,8 @@ def test_a_solution_has_the_experts_that_stay_and_their_rows(kept: list[int], wi
     assert len(solution.forms) == (0 if width == WIDTH else 3 * len(kept))
     inputs_TD = statistics.moments[sample_of(BLOCKS, TOKENS)][0]
     metric = factored_mean(statistics, metric_of(BLOCKS))
-    expected = shape_loss(mixture, inputs_TD, metric, kept, solve_shape(mixture, inputs_TD, metric, kept, width))
-    assert solution.report["loss"] == pytest.approx(expected, abs=1e-18)
+    expected = shape_loss(mixture, inputs_TD, metric, kept, solved_experts(mixture, inputs_TD, metric, kept, width))
+    assert solution.report["loss"] == pytest.approx(expected, rel=1e-9, abs=1e-18)
     assert all(torch.equal(weights[key], tensor) for key, tensor in before.items())
 
 
