@@ -76,8 +76,8 @@ def distance_shares(
     hidden = torch.ones(window, window, dtype=torch.bool, device=sample_TD.device).triu(1)
     sums = sample_TD.new_zeros((groups, window), dtype=torch.float64)
     for tokens_WD in chosen_SWD:
-        query_WHJ = _complex_rows(query_QD.double() @ tokens_WD.T, pairs).permute(2, 0, 1) * turn_W1J
-        key_WGJ = _complex_rows(key_CD.double() @ tokens_WD.T, pairs).permute(2, 0, 1) * turn_W1J
+        query_WHJ = complex_rows(query_QD.double() @ tokens_WD.T, pairs).permute(2, 0, 1) * turn_W1J
+        key_WGJ = complex_rows(key_CD.double() @ tokens_WD.T, pairs).permute(2, 0, 1) * turn_W1J
         key_WHJ = key_WGJ.repeat_interleave(query_WHJ.shape[1] // groups, dim=1)
         scores_HWW = scale * torch.einsum("mhj,nhj->hmn", query_WHJ.conj(), key_WHJ).real
         attention_HWW = scores_HWW.masked_fill(hidden, -torch.inf).softmax(dim=-1)
@@ -114,9 +114,9 @@ def split_keys(
     require_finite("keys", key_CD)
     pairs, groups = len(frequencies_J), len(shares_GW)
     moment = moment_DD.to(torch.complex128)
-    keys_GJD = _complex_rows(key_CD.double(), pairs)
+    keys_GJD = complex_rows(key_CD.double(), pairs)
     rest_GJD = keys_GJD.clone()
-    gradient_NN = _complex_moment(gradient_CC.double(), groups)
+    gradient_NN = complex_moment(gradient_CC.double(), groups)
     still_GJ = _mean_turn(shares_GW, frequencies_J)
     turned_GJI = torch.stack([_mean_turn(shares_GW, frequencies_J - each) for each in turns_I], -1)
     lost_GJ = (1.0 - still_GJ.abs().square()).clamp_min(0.0)
@@ -141,7 +141,7 @@ def split_keys(
     loss = _turn_loss(change_GJD, moment, gradient_NN) + _turn_loss(wrong_GJD, moment, gradient_NN)
     return SplitKeys(
         torch.stack((shared_ID.real, shared_ID.imag), dim=1).flatten(0, 1),
-        _read_rows(read_GIJ),
+        read_rows(read_GIJ),
         torch.cat(((rest := rest_GJD * still_GJ[..., None]).real, rest.imag), dim=1).flatten(0, 1),
         loss,
     )
@@ -209,17 +209,17 @@ def head_rows(decode_mr: Tensor, heads: int, groups: int) -> Tensor:
     return torch.cat((key_Gdr, value_Gdr), dim=1).repeat_interleave(heads // groups, dim=0).flatten(0, 1)
 
 
-def _complex_rows(weight_CD: Tensor, pairs: int) -> Tensor:
+def complex_rows(weight_CD: Tensor, pairs: int) -> Tensor:
     """Return (C, D) rows of heads as complex numbers (G, J, D): dimensions j and j + J of a head are one."""
     heads: Tensor = weight_CD.unflatten(0, (-1, 2 * pairs))
     return heads[:, :pairs] + 1j * heads[:, pairs:]
 
 
-def _complex_moment(moment_CC: Tensor, groups: int) -> Tensor:
+def complex_moment(moment_CC: Tensor, groups: int) -> Tensor:
     """Return E[κ κᴴ] (G·J, G·J) of the complex numbers of a real moment (C, C)."""
     pairs = len(moment_CC) // groups // 2
-    half_NC = _complex_rows(moment_CC, pairs).flatten(0, 1)
-    return _complex_rows(half_NC.mH, pairs).flatten(0, 1)
+    half_NC = complex_rows(moment_CC, pairs).flatten(0, 1)
+    return complex_rows(half_NC.mH, pairs).flatten(0, 1)
 
 
 def _members(gain_JI: Tensor, lost_J: Tensor, frequencies_J: Tensor, turns_I: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -268,7 +268,7 @@ def _turn_loss(change_GJD: Tensor, moment_DD: Tensor, gradient_NN: Tensor) -> fl
     return max(0.0, total)
 
 
-def _read_rows(read_GIJ: Tensor) -> Tensor:
+def read_rows(read_GIJ: Tensor) -> Tensor:
     """Return (G, p, d): a query q reads Σ_j conj(read_ij) q_j, as rows (real, imaginary) for each i."""
     conjugate = read_GIJ.conj()
     real = torch.cat((conjugate.real, -conjugate.imag), dim=-1)

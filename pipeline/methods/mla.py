@@ -20,6 +20,7 @@ from pipeline.families.blocks import AttentionBlock, roles_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.latent import LATENT_FORM, plain_pairs
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.fitted_turns import FIT_STEPS, fit_turns
 from pipeline.kernels.latent import SplitKeys, distance_shares, fit_latents, head_rows, query_rows, split_keys, turns
 from pipeline.kernels.sensitivity import least_losses, output_directions
 from pipeline.methods.base import MethodBase
@@ -62,10 +63,14 @@ class _Problem(NamedTuple):
     frequencies: Tensor
     shares: Tensor
 
-    def split(self, shared: int, density: int) -> SplitKeys:
-        """Split keys into `shared` rotated dimensions and parts without rotation."""
+    def split(self, shared: int, density: int, steps: int | None = 0) -> SplitKeys:
+        """Split keys into `shared` rotated dimensions, fitted in so many steps, and parts without rotation.
+
+        None: not fitted at all.
+        """
         turns_I = turns(self.frequencies, shared, density)
-        return split_keys(self.key, self.moment, self.gradient, self.frequencies, turns_I, self.shares)
+        given = self.key, self.moment, self.gradient, self.frequencies, turns_I, self.shares
+        return split_keys(*given) if steps is None else fit_turns(split_keys(*given), *given, steps)
 
     def outputs(self, keys: SplitKeys) -> Tensor:
         """Return the map (2C, D) from the input to the targets of the latents: keys without rotation, and values."""
@@ -189,7 +194,7 @@ class MLAMethod(MethodBase[MLA]):
         """Return the query with rows for the shared keys, the encoder of latents and shared keys, the latents' norm,
         and their decoder."""
         problem, rank, rope = _problem(geometry, weights, statistics), ranks[RANK], ranks[ROPE]
-        keys = problem.split(rope, ranks.get(DENSITY, 1))
+        keys = problem.split(rope, ranks.get(DENSITY, 1), FIT_STEPS if DENSITY in ranks else None)
         outputs_mD = problem.outputs(keys)
         order = output_directions(outputs_mD, problem.moment, problem.metric)
         cut = 0.5 * float(order.values[rank:].clamp_min(0.0).sum())
