@@ -135,8 +135,8 @@ def _start(start: SplitKeys, keys_ND: Tensor, moment_DD: Tensor, vectors_NN: Ten
     idle_I = size_I <= 1e-6 * size_I.max()
     leading_NN = vectors_NN.mH.flip(0)
     parameter_IN[idle_I] = leading_NN[torch.arange(int(idle_I.sum()), device=idle_I.device) % len(leading_NN)]
-    size_I = torch.linalg.vector_norm(parameter_IN, dim=1, keepdim=True)
-    return parameter_IN / size_I
+    size_I1: Tensor = torch.linalg.vector_norm(parameter_IN, dim=1, keepdim=True)
+    return parameter_IN / size_I1
 
 
 def _descend_(parameter_IN: Tensor, unroot_NN: Tensor, problem: TurnProblem, steps: int) -> None:
