@@ -7,6 +7,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, p rota
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -144,19 +145,22 @@ class MLAMethod(MethodBase[MLA]):
             return [(rope, density) for density in densities if rope <= _most_shared(layer, density)]
         return [(shared, density) for density in densities for shared in _spread(layer, density)]
 
-    def _widest(self, layer: LayerGeometry) -> int:
-        """Return the most rotated dimensions to compare."""
-        return max(shared for shared, _ in self._choices(layer))
-
     def _ranks(self, layer: LayerGeometry) -> list[int]:
         """Return the ranks of the latent to compare, ascending. The last one is exact."""
         return steps(min(layer.hidden, layer.cache_numbers), self.entry.multiple(layer.hidden))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Return the rank of the latent; its cost includes the most rotated dimensions."""
+        """Return the rank of the latent; its cost bounds that of every choice of rotated dimensions beside it."""
         cap = max(1, min(self._ranks(geometry)[-1], self._cached(geometry)))
-        cost = partial(_numbers, geometry, rope=self._widest(geometry))
+        widest = max(shared for shared, _ in self._choices(geometry))
+        cost = partial(_bounded_numbers, geometry, rope=widest, most=self._most_numbers(geometry))
         return (RankVariable(group.layer, group.name, RANK, cap, 1, cost),)
+
+    def _most_numbers(self, layer: LayerGeometry) -> float:
+        """Return the most numbers stored by any latent whose rotated dimensions fit into the cache beside it."""
+        last, cached = self._ranks(layer)[-1], self._cached(layer)
+        shared = [shared for shared, _ in self._choices(layer) if shared < cached]
+        return max((_numbers(layer, min(last, cached - each), each) for each in shared), default=math.inf)
 
     def cache_target(self, geometry: Geometry) -> float | None:
         """Return the numbers that a token may cache in all layers."""
@@ -267,6 +271,10 @@ def _numbers(layer: LayerGeometry, rank: float, rope: float) -> float:
         + rank
         + 2 * block.heads * block.head_dim * rank
     )
+
+
+def _bounded_numbers(layer: LayerGeometry, rank: float, rope: float, most: float) -> float:
+    return min(most, _numbers(layer, rank, rope))
 
 
 def _problem(geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> _Problem:
