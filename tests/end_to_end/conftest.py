@@ -84,7 +84,13 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a random Llama: three layers, grouped heads, head_dim 16 at hidden size 48, several shards."""
+    """Return a random Llama: two layers, grouped heads, head_dim 16 at hidden size 48, several shards."""
+    return factories.make_model(tmp_path_factory.mktemp("llama") / "source", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def deep_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same with three layers, for tests that need a layer which is neither the first nor the last."""
     return factories.make_model(tmp_path_factory.mktemp("llama") / "source")
 
 

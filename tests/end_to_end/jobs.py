@@ -95,9 +95,9 @@ class Job:
             "calibration": {
                 "propagate": "compressed",
                 "text": {"files": [str(self.text)]},
-                "samples": 12,
+                "samples": 8,
                 "sequence_length": 24,
-                "shards": 3,
+                "shards": 2,
                 "micro_batch": 2,
             },
             "methods": [dict(FLAT_LLM)],

@@ -19,7 +19,7 @@ from tests.end_to_end.jobs import read_tensors
 FAMILIES = tuple(factories.FAMILIES)
 
 
-def make_source(directory: Path, family: str, layers: int = 3, **overrides: Any) -> Path:
+def make_source(directory: Path, family: str, layers: int = 2, **overrides: Any) -> Path:
     """Call `factories.make_model` for a number of layers."""
     return factories.make_model(directory, family, num_hidden_layers=layers, **overrides)
 

@@ -18,8 +18,14 @@ from tests.workers.bench import flip
 
 MakeJob = Callable[..., Job]
 LOSS: dict[str, Any] = {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"}
-SHARDS, LAYERS, MOST_RUNS = 3, 3, 60
+SHARDS, LAYERS, MOST_RUNS = 2, 3, 60
 SMALL = {"calibration.shards": 2, "calibration.samples": 8}
+
+
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
 
 
 @pytest.fixture(scope="module")

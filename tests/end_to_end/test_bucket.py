@@ -25,6 +25,12 @@ MakeJob = Callable[..., Job]
 WRITES_IN_A_LIFE = 59
 
 
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
 @pytest.fixture
 def address(s3_bucket: str, llama: Path, text: Path, scored: Path) -> str:
     """A bucket that holds the model under `model`, and the texts."""

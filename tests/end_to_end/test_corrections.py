@@ -21,8 +21,14 @@ CORRECTED: dict[str, Any] = {
     "budget.keep": 0.6,
 }
 ROUNDED = {**CORRECTED, "quantize": {"bits": 4, "group": None}}
-LAYERS, SHARDS, POINTS, MOST_RUNS = 3, 3, 4, 60
+LAYERS, SHARDS, POINTS, MOST_RUNS = 3, 2, 4, 60
 SMALL = {"calibration.shards": 2, "calibration.samples": 8}
+
+
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
 
 
 @pytest.fixture(scope="module")

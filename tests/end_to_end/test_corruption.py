@@ -26,6 +26,12 @@ pytestmark = pytest.mark.usefixtures("inline")
 
 
 @pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
+@pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Job:
     """A finished job whose copies stand where it ran."""
     folder = tmp_path_factory.mktemp("whole")

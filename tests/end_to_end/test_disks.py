@@ -35,6 +35,12 @@ PLACES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
 @pytest.fixture(autouse=True)
 def _here(inline: None) -> None:
     """No Ray."""

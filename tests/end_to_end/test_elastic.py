@@ -32,6 +32,12 @@ MakeJob = Callable[..., Job]
 WAIT_S = 60.0
 
 
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
 class Directed(RayPool):
     """Does something to the cluster when a layer has got its first shard, in the middle of a run."""
 

@@ -156,7 +156,7 @@ def test_another_model_where_output_was(finished: Job, llama: Path) -> None:
 def test_an_interrupted_assembly_goes_on(match: str, made: Job, reference: dict[str, str]) -> None:
     killed = Child("run", [str(made.manifest)], made.root / "log", Hook("file", match=f"output/{match}", after=True))
     assert killed.end() < 0
-    assert (made.output / "model-00001-of-00006.safetensors").exists()
+    assert [*made.output.glob("model-00001-of-*.safetensors")]
     (made.output / "notes.txt").write_text("theirs")
     refused(made.run(), "notes.txt")
     (made.output / "notes.txt").unlink()

@@ -31,6 +31,12 @@ pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 
 
+@pytest.fixture
+def job(job: MakeJob) -> MakeJob:
+    """Make jobs of twelve samples, which hold two windows out."""
+    return lambda *source, **changes: job(*source, **{"calibration.samples": 12, **changes})
+
+
 def test_summary_tells_what_is_lost_beyond_the_samples(llama: Path, job: MakeJob) -> None:
     """Against transformers on both checkpoints: twelve samples, two windows held out."""
     made = job()

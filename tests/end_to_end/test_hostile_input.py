@@ -21,6 +21,12 @@ from tools.soak.stored_cases import sign
 MakeJob = Callable[..., Job]
 
 
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
 @pytest.fixture(autouse=True)
 def _here(inline: None) -> None:
     """No Ray."""

@@ -23,9 +23,15 @@ from tests.end_to_end.shared_ray import KeptPool
 from workers import deaths
 
 MakeJob = Callable[..., Job]
-SHARDS = 3
+SHARDS = 2
 INDEX = "model.safetensors.index.json"
 MOST_RUNS = 60
+
+
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
 
 
 @pytest.fixture(scope="module")

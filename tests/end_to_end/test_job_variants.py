@@ -23,6 +23,12 @@ SPILL = {"workers.activation_memory_gb": 1e-6}
 
 
 @pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
+@pytest.fixture(scope="module")
 def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_source(tmp_path_factory.mktemp("deeper") / "source", "llama", layers=4)
 

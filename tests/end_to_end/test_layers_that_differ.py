@@ -33,6 +33,12 @@ METHODS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
+@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """(the checkpoint, what it holds): transformers' layers, each made by a config of its own."""
     config = LlamaConfig(**factories.GEOMETRY)

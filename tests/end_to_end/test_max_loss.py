@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ WITHIN: dict[str, Any] = {
     "calibration.propagate": "dense",
     "budget": {"max_loss": LIMIT},
 }
+
+
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
 
 
 @pytest.fixture(scope="module")

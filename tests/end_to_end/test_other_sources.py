@@ -18,6 +18,12 @@ from tests.end_to_end.jobs import Job, command, load, read_tensors
 MakeJob = Callable[..., Job]
 
 
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
 def with_config(llama: Path, directory: Path, **fields: Any) -> Path:
     """A copy of the model with other fields in its config."""
     shutil.copytree(llama, directory)

@@ -62,6 +62,12 @@ onload = () => {
 """
 
 
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
 def looked_at(pages: Mapping[str, tuple[str, int]], scheme: str, folder: Path) -> dict[str, Any]:
     """What the browser makes of each page, a content and a width, in a colour scheme."""
     if CHROMIUM is None:

@@ -24,6 +24,12 @@ from workers.in_process_pool import InProcessPool
 WINDOW = 40
 
 
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
 @pytest.fixture
 def shared(tmp_path: Path, llama: Path) -> Path:
     """What all nodes see: the model, and where the job works. The texts are the driver's alone."""

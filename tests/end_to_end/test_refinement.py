@@ -22,7 +22,7 @@ APART, MIXED = (
     {**ROUNDED, "methods": [{"method": "loss_aware", "refine": {"steps": 15, "inputs": inputs}}]}
     for inputs in ("dense", "mixed")
 )
-LAYERS, MOST_RUNS = 3, 60
+LAYERS, MOST_RUNS = 2, 60
 SMALL = {"calibration.shards": 2, "calibration.samples": 40}
 METHODS: dict[str, dict[str, Any]] = {
     "loss_aware": {"method": "loss_aware"},

@@ -18,6 +18,12 @@ MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.usefixtures("inline")
 
 
+@pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
 def ended(job: Job) -> dict[str, Any]:
     record: dict[str, Any] = json.loads((job.run_dir / "ended.json").read_text())
     assert record["version"] == 1

@@ -286,7 +286,8 @@ def test_experts_of_gpt_oss_are_read_from_mxfp4(tmp_path: Path, job: MakeJob) ->
             assert torch.equal(up_ND, gate_up_EDF[expert, :, 1::2].T)
             assert torch.equal(down_DN, down_END[expert].T)
     attention = {"method": "loss_aware", "mlp": False}
-    run = job(source, methods=[attention], **{"calibration.propagate": "dense", "budget.keep": 0.98})
+    calibration = {"calibration.propagate": "dense", "calibration.samples": 12, "calibration.shards": 3}
+    run = job(source, methods=[attention], **calibration, **{"budget.keep": 0.98})
     ended = run.run()
     assert ended.code == 0, ended.err
     (group,) = json.loads((run.output / "config.json").read_text())["stored_formats"]

@@ -24,6 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
+def llama(deep_llama: Path) -> Path:
+    """Return a model of three layers."""
+    return deep_llama
+
+
+@pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
     """Where jobs are submitted to."""
     port = free_port()

@@ -23,6 +23,12 @@ pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 
 
+@pytest.fixture
+def job(job: MakeJob) -> MakeJob:
+    """Make jobs of twelve samples, whose loss is near enough to the text's."""
+    return lambda *source, **changes: job(*source, **{"calibration.samples": 12, **changes})
+
+
 def test_both_texts_are_scored_in_windows_of_one_length(tmp_path: Path, llama: Path, job: MakeJob) -> None:
     """Against transformers. The evaluation's own windows are shorter, and are joined."""
     other = factories.write_text(tmp_path / "other.txt", 4_000, seed=9)
