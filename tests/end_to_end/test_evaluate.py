@@ -214,7 +214,7 @@ def test_status_before_while_and_after(tmp_path: Path, job: MakeJob) -> None:
     assert state["state"] == "killed"
     assert Child("run", [str(made.manifest)], made.root / "log").end() == 0
     (made.run_dir / "manifest.yaml").rename(made.root / "kept.yaml")  # as a kill may leave it, right at the start
-    assert "output: not known" in command("status", str(made.run_dir)).out
+    assert "output: unknown" in command("status", str(made.run_dir)).out
     (made.root / "kept.yaml").rename(made.run_dir / "manifest.yaml")
     before = {path: path.stat().st_mtime_ns for path in made.run_dir.rglob("*")}
     state = command("status", str(made.run_dir), "--json").json

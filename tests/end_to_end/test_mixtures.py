@@ -273,10 +273,10 @@ def test_the_report_divides_tokens_of_experts_over_sources(
             )
     assert command("report", str(made.run_dir)).code == 0
     page = (made.run_dir / "report.html").read_text()
-    assert [f"tokens that come from {file}, {count / 12:.0%} of all" in page for file, count in counts.items()] == [
-        True
-    ] * 3
-    assert re.search(r"Furthest from that: layer \d expert \d \d+%", page)
+    assert [
+        f"come from {file}; of all sampled tokens, {count / 12:.0%} do" in page for file, count in counts.items()
+    ] == [True] * 3
+    assert re.search(r"The experts furthest from that: layer \d expert \d \d+%", page)
     assert "by source" not in page, "a table does not list a number for each expert"
 
 

@@ -264,7 +264,7 @@ def test_tokenizer_of_another_model(model: Path, job: MakeJob) -> None:
     for path in model.glob("*.safetensors"):
         save_file({n: t[:100] if t.shape[0] == 320 else t for n, t in load_file(path).items()}, path, {"format": "pt"})
     edit_config(model, vocab_size=100)
-    refused(job(model), "tokenizer: gives token", "the model has 100")
+    refused(job(model), "tokenizer: gives token", "the model's vocabulary has 100")
 
 
 @pytest.mark.usefixtures("no_ray")
