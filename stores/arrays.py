@@ -80,7 +80,7 @@ class ArrayStore:
         self.storage.delete_folders({record.path: _files_of(record) for record in records})
 
     def sweep(self, live: Iterable[ArrayRecord]) -> int:
-        """Remove temporary files and all generations without a record in `live`; returns the number of generations.
+        """Remove temporary files and all generations without a record in `live`; return the number of generations.
 
         Call it only in the process that holds the run's lock, while no worker writes. Raises StorageError.
         """

@@ -85,7 +85,7 @@ class Readable(ABC):
         """Return bytes `begin` to `end`, or as many as there are. Raises StorageError."""
 
     def read_into(self, begin: int, view: memoryview) -> int:
-        """Fill `view` with the bytes from `begin` on; returns their number. Raises StorageError."""
+        """Fill `view` with the bytes from `begin` on; return their number. Raises StorageError."""
         data = self.read(begin, begin + len(view))
         view[: len(data)] = data
         return len(data)

@@ -162,7 +162,7 @@ class _Reservoir:
         self.offered = 0
 
     def offer(self, item: tuple[int, torch.Tensor]) -> tuple[int, torch.Tensor] | None:
-        """Offer a window with its position; returns the rejected or replaced one, if any."""
+        """Offer a window with its position; return the rejected or replaced one, if any."""
         self.offered += 1
         if len(self.windows) < self.size:
             self.windows.append((item[0], item[1].clone()))  # a view would keep its whole piece in memory

@@ -164,7 +164,7 @@ def create_only(path: str | Path, data: bytes) -> None:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Link the file to its name; returns False if the name is in use."""
+    """Link the file to its name; return False if the name is in use."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -204,7 +204,7 @@ def is_hidden(name: str) -> bool:
 
 
 def sweep_partials(directory: str | Path, below: bool = True) -> int:
-    """Remove our temporary files in a directory, and in those `below` it; returns their number.
+    """Remove our temporary files in a directory, and in those `below` it; return their number.
 
     Call it only while no process writes. Raises StorageError.
     """

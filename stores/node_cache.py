@@ -40,7 +40,7 @@ class NodeCache:
         return _Cached(file, self, name)
 
     def load(self, key: str, view: memoryview) -> bool:
-        """Fill `view` from the cache; returns False if the range is missing or damaged."""
+        """Fill `view` from the cache; return False if the range is missing or damaged."""
         path = self._path(key)
         try:
             with open(path, "rb", buffering=0) as file:

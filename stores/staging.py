@@ -18,7 +18,7 @@ from stores.threads import parallel_map
 
 
 def write_staged(run_dir: Place, layer: int, tensors: Mapping[str, torch.Tensor], threads: int = 1) -> StagedRecord:
-    """Write a layer under a new name; returns its record for the ledger, with `path` relative to RUN_DIR.
+    """Write a layer under a new name; return its record for the ledger, with `path` relative to RUN_DIR.
 
     `threads` as in `write_shard`. Raises NumericsError (a tensor is not finite) and StorageError.
     """

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from manifests.errors import CorruptError, InUseError
+from manifests.errors import CorruptError
 from stores.activations import ActivationStore
 from stores.ledger import Ledger
-from stores.lock import RunLock, read_lock
+from stores.lock import RunLock
 from stores.statistics import StatisticsStore
 from tests.memory_storage import Memory
+from tests.stores.held_locks import check_held_lock
 
 
 def test_ledger() -> None:
@@ -35,15 +36,7 @@ def test_ledger() -> None:
 def test_lock() -> None:
     storage = Memory()
     with RunLock(storage) as lock:
-        lock.beat({"unit": 3})
-        with pytest.raises(InUseError, match="memory:lock: held by host"):
-            RunLock(storage).acquire()
-        owner = read_lock(storage)
-        assert owner is not None
-        assert (owner["alive"], owner["progress"]) == (True, {"unit": 3})
-        storage.delete(["lock"])
-        with pytest.raises(InUseError, match="the lock was lost"):
-            lock.check()
+        check_held_lock(storage, lock, "memory:lock")
     with RunLock(storage, ".lock", temporary=True):
         pass
     assert storage.names() == ["lock.json"]

@@ -90,7 +90,10 @@ def _blocks(shapes: Shapes, hidden: int | None) -> Iterator[str]:
 
 
 def _turned(role: str, shape: tuple[int, ...], hidden: int | None) -> str:
-    """Return a remark for a matrix (outputs, inputs) that does not read, or if it writes to it, the hidden size."""
+    """Return a remark for a matrix (outputs, inputs) whose side of the hidden states is not of the hidden size.
+
+    That side is the outputs of a role that writes to hidden states, and the inputs of others.
+    """
     if len(shape) != 2 or hidden is None or role.split(" ")[-1] not in LINEAR_ROLES:
         return ""
     side = 0 if role.split(" ")[-1] in ROWWISE_ROLES else 1

@@ -23,7 +23,7 @@ from pipeline.job.context import JobContext
 from pipeline.job.held_out import enter_dense_outputs, unscored_windows
 from pipeline.job.worker_session import JobWorkers
 from pipeline.units.scores import Scored, Windows
-from pipeline.units.sharding import shard_range, text_windows
+from pipeline.units.sharding import text_windows
 
 NAME = "texts"  # of the dense model in the ledger while both texts are scored
 
@@ -117,9 +117,8 @@ def _windows(job: JobContext, tokens: ArrayRecord, counts: tuple[int, ...]) -> t
     ranges: list[tuple[int, int]] = []
     ends, begin = [], 0
     for count in counts:
-        shards = min(calibration.shards, count)
-        own = (shard_range(shard, shards, count) for shard in range(shards))
-        ranges += [(begin + first, begin + end) for first, end in own]
+        even = Windows.even(count, calibration.shards, dtype, calibration.micro_batch)
+        ranges += [(begin + first, begin + end) for first, end in even.ranges]
         ends.append(len(ranges))
         begin += count
     return Windows(tuple(ranges), dtype, calibration.micro_batch, tokens), ends

@@ -148,7 +148,7 @@ class JobWorkers:
         self.driver(job, work).prepare()
 
     def compress(self, job: JobContext, *, compared: bool = True, scoring: Scoring[T] | None = None) -> T | None:
-        """Stages every claimed layer and enters it in the ledger; a damaged staged layer is compressed again.
+        """Stage every claimed layer and enter it in the ledger; a damaged staged layer is compressed again.
 
         Args:
             job: the job, at a given size.

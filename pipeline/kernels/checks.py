@@ -24,7 +24,7 @@ def require_finite(name: str, tensor: Tensor) -> float:
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """Test that a floating tensor holds no NaN or infinity; returns a bool scalar on its device, without waiting.
+    """Test that a floating tensor holds no NaN or infinity; return a bool scalar on its device, without waiting.
 
     Tests the extremes, to which NaN propagates: on a CPU twenty times as fast as `isfinite` of each number.
     """

@@ -59,7 +59,7 @@ def factor_(matrix_nn: Tensor, least_pivot: float = 0.0) -> float | None:
 def jittered_factor(
     fill_: Callable[[Tensor], None], into_nn: Tensor, least_pivot: float, jitters: tuple[float, ...]
 ) -> float:
-    """Factor A into `into_nn` with the least of `jitters` that suffices; returns it, or 0.0 if none is needed.
+    """Factor A into `into_nn` with the least of `jitters` that suffices; return it, or 0.0 if none is needed.
 
     `fill_` writes the lower triangle of A. Jitters that cannot suffice are skipped. Raises ValueError if none does.
     """

@@ -49,7 +49,7 @@ class Pruned(NamedTuple):
 
 
 def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Elimination:
-    """Remove channels greedily down to `count`; returns the removals in order.
+    """Remove channels greedily down to `count`; return the removals in order.
 
     It removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
     ‖b_j‖² / [C⁻¹]_jj with B the current refit; of equal ones the lower index is kept. With many channels a step removes
@@ -120,7 +120,7 @@ class _Elimination:
             self.lost = 0.0
 
     def run(self) -> Tensor:
-        """Remove all but `count` channels; returns the removed ones (N - count,), in order."""
+        """Remove all but `count` channels; return the removed ones (N - count,), in order."""
         order, removed = [self.remaining_n[:0]], 0
         gone_n = torch.zeros_like(self.remaining_n, dtype=torch.bool)
         while removed < self.size - self.count:
@@ -162,7 +162,7 @@ class _Elimination:
         return self.array[:, 1:]
 
     def _fill_gram(self, weighted_DN: Tensor) -> float:
-        """Fill in BᵀB of the scores' weight; returns tr(B C Bᵀ). A dead channel gets b = 0: it is removed first."""
+        """Fill in BᵀB of the scores' weight; return tr(B C Bᵀ). A dead channel gets b = 0: it is removed first."""
         # Only ratios of scores matter: normalising both scales keeps the squares in range.
         scale_N = torch.where(self.live_N, self.scale_N, 0.0)
         largest, widest = weighted_DN.detach().abs().max().double() or 1.0, scale_N.max() or 1.0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def interpolate(nodes: Sequence[float], values: Tensor, places: Tensor) -> Tensor:
-    """Interpolate `values` (n, …) at ascending `nodes` (n,) linearly; returns (p, …) at `places` (p,).
+    """Interpolate `values` (n, …) at ascending `nodes` (n,) linearly; return (p, …) at `places` (p,).
 
     Beyond the nodes the nearest value counts.
     """

@@ -33,14 +33,7 @@ from pipeline.ranks.curves import Point, steps, to_columns
 RANK, ROPE = "rank", "rope"  # kv_lora_rank, qk_rope_head_dim
 DENSITY = "density"  # rotated frequencies for each of the source's; a point without it has density 1
 _ROUNDING = 1e-9  # of a share of the cache
-DENSITIES = {
-    1: 16,
-    2: 8,
-    3: 8,
-    4: 8,
-    6: 8,
-    8: 8,
-}  # density -> how many numbers of rotated dimensions are compared at most
+DENSITIES = {1: 16, 2: 8, 3: 8, 4: 8, 6: 8, 8: 8}  # density -> the most numbers of rotated dimensions compared
 SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # tokens of the sample per hidden dimension, and in all at least
 
 

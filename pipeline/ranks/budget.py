@@ -159,7 +159,7 @@ def _step_cost(variable: RankVariable) -> float:
 
 
 def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
-    """Lower ranks of one level until the slack is not negative; returns the slack."""
+    """Lower ranks of one level until the slack is not negative; return the slack."""
     heap = [
         ((targets[variable.key] - ranks[variable.key]) / variable.cap, variable.key, variable) for variable in level
     ]
@@ -175,7 +175,7 @@ def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: 
 
 
 def _raise_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
-    """Raise ranks of one level as long as a step fits into the slack; returns the slack."""
+    """Raise ranks of one level as long as a step fits into the slack; return the slack."""
     heap = [
         ((ranks[variable.key] - targets[variable.key]) / variable.cap, variable.key, variable) for variable in level
     ]

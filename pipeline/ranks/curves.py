@@ -189,7 +189,7 @@ def _sum(one: Point, other: Point) -> Point:
 
 
 def _take_segments_(hulls: Mapping[str, Sequence[Point]], chosen: dict[str, Point], slack: float, cost: Cost) -> float:
-    """Move along the hulls; returns the remaining slack."""
+    """Move along the hulls; return the remaining slack."""
     heap = [(-_slope(hull[0], hull[1], cost), key, 1) for key, hull in hulls.items() if len(hull) > 1]
     heapq.heapify(heap)
     while heap:

@@ -26,12 +26,13 @@ from stores.checkpoint import write_shard
 from stores.checkpoint_files import read_tensors
 from stores.headers import FIRST_BYTES, read_header
 from stores.ledger import Ledger
-from stores.lock import RunLock, read_lock
+from stores.lock import RunLock
 from stores.run_directory import RunDirectory
 from stores.source import open_source
 from stores.storage import Storage, open_storage
 from tests import buckets
 from tests.faults import Proxy
+from tests.stores.held_locks import check_held_lock
 from tests.stores.test_storage import StorageConformance
 
 
@@ -165,15 +166,7 @@ def test_an_owner_that_is_gone_from_this_machine_is_succeeded_at_once(
 
 def test_lock_and_ledger(bucket: Bucket) -> None:
     with RunLock(bucket) as lock:
-        lock.beat({"unit": 3})
-        with pytest.raises(InUseError, match=r"folder/lock: held by host"):
-            RunLock(bucket).acquire()
-        owner = read_lock(bucket)
-        assert owner is not None
-        assert (owner["alive"], owner["progress"]) == (True, {"unit": 3})
-        bucket.delete(["lock"])
-        with pytest.raises(InUseError, match="the lock was lost"):
-            lock.check()
+        check_held_lock(bucket, lock, "folder/lock")
     ledger = Ledger(bucket.below("ledger"))
     ledger.commit("unit/00000", {"a": 1})
     ledger.commit("unit/00000", {"a": 2})

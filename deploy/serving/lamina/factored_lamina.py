@@ -268,8 +268,8 @@ class PivotedLinears(Derived):
             others_BTk: Tensor = self.coefficients(rows_BTr)
             # In two dimensions: torch copies along the last of three several times more slowly on CPUs.
             out_Nm = rows_BTr.new_empty(rows_BTr.shape[:-1].numel(), len(rows_r) + len(others_k))
-            out_Nm = out_Nm.index_copy_(-1, rows_r, rows_BTr.flatten(0, -2))
-            out_Nm = out_Nm.index_copy_(-1, others_k, others_BTk.flatten(0, -2))
+            out_Nm.index_copy_(-1, rows_r, rows_BTr.flatten(0, -2))
+            out_Nm.index_copy_(-1, others_k, others_BTk.flatten(0, -2))
             out_BTm = out_Nm.view(*rows_BTr.shape[:-1], -1)
         return dict(zip(self.out_features, out_BTm.split([*self.out_features.values()], dim=-1), strict=True))
 

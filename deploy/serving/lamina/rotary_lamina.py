@@ -67,9 +67,9 @@ class LaminaRotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def angles(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
-        """Return cos and sin, as `forward`, by its last frequencies:
+        """Return cos and sin as `forward` does, with the frequencies of its last call.
 
-        those of some rope types follow the longest position.
+        The frequencies of some rope types depend on the longest position.
         """
         freqs = position_ids_BT[..., None].float() * self.inv_freq.to(device=x_BTD.device, dtype=torch.float)
         if freqs.ndim > 3:
