@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 # Every colour has a contrast of 3 or more to white and to the pages' dark ground (WCAG 2, graphics).
 INK, GRID = "#757d87", "#757d8759"
@@ -26,6 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")  # so that a print 
 DASHES = ("-", "--", "-.", ":", "-", "--", "-.", ":", "-", "--")
 DEPTHS = LinearSegmentedColormap.from_list("depths", ["#4f7fe0", "#d4613c"])
 WIDTH_INCHES, HEIGHT_INCHES = 4.6, 2.7  # as wide as a phone shows at its own size
+SHORT_LOG_AXIS = 300.0  # an axis whose ends have a smaller ratio is labelled at 1, 2 and 5 of each decade
 
 STYLE: dict[Any, Any] = {  # matplotlib's types list every name
     "svg.fonttype": "none",
@@ -75,11 +76,11 @@ def draw(
     """Draw one plot. `name` begins its SVG identifiers, so that a page can hold several plots."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
-        FigureCanvasSVG(figure)
+        canvas = FigureCanvasSVG(figure)
         plot(figure.add_subplot())
         content = io.StringIO()
-        metadata = {"Title": caption, "Date": None, "Creator": None}
-        figure.savefig(content, format="svg", transparent=True, metadata=metadata)
+        # `savefig` would draw a figure with a layout twice. All grounds are transparent by STYLE.
+        canvas.print_svg(content, metadata={"Title": caption, "Date": None, "Creator": None})
     return Plot(section, _element(content.getvalue(), name), caption)
 
 
@@ -89,6 +90,19 @@ def by_layer(axes: Axes, layers: int, label: str) -> None:
     axes.set_ylabel(label)
     axes.set_xlim(-0.6, max(1, layers) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def make_logarithmic(axes: Axes) -> None:
+    """Make the y axis of a finished plot logarithmic.
+
+    Labels are plain numbers: matplotlib takes as long to set the powers of ten of one axis as for the rest of a plot.
+    """
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high / low < SHORT_LOG_AXIS:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def legend_below(axes: Axes, columns: int) -> None:

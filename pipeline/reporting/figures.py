@@ -22,6 +22,7 @@ from pipeline.reporting.drawing import (
     depth_colour,
     draw,
     legend_below,
+    make_logarithmic,
 )
 from pipeline.reporting.experts import expert_plots
 from pipeline.reporting.run_data import Run
@@ -138,7 +139,7 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
 
 def _label_lines_by_depth(axes: Axes, run: Run, x_label: str, y_label: str) -> None:
     """Label the axes of lines that are coloured by layer, with a logarithmic y axis."""
-    axes.set_yscale("log")
+    make_logarithmic(axes)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     first, last = (Line2D([], [], color=depth_colour(depth)) for depth in (0.0, 1.0))
@@ -282,7 +283,7 @@ def _line_plot(run: Run, name: str, label: str, lines: Mapping[str, Mapping[int,
             shown = {layer: value for layer, value in values.items() if value > 0}
             (drawn,) = axes.plot(list(shown), list(shown.values()), label=line, color=SERIES[place % len(SERIES)])
             drawn.set(linestyle=DASHES[place % len(DASHES)], marker=MARKERS[place % len(MARKERS)])
-        axes.set_yscale("log")
+        make_logarithmic(axes)
         by_layer(axes, run.geometry.num_layers, label)
         axes.set_title(label)
         legend_below(axes, 3)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from manifests.records import INFINITY
-from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, SERIES, Plot, draw, legend_below
+from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, SERIES, Plot, draw, legend_below, make_logarithmic
 from pipeline.sweeping.front import TOLERANCE, Point, front
 
 SIZES = {"bytes": "bytes of the checkpoint", "cache": "bytes of the cache per token"}
@@ -86,8 +86,5 @@ def _scale(axes: Axes, losses: Sequence[float]) -> None:
     least = min(losses)
     if least <= 0 or max(losses) < STEEP * least:
         return
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    make_logarithmic(axes)
     axes.grid(which="minor", color=GRID, linewidth=0.3)
