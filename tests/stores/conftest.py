@@ -1,9 +1,10 @@
-"""Fixtures that kill a process between any two of its changes to the disk, and that damage files."""
+"""Fixtures that show what a process leaves that is killed between any two changes to the disk, and damage files."""
 
 from __future__ import annotations
 
 import os
-import traceback
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,75 +12,75 @@ from typing import Any
 import pytest
 
 CHANGES = ("fsync", "link", "mkdir", "remove", "rename", "replace", "rmdir", "unlink")
-KILLED = 9
+LINK, MKDIR = os.link, os.mkdir
 
 
 @pytest.fixture
 def killed_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Return `killed_anywhere(act, check, prepare)`, which runs act(directory) in children that are killed.
+    """Return `killed_anywhere(act, check, prepare)`, which checks what a process leaves that dies in act(directory).
 
-    The first child dies before its first change to the disk, the second before its second, and so on, until one
-    survives. prepare(directory), if given, fills the directory of each; check(directory) checks it after each. Returns
-    the number of deaths.
+    The kernel keeps the writes of a killed process: its death before a change to the disk leaves the directory as it is
+    then. So act(directory) runs once, and the directory is copied before each change. check(directory) checks each
+    copy, in order and at the original path, and then the end. prepare(directory), if given, fills the directory first.
+    Returns the number of copies.
     """
-    # The kernel keeps the writes of a killed process, so that fsync would only take time.
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # it would only take time
 
     def run(
         act: Callable[[Path], None], check: Callable[[Path], None], prepare: Callable[[Path], None] = lambda _: None
     ) -> int:
-        deaths = 0
-        while True:
-            directory = tmp_path / f"killed-{deaths}"
-            directory.mkdir()
-            prepare(directory)
-            finished = _run_child(act, directory, deaths)
+        directory = tmp_path / "killed"
+        directory.mkdir()
+        prepare(directory)
+        with monkeypatch.context() as patch:
+            copies = _copied_before_changes(directory, patch.setattr)
+            act(directory)
+        copies.append(directory.rename(tmp_path / "end"))
+        for copy in copies:
+            copy.rename(directory)
             check(directory)
-            if finished:
-                return deaths
-            deaths += 1
-            assert deaths < 500, "the action never ends"
+            shutil.rmtree(directory)
+        return len(copies) - 1
 
     return run
 
 
-def _run_child(act: Callable[[Path], None], directory: Path, allowed: int) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            _die_after(allowed)
-            act(directory)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, KILLED), "the action failed in the child, see its traceback"
-    return code == 0
+def _copied_before_changes(directory: Path, patch: Callable[[Any, str, Any], None]) -> list[Path]:
+    """Copy a directory before each change that this process makes to the disk. Return the growing list of copies."""
+    copies: list[Path] = []
+    changing = threading.RLock()  # stores write from several threads
 
-
-def _die_after(allowed: int) -> None:
-    left = allowed
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+    def copied(real: Callable[..., Any], is_change: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
         def change(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            if left == 0:
-                os._exit(KILLED)
-            left -= 1
-            return real(*arguments, **options)
+            with changing:
+                if is_change(*arguments):
+                    copies.append(directory.with_name(f"killed-{len(copies)}"))
+                    _copy(directory, copies[-1])
+                return real(*arguments, **options)
 
         return change
 
-    for name in CHANGES:
-        setattr(os, name, counted(getattr(os, name)))
     opened = os.open
-    created = counted(opened)
-    os.open = lambda path, flags, *rest, **options: (  # type: ignore[assignment]
-        (created if flags & os.O_CREAT else opened)(path, flags, *rest, **options)
-    )
+    for name in CHANGES:
+        patch(os, name, copied(getattr(os, name)))
+    patch(os, "open", copied(opened, lambda path, flags, *_: bool(flags & os.O_CREAT)))
+    return copies
+
+
+def _copy(directory: Path, copy: Path) -> None:
+    """Copy a directory with its times. Names of one file remain names of one file."""
+    first: dict[int, Path] = {}
+    for folder, _, names in os.walk(directory):
+        target = copy / Path(folder).relative_to(directory)
+        MKDIR(target)
+        for name in names:
+            source = Path(folder, name)
+            inode = source.stat().st_ino
+            if inode in first:
+                LINK(first[inode], target / name)
+            else:
+                first[inode] = target / name
+                shutil.copy2(source, target / name)
 
 
 def _flip(path: Path) -> None:

@@ -146,7 +146,6 @@ class Conformance:
         assert store.sweep([]) <= 1
         assert torch.equal(self.read(store, self.write(store, self.value(0))), self.value(0))
 
-    @pytest.mark.slow
     def test_killed_anywhere_a_replacement_is_old_or_new(self, killed_anywhere: KilledAnywhere) -> None:
         values = {"old": self.value(0)[:1], "new": self.value(1)[:1]}
 

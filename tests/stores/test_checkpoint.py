@@ -207,7 +207,6 @@ def test_index(tmp_path: Path) -> None:
     assert set(open_source(str(tmp_path)).tensors) == set(tensors())
 
 
-@pytest.mark.slow
 def test_killed_anywhere_files_are_whole(killed_anywhere: KilledAnywhere, source: SourceCheckpoint) -> None:
     expected = {"a": tensors(0), "b": source.read(["view"]), "c": source.read(source.tensors)}
 

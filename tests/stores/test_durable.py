@@ -213,7 +213,6 @@ def test_errors_survive_pickling() -> None:
 KilledAnywhere = Callable[..., int]
 
 
-@pytest.mark.slow
 def test_killed_anywhere_a_write_is_whole(killed_anywhere: KilledAnywhere) -> None:
     def act(directory: Path) -> None:
         write_durably(directory / "a", b"old")
@@ -227,7 +226,6 @@ def test_killed_anywhere_a_write_is_whole(killed_anywhere: KilledAnywhere) -> No
     assert killed_anywhere(act, check) >= 6
 
 
-@pytest.mark.slow
 def test_killed_anywhere_a_creation_is_whole(killed_anywhere: KilledAnywhere) -> None:
     def check(directory: Path) -> None:
         assert not (directory / "a").exists() or (directory / "a").read_bytes() == b"data"

@@ -198,7 +198,6 @@ def no_hard_links(*_: object) -> None:
     raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("links", [True, False])
 def test_killed_anywhere_a_commit_is_old_or_new(
     links: bool, killed_anywhere: KilledAnywhere, monkeypatch: pytest.MonkeyPatch

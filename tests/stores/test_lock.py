@@ -247,7 +247,6 @@ def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         RunLock(tmp_path).acquire()
 
 
-@pytest.mark.slow
 def test_killed_anywhere_it_can_be_taken_again(killed_anywhere: KilledAnywhere) -> None:
     def act(directory: Path) -> None:
         with RunLock(directory / "run") as lock:
@@ -280,7 +279,6 @@ def test_a_temporary_lock_that_was_lost_is_left_to_its_owner(tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path)) == ["lock", "lock.json"]
 
 
-@pytest.mark.slow
 def test_killed_anywhere_a_temporary_lock_can_be_taken_again(killed_anywhere: KilledAnywhere) -> None:
     def act(directory: Path) -> None:
         with RunLock(directory, temporary=True) as lock:

@@ -218,7 +218,6 @@ def test_fresh_starts_over(tmp_path: Path) -> None:
     assert "seed: 1 -> 0" in refused(run, FIELDS)
 
 
-@pytest.mark.slow
 def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
     def prepare(directory: Path) -> None:
         run = RunDirectory(directory)

@@ -204,7 +204,6 @@ class TestDisk(StorageConformance):
         assert storage.sweep() == 1
         assert Disk(tmp_path / "nowhere").sweep() == 0
 
-    @pytest.mark.slow
     def test_killed_anywhere_it_is_old_or_new(self, killed_anywhere: KilledAnywhere) -> None:
         def act(directory: Path) -> None:
             storage = Disk(directory)
