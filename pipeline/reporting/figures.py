@@ -74,7 +74,7 @@ def _rank_plot(run: Run, method: int, group: str, name: str, rank_by_layer: Mapp
         axes.plot(layers, [rank_by_layer[layer] for layer in layers], color=SERIES[0], marker=MARKERS[0])
         by_layer(axes, run.geometry.num_layers, "rank")
         axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.set_ylim(0, 1.08 * max(*full, *rank_by_layer.values()))
+        axes.set_ylim(0, 1.08 * max([*full, *rank_by_layer.values()]))
         axes.set_title(f"rank of {title}")
 
     method_name = build_methods(run.manifest)[int(method)].name
@@ -257,7 +257,7 @@ def _spectrum_plot(run: Run, line: str, values: Mapping[int, tuple[Sequence[floa
                 at = next(step for step, share in enumerate(beyond) if share <= error)
                 before, after = beyond[max(0, at - 1)], beyond[at]
                 part = (before - error) / (before - after) if before > after else 0.0
-                axes.plot((at - 1 + part) / steps, error, MARKERS[0], color=colour)
+                axes.plot(max(0.0, at - 1 + part) / steps, error, MARKERS[0], color=colour)
         _label_lines_by_depth(axes, run, "share of the full rank", "energy beyond it")
         axes.set_title(f"spectrum of {line}")
 
