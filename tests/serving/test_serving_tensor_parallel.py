@@ -1,8 +1,7 @@
 """Models cut over two processes by transformers' tensor parallelism (gloo), and what the plan says of their forms."""
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from lamina import LaminaConfig
+from tests.buckets import free_port
 from tests.serving import serving_factors as kinds
+from tests.serving import two_processes
 from tests.serving.serving_factors import factorise, forms_of
 from tests.serving.serving_sources import build, describe, make_source
 
 pytestmark = pytest.mark.slow
-
-SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
 def narrow(sizes: Any, share: float) -> dict[str, Any]:
@@ -73,18 +72,33 @@ def write(folder: Path, name: str) -> None:
     save_file({"ids": ids, "logits": logits, "tokens": tokens}, folder / "expected.safetensors")
 
 
+def rank_of_two(rank: int, port: int, folders: list[str], log: str) -> None:
+    """Do the work of one of torchrun's processes, in one that has already imported torch and transformers."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    two_processes.main(folders)
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("accelerate")
     root = tmp_path_factory.mktemp("cut")
     for name in CASES:
         write(root / name, name)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    ended = subprocess.run(
-        [*command, *(str(root / name) for name in CASES)], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    lines = [line.removeprefix("RESULT ") for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    from tests.end_to_end.children import CONTEXT, WAIT_S  # which imports all commands
+
+    logs, folders, port = [root / "0.log", root / "1.log"], [str(root / name) for name in CASES], free_port()
+    ranks = [CONTEXT.Process(target=rank_of_two, args=(rank, port, folders, str(logs[rank]))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process, log in zip(ranks, logs, strict=True):
+        process.join(WAIT_S)
+        assert process.exitcode == 0, log.read_text()[-4000:]
+    lines = [line.removeprefix("RESULT ") for line in logs[0].read_text().splitlines() if line.startswith("RESULT ")]
     return {Path(one["folder"]).name: one for one in map(json.loads, lines)}
 
 
