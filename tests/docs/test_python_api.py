@@ -32,8 +32,8 @@ def test_its_imports_name_definitions() -> None:
 
 @pytest.mark.slow
 def test_the_blocks_run(tmp_path: Path) -> None:
-    factories.make_model(tmp_path / "model")
-    factories.write_text(tmp_path / "text.txt", 20_000)
+    factories.make_model(tmp_path / "model", num_hidden_layers=2)
+    factories.write_text(tmp_path / "text.txt", 5_000)
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(CODE)],
         cwd=tmp_path,
