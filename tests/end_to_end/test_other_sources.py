@@ -140,7 +140,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gpt2": ({"n_embd": 48, "n_layer": 2, "n_head": 4}, [*GPT2, "layers: 2, at transformer.h"]),
     "bloom": (SIZES, ["attention as falcon's: o self_attention.dense.weight [48, 48], q, k, v self_attention"]),
     "phi": ({**SIZES, "intermediate_size": 80}, ["v self_attn.v_proj.weight [48, 48]; without o"]),
-    "mamba": (SIZES, ["at backbone.layers", "like no family's: mixer.A_log [96, 16]", "and 2 more"]),
+    "mamba": (SIZES, ["at backbone.layers", "attention as nemotron_h's: ", "like no family's: mixer.A_log [96, 16]"]),
     "lfm2": (LFM, ["layers: 4, at model.layers", *LFM_LINES]),
     "olmoe": (
         {**SIZES, "intermediate_size": 80, "num_experts": 4},

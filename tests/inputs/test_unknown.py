@@ -44,5 +44,14 @@ def test_kinds_of_layers_are_described_apart() -> None:
     assert "mixer.weight [8, 8]" in text
 
 
+def test_of_many_tensors_that_no_family_has_eight_are_named() -> None:
+    strange = {f"model.layers.0.strange.{letter}": (3,) for letter in "abcdefghij"}
+    assert "like no family's: strange.a [3], " in describe(strange)
+    assert describe(strange).splitlines()[2].endswith(", strange.h [3] and 2 more")
+    strange.popitem()
+    strange.popitem()
+    assert " more" not in describe(strange)
+
+
 def test_a_model_without_numbered_layers() -> None:
     assert "no tensors are numbered as layers are" in describe({"weight": (2, 2)})
