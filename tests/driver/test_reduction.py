@@ -16,6 +16,7 @@ from pipeline.units.sums import Add, AddDone, CheckGrids, CheckGridsDone, Collec
 
 FIRST, SECOND = MOMENTS = (Moment("mlp.in"), Moment("down.in"))
 GRIDS = {FIRST: "grid 1", SECOND: "grid 2"}
+SUMS = Sums("pass", GRIDS)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Shard:
     """A unit whose sums are reduced."""
 
     shard: int
-    sums: Sums | None = Sums("pass", GRIDS)
+    sums: Sums | None = SUMS
     lineage: str = "dense"
     layer: int = 3
     part: int | None = None
