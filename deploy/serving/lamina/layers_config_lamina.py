@@ -6,7 +6,7 @@ Imports only transformers' configurations: its modelling code takes seconds to i
 """
 
 import copy
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
@@ -146,12 +146,13 @@ class LayersConfig(PreTrainedConfig):
 
         Raises ValueError if its form stores an impossible number of experts.
         """
-        sizes = mixture_of(self.mixture, layer)
-        spec = self.forms[layer].get(ROUTER) if isinstance(self.forms[layer], dict) else None
-        if sizes is None or self.mixture is None or not isinstance(spec, dict):
+        mixture, forms = vars(self)["mixture"], vars(self)["forms"][layer]
+        sizes = mixture_of(mixture, layer)
+        spec = forms.get(ROUTER) if isinstance(forms, dict) else None
+        if sizes is None or not isinstance(spec, dict):
             return sizes
         try:
-            return with_experts(self.mixture, sizes, spec.get("rank"))
+            return with_experts(mixture, sizes, spec.get("rank"))
         except ValueError as error:
             raise ValueError(f"layer {layer}, {ROUTER}: {error}") from error
 
@@ -164,17 +165,19 @@ class LayersConfig(PreTrainedConfig):
         """Return the sizes and modules of a layer; `block` names an expert, whose roles are `gate`, `up` and `down`."""
         fields = vars(self)  # transformers' access to an attribute takes microseconds
         sizes = {name: fields[name] for name in LAYER_FIELDS}
-        sizes |= self.layer_sizes[layer] if self.layer_sizes else {}
-        modules, biases = modules_of_type(self.block, self.layer_types[layer]), frozenset(self.block["biases"])
-        mixture = self.layer_mixture(layer)
-        if mixture is not None and self.mixture is not None:
+        sizes |= fields["layer_sizes"][layer] if fields["layer_sizes"] else {}
+        block_fields, mixtures = fields["block"], fields["mixture"]
+        modules = modules_of_type(block_fields, fields["layer_types"][layer])
+        biases = frozenset(block_fields["biases"])
+        mixture = None if mixtures is None else self.layer_mixture(layer)
+        if mixture is not None:
             modules = {role: path for role, path in modules.items() if role not in MLP_ROLES}
             if block:
-                has_bias = self.mixture["biases"] and block != SHARED
-                modules, biases = block_modules(self.mixture, block), frozenset(MLP_ROLES if has_bias else ())
+                has_bias = mixtures["biases"] and block != SHARED
+                modules, biases = block_modules(mixtures, block), frozenset(MLP_ROLES if has_bias else ())
                 sizes["intermediate_size"] = mixture.width_of(block)
-        shape = LayerShape(self.hidden_size, **sizes, modules=modules, biases=biases, core_format=self.core_format)
-        return replace(shape, foreign=self.foreign)
+        more = {name: fields[name] for name in ("core_format", "foreign")}
+        return LayerShape(fields["hidden_size"], **sizes, modules=modules, biases=biases, **more)
 
     def mlp_blocks(self, layer: int) -> list[str]:
         """Return the names of a layer's MLPs: the experts, or one without a name."""
@@ -210,7 +213,7 @@ class LayersConfig(PreTrainedConfig):
 
     def form_of(self, layer: int, role: str) -> tuple[Form, FormSpec]:
         """Return the form of a role in a layer, and its entry in `forms` (by default dense)."""
-        spec = self.forms[layer].get(role, {"form": "dense"})
+        spec = vars(self)["forms"][layer].get(role, {"form": "dense"})
         return FORMS[spec["form"]], spec
 
     def cache_numbers(self, layer: int) -> int:
