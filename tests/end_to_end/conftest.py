@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 
 import workers.cluster
 import workers.pool
@@ -18,6 +20,7 @@ from tests.processes import ON_ONE_RAY
 from workers.cluster import connect
 
 ROOT = Path(__file__).resolve().parents[2]
+RENDER = ("test_report.py", "test_pages_in_a_browser.py")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +54,20 @@ def shared_ray(request: pytest.FixtureRequest, _cluster: tuple[str, list[Any]]) 
         patch.setattr(workers.cluster, "connect", lambda *_: address)
         patch.setattr(workers.pool, "RayPool", KeptPool)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _plots_are_not_rendered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the SVG elements of plots empty: to lay out and render them takes longer than a small job.
+
+    The functions that plot are called all the same. Files in RENDER, tests/reporting and tests/sweeping render.
+    """
+    if request.path.name not in RENDER:
+
+        def write(canvas: FigureCanvasSVG, file: io.StringIO, **_: Any) -> None:
+            file.write("<svg></svg>")
+
+        monkeypatch.setattr(FigureCanvasSVG, "print_svg", write)
 
 
 @pytest.fixture
