@@ -178,10 +178,10 @@ def _compress_and_score(
 
 def _result_line(label: str, entry: PointEntry) -> str:
     """Return a line for the log with the size, the losses and the seconds of a point."""
-    counts, parts = entry.counts, []
-    share = counts["bytes"]["compressed"] / counts["bytes"]["dense"]
+    sizes = entry.counts["bytes"]
+    parts = [f"{sizes['compressed'] / sizes['dense']:.2%} of the bytes"]
     if entry.loss is not None:
         parts.append(f"loss {entry.loss:.4f}")
     if entry.held_out:
         parts.append(f"divergence {entry.held_out.divergence:.3g}")
-    return f"{label}: {share:.2%} of the bytes, {', '.join(parts)} ({entry.seconds:.1f} s)"
+    return f"{label}: {', '.join(parts)} ({entry.seconds:.1f} s)"
