@@ -9,7 +9,7 @@ import pytest
 
 OF_WHOLE_JOBS = 3  # variants of a test of whole jobs in `make test`, unless its own mark says another number
 # Folders of which `make test` runs every second variant outside the sample.
-LONG_GRIDS = {"families", "methods", "recommendation", "serving", "workers"}
+LONG_GRIDS = {"driver", "families", "methods", "recommendation", "serving", "workers"}
 
 
 def mark_variants(items: Iterable[pytest.Item]) -> None:

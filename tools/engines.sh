@@ -41,7 +41,7 @@ tests() {
     local name=$1
     shift
     PYTHONPATH=$PWD:$PWD/deploy/serving HF_HUB_OFFLINE=1 "$ENGINES/$name/bin/python" -m pytest -q -p no:cacheprovider \
-        --confcutdir "$1" -W default -o timeout=1800 -o faulthandler_timeout=0 "$@"
+        --confcutdir "$1" -W default -o timeout=1800 "$@"
 }
 
 case ${1:-} in
