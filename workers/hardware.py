@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
 from collections.abc import Mapping
 from importlib.metadata import version
+from types import MappingProxyType
 
 import torch
 
@@ -58,8 +60,13 @@ def thread_fault(threads: int, cores: int, where: str) -> str | None:
 
 def software_versions() -> dict[str, str]:
     """Return the versions that must be the same in workers and the command, which exchange pickled values."""
-    libraries = {name: version(name) for name in ("ray", "torch", "transformers")}
-    return {"Lamina": VERSION, "Python": platform.python_version(), **libraries}
+    return {"Lamina": VERSION, "Python": platform.python_version(), **_library_versions()}
+
+
+@functools.cache
+def _library_versions() -> Mapping[str, str]:
+    """Read the versions of libraries once, as each takes milliseconds."""
+    return MappingProxyType({name: version(name) for name in ("ray", "torch", "transformers")})
 
 
 def _cpu_maker() -> str:

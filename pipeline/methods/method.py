@@ -5,7 +5,6 @@ Legend: D hidden, F features of a tap, G groups, L layers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
@@ -27,6 +26,8 @@ from pipeline.ranks.budget import RankVariable
 Ranks = Mapping[str, int]
 Weights = Mapping[str, Tensor]
 Key = tuple[int, str, str]
+
+FOR_FILES = str.maketrans(":+", "--")  # characters of points that file names do not have
 
 
 @dataclass(frozen=True, order=True)
@@ -63,7 +64,7 @@ class Moment:
     @property
     def key(self) -> str:
         """Return a name for files."""
-        point = re.sub(r"[:+]", "-", self.point)
+        point = self.point.translate(FOR_FILES)
         if self.kind == "sample":
             return f"sample-{point}-{self.tokens}"
         kind = "" if self.kind == "value" else f"{self.kind}-"

@@ -455,7 +455,7 @@ def same_logits(model: Any, reference: Any, relative: float) -> None:
         assert (ours - theirs).abs().amax() <= relative * theirs.abs().amax()
 
 
-def same_as_prefill(model: Any, num_new: int = 64, **options: Any) -> None:
+def same_as_prefill(model: Any, num_new: int = 24, **options: Any) -> None:
     """Compare cached greedy decoding of a left-padded batch with one forward pass without a cache.
 
     Logits and tokens must be equal, also to those of each sequence alone, without padding.
