@@ -60,7 +60,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_a_mixture_reads_what_its_plan_says(
     entry: dict[str, Any], read: Counter[str], tmp_path: Path, job: MakeJob
 ) -> None:
-    source = make_source(tmp_path / "source", "qwen3_moe", layers=3, **SIZES)
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2, **SIZES)
     read.clear()
     sizes = {"samples": 16, "sequence_length": 128, "shards": 4, "micro_batch": 2, "propagate": "dense"}
     changes = {f"calibration.{name}": value for name, value in sizes.items()}

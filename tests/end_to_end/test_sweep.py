@@ -27,12 +27,6 @@ POINTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llama(deep_llama: Path) -> Path:
-    """Return a model of three layers."""
-    return deep_llama
-
-
 class Sweep:
     """A sweep on the model of a job, and where it works."""
 
@@ -106,10 +100,10 @@ def test_killed_anywhere_it_goes_on(sweep: Callable[..., Sweep], inline: None) -
     kills = [
         Hook("commit", match="dense/00001"),
         Hook("commit", match="score/dense", after=True),
-        Hook("commit", match="layer/00001", after=True),
+        Hook("commit", match="layer/00000", after=True),
         Hook("commit", match="/result"),
         Hook("file", match="config.json"),
-        Hook("commit", match="layer/00002", after=True, nth=1),
+        Hook("commit", match="layer/00001", after=True, nth=1),
         Hook("commit", match="/result", after=True),
     ]
     for number, hook in enumerate(kills):
@@ -120,7 +114,7 @@ def test_killed_anywhere_it_goes_on(sweep: Callable[..., Sweep], inline: None) -
     assert file_digests(made.job.output / "flat_llm-0.6") == file_digests(expected.job.output / "flat_llm-0.6")
     assert not list((made.job.run_dir / "staged").iterdir())
     writes = [unit for unit in made.units() if unit.startswith("write/")]
-    assert len(writes) <= 4 * 3 + 3  # a layer that was in hand is done again, and nothing that was entered
+    assert len(writes) <= 4 * 2 + 3  # a layer that was in hand is done again, and nothing that was entered
 
 
 def _measured(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -141,9 +135,9 @@ def test_points_come_and_go(sweep: Callable[..., Sweep], inline: None) -> None:
     assert _measured(after)[2:] == _measured(before)
     assert [row["series"] for row in after["points"]] == ["flat_llm"] * 2 + ["joint_rank_k"] * 2
     new = made.units()[done:]
-    assert sum(unit.startswith("forward/") for unit in new) == 6  # two shards through three layers
+    assert sum(unit.startswith("forward/") for unit in new) == 4  # two shards through two layers
     solves = [unit for unit in new if unit.startswith("solvesizes/")]
-    assert len(solves) == len(set(solves)) == 6  # two groups of three layers, of both new points, no other
+    assert len(solves) == len(set(solves)) == 4  # two groups of two layers, of both new points, no other
     made.document["points"] = [second]
     made.document["keep"] = [0.6]
     count = len(made.units())
@@ -215,7 +209,7 @@ def test_points_behind_their_own_layers_share_the_dense_pass(
         (
             [{"methods": [{"method": "lorc"}]}, {"methods": [{"method": "joint_rank_k", "layers": [9]}]}],
             {"keep": [0.9, 0.1]},
-            ["lorc-0.1: budget.keep", "joint_rank_k-0.9, joint_rank_k-0.1: methods.0", "layers 0 to 2"],
+            ["lorc-0.1: budget.keep", "joint_rank_k-0.9, joint_rank_k-0.1: methods.0", "layers 0 to 1"],
         ),
         ([{"methods": [{"method": "lorc"}]}], {"evaluation": {"tasks": ["a"]}}, ["tasks are scored on a checkpoint"]),
         (
