@@ -71,7 +71,7 @@ class JointLowRank(LowRankForm):
         return "min(in, out of both)", min(shape.hidden_size, sum(self.widths(shape, r, spec)[1] for r in pair))
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
-        pair = self.groups.get(spec.get("group", ""), ())
+        pair = self.groups.get(str(spec.get("group")), ())
         if role not in pair:
             return f"group {spec.get('group')!r}, allowed is {[g for g, pair in self.groups.items() if role in pair]}"
         return super().problem(shape, role, spec)
@@ -138,7 +138,7 @@ class Pivoted(Form):
         return "min(in, out of all)", min(width, sum(outputs.values()))
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
-        if role not in self.groups.get(spec.get("group", ""), ()):
+        if role not in self.groups.get(str(spec.get("group")), ()):
             return f"group {spec.get('group')!r}, allowed is {[g for g, roles in self.groups.items() if role in roles]}"
         return super().problem(shape, role, spec)
 
