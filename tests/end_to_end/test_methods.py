@@ -57,6 +57,10 @@ FULL_PAIRS = [
 ]
 
 
+def propagate_of(method: str) -> str:
+    return "dense" if method == "loss-aware" else "compressed"
+
+
 def checked(job: Job) -> Any:
     """Runs a job and verifies its output against the source; the reloaded model."""
     job.run().json  # noqa: B018 - asserts the exit code
@@ -84,7 +88,12 @@ def test_random_model(name: str, family: str, tmp_path: Path, job: MakeJob) -> N
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("method", "name"),
-    [(method, name) for i, method in enumerate(FULL) for j, name in enumerate(TRAINED) if (i + j) % 2 == 0],
+    [
+        (method, name)
+        for i, method in enumerate(FULL)
+        for j, name in enumerate(TRAINED)
+        if (i + j) % 2 == 0 and (method, name) != ("joint-mlp", "gptj-tiny-ts")  # an MLP without gate
+    ],
 )
 def test_full_rank_is_the_source(method: str, name: str, shared_dir: Path, tmp_path: Path, job: MakeJob) -> None:
     """In float32: the factors of a bfloat16 checkpoint would be rounded to bfloat16 once more."""
@@ -92,7 +101,9 @@ def test_full_rank_is_the_source(method: str, name: str, shared_dir: Path, tmp_p
     model = AutoModelForCausalLM.from_pretrained(shared_dir / "models" / name, dtype=torch.float32)
     model.save_pretrained(source)
     AutoTokenizer.from_pretrained(shared_dir / "models" / name).save_pretrained(source)
-    made = job(source, methods=[FULL[method]], budget=None)
+    # With fewer tokens than channels, `loss_aware` chooses ranks below the full one that lose nothing on these tokens.
+    tokens = {"calibration.samples": 64} if method == "loss-aware" else {}
+    made = job(source, methods=[FULL[method]], budget=None, **{"calibration.propagate": propagate_of(method), **tokens})
     made.run().json  # noqa: B018 - asserts the exit code
     ids_BT = some_tokens(300)
     assert relative_error(logits_of(load(made.output), ids_BT), logits_of(model.eval(), ids_BT)) < 1e-5
@@ -102,8 +113,8 @@ def test_full_rank_is_the_source(method: str, name: str, shared_dir: Path, tmp_p
 @pytest.mark.parametrize(("method", "family"), FULL_PAIRS)
 def test_full_rank_of_a_random_model_is_the_source(method: str, family: str, tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
-    propagate = "dense" if method == "loss-aware" else "compressed"
-    model = checked(job(source, methods=[FULL[method]], budget=None, **{"calibration.propagate": propagate}))
+    propagate = {"calibration.propagate": propagate_of(method)}
+    model = checked(job(source, methods=[FULL[method]], budget=None, **propagate))
     ids_BT = some_tokens(320)
     assert relative_error(logits_of(model, ids_BT), logits_of(load(source), ids_BT)) < 1e-5
 
