@@ -18,9 +18,9 @@ from pipeline.kernels.heads import diagonal_blocks, group_sums, project_heads, r
 from pipeline.kernels.sensitivity import Factored, factored
 from pipeline.kernels.spectra import symmetrized
 
-# Relative to the mean diagonal: directions without calibration data keep their basis and weight.
+# The least damping, relative to the mean diagonal: directions without calibration data keep their basis and weight.
 _DAMPING = 1e-7
-_MORE_DAMPING = 7  # powers of ten, up to a tenth of the mean diagonal
+_POWERS = 7  # powers of ten that are tried, up to a tenth of the mean diagonal
 _STEPS = 24  # of conjugate gradients, starting at the last encoder
 _SMALL = 1e-12
 
@@ -54,14 +54,14 @@ class ValueOutput(NamedTuple):
 
 
 def value_output_problem(weight_DF: Tensor, metric_DD: Tensor | Factored, moment_FF: Tensor) -> ValueOutputProblem:
-    """Prepare fits of several ranks with 4 D³ operations and a factorisation, in float64.
+    """Prepare fits of several ranks with 4 D³ operations and the factorisations of G and C, in float64.
 
     Args:
         weight_DF: W_o; head h reads columns h·d to (h+1)·d, heads of a group are neighbours.
         metric_DD: G, of the outputs, possibly `factored`; its normalisation scales the loss.
         moment_FF: C = E[c cᵀ] of W_o's inputs, all heads.
 
-    Raises ValueError on shapes that do not fit, NaN or infinity.
+    Raises ValueError on shapes that do not fit, NaN or infinity, and if C is far from positive semidefinite.
     """
     require_square("moment", moment_FF)
     metric = metric_DD if isinstance(metric_DD, Factored) else factored(metric_DD)
@@ -71,10 +71,8 @@ def value_output_problem(weight_DF: Tensor, metric_DD: Tensor | Factored, moment
     require_finite("weight", weight_DF)
     require_finite("moment", moment_FF)
     weight_DF = weight_DF.detach().to(torch.float64)
-    damped_FF = moment_FF.detach().to(torch.float64, copy=True)
-    damping = _DAMPING * float(damped_FF.diagonal().mean())
-    scale, damping = (metric.scale, damping) if damping else (0.0, 1.0)
-    damped_FF.diagonal().add_(damping)
+    damped_FF, damping = _damped(moment_FF.detach().to(torch.float64))
+    scale = metric.scale if float(moment_FF.diagonal().mean()) else 0.0
     weighted_DF = metric.factor.T @ weight_DF
     crossed_DF = weighted_DF @ damped_FF
     whole = scale * float((crossed_DF * weighted_DF).sum())
@@ -125,21 +123,25 @@ def _refitted(problem: ValueOutputProblem, encode_Grd: Tensor) -> ValueOutput:
     encode_Hrd = _of_all_heads(problem, encode_Grd)
     crossed_FR = project_heads(problem.moment, encode_Hrd.mT)
     reduced_RR = project_heads(crossed_FR.T.contiguous(), encode_Hrd.mT)
-    factor_RR = _factor(symmetrized(reduced_RR), problem.damping)
+    factor_RR: Tensor = torch.linalg.cholesky(symmetrized(reduced_RR))
     read_DR = project_heads(problem.crossed, encode_Hrd.mT)
     outputs_DR = torch.linalg.solve_triangular(factor_RR.mT, read_DR, upper=True, left=False)
     explained = problem.scale * float(outputs_DR.square().sum())
     return ValueOutput(encode_Grd, outputs_DR, factor_RR, 0.5 * max(problem.whole - explained, 0.0))
 
 
-def _factor(reduced_RR: Tensor, damping: float) -> Tensor:
-    """Factor with the least sufficient damping: a moment of float32 products may have eigenvalues below zero."""
-    for power in range(_MORE_DAMPING):
-        lower_RR, failed = torch.linalg.cholesky_ex(reduced_RR)
-        if not int(failed):
-            factor_RR: Tensor = lower_RR
-            return factor_RR
-        reduced_RR.diagonal().add_(9 * damping * 10**power)  # ten times the previous total
+def _damped(moment_FF: Tensor) -> tuple[Tensor, float]:
+    """Return the moment with the least damping that makes it positive definite, and this damping.
+
+    A moment of float32 products may have eigenvalues below zero. A fit would find encoders along them, whose loss would
+    be below zero without bound.
+    """
+    least = _DAMPING * float(moment_FF.diagonal().mean()) or 1.0
+    for power in range(_POWERS):
+        damped_FF = moment_FF.clone()
+        damped_FF.diagonal().add_(least * 10**power)
+        if not int(torch.linalg.cholesky_ex(damped_FF).info):
+            return damped_FF, least * 10**power
     raise ValueError("the moment of the output projection's inputs is not positive semidefinite")
 
 

@@ -149,9 +149,27 @@ def test_a_moment_that_rounding_has_left_indefinite() -> None:
     plain, found = (fit_value_output(each, start(2, 3, 6)) for each in problems)
     whole = 0.5 * float(torch.trace(metric @ weight @ moment @ weight.T))
     assert found.loss == pytest.approx(plain.loss, abs=1e-4 * whole)
-    negative = value_output_problem(weight, metric, torch.diag(values - values[-1] / 2))
     with pytest.raises(ValueError, match="not positive semidefinite"):
-        fit_value_output(negative, start(2, 3, 6))
+        value_output_problem(weight, metric, torch.diag(values - values[-1] / 2))
+
+
+@pytest.mark.parametrize("noise", [1e-9, 1e-8, 1e-7, 1e-6])
+def test_no_fit_gains_from_eigenvalues_below_zero(noise: float) -> None:
+    """Values of heads from a latent of few numbers: their moment is singular, and its products are rounded."""
+    weight, metric, _ = problem(24, 4, 6)
+    dice = torch.Generator().manual_seed(2)
+    context = torch.randn(400, 12, generator=dice, dtype=torch.float64) @ torch.randn(
+        12, 24, generator=dice, dtype=torch.float64
+    )
+    moment = context.T @ context / 400
+    rounding = torch.randn(24, 24, generator=dice, dtype=torch.float64)
+    rounded = moment + noise * moment.diagonal().mean() * (rounding + rounding.T)
+    whole = 0.5 * float(torch.trace(metric @ weight @ moment @ weight.T))
+    for rank in (1, 2, 3, 5):
+        exact, found = (fitted(weight, metric, each, start(2, rank, 6)) for each in (moment, rounded))
+        true = loss_of(weight, metric, moment, found.encode, found.output)
+        assert found.loss == pytest.approx(true, rel=1e-3, abs=1e2 * noise * whole)
+        assert true < 1.05 * exact.loss + 1e3 * noise * whole
 
 
 def test_a_dead_layer_keeps_its_start() -> None:
