@@ -235,7 +235,8 @@ def _directed_output(geometry: LayerGeometry) -> SolveWork:
     reduced = BASIS_SHARE * features
     rank = CUT_SHARE * min(reduced, hidden)
     product = SolveWork("", 2.0 * hidden * reduced * (reduced + hidden) + 2.0 * rank * hidden * reduced, 0)
-    problem = SolveWork("", 2.0 * hidden * features * (hidden + features), 0)
+    damped = features**3 / 3
+    problem = SolveWork("", 2.0 * hidden * features * (hidden + features) + damped, 0, factor_flops=damped)
     fit = _value_fit(geometry, reduced, SOLVE_TURNS)
     return _directions(hidden).plus(problem, fit, product, _pivoted(hidden, reduced, rank))
 
@@ -301,9 +302,10 @@ def _spaced(widths: Sequence[float]) -> list[float]:
 def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
     """Return the work of fitting values and o at each rank of the basis, with eigenvalues for the ranks of o."""
     hidden, features = _attentions(geometry)[0].writer.shape
-    flops = hidden**3 / 3 + 4.0 * hidden**3 + 4.0 * hidden * features * (hidden + features)
+    factored = (hidden**3 + features**3) / 3
+    flops = factored + 4.0 * hidden**3 + 4.0 * hidden * features * (hidden + features)
     eigen = VALUES_FLOPS * hidden**3
-    work = SolveWork(task.name, flops + eigen, 0, eigen_flops=eigen, factor_flops=hidden**3 / 3)
+    work = SolveWork(task.name, flops + eigen, 0, eigen_flops=eigen, factor_flops=factored)
     for place in range(1, bases):
         reduced = features * place / bases
         values = VALUES_FLOPS * min(reduced, hidden) ** 3

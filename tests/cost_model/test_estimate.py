@@ -150,7 +150,7 @@ def test_what_following_the_loss_takes() -> None:
         looked += 3 * cube + refit + 2 * 2 * max(ranks) * 48 * width + 3 * (width**3 / 3 + 2 * 48 * width**2)
         tokens += 2 * 2 * 48 * 80 + 4 * 48 * 80
         tokens += sum(2 * rank * (48 + 2 * width) + width**2 + 8 * 48 * width for rank in ranks)
-    fits = cube / 3 + 4 * cube + 4 * 48 * 64 * (48 + 64) + 4 * cube
+    fits = (cube + 64**3) / 3 + 4 * cube + 4 * 48 * 64 * (48 + 64) + 4 * cube
     for reduced in range(4, 64, 4):  # of 64 features; four refits, three encoders, and what ranks of o are told by
         refit, steps = reduced**3 / 3 + 48 * reduced**2, 14 * 2 * 16 * reduced * (reduced + 64)
         fits += 4 * refit + 3 * (2 * 48 * reduced**2 + steps) + 4 * 48 * reduced**2

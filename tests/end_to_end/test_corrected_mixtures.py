@@ -33,7 +33,8 @@ def test_corrected_experts(family: str, tmp_path: Path, job: MakeJob) -> None:
         made.run().json  # noqa: B018 - asserts the exit code
     ids_BT = some_tokens(300)
     dense_BTV, whole_BTV, cut_BTV = (logits_of(load(path), ids_BT) for path in (source, whole.output, cut.output))
-    assert relative_error(whole_BTV, dense_BTV) < 1e-5
+    # deepseek_v3: heads of 14 values read a latent of 12 numbers, so that a basis of 13 loses nothing but its damping.
+    assert relative_error(whole_BTV, dense_BTV) < (1e-4 if family == "deepseek_v3" else 1e-5)
     assert 0 < relative_error(cut_BTV, dense_BTV) < 1.3
     decodes_as_it_prefills(load(cut.output), source)
 
