@@ -22,7 +22,11 @@ from typing import Any
 import psutil
 import torch
 
-import lamina.modeling_lamina  # noqa: F401 - takes seconds: imported once, before children are forked
+# Commands import these four when they need them: here once, before children are forked.
+import lamina.modeling_lamina
+import lamina.wrapper_lamina  # noqa: F401
+import pipeline.evaluation.losses
+import pipeline.job.stages  # noqa: F401
 from pipeline.kernels.descent import Descent
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
