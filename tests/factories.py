@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,9 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     return config
 
 
+MADE: dict[str, dict[str, bytes]] = {}  # arguments of `make_model` -> files, as tests ask for the same models again
+
+
 def make_model(
     directory: str | Path,
     family: str = "llama",
@@ -338,10 +342,16 @@ def make_model(
     `overrides` go to the config (`tie_word_embeddings=True`, `num_hidden_layers=5`, ...).
     """
     directory = Path(directory)
-    config = make_config(family, **overrides)
-    model: Any = randomise_(CLASSES[family][1](config), seed)
-    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
-    make_tokenizer(config.vocab_size).save_pretrained(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    key = repr((family, seed, dtype, max_shard_size, sorted(overrides.items())))
+    if key not in MADE:
+        model: Any = randomise_(CLASSES[family][1](make_config(family, **overrides)), seed)
+        with tempfile.TemporaryDirectory() as place:
+            model.to(dtype).save_pretrained(place, max_shard_size=max_shard_size)
+            make_tokenizer(model.config.vocab_size).save_pretrained(place)
+            MADE[key] = {path.name: path.read_bytes() for path in Path(place).iterdir()}
+    for name, content in MADE[key].items():
+        (directory / name).write_bytes(content)
     return directory
 
 

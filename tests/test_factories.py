@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.factories import FAMILIES, write_text
+from tests.factories import FAMILIES, MADE, write_text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,7 +34,11 @@ def test_same_seed_same_weights(tiny_model: Callable[..., Path]) -> None:
     def weights(directory: Path) -> dict[str, torch.Tensor]:
         return {name: t for path in directory.glob("*.safetensors") for name, t in load_file(path).items()}
 
-    first, again, other = (weights(tiny_model("qwen2", seed=seed)) for seed in (1, 1, 2))
+    def made(seed: int) -> dict[str, torch.Tensor]:
+        MADE.clear()
+        return weights(tiny_model("qwen2", seed=seed))
+
+    first, again, other = (made(seed) for seed in (1, 1, 2))
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert all(not torch.equal(first[name], other[name]) for name in first)
@@ -45,3 +49,12 @@ def test_calibration_text_is_seeded(calibration_text: Path, tmp_path: Path) -> N
     assert 100_000 <= len(text) < 101_000
     assert write_text(tmp_path / "again.txt").read_bytes() == text
     assert write_text(tmp_path / "other.txt", seed=1).read_bytes() != text
+
+
+def test_a_model_asked_for_again_is_the_same_in_files_of_its_own(tiny_model: Callable[..., Path]) -> None:
+    first, again, other = tiny_model(), tiny_model(), tiny_model(num_hidden_layers=2)
+    assert first != again
+    files = [{path.name: path.read_bytes() for path in directory.iterdir()} for directory in (first, again, other)]
+    assert files[0] == files[1] != files[2]
+    (first / "config.json").write_text("{}")
+    assert (again / "config.json").read_bytes() == files[1]["config.json"]
