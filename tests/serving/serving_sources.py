@@ -4,6 +4,8 @@ The block dictionaries are written out here on purpose: the pipeline has its own
 not share.
 """
 
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -243,14 +245,25 @@ CLASSES: dict[str, Any] = {
 
 
 def make_source(name: str, seed: int = 0) -> Any:
-    """Return a random float32 model; every parameter, norms and biases included, differs from its initial value."""
+    """Return a random float32 model; every parameter, norms and biases included, differs from its initial value.
+
+    The state of torch's generator then depends on the arguments alone.
+    """
+    model, state = _made_source(name, seed)
+    torch.set_rng_state(state)
+    return deepcopy(model)
+
+
+@cache
+def _made_source(name: str, seed: int) -> tuple[Any, torch.Tensor]:
+    """Return the model, which takes longer to make than to copy, and the generator's state behind it."""
     torch.manual_seed(seed)
     config = _source_config(name)
     model = CLASSES[config.model_type](config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return model, torch.get_rng_state()
 
 
 def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None) -> dict[str, Any]:
