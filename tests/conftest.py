@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import gc
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -127,6 +128,21 @@ def s3_bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in {**buckets.ENVIRONMENT, "AWS_ENDPOINT_URL": s3_url}.items():
         monkeypatch.setenv(name, value)
     return f"s3://{buckets.make_bucket(s3_url)}"
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Yield the growing list of messages that reach the root logger."""
+    messages: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger().addHandler(listener)
+    yield messages
+    logging.getLogger().removeHandler(listener)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_another_s_run_directory_is_left_alone(job: Any) -> None:
 
 
 def test_a_record_that_cannot_be_written_hides_no_error(
-    job: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    job: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     def full(name: str, data: bytes) -> None:
         raise StorageError("no space left")
@@ -82,4 +82,4 @@ def test_a_record_that_cannot_be_written_hides_no_error(
     monkeypatch.setattr(job.run_dir.storage, "replace", full)
     with pytest.raises(InputError, match="wrong"), recorded(job):
         raise InputError("wrong")
-    assert "could not be entered: no space left" in caplog.text
+    assert "could not be entered: no space left" in "\n".join(said)

@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.reporting import unit_log
 from pipeline.reporting.unit_log import units_logged
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the growing list of logged messages."""
-    messages: list[str] = []
-    monkeypatch.setattr(unit_log.LOG, "filters", [lambda record: messages.append(record.getMessage())])
-    return messages
 
 
 def test_a_line_for_each_unit(tmp_path: Path) -> None:
