@@ -132,7 +132,7 @@ class Job(Passes):
         """Return the part that passes a moment's point. The shared expert and the head belong to the last part."""
         if parts == 1:
             return 0
-        block, _, rest = moment.point.partition(".")
+        block, _, rest = moment.point.removeprefix("pull:").partition(".")
         if block == "experts":
             return int(rest.partition(".")[0]) // self.held_experts
         return parts - 1 if block in ("shared", "head") else 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_levels import plain_model
 from tests.end_to_end.test_methods import decodes_as_it_prefills
@@ -69,6 +69,19 @@ def test_experts_that_are_chosen_together_are_rounded(
     layers = [layer["groups"] for layer in made.compression()["layers"]]
     groups = [groups["experts"] for groups in layers if "experts" in groups]
     assert all(0.0 < group["rounding_error"] < 0.5 and "nearest" not in group for group in groups)
+
+
+def test_bits_chosen_for_experts_in_slices_are_those_of_whole_layers(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", 2, **SIZES)
+    settings = {"budget": {"bytes": 0.3, "scope": "experts"}}
+    whole, sliced = (
+        job(source, methods=[{"method": "loss_aware"}], **settings, **rounding("auto"), **{"workers.experts": n})
+        for n in (100, 2)
+    )
+    for made in (whole, sliced):
+        ended = made.run()
+        assert ended.code == 0, ended.err
+    assert file_digests(whole.output) == file_digests(sliced.output)
 
 
 @pytest.mark.parametrize(
