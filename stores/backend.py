@@ -181,7 +181,7 @@ class Storage(ABC):
             file.write(data)
 
     def write(self, name: str, data: Any) -> None:
-        """As `replace`, but durable only after `sync`: for many pieces that count together."""
+        """Replace a file as `replace` does, but durably only after `sync`: for many pieces that count together."""
         self.replace(name, data)
 
     def sync(self, names: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ def parallel_map(function: Callable[[T], R], items: Iterable[T], threads: int = 
 
 
 def parallel_imap(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
-    """As `parallel_map`, but lazily: at most `threads` results are pending or waiting to be consumed."""
+    """Yield the results of `parallel_map` lazily: at most `threads` results are pending or waiting to be consumed."""
     if threads == 1:
         yield from map(function, items)
         return

@@ -134,7 +134,7 @@ class Correcting(Protocol):
 
 
 class Visits(NamedTuple):
-    """How often each expert is read by a curve and by a solve of experts that are read one at a time."""
+    """Number of reads of each expert by a curve and by a solve, for experts that are read one at a time."""
 
     curve: float
     solve: float

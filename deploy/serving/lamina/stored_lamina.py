@@ -38,7 +38,7 @@ FIELD = "stored_formats"  # of config.json
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How the tensors of a weight hold it.
+    """The tensors that hold a weight, and the dtype that they decode to.
 
     Attributes:
         kind: see above.
