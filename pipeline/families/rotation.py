@@ -27,6 +27,12 @@ def rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> 
         if not 1 <= rotary_dim <= head_dim or rotary_dim % 2:
             raise InputError(f"config.json: rotary_dim: {rotary_dim} is not even and within 2 to {head_dim}")
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary_dim / head_dim}
+    width = getattr(source, "head_dim", None)
+    if family.foreign is None and width and width != head_dim:  # read for the rotation alone
+        raise InputError(
+            f"config.json: head_dim: {width!r:.80} is not the width of the heads, {head_dim}, so that the model of "
+            f"{family.model_type} in transformers would rotate another part of them; remove the field or correct it"
+        )
     rope = source.rope_parameters
     if own := [name for name in LAYER_TYPES if name in rope]:
         for name in {*own} & {*source.layer_types}:

@@ -363,6 +363,13 @@ def test_a_field_that_the_family_s_model_does_not_read_is_not_read(family: str, 
     assert standard_config(config_of(family, **stray)) == standard_config(config_of(family))
 
 
+def test_a_width_of_heads_that_only_the_rotation_reads_is_that_of_the_heads() -> None:
+    plain = standard_config(config_of("gpt_neox"))
+    assert standard_config(config_of("gpt_neox", head_dim=plain["head_dim"])) == plain
+    with pytest.raises(InputError, match=rf"head_dim: 2 is not the width of the heads, {plain['head_dim']}, "):
+        standard_config(config_of("gpt_neox", head_dim=2))
+
+
 def test_every_field_of_a_checkpoint_has_a_rule_for_gguf() -> None:
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"dtype"}  # type: ignore[arg-type]
     assert set(FIELDS) == {field.name for field in dataclasses.fields(LayersConfig)} - common  # type: ignore[arg-type]

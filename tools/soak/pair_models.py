@@ -126,7 +126,7 @@ def _fields(family: str, random: Random, heads: int, head_dim: int, hidden: int,
     config |= {
         "intermediate_size": inner,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "head_dim": hidden // heads if family == "gpt_neox" else head_dim,
         "hidden_act": random.choice(ACTIVATIONS),
         "rms_norm_eps": random.choice((1e-6, 1e-5, 1e-2)),
         "rope_parameters": _rope(random, head_dim, config["max_position_embeddings"]),
