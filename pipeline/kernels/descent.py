@@ -64,11 +64,13 @@ def equalizer(matrix: Tensor) -> Tensor:
     """Return E (…, K, B, B), symmetric, which gives the blocks of a matrix singular values between 0.7 and 1.2.
 
     The matrix is (…, rows, columns); its shorter side is cut in blocks of at most `BLOCK`. E is a polynomial of each
-    block's Gram matrix. Tiny singular values stay smaller.
+    block's Gram matrix. Tiny singular values stay smaller. E of a block of zeros is zero.
     """
     block_KBN = _blocks(matrix)
-    norm_K11 = torch.linalg.matrix_norm(block_KBN, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-    block_KBN = block_KBN / norm_K11
+    # Shorter blocks count as zeros, because E, up to 3.4445⁵ = 485 over the norm, would overflow.
+    shortest = 1024 * torch.finfo(matrix.dtype).tiny
+    norm_K11 = torch.linalg.matrix_norm(block_KBN, keepdim=True)
+    block_KBN = block_KBN / norm_K11.clamp_min(shortest)
     gram_KBB = block_KBN @ block_KBN.mT
     whole_KBB: Tensor | None = None
     linear, cubic, quintic = QUINTIC
@@ -79,7 +81,7 @@ def equalizer(matrix: Tensor) -> Tensor:
         if iteration + 1 < ITERATIONS:
             gram_KBB = step_KBB @ gram_KBB @ step_KBB
     assert whole_KBB is not None
-    result_KBB: Tensor = whole_KBB / norm_K11
+    result_KBB: Tensor = torch.where(norm_K11 < shortest, 0.0, whole_KBB / norm_K11)
     return result_KBB
 
 

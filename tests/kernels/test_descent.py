@@ -59,3 +59,18 @@ def test_without_a_gradient_a_tensor_stays(gradient: float | None) -> None:
         values.requires_grad_().grad = None if gradient is None else torch.full_like(values, gradient)
         Descent([values]).step(0.1)
         assert torch.equal(values.detach(), torch.ones_like(values))
+
+
+def test_a_factor_of_zeros_does_not_ruin_the_other() -> None:
+    target = torch.randn(6, 8, generator=GENERATOR)
+    left, right = torch.zeros(6, 3, requires_grad=True), torch.randn(3, 8, generator=GENERATOR).requires_grad_()
+    training = Descent([left, right])
+    errors = []
+    for _ in range(9):
+        left.grad = right.grad = None
+        error = (left @ right - target).square().mean()
+        error.backward()
+        training.step(0.05)  # the first gradient of `right` is zero
+        errors.append(float(error.detach()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.8 * errors[0]
