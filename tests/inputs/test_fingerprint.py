@@ -1,0 +1,61 @@
+"""The fingerprint of a job: what changes it, and what does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.records import SourceFile
+from pipeline.inputs.fingerprint import job_fingerprint
+from tests.families.geometries import llama, manifest
+
+FILES = {"model.safetensors": SourceFile(size=3, sha256="a" * 64)}
+TOKENS = torch.arange(6).reshape(2, 3)
+
+
+def fingerprint(tokens: torch.Tensor | None = TOKENS, files: Any = FILES, **fields: Any) -> dict[str, Any]:
+    source, document = SimpleNamespace(config={"model_type": "llama"}), manifest(keep=0.5, **fields)
+    inputs: Any = SimpleNamespace(source=source, manifest=document, dtype_name="float32", geometry=llama())
+    return job_fingerprint(inputs, tokens, files)
+
+
+def text(name: str, **fields: Any) -> dict[str, Any]:
+    return {"text": {"files": [name]}, "samples": 2, "sequence_length": 3, "shards": 1, **fields}
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    return {name for name in before if before[name] != after[name]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"seed": 1}, {"manifest"}),
+        ({"calibration": text("a.txt", samples=3)}, {"manifest"}),
+        ({"calibration": text("b.txt")}, set()),  # files may move; their token ids count
+        ({"workers": {"max": 3, "experts": 2}}, set()),
+        ({"workers": {"cpus": 2}}, {"manifest"}),  # the order of sums within a product
+        ({"workers": {"gpus": 1}}, {"device"}),
+        ({"resume": {"every": 2}}, set()),
+        ({"tokens": TOKENS + 1}, {"calibration_tokens"}),
+        ({"tokens": TOKENS.to(torch.int32)}, set()),
+        ({"tokens": TOKENS.reshape(3, 2)}, {"calibration_tokens"}),
+        ({"tokens": None}, {"calibration_tokens"}),
+        ({"files": {"model.safetensors": SourceFile(size=3, sha256="b" * 64)}}, {"source"}),
+        ({"files": {"other.safetensors": SourceFile(size=3, sha256="a" * 64)}}, {"source"}),
+    ],
+)
+def test_what_changes_it(fields: dict[str, Any], expected: set[str]) -> None:
+    base = {"calibration": text("a.txt"), "workers": {}}
+    assert changed(fingerprint(**base), fingerprint(**{**base, **fields})) == expected
+
+
+def test_multiples_of_ranks_are_those_of_this_model() -> None:
+    entries = {}, {"rank_multiple": 1}, {"rank_multiple": 8}
+    manifests = [fingerprint(methods=[{"method": "flat_llm", **entry}])["manifest"] for entry in entries]
+    default, one, eight = (semantic["methods"] for semantic in manifests)
+    assert default == one  # of a narrow model
+    assert eight[0]["rank_multiple"] == 8
