@@ -116,6 +116,7 @@ def test_slices_give_the_gradients_of_the_whole_layer(setup: WorkerConfig, exper
             assert torch.equal(seen[point][number], at[point]), point
 
 
+@pytest.mark.sample(4)
 def test_parts_that_a_worker_did_not_do_are_passed_again(setup: WorkerConfig) -> None:
     expected = outputs_of(bench.make_worker(setup), Forward("dense", LAYER, 0, replay=(None,)))
     parts = range(len(expert_ranges(setup.geometry.layers[LAYER].num_experts, 2)))
@@ -129,6 +130,7 @@ def test_parts_that_a_worker_did_not_do_are_passed_again(setup: WorkerConfig) ->
         assert [key[:3] for key in worker.hidden.held] == [("dense", LAYER + 1, 0)], "nothing is left between slices"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("forth", [False, True])
 def test_parts_of_the_backward_pass_read_an_expert_once_for_all_shards(
     forth: bool, setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch
