@@ -93,9 +93,9 @@ class MergeExpertsMethod(REAPMethod):
     name: ClassVar[str] = "merge_experts"
 
     def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
-        """Return how often each expert is read: for its mean output, to merge and compare it, and for the target of a
-        refit. Merged experts are not read from the source."""
-        return Visits(0, 3 + self.refits)
+        """Return how often each expert is read: for its mean output, to merge it, twice to compare it with a dense
+        expert, and for the target of a refit. Merged experts are not read from the source."""
+        return Visits(0, 4 + self.refits)
 
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks

@@ -88,9 +88,9 @@ class ExpertsMethod(MethodBase[E_]):
         return f"a router that chooses {rule['top_k']} experts{groups} leaves {least} of {len(routed(layer))} or more"
 
     def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
-        """Return how often each expert is read: for its score, to narrow, compare and store it, for a refit also to
-        compute the target, and in each sweep."""
-        return Visits(0, 4 + self.refits * (1 + SWEEPS))
+        """Return how often each expert is read: for its score, to narrow and store it, twice to compare it with the
+        dense expert whose number it gets, for a refit also to compute the target, and in each sweep."""
+        return Visits(0, 5 + self.refits * (1 + SWEEPS))
 
     @abstractmethod
     def expert_scores(
