@@ -207,8 +207,9 @@ class ComparedFigures(Record):
 class RefinedFigures(Record):
     """The training of a layer towards the dense model's outputs. docs/methods.md#refinement.
 
-    Errors are mean squares of the difference to the dense layer's outputs, relative to their mean square: `before` and
-    `after` on the held-out samples, `train_before` and `train_after` on as many of those that it was trained on.
+    Errors are mean squares of the difference to the dense layer's outputs, relative to their mean square; with a moment
+    of the gradient, half of this and half of the error that the moment weighs. `before` and `after` are of the held-out
+    samples, `train_before` and `train_after` of as many of those that it was trained on.
 
     Attributes:
         kept: the trained numbers are stored; otherwise those of the solve, and `after` is `before`.

@@ -25,7 +25,8 @@ from manifests.method_entry import Refine as Settings
 from manifests.records import ArrayRecord, RefinedFigures, StagedLayer
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.refinement import Trained, Training, held_out_samples, step_samples, train_, training_steps
-from pipeline.methods.method import Solution, Statistics
+from pipeline.methods.method import Moment, Solution, Statistics, Task
+from pipeline.methods.moments import OUTPUT_GRADIENT
 from pipeline.rounding.schemes import unpacked
 from pipeline.units.units import Refine, SolvedGroup
 from stores.activations import ActivationStore
@@ -48,21 +49,24 @@ class RefinePass:
         setup: WorkerConfig,
         layers: LayerReader,
         store: ActivationStore,
-        problem: Callable[[SolvedGroup], GroupProblem],
+        problem: Callable[[Task], GroupProblem],
+        statistics: Callable[[int, Mapping[Moment, ArrayRecord]], Statistics],
         computing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`problem`: returns the problem of a group, with its rounding settings."""
+        """`problem`: returns the problem of a group, with its rounding settings. `statistics`: reads the moments of a
+        layer."""
         self.setup = setup
         self.layers = layers
         self.store = store
         self.problem = problem
+        self.statistics = statistics
         self.computing = computing
 
     def run(self, unit: Refine) -> tuple[list[Solved], RefinedFigures]:
         """Train a layer. Return the trained groups, and the figures of the training.
 
-        Raises CorruptError if the staged layer or the stored hidden states are damaged, and NumericsError if the
-        initial error is not finite.
+        Raises CorruptError if the staged layer, the stored hidden states or the moment of the gradient are damaged, and
+        NumericsError if the initial error is not finite.
         """
         self.layers.release_layer()
         targets, settings = Targets(self.store, unit.targets, self.setup), unit.groups[0].task.refine
@@ -75,7 +79,7 @@ class RefinePass:
         layer = TrainedLayer(self._block(unit), self._trained_dtypes(unit), self.setup.dtype)
         with self.computing():
             try:
-                trained, train_before, train_after = layer.train_(targets, training)
+                trained, train_before, train_after = layer.train_(targets, training, self._gradient(unit))
             except ValueError as error:
                 advice = overflow_advice(self.setup.dtype)
                 raise NumericsError(f"layer {unit.layer}: refinement: {error}; {advice}") from error
@@ -94,6 +98,13 @@ class RefinePass:
             samples=len(training.train),
         )
         return solved, figures
+
+    def _gradient(self, unit: Refine) -> Tensor | None:
+        """Return the mean of the gradient's moment at the layer's outputs (D, D), if the unit has it."""
+        if unit.gradient is None:
+            return None
+        gradient_DD: Tensor = self.statistics(unit.layer, {OUTPUT_GRADIENT: unit.gradient}).moments[OUTPUT_GRADIENT]
+        return gradient_DD
 
     def _block(self, unit: Refine) -> TappedLayer:
         """Return the draft layer with parameters in the dtype of training."""
@@ -129,7 +140,7 @@ class RefinePass:
         names = group_tensors(unit.staged, group, geometry)
         tensors = {key: state[name.removeprefix(geometry.prefix)] for key, name in names.items()}
         report = {name: value for name, value in group.report.items() if name != "refitted"}
-        solution, problem = Solution(tensors, dict(group.forms), report), self.problem(group)
+        solution, problem = Solution(tensors, dict(group.forms), report), self.problem(group.task)
         if problem.quantize is not None and problem.quantize.feedback is not False:
             roles = [role for role in group.task.roles if role in geometry.reads]
             solution.inputs.update({role: partial(layer.moment, targets, role) for role in roles})
@@ -182,18 +193,36 @@ class TrainedLayer:
         self.dtypes = {id(self.parameters[name]): dtype for name, dtype in dtypes.items()}
         self.half_precision = block.device.type == "cuda" and stored.itemsize == 2
 
-    def train_(self, targets: Targets, training: Training) -> tuple[Trained, float, float]:
+    def train_(
+        self, targets: Targets, training: Training, gradient_DD: Tensor | None = None
+    ) -> tuple[Trained, float, float]:
         """Train the tensors. Return the result, and the relative errors before and after it on as many training samples
-        as are held out."""
+        as are held out.
+
+        `gradient_DD`: the moment of the loss's gradient at the outputs. With it, an error is the mean of the square
+        error and of the one weighted by the moment, which is scaled so that both are equal before the training.
+        """
         measured = training.train[:: max(1, len(training.train) // len(training.held_out))][: len(training.held_out)]
         scale = self._mean_square(targets, training.held_out)
-        before = self._mean_error(targets, measured) / scale
+        metric_DD = None if gradient_DD is None else self._metric(targets, training.held_out, gradient_DD)
+        before = self._mean_error(targets, measured, metric_DD) / scale
         parameters = [*self.parameters.values()]
         dtypes = [self.dtypes[id(values)] for values in parameters]
-        trained = train_(parameters, lambda samples: self._error(targets, samples) / scale, training, dtypes)
+        trained = train_(parameters, lambda samples: self._error(targets, samples, metric_DD) / scale, training, dtypes)
         for values in parameters:
             values.requires_grad_(False)
-        return trained, before, self._mean_error(targets, measured) / scale
+        return trained, before, self._mean_error(targets, measured, metric_DD) / scale
+
+    def _metric(self, targets: Targets, samples: Sequence[int], gradient_DD: Tensor) -> Tensor | None:
+        """Return the metric ½ (I + c G) of the errors, or None if a mean error of the samples is zero or not finite."""
+        gradient_DD = (gradient_DD / gradient_DD.diagonal().mean()).to(targets.device, targets.dtype)
+        plain = self._mean_error(targets, samples)
+        weighted = self._mean_error(targets, samples, gradient_DD)
+        if not (0.0 < weighted < math.inf and 0.0 < plain < math.inf):
+            return None
+        metric_DD = gradient_DD.mul_(0.5 * plain / weighted)
+        metric_DD.diagonal().add_(0.5)
+        return metric_DD
 
     def state(self) -> dict[str, Tensor]:
         """Return the layer's tensors, by their stored names below the layer."""
@@ -232,13 +261,14 @@ class TrainedLayer:
     def _computing(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self.half_precision else nullcontext()
 
-    def _error(self, targets: Targets, samples: Sequence[int]) -> Tensor:
+    def _error(self, targets: Targets, samples: Sequence[int], metric_DD: Tensor | None = None) -> Tensor:
         input_BSD, target_BSD = targets.read(samples)
-        return (self._forward(input_BSD) - target_BSD).square().mean()
+        error_BSD = self._forward(input_BSD) - target_BSD
+        return error_BSD.square().mean() if metric_DD is None else (error_BSD * (error_BSD @ metric_DD)).mean()
 
     @torch.no_grad()
-    def _mean_error(self, targets: Targets, samples: Sequence[int]) -> float:
-        return sum(float(self._error(targets, [sample])) for sample in samples) / len(samples)
+    def _mean_error(self, targets: Targets, samples: Sequence[int], metric_DD: Tensor | None = None) -> float:
+        return sum(float(self._error(targets, [sample], metric_DD)) for sample in samples) / len(samples)
 
     @torch.no_grad()
     def _mean_square(self, targets: Targets, samples: Sequence[int]) -> float:

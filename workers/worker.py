@@ -99,7 +99,7 @@ class Worker:
         self.totals = Totals(self.transfer, self.statistics, self.device, setup.tokens_shape)
         self.pairs = PairPass(setup, self.layers, self.hidden, self.activations, self._tokens, self._computing)
         self.refinement = RefinePass(
-            setup, self.layers, self.activations, lambda group: self._problem(group.task), self._computing
+            setup, self.layers, self.activations, self._problem, self._statistics, self._computing
         )
         self.shared = SharedMoments()
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)

@@ -14,7 +14,9 @@ from pipeline.kernels.refinement import CHECKS, held_out_samples, step_samples, 
 
 BACK = 3  # the cost of a forward and a backward pass, in forward passes
 MEASURED = CHECKS + 3  # passes that measure errors: at each check and at the start; two on training samples
+SCALED = 2  # more passes of held-out samples, which scale the two errors
 TRAINED_BYTES = 30  # per number: itself, its gradient, its momentum, four copies, and one in half precision
+METRIC_BYTES = 16  # per entry of the moment of the gradient: as it is read, and as it weighs errors
 VALUE_BYTES = 4  # per value that the backward pass needs
 SCORES = 3  # copies of the attention scores that the backward pass needs
 LAUNCHES = 40  # `Rates.step_s` per step of training
@@ -62,23 +64,29 @@ def settings_of(manifest: Manifest) -> Refine | None:
 
 
 def refine_work(
-    manifest: Manifest, forward: float, packed: float, hidden_bytes: int, descent: float = 0.0
+    manifest: Manifest,
+    forward: float,
+    packed: float,
+    hidden_bytes: int,
+    descent: float = 0.0,
+    weighting: float = 0.0,
 ) -> RefineWork:
     """Return the work of a layer.
 
     `forward`, `packed`: operations per token of the dense and the compressed layer. `descent`: `layer_descent_flops`.
+    `weighting`: operations per token that weigh an error by the moment of the gradient, or 0.
     """
     settings, calibration = settings_of(manifest), manifest.calibration
     if settings is None or calibration is None:
         return UNREFINED
     sequence = calibration.sequence_length
     steps, tokens = training_steps(settings.steps, sequence), calibration.samples * sequence
-    measured = MEASURED * held_out_samples(calibration.samples, sequence)
+    measured = (MEASURED + SCALED * (weighting > 0)) * held_out_samples(calibration.samples, sequence)
     independent, dense = settings.inputs != "compressed", settings.inputs == "dense"
     return RefineWork(
         independent=independent,
         steps=steps,
-        flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * packed),
+        flops=float((BACK * steps * step_samples(sequence) + measured) * sequence * (packed + weighting)),
         descent=float(steps * descent),
         read_bytes=2.0 * hidden_bytes,
         passes=float(tokens * (forward if dense else forward + packed)),
@@ -103,4 +111,5 @@ def refine_bytes(manifest: Manifest, layer: LayerGeometry) -> int:
     samples = step_samples(sequence)
     values = 12 * layer.hidden + 6 * layer.query_features + 5 * sum(mlp.width for mlp in layer.mlps)
     scores = SCORES * samples * layer.query_heads * sequence**2
-    return TRAINED_BYTES * layer.numbers() + VALUE_BYTES * (samples * sequence * values + scores)
+    metric = METRIC_BYTES * layer.hidden**2
+    return TRAINED_BYTES * layer.numbers() + metric + VALUE_BYTES * (samples * sequence * values + scores)

@@ -26,6 +26,7 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.exact_sums import BAND
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.method import Moment, Task
+from pipeline.methods.moments import OUTPUT_GRADIENT
 from pipeline.methods.registry import (
     build_methods,
     claim_tasks,
@@ -153,7 +154,12 @@ def layer_work(
         pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in busiest.pairs)),
         correction_flops=float(tokens * _correction_flops(busiest.pairs, layer, forward)),
         refinement=refine_work(
-            manifest, forward, packed, tokens * layer.hidden * itemsize, layer_descent_flops(layer, keep)
+            manifest,
+            forward,
+            packed,
+            tokens * layer.hidden * itemsize,
+            layer_descent_flops(layer, keep),
+            2.0 * layer.hidden**2 if OUTPUT_GRADIENT in busiest.gradients else 0.0,
         ),
         rounding=rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),

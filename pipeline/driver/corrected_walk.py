@@ -25,6 +25,7 @@ from pipeline.driver.scheduler import TaskStream
 from pipeline.driver.session import Session, write_unit
 from pipeline.driver.stored_statistics import StoredStatistics
 from pipeline.methods.method import Moment, Task
+from pipeline.methods.moments import OUTPUT_GRADIENT
 from pipeline.units.sums import Summed
 from pipeline.units.units import Pair, Refine, RefineDone, ShardDone, Solve, SolvedGroup, SolveDone
 
@@ -131,6 +132,7 @@ class CorrectedWalk:
             draft,
             targets,
             tuple(SolvedGroup(unit.task, unit.ranks, solution.forms, solution.report) for unit, solution in groups),
+            self._output_gradient(tasks),
         )
 
         def joined(results: Sequence[RefineDone]) -> Solved:
@@ -145,6 +147,11 @@ class CorrectedWalk:
         )
         solved.update(joined(results))
         return _staged(layer, record, solved), results[0].refined
+
+    def _output_gradient(self, tasks: Iterable[Task]) -> ArrayRecord | None:
+        """Return the moment of the gradient at the layer's outputs, or None if no task needs it."""
+        having = (self.stored.of_task(task) for task in tasks if OUTPUT_GRADIENT in task.moments)
+        return next((moments[OUTPUT_GRADIENT] for moments in having), None)
 
     def _drop_drafts(self, besides: Iterable[StagedLayer] = ()) -> None:
         """Drop the drafts and statistics of entered layers. The drafts `besides` stay."""

@@ -8,6 +8,8 @@ from pipeline.families.blocks import Matrix, roles_of
 from pipeline.kernels.sensitivity import Factored, factored
 from pipeline.methods.method import Moment, Statistics
 
+OUTPUT_GRADIENT = Moment("out", kind="gradient")  # at the outputs of a layer
+
 
 def input_moment(matrix: Matrix) -> Moment:
     """Return the moment of the values that a matrix reads."""

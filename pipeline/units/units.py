@@ -309,12 +309,14 @@ class Refine(WorkUnit):
         targets: for each shard, in order, the record of (M, S, 2·D): the dense layer's outputs, and the compressed
             model's inputs.
         groups: the groups to train, which have the same settings.
+        gradient: the moment of the loss's gradient at the layer's outputs, if a group's method has it.
     """
 
     layer: int
     staged: StagedLayer
     targets: tuple[ArrayRecord, ...]
     groups: tuple[SolvedGroup, ...]
+    gradient: ArrayRecord | None = None
 
     @property
     def key(self) -> str:

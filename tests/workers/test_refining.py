@@ -71,8 +71,8 @@ class Bench:
     def factors(self, done: RefineDone) -> dict[str, Tensor]:
         return {n: t for group in done.groups for n, t in self.worker.transfer.get(group.factors).items()}
 
-    def error(self, factors: dict[str, Tensor], samples: list[int]) -> float:
-        """The relative square error of the layer with these factors."""
+    def difference(self, factors: dict[str, Tensor], samples: list[int]) -> Tensor:
+        """The difference (M, S, D) of the layer with these factors to the dense one."""
         write = write_unit(self.worker.setup, 1, [])
         staged = self.worker.execute(
             replace(write, factors=(self.worker.transfer.put(factors),), forms=self.staged.forms)
@@ -81,8 +81,12 @@ class Bench:
         inputs_MSD, outputs_MSD = self.read()
         result_MSD = block.run(inputs_MSD[samples])
         assert result_MSD is not None
-        square = (result_MSD - outputs_MSD[samples]).square().mean() / outputs_MSD[samples].square().mean()
-        return float(square)
+        return result_MSD - outputs_MSD[samples]
+
+    def error(self, factors: dict[str, Tensor], samples: list[int]) -> float:
+        """The relative square error of the layer with these factors."""
+        outputs_MSD = self.read()[1][samples]
+        return float(self.difference(factors, samples).square().mean() / outputs_MSD.square().mean())
 
 
 @pytest.fixture(params=list(METHODS))
@@ -129,6 +133,28 @@ def test_nothing_changes_where_training_does_not_help(tmp_path: Path) -> None:
     before = {name: record.sha256 for name, record in bench.staged.tensors.items()}
     write = write_unit(bench.worker.setup, 1, list(done.groups))
     assert {name: record.sha256 for name, record in bench.worker.execute(write).tensors.items()} == before
+
+
+def test_the_gradient_weighs_the_errors(tmp_path: Path) -> None:
+    family, entry, ranks = METHODS["svd"]
+    bench = Bench(save_source(tmp_path / "model", family), tmp_path / "run", entry, ranks)
+    hidden = bench.worker.setup.geometry.hidden
+    weights_D, half = torch.ones(hidden, dtype=torch.float64), hidden // 2
+    plain = bench.worker.execute(bench.unit)
+    even, first = (
+        bench.worker.execute(
+            replace(bench.unit, gradient=bench.worker.statistics.write(1, name, torch.diag(7.0 * weights_D)))
+        )
+        for name, weights_D in (("even", weights_D), ("first", weights_D.where(torch.arange(hidden) < half, 1e-6)))
+    )
+    assert even.refined.before == pytest.approx(plain.refined.before, rel=1e-5)
+    assert even.refined.after == pytest.approx(plain.refined.after, rel=1e-3)
+    assert first.refined.kept
+    unweighted, weighted = (
+        float(bench.difference(bench.factors(done), [0, 1, 3, 4])[..., :half].square().mean())
+        for done in (plain, first)
+    )
+    assert weighted < unweighted
 
 
 def test_matrices_are_rounded_behind_the_training(tmp_path: Path) -> None:
