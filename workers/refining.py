@@ -103,8 +103,7 @@ class RefinePass:
         """Return the mean of the gradient's moment at the layer's outputs (D, D), if the unit has it."""
         if unit.gradient is None:
             return None
-        gradient_DD: Tensor = self.statistics(unit.layer, {OUTPUT_GRADIENT: unit.gradient}).moments[OUTPUT_GRADIENT]
-        return gradient_DD
+        return self.statistics(unit.layer, {OUTPUT_GRADIENT: unit.gradient}).mean(OUTPUT_GRADIENT)[0]
 
     def _block(self, unit: Refine) -> TappedLayer:
         """Return the draft layer with parameters in the dtype of training."""

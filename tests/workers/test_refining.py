@@ -143,7 +143,7 @@ def test_the_gradient_weighs_the_errors(tmp_path: Path) -> None:
     plain = bench.worker.execute(bench.unit)
     even, first = (
         bench.worker.execute(
-            replace(bench.unit, gradient=bench.worker.statistics.write(1, name, torch.diag(7.0 * weights_D)))
+            replace(bench.unit, gradient=bench.worker.statistics.write(1, name, torch.diag(7.0 * weights_D)[None]))
         )
         for name, weights_D in (("even", weights_D), ("first", weights_D.where(torch.arange(hidden) < half, 1e-6)))
     )
