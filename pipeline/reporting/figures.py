@@ -221,7 +221,7 @@ def _refinement(run: Run) -> Plot | None:
         "training, before": {layer: figures.train_before for layer, figures in refined.items()},
         "training, after": {layer: figures.train_after for layer, figures in refined.items()},
     }
-    caption = "Squared difference to the dense layer's outputs, relative to these, before and after refinement."
+    caption = "Error of each layer's outputs, relative to the dense layer's, before and after refinement."
     return _line_plot(run, "refinement", "error before and after refinement", lines, caption)
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import factories
 from tests.end_to_end.children import Child, Hook, killed_again_and_again
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
+from workers.refining import TrainedLayer
 
 MakeJob = Callable[..., Job]
 LOSS_AWARE = {"method": "loss_aware", "refine": {"steps": 15}}
@@ -153,6 +155,26 @@ def test_every_method_is_refined_and_verified(method: str, job: MakeJob, inline:
     assert command("report", str(made.run_dir), "--output", str(page)).code == 0
     assert "rates and their held-out errors" in page.read_text()
     assert command("verify", str(made.output), "--source", str(made.source)).code == 0
+
+
+@pytest.mark.parametrize(("method", "weighed"), [("loss_aware", LAYERS), ("magnitude", 0)])
+def test_errors_are_weighed_by_the_gradient_if_a_method_sums_it(
+    method: str, weighed: int, job: MakeJob, inline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics: list[Any] = []
+    measure = TrainedLayer._metric
+
+    def kept(*arguments: Any) -> Any:
+        metrics.append(measure(*arguments))
+        return metrics[-1]
+
+    monkeypatch.setattr(TrainedLayer, "_metric", kept)
+    made = job(**{**REFINED, **SMALL, "methods": [{"method": method, "refine": {"steps": 2}}]})
+    assert made.run().code == 0
+    assert len(metrics) == weighed
+    for metric_DD in metrics:
+        assert torch.equal(metric_DD, metric_DD.T)
+        assert torch.linalg.eigvalsh(metric_DD.double()).min() > 0.49, "half of the square error, and more"
 
 
 @pytest.mark.sample(1)
