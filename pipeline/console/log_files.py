@@ -121,3 +121,4 @@ def close_log() -> None:
         handler.close()
     for logger in (LOG, STORES, RAY):
         logger.handlers = []
+    LOG.propagate = True

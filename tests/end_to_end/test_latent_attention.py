@@ -19,12 +19,15 @@ MakeJob = Callable[..., Job]
 
 LOSS_AWARE: dict[str, Any] = {"method": "loss_aware", "widths": 3}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
-    "all": ("deepseek_v3", {"methods": [LOSS_AWARE], "budget.keep": 0.7}),
+    "all": ("deepseek_v3", {"methods": [LOSS_AWARE], "budget.keep": 0.5}),
     "attention": (
         "deepseek_v2",
         {"methods": [{**LOSS_AWARE, "mlp": False, "factors": "plain", "weighting": "input"}], "budget.keep": 0.84},
     ),
-    "rounded": ("deepseek_v3", {"methods": [LOSS_AWARE], "quantize": {"bits": 8, "group": None}}),
+    "rounded": (
+        "deepseek_v3",
+        {"methods": [LOSS_AWARE], "budget.keep": 0.5, "quantize": {"bits": 8, "group": None}},
+    ),
 }
 ROUNDED: dict[str, dict[str, Any]] = {
     "feedback": {},
