@@ -212,11 +212,16 @@ class TrainedLayer:
             values.requires_grad_(False)
         return trained, before, self._mean_error(targets, measured, metric_DD) / scale
 
+    @torch.no_grad()
     def _metric(self, targets: Targets, samples: Sequence[int], gradient_DD: Tensor) -> Tensor | None:
         """Return the metric ½ (I + c G) of the errors, or None if a mean error of the samples is zero or not finite."""
         gradient_DD = (gradient_DD / gradient_DD.diagonal().mean()).to(targets.device, targets.dtype)
-        plain = self._mean_error(targets, samples)
-        weighted = self._mean_error(targets, samples, gradient_DD)
+        plain = weighted = 0.0
+        for sample in samples:
+            error_BSD = self._difference(targets, [sample])
+            plain += float(_quadratic_form(error_BSD))
+            weighted += float(_quadratic_form(error_BSD, gradient_DD))
+        plain, weighted = plain / len(samples), weighted / len(samples)
         if not (0.0 < weighted < math.inf and 0.0 < plain < math.inf):
             return None
         metric_DD = gradient_DD.mul_(0.5 * plain / weighted)
@@ -260,10 +265,13 @@ class TrainedLayer:
     def _computing(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self.half_precision else nullcontext()
 
-    def _error(self, targets: Targets, samples: Sequence[int], metric_DD: Tensor | None = None) -> Tensor:
+    def _difference(self, targets: Targets, samples: Sequence[int]) -> Tensor:
+        """Return the difference (B, S, D) of the layer's outputs to their targets."""
         input_BSD, target_BSD = targets.read(samples)
-        error_BSD = self._forward(input_BSD) - target_BSD
-        return error_BSD.square().mean() if metric_DD is None else (error_BSD * (error_BSD @ metric_DD)).mean()
+        return self._forward(input_BSD) - target_BSD
+
+    def _error(self, targets: Targets, samples: Sequence[int], metric_DD: Tensor | None = None) -> Tensor:
+        return _quadratic_form(self._difference(targets, samples), metric_DD)
 
     @torch.no_grad()
     def _mean_error(self, targets: Targets, samples: Sequence[int], metric_DD: Tensor | None = None) -> float:
@@ -272,6 +280,11 @@ class TrainedLayer:
     @torch.no_grad()
     def _mean_square(self, targets: Targets, samples: Sequence[int]) -> float:
         return sum(float(targets.read([sample])[1].square().mean()) for sample in samples) / len(samples)
+
+
+def _quadratic_form(error_BSD: Tensor, metric_DD: Tensor | None = None) -> Tensor:
+    """Return the mean of eᵀMe / D over tokens; without a metric M, the mean square of e."""
+    return error_BSD.square().mean() if metric_DD is None else (error_BSD * (error_BSD @ metric_DD)).mean()
 
 
 def group_tensors(staged: StagedLayer, group: SolvedGroup, geometry: LayerGeometry) -> dict[str, str]:

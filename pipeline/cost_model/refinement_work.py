@@ -14,7 +14,7 @@ from pipeline.kernels.refinement import CHECKS, held_out_samples, step_samples, 
 
 BACK = 3  # the cost of a forward and a backward pass, in forward passes
 MEASURED = CHECKS + 3  # passes that measure errors: at each check and at the start; two on training samples
-SCALED = 2  # more passes of held-out samples, which scale the two errors
+SCALED = 1  # one more pass of held-out samples, which scales the two errors
 TRAINED_BYTES = 30  # per number: itself, its gradient, its momentum, four copies, and one in half precision
 METRIC_BYTES = 16  # per entry of the moment of the gradient: as it is read, and as it weighs errors
 VALUE_BYTES = 4  # per value that the backward pass needs

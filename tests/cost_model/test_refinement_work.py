@@ -23,7 +23,7 @@ def test_a_step_is_three_passes_of_its_samples() -> None:
     measured = 13 * 6 * 256 * 60.0  # errors of six held-out samples, and of six others
     assert work(steps=10).flops == 3 * 10 * 1024 * 60.0 + measured
     weighed = refine_work(manifest({"refine": {"steps": 10}}, calibration=TEXT), 100.0, 60.0, 4096, weighting=5.0)
-    assert weighed.flops == (3 * 10 * 1024 + 15 * 6 * 256) * 65.0
+    assert weighed.flops == (3 * 10 * 1024 + 14 * 6 * 256) * 65.0
     assert (work().steps, work(steps=10, learning_rate=0.1).steps) == (200, 10)
     assert work().passes == 64 * 256 * (100.0 + 60.0)
 
