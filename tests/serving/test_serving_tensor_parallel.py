@@ -84,7 +84,7 @@ def rank_of_two(rank: int, port: int, folders: list[str], log: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("accelerate")
     root = tmp_path_factory.mktemp("cut")
     for name in CASES:
@@ -103,15 +103,15 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_compute_the_same(said: dict[str, Any], name: str) -> None:
-    assert said[name]["difference"] <= 2e-5
-    assert said[name]["same_tokens"]
+def test_two_processes_compute_the_same(answers: dict[str, Any], name: str) -> None:
+    assert answers[name]["difference"] <= 2e-5
+    assert answers[name]["same_tokens"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_cut(said: dict[str, Any], name: str) -> None:
+def test_what_is_cut(answers: dict[str, Any], name: str) -> None:
     for end, shape in CUT[name].items():
-        found = [one for key, one in said[name]["shapes"].items() if key.endswith(end)]
+        found = [one for key, one in answers[name]["shapes"].items() if key.endswith(end)]
         assert found == [shape], end
 
 

@@ -6,9 +6,10 @@ The checkpoints have Llama-3.2-1B's geometry (hidden 2048, 32 heads of 64 over 8
 and random weights in the forms that jobs write, as speed does not depend on the values. Each row is loaded in a
 separate process. A prefill takes `--context` tokens of each sequence, decoding `--new` further ones. Prints Markdown:
 tokens per second as the median of `--repeats` turns, after one to warm up, with half of the range of the turns in
-percent. `vllm` runs Lamina's class, `vllm-stock` vLLM's own class on a stock export of the row. `mla` is a model of the
-DeepSeek type with a quarter of the cache, and with an untied output embedding, which vLLM's class needs. On a CPU vLLM
-multiplies its latents out to whole heads (`VLLM_MLA_DISABLE=1`).
+percent. Where an engine fails, the line holds its last error, and standard error has all of it. `vllm` runs Lamina's
+class, `vllm-stock` vLLM's own class on a stock export of the row. `mla` is a model of the DeepSeek type with a quarter
+of the cache, and with an untied output embedding, which vLLM's class needs. On a CPU vLLM multiplies its latents out to
+whole heads (`VLLM_MLA_DISABLE=1`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -259,8 +261,10 @@ def in_vllm(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def measured(python: str, engine: str, folder: Path, options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
-    """Return the measurements of a process of the engine, one mapping for each batch."""
+def measured(
+    python: str, engine: str, folder: Path, options: argparse.Namespace, dtype: str
+) -> list[dict[str, Any]] | str:
+    """Return the measurements of a process of the engine, one mapping for each batch, or its last line if it failed."""
     settings = {"child": folder, "engine": engine, "dtype": dtype}
     settings |= {name: getattr(options, name) for name in ("context", "new", "repeats")}
     command = [python, "-m", "tools.benchmarks.engine_speed", *(f"--{name}={each}" for name, each in settings.items())]
@@ -268,8 +272,16 @@ def measured(python: str, engine: str, folder: Path, options: argparse.Namespace
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'deploy' / 'serving'}"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise SystemExit(f"{engine}, {folder.name}, {dtype}:\n{ended.stderr[-3000:]}")
+        print(ended.stderr, file=sys.stderr)
+        return last_error(ended.stderr)
     return [json.loads(line.removeprefix(MARK)) for line in ended.stdout.splitlines() if line.startswith(MARK)]
+
+
+def last_error(stderr: str) -> str:
+    """Return the last line that names an exception, without the rank that vLLM puts before it."""
+    lines = [line.removeprefix("[rank0]:").strip() for line in stderr.splitlines()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or [line for line in lines if line] or ["no message"])[-1]
 
 
 def rate(tokens: int, seconds: list[float]) -> str:
@@ -317,7 +329,11 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as directory:
                 folder = write_checkpoint(Path(directory) / row, row, options.layers, options.keep, stock)
                 for dtype in options.dtypes:
-                    for each in measured(python, engine, folder, options, dtype):
+                    results = measured(python, engine, folder, options, dtype)
+                    if isinstance(results, str):
+                        print(f"| {row} | {engine} | {dtype} | failed: {results} |", flush=True)
+                        continue
+                    for each in results:
                         print(f"| {row} | {engine} | {dtype} | {line(options, each)} |", flush=True)
 
 

@@ -14,6 +14,8 @@ from tests.factories import FAMILIES, make_tokenizer, randomise_
 
 TOKENIZER_SIZE = 261
 BOS, EOS = 0, 1
+UNGATED = {"opt", "gptj", "gpt_neox", "falcon", "starcoder2"}  # families whose MLP has no gate
+INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")  # the width of the MLP, by family
 DTYPES = ("float32", "float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "silu", "silu", "gelu", "relu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
 ROPE_TYPES = ("default", "default", "default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -40,7 +42,7 @@ class ModelSpec:
     @property
     def gated(self) -> bool:
         """True if MLPs have a gate."""
-        return self.family not in ("opt", "gptj")
+        return self.family not in UNGATED
 
     @property
     def grouped(self) -> bool:
@@ -55,7 +57,7 @@ class ModelSpec:
     @property
     def _widths(self) -> list[int]:
         hidden, heads = self.config["hidden_size"], self.config["num_attention_heads"]
-        inner = [self.config.get(name) or 0 for name in ("intermediate_size", "ffn_dim", "n_inner")]
+        inner = [self.config.get(name) or 0 for name in INNER]
         return [width for width in (hidden, heads * self.config.get("head_dim", 0), max(inner) or 4 * hidden) if width]
 
     @property
@@ -123,6 +125,9 @@ def _fields(family: str, random: Random, heads: int, head_dim: int, hidden: int,
         return config | _opt_fields(random, heads * head_dim, inner)
     if family == "gptj":
         return config | _gptj_fields(random, heads, head_dim, inner)
+    if family == "falcon":
+        hidden -= hidden % heads  # as the family has no head size of its own
+        return config | {"hidden_size": hidden} | _falcon_fields(random, kv_heads, hidden // heads, inner)
     config |= {
         "intermediate_size": inner,
         "num_key_value_heads": kv_heads,
@@ -174,6 +179,25 @@ def _gptj_fields(random: Random, heads: int, head_dim: int, inner: int) -> dict[
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
+    }
+
+
+def _falcon_fields(random: Random, kv_heads: int, head_dim: int, inner: int) -> dict[str, Any]:
+    """Draw the fields of its three kinds of layers; a draw with alibi is refused."""
+    return {
+        "ffn_hidden_size": inner,
+        "new_decoder_architecture": random.random() < 0.5,
+        "num_kv_heads": kv_heads,
+        "multi_query": random.random() < 0.5,
+        "parallel_attn": random.random() < 0.7,
+        "num_ln_in_parallel_attn": random.choice((None, 1, 2)),
+        "bias": random.random() < 0.4,
+        "alibi": random.random() < 0.05,
+        "activation": random.choice(("gelu", "gelu", "relu", "silu")),
+        "layer_norm_epsilon": random.choice((1e-5, 1e-3)),
+        "rope_parameters": _rope(random, head_dim, random.choice((32, 64))),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
     }
 
 
