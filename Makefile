@@ -61,11 +61,13 @@ test-llama-cpp: setup
 test-transformers:
 	tools/engines.sh transformers
 
-# On a machine with a CUDA device: its kernels against the CPU's, and a layer of 70B by phase.
+# On a machine with a CUDA device: its kernels against the CPU's, a layer of 70B by phase, and the engines' tokens per
+# second. VLLM: the Python of an environment with vLLM for CUDA; without it, transformers alone.
 gpu: setup
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
 	$(BIN)/python -m tools.benchmarks.device_layer
 	$(BIN)/python -m tools.benchmarks.device_layer --memory 24
+	$(BIN)/python -m tools.benchmarks.engine_speed --dtypes bfloat16 $(if $(VLLM),--vllm $(VLLM))
 
 mutants: setup
 	$(BIN)/python -m tools.mutants

@@ -1,15 +1,17 @@
 """Measure tokens per second, memory and cache of checkpoints and their dense model in transformers and in vLLM.
 
     python -m tools.benchmarks.engine_speed --vllm .engines/vllm/bin/python [--layers 4] [--new 32]
+    make gpu VLLM=.engines/vllm/bin/python          # on a GPU, after its tests
 
 The checkpoints have Llama-3.2-1B's geometry (hidden 2048, 32 heads of 64 over 8, MLPs of 8192, 128,256 tokens, tied)
 and random weights in the forms that jobs write, as speed does not depend on the values. Each row is loaded in a
 separate process. A prefill takes `--context` tokens of each sequence, decoding `--new` further ones. Prints Markdown:
 tokens per second as the median of `--repeats` turns, after one to warm up, with half of the range of the turns in
-percent. Where an engine fails, the line holds its last error, and standard error has all of it. `vllm` runs Lamina's
-class, `vllm-stock` vLLM's own class on a stock export of the row. `mla` is a model of the DeepSeek type with a quarter
-of the cache, and with an untied output embedding, which vLLM's class needs. On a CPU vLLM multiplies its latents out to
-whole heads (`VLLM_MLA_DISABLE=1`).
+percent. Memory is that of the process after a first answer, or on a GPU that of the model's tensors. Where an engine
+fails, the line holds its last error, and standard error has all of it. `vllm` runs Lamina's class, `vllm-stock` vLLM's
+own class on a stock export of the row. `mla` is a model of the DeepSeek type with a quarter of the cache, and with an
+untied output embedding, which vLLM's class needs. On a CPU vLLM multiplies its latents out to whole heads
+(`VLLM_MLA_DISABLE=1`).
 """
 
 from __future__ import annotations
@@ -181,8 +183,17 @@ def _rounded(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str
 # -- in the process of an engine --------------------------------------------------------------------------------------
 
 
-def resident_bytes() -> int:
-    """Return the memory of this process."""
+def now() -> float:
+    """Return the time after all work that the device was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def resident_bytes(model: torch.nn.Module) -> int:
+    """Return the memory of this process, or the bytes of the model's tensors where they are on a GPU."""
+    if torch.cuda.is_available():
+        return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
 
@@ -191,12 +202,12 @@ def turns(options: argparse.Namespace, prefill: Callable[[], Any], decode: Calla
     """Time prefills and decodings, each after one that warms up."""
     seconds: dict[str, list[float]] = {"prefill": [], "decode": []}
     for _ in range(options.repeats + 1):
-        start = time.perf_counter()
+        start = now()
         state = prefill()
-        middle = time.perf_counter()
+        middle = now()
         decode(state)
         seconds["prefill"].append(middle - start)
-        seconds["decode"].append(time.perf_counter() - middle)
+        seconds["decode"].append(now() - middle)
     return {name: each[1:] for name, each in seconds.items()}
 
 
@@ -206,10 +217,11 @@ def in_transformers(options: argparse.Namespace) -> Iterator[tuple[int, dict[str
 
     import lamina  # noqa: F401  # registers its classes
 
-    model = AutoModelForCausalLM.from_pretrained(options.child, dtype=getattr(torch, options.dtype)).eval()
-    resident = resident_bytes()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(options.child, dtype=dtype, device_map=device).eval()
     for batch in options.batches:
-        ids = torch.randint(3, 1000, (batch, options.context))
+        ids = torch.randint(3, 60, (batch, options.context), device=device)
 
         def prefill(ids: torch.Tensor = ids) -> Any:
             return model(ids, use_cache=True, logits_to_keep=1)
@@ -220,6 +232,7 @@ def in_transformers(options: argparse.Namespace) -> Iterator[tuple[int, dict[str
 
         with torch.inference_mode():
             cache = prefill().past_key_values
+            resident = resident_bytes(model)
             stored = sum(
                 part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
             )
@@ -243,7 +256,6 @@ def in_vllm(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]
         max_num_seqs=max(options.batches), max_num_batched_tokens=max(options.batches) * limit,
         enable_prefix_caching=False, compilation_config={"custom_ops": ["-rotary_embedding"]} if latent else {},
     )  # fmt: skip
-    resident = resident_bytes()
     specs = llm.llm_engine.engine_core.engine_core.model_executor.get_kv_cache_specs()[0]
     cache = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
 
@@ -252,6 +264,8 @@ def in_vllm(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]
         prompts = [{"prompt_token_ids": torch.randint(3, 1000, (options.context,)).tolist()} for _ in range(batch)]
         llm.generate(prompts, settings, use_tqdm=False)
 
+    answer(1, 1)
+    (resident,) = llm.apply_model(resident_bytes)
     for batch in options.batches:
         seconds = turns(options, lambda: answer(batch, 1), lambda _: answer(batch, options.new + 1))  # noqa: B023
         seconds["decode"] = [whole - first for whole, first in zip(seconds["decode"], seconds["prefill"], strict=True)]
@@ -319,7 +333,7 @@ def main() -> None:
         return
     engines = [("transformers", sys.executable)]
     engines += [("vllm", options.vllm), ("vllm-stock", options.vllm)] if options.vllm else []
-    print("| row | engine | dtype | batch | prefill, tokens/s | decode, tokens/s | resident, GB | cache, bytes/token |")
+    print("| row | engine | dtype | batch | prefill, tokens/s | decode, tokens/s | memory, GB | cache, bytes/token |")
     print("|---|---|---|---|---|---|---|---|")
     for row in options.rows:
         for engine, python in engines:
