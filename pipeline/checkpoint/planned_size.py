@@ -21,7 +21,7 @@ from pipeline.inputs.job_inputs import Inputs
 from pipeline.methods.capabilities import Shaped
 from pipeline.methods.method import Scores, Solution, Task, stored_dtype
 from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
-from pipeline.rounding.schemes import SCALE, WEIGHT, packed_dtype, packed_shapes
+from pipeline.rounding.schemes import LEVELS, SCALE, WEIGHT, packed_dtype, packed_shapes
 from pipeline.rounding.solutions import fitting_group, rounded_matrices
 from stores.formats import keeps
 from stores.headers import DTYPE_NAMES, DTYPES, TensorRecord
@@ -137,7 +137,7 @@ def _task_sizes(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: M
     for key, tensor in tensors.items():
         dtype = DTYPE_NAMES[stored_dtype(key, tensor, weights, forms)]
         parts = packed.get(key, {key: tuple(tensor.shape)})
-        dtypes = {name: packed_dtype(name) for name in parts if key in packed and not name.endswith(SCALE)}
+        dtypes = {name: packed_dtype(name) for name in parts if key in packed and not name.endswith((SCALE, LEVELS))}
         num_bytes = (math.prod(shape) * dtypes.get(name, DTYPES[dtype]).itemsize for name, shape in parts.items())
         yield Size(stored_numbers(dtype, tensor.shape, inputs.dtype.itemsize), sum(num_bytes))
 

@@ -220,7 +220,7 @@ def check_ledger(job: JobContext) -> None:
     ledger.commit(SOURCE, job.source_files)
     target = ledger.get(TARGET)  # the entries are of this size, which may not be the job's
     sized = job.inputs.at_size(target.size) if target and job.manifest.budget else job.inputs
-    check_entries(ledger, driver_job(sized), job.inputs.config)
+    check_entries(ledger, driver_job(sized), job.inputs.config, job.inputs.source.tensors)
 
 
 def driver_job(inputs: Inputs) -> Job:

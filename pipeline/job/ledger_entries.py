@@ -25,26 +25,31 @@ from pipeline.driver.ledger_keys import RANKS, curves_key, measured_key
 from pipeline.families.latent_config import described_config
 from pipeline.methods.registry import layers_of
 from pipeline.reporting.summary import print_summary
+from pipeline.rounding.schemes import packed_shapes
+from stores.formats import keeps
+from stores.headers import TensorRecord
 from stores.ledger import Ledger
 
 logger = logging.getLogger("lamina")
 
 
-def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
-    """Invalidate every entry that does not fit the job, with a warning. `config`: the source's, under standard
-    names."""
+def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any], source: Mapping[str, TensorRecord]) -> None:
+    """Invalidate every entry that does not fit the job, with a warning.
+
+    `config`: the source's, under standard names. `source`: its tensors.
+    """
     for key in ledger.keys():  # noqa: SIM118 - no mapping
-        if fault := _fault(key, ledger.get(key), job, config):
+        if fault := _fault(key, ledger.get(key), job, config, source):
             _invalidate(ledger, key, fault)
     _check_ranks(ledger, job)
 
 
-def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | None:
+def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any], source: Mapping[str, TensorRecord]) -> str | None:
     kind = kind_of(key)
     if kind == "complete":
         return _summary_fault(entry.summary)
     if kind == "layer":
-        return _layer_fault(int(key.rpartition("/")[2]), entry, config)
+        return _layer_fault(int(key.rpartition("/")[2]), entry, config, source)
     if kind == "dense":
         shards = job.committed_shards("dense", len(entry.activations or ()))
         return _dense_fault(entry, job) or _activations_fault(entry.activations, len(shards))
@@ -77,19 +82,29 @@ def _summary_fault(summary: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _layer_fault(layer: int, entry: LayerEntry, config: Mapping[str, Any]) -> str | None:
-    """Return a fault unless the staged tensors are those of the layer that the forms describe."""
+def _layer_fault(
+    layer: int, entry: LayerEntry, config: Mapping[str, Any], source: Mapping[str, TensorRecord]
+) -> str | None:
+    """Return a fault unless the staged tensors are those of the layer that the forms describe.
+
+    A rounded weight is staged as its packed tensors, and an unchanged one may keep the source's storage format.
+    """
+    prefix = f"{config['block']['layers']}.{layer}."
     try:
         entered = entry.as_json()["forms"]
         forms = [entered if index == layer else {} for index in range(config["num_hidden_layers"])]
         described = LayersConfig(**described_config(config, forms))
         with torch.device("meta"):
-            expected = stored_state(DecoderLayer(described, layer))
+            state = stored_state(DecoderLayer(described, layer))
+        shapes = packed_shapes({prefix + name: tuple(tensor.shape) for name, tensor in state.items()}, entry.rounded)
     except Exception as error:  # any error of the serving code, for forms that Lamina did not write
         return f"forms: {error}"
-    prefix = f"{config['block']['layers']}.{layer}."
-    staged = {name.removeprefix(prefix): tensor.shape for name, tensor in entry.staged.tensors.items()}
-    wrong = [name for name, tensor in expected.items() if staged.get(name) != tuple(tensor.shape)]
+    staged = {name: tensor.shape for name, tensor in entry.staged.tensors.items()}
+    for name in sorted((shapes.keys() & source.keys()) - staged.keys()):
+        if keeps(source[name]):
+            del shapes[name]
+            shapes |= {part.name: part.shape for part in source[name].stored}
+    wrong = [name.removeprefix(prefix) for name, shape in shapes.items() if staged.get(name) != shape]
     return f"forms: staged tensors of other shapes: {', '.join(wrong)}" if wrong else None
 
 

@@ -120,7 +120,7 @@ def _stage(sweep: SweepContext, series: Sequence[SweptPoint], workers: JobWorker
     started = time.monotonic()
     for point in series:
         job = sweep.of(point)
-        check_entries(job.ledger, driver_job(job.inputs), job.inputs.config)
+        check_entries(job.ledger, driver_job(job.inputs), job.inputs.config, job.inputs.source.tensors)
     if len(series) > 1:
         stage_together(sweep, series, _workers_of(series[0], workers))
     return time.monotonic() - started

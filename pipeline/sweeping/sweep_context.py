@@ -84,7 +84,7 @@ class SweepContext:
         job, ledger = self.job, self.job.ledger
         ledger.commit(SOURCE, job.source_files)
         ledger.commit(POINTS, PointsEntry(digests=tuple(point.digest for point in self.points)))
-        check_entries(ledger, driver_job(job.inputs), job.inputs.config)
+        check_entries(ledger, driver_job(job.inputs), job.inputs.config, job.inputs.source.tensors)
         job.run_dir.storage.replace(SWEEP, write_yaml(self.sweep.model_dump(mode="json")).encode())
 
     def is_done(self, point: SweptPoint) -> bool:
