@@ -32,7 +32,7 @@ def config_of(
 ) -> dict[str, Any]:
     source = factories.make_config(family, num_hidden_layers=2).to_dict()
     config = checkpoint_config(standard_config(source), forms, "bfloat16")
-    return config if rounded is None else {**config, FIELD: quantization_config(rounded, rounded)}
+    return config if rounded is None else {**config, FIELD: quantization_config(rounded, [*rounded, *every_expert()])}
 
 
 def every_expert(scheme: Scheme = FOUR) -> dict[str, Scheme]:

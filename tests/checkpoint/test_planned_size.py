@@ -80,6 +80,12 @@ def test_narrow_heads_and_mlps() -> None:
     assert sizes(inputs_of(job)) == (MODEL - saved, 2 * (MODEL - saved))
 
 
+def test_layers_of_several_widths() -> None:
+    saved = (80 - 33) * 3 * 48 + (80 - 47) * 3 * 48
+    job = manifest({"layers": [0], "ranks": {"mlp": 33}}, {"layers": [1], "ranks": {"mlp": 47}})
+    assert sizes(inputs_of(job)) == (MODEL - saved, 2 * (MODEL - saved))
+
+
 def test_factors_of_each_matrix() -> None:
     """A matrix (O, I) of rank r stores r·(O + I) numbers, those of a matrix at its cap O·I."""
     job = Manifest.model_validate({**manifest().model_dump(), "methods": [{"method": "svd", "keep": 0.6}]})

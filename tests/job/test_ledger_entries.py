@@ -48,9 +48,13 @@ LAYERS = geometry_of(CONFIG).layers
 PRUNED = {role: FormSpec(form="pruned", rank=33) for role in ("gate", "up", "down")}
 NARROW = {"mlp.gate_proj": (33, 48), "mlp.up_proj": (33, 48), "mlp.down_proj": (48, 33)}
 SUMMARY: dict[str, Any] = {
-    "layers": [], "counts": {}, "seconds": {"phases": {}, "total": 1.0, "compute": 0.5, "workers": 1.0}, "peak_bytes": {"workers": {}, "driver": 1}, "evaluation": {},
+    "layers": [],
+    "counts": {},
+    "seconds": {"phases": {}, "total": 1.0, "units": {}},
+    "peak_bytes": {"workers": {}, "driver": 1},
+    "evaluation": {},
     "output": "out",
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -67,13 +67,15 @@ TRY = TryEntry(predicted=0.1, **SCORES)
 TEXT = TextsEntry(of=SHA, window=8, calibration=TextLoss(loss=1.0, tokens=9))
 
 
-def job_of(entry: dict[str, Any], *, held_out: bool = True, evaluated: bool = False, **fields: Any) -> Any:
-    """Return the context of a job on a small Llama of six layers, with two workers and an empty ledger."""
+def job_of(
+    entry: dict[str, Any], family: str = "llama", *, held_out: bool = True, evaluated: bool = False, **fields: Any
+) -> Any:
+    """Return the context of a job on a small model of six layers, with two workers and an empty ledger."""
     text = {"text": {"files": ["t"]}, "samples": 16, "sequence_length": 32, "shards": 4, "propagate": "dense"}
     calibration = {**text, **fields.pop("calibration", {})}
     document = {"calibration": calibration, "budget": {"keep": 0.8}, "workers": {"max": 2}, "methods": [entry]}
     manifest = Manifest.model_validate({**flat().model_dump(exclude_unset=True), **document, **fields})
-    config = standard_config(factories.make_config("llama", num_hidden_layers=LAYERS).to_dict())
+    config = standard_config(factories.make_config(family, num_hidden_layers=LAYERS).to_dict())
     geometry = geometry_of(config)
     source: Any = None
     inputs = Inputs(manifest, source, config, geometry, *fit_methods(manifest, geometry), torch.bfloat16)
@@ -244,6 +246,20 @@ def test_scores_on_held_out_text() -> None:
     job.ledger.commit(HELD_OUT_SCORE, SCORE)
     assert not [name for name in names(ahead(job)) if name.startswith("score held-out")]
     assert not [name for name in names(ahead(job_of(RANKED, held_out=False))) if name.startswith("score held-out")]
+
+
+def test_where_experts_are_streamed_held_out_text_passes_the_dense_model_with_the_texts() -> None:
+    """Once they are scored, its outputs are stored; if they are lost, it passes alone."""
+    entry = {**UNIFORM, "attention": False}
+    job = job_of(entry, "mixtral", workers={"max": 2, "experts": 2})
+    plan = plan_of(job)
+    assert names(ahead(job))[-2:] == ["score held-out", "assemble"]
+    assert of(job, "score held-out").seconds == plan["held-out"]
+    assert "score held-out-dense" not in names(ahead(job))
+    job.ledger.commit(TEXTS, TEXT)
+    assert "score held-out-dense" in names(ahead(job))
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=ARRAY, outputs=(ARRAY,)))
+    assert "score held-out-dense" not in names(ahead(job))
 
 
 def test_texts_are_scored_once() -> None:

@@ -1,0 +1,113 @@
+"""Seconds for a job's texts before its passes, against hand-counted operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from manifests.schema import Manifest
+from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.phases import WORKERS_SECONDS, Pass
+from pipeline.cost_model.rates import NOMINAL_CPU
+from pipeline.cost_model.texts import amount_seconds, texts_seconds
+from pipeline.cost_model.work import LayerWork, layer_work
+from pipeline.methods.registry import build_methods, claim_tasks
+from tests.families.geometries import llama, manifest
+
+# D 48, N 80, six layers, four query heads and two of keys and values of 16 numbers, V 320.
+LAYER = 2 * 48 + 2 * 64 * 48 + 2 * 32 * 48 + 3 * 80 * 48
+GEOMETRY = llama()
+RATES = replace(
+    NOMINAL_CPU, single=1000.0, memory=100.0, disk=10.0, products=500.0, moments=250.0, factors=125.0, double=50.0
+)
+
+
+def job_of(**calibration: Any) -> Manifest:
+    text = {"text": {"files": ["t"]}, "samples": 16, "sequence_length": 32, "shards": 4, "propagate": "dense"}
+    return manifest(keep=0.8, calibration={**text, **calibration}, workers={"max": 2})
+
+
+def work_and_pass(job: Manifest) -> tuple[LayerWork, Pass]:
+    """Return a job's work, with layers that take no time to read and to build, and its passes."""
+    tasks = claim_tasks(build_methods(job), GEOMETRY)
+    work = layer_work(job, GEOMETRY, tasks, 2, 0)
+    return replace(work, built_bytes=0.0, weight_bytes=0), pass_of(job, GEOMETRY, tasks)
+
+
+def seconds(job: Manifest, evaluation: int = 0, **changes: Any) -> float:
+    work, walk = work_and_pass(job)
+    own = {name: changes.pop(name) for name in ("built_bytes", "weight_bytes") if name in changes}
+    return texts_seconds(job, GEOMETRY, evaluation, replace(work, **own), RATES, replace(walk, **changes))
+
+
+def flops(windows: int, length: int) -> float:
+    """Return the operations of windows through all layers and the head: two for each weight, and attention over half a
+    window on average, for its scores and for its values."""
+    layers = 6 * (2 * LAYER + 2 * length * 64)
+    return windows * length * (layers + 2 * 48 * 320)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "windows", "length"),
+    [(0, 16, 32), (32, 17, 32), (100, 19, 32), (20, 17, 20), (5, 17, 5)],
+    ids=["samples alone", "one window", "a rest", "shorter than a sample", "far shorter"],
+)
+def test_windows_of_both_texts_pass_the_model(evaluation: int, windows: int, length: int) -> None:
+    """As long as a sample, or as the evaluation text if that is shorter; a rest is not scored."""
+    assert seconds(job_of(), evaluation) == pytest.approx(flops(windows, length) / 1000.0)
+
+
+def test_at_most_so_many_tokens_of_each_text() -> None:
+    """32,768 of each: 1,024 windows of 32 tokens."""
+    many = job_of(samples=5000)
+    assert seconds(many) == pytest.approx(flops(1024, 32) / 1000.0)
+    assert seconds(many, 10**6) == pytest.approx(2 * flops(1024, 32) / 1000.0)
+
+
+@pytest.mark.parametrize(("workers", "scorers"), [(1, 1), (2, 1), (3, 2), (8, 4), (100, 8)])
+def test_half_of_the_workers_share_the_windows(workers: int, scorers: int) -> None:
+    """No more than there are shards of both texts: twice four."""
+    assert seconds(job_of(), workers=workers) == pytest.approx(flops(16, 32) / 1000.0 / scorers)
+
+
+def test_every_scorer_builds_every_layer() -> None:
+    once = seconds(job_of())
+    assert seconds(job_of(), built_bytes=200.0) == pytest.approx(once + 6 * 2.0)
+    assert seconds(job_of(), built_bytes=200.0, workers=8) == pytest.approx(once / 4 + 6 * 2.0)
+
+
+def test_reading_goes_on_beside_the_products() -> None:
+    once = seconds(job_of())
+    assert seconds(job_of(), weight_bytes=1) == once
+    slow = round(100 * once)
+    assert seconds(job_of(), weight_bytes=slow) == pytest.approx(6 * slow / 10.0)
+    assert seconds(job_of(), weight_bytes=slow, cached=True) == once
+
+
+def test_held_out_text_may_pass_the_model_with_both_texts() -> None:
+    work, walk = work_and_pass(job_of())
+    work = replace(work, held_out_flops=(5000.0, 7.0))
+    with_it, without = (
+        texts_seconds(job_of(), GEOMETRY, 0, work, RATES, replace(walk, joined=joined)) for joined in (True, False)
+    )
+    assert with_it - without == pytest.approx(6 * 5000.0 / 1000.0)
+
+
+def test_a_job_without_statistics_reads_no_text() -> None:
+    job = job_of()
+    work, walk = work_and_pass(job)
+    idle = replace(work, moment_flops=0.0, sample_bytes=0)
+    assert texts_seconds(job, GEOMETRY, 100, idle, RATES, walk) == 0.0
+    assert texts_seconds(job, GEOMETRY, 100, idle, RATES, replace(walk, importance=2)) > 0.0
+    assert texts_seconds(manifest(keep=0.8), GEOMETRY, 100, work, RATES, walk) == 0.0
+
+
+def test_the_amount_of_text_is_chosen_at_the_widest_point_of_the_first_layer() -> None:
+    """512 tokens through the layer, for a moment of 80 x 80; three fits of half of its channels."""
+    calibration = job_of().calibration
+    assert calibration is not None
+    passing = 512 * ((2 * LAYER + 2 * 32 * 64) / 500.0 + 80**2 / 250.0)
+    fits = 3 * (40**3 / 3 / 125.0 + 6 * 40**3 / 50.0)
+    assert amount_seconds(calibration, GEOMETRY.layers[0], RATES) == pytest.approx(WORKERS_SECONDS + passing + fits)
