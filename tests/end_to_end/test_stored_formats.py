@@ -74,6 +74,21 @@ def test_untouched_weights_stay_as_they_are(kind: str, job: MakeJob, models: Any
     assert torch.equal(logits_of(mine, ids), logits_of(plain, ids))
 
 
+@pytest.mark.parametrize("kind", ["int4", "gptq"])
+def test_a_resumed_job_keeps_layers_with_weights_in_stored_formats(kind: str, job: MakeJob, models: Any) -> None:
+    """Codes and scales are in the layer's file in place of the weight."""
+    made = job(models(kind)[0], **ATTENTION)
+    assert made.run().code == 0
+    ledger = made.run_dir / "ledger"
+    kept = [*ledger.glob("layer.00000.*")]
+    for entry in (*ledger.glob("layer.00001.*"), *ledger.glob("complete.*")):
+        entry.unlink()
+    ended = made.run()
+    assert ended.code == 0
+    assert "does not fit the job" not in ended.err
+    assert [*ledger.glob("layer.00000.*")] == kept
+
+
 @pytest.mark.parametrize("target", ["dense", "gguf"])
 def test_exports_are_decoded(target: str, job: MakeJob, models: Any, tmp_path: Path) -> None:
     exported = []
