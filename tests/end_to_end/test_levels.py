@@ -98,8 +98,11 @@ def test_transformers_loads_what_was_meant(
         assert all(torch.equal(table, normal_levels(bits).to(table.dtype)) for table in tables)
 
 
-def test_the_plan_counts_tables(wide: Path, job: MakeJob) -> None:
-    made = job(wide, methods=[], **rounding(4, "learned", what="all"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_counts_tables(dtype: torch.dtype, tmp_path: Path, job: MakeJob) -> None:
+    """In the checkpoint's dtype."""
+    source = make_source(tmp_path / "source", "llama", layers=2, dtype=dtype, **SIZES)
+    made = job(source, methods=[], **rounding(4, "learned", what="all"))
     planned = command("plan", str(made.write().manifest), "--json")
     assert planned.code == 0, planned.err
     assert made.run().code == 0
