@@ -42,7 +42,7 @@ def read_phases(
         phases |= {"texts": model}
         if walk.importance:
             phases["importance"] = decoder + outer
-        if moments or (walk.importance and not walk.compressed):
+        if moments:
             phases["statistics"] = decoder + outer
         if walk.compressed and moments:
             phases["propagate"] = sum(copied.values())

@@ -59,7 +59,6 @@ class CompressedWalk:
                 outputs = self._outputs(layer, base, staged_layer(self.session.journal, layer))
             if layer < last:
                 base = yield from self._propagate(layer, base, outputs)
-                del outputs  # frees the layer's factors before the next moments are computed
 
     def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Outputs]:
         """Compute a layer's moments and compress the layer. Kept moments are stored in the background.

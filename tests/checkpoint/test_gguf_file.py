@@ -190,18 +190,19 @@ def test_rows_of_codes_and_scales_are_reordered_together(heads: int | None, orde
 def test_matrices_whose_codes_are_kept() -> None:
     """Those of 8 and 4 bits that are stored whole; factors and others are multiplied out.
 
-    A matrix of 48 columns has no whole blocks of 32, a factor no place in the file.
+    A matrix of 48 columns has no whole blocks of 32, a factor no place in the file, and narrow heads another shape.
     """
     prefix = "model.layers.0"
     paths = {
         f"{prefix}.self_attn.o_proj": (48, 64), f"{prefix}.self_attn.q_proj": (64, 48),
         f"{prefix}.mlp.down_proj": (48, 64), f"{prefix}.self_attn.v_proj.first": (16, 64), "lm_head": (320, 64),
+        "model.layers.1.self_attn.v_proj": (16, 64),
     }  # fmt: skip
     tensors: dict[str, Any] = {}
     for path, (rows, columns) in paths.items():
         tensors |= matrix_tensors(path, 4, 16 if columns == 48 else 32, rows % 8, columns)
     rounded = {path: Scheme(bits=4, group=16 if columns == 48 else 32) for path, (_, columns) in paths.items()}
-    forms = ({"v": {"form": "low_rank", "rank": 16}, **pruned(64)}, {})
+    forms = ({"v": {"form": "low_rank", "rank": 16}, **pruned(64)}, {"v": {"form": "head_pca", "rank": 8}})
     config = config_of(forms, more={"quantization_config": quantization_config(rounded, rounded)})
     matrices = _rounded_matrices(checkpoint_of(tensors), config)
     assert {*matrices} == {"blk.0.attn_output.weight", "blk.0.ffn_down.weight", "output.weight"}

@@ -196,8 +196,9 @@ def test_ranks_that_follow_importance_are_known_at_full_rank_alone() -> None:
         ([{"method": "lestd", "keep": 0.6}], {}),
         ([{"method": "flat_llm", "allocation": "loss", "keep": 0.9}], {}),
         ([{"method": "lorc", "cache_keep": 0.5, "allocation": "progressive"}], {}),
+        ([{"method": "lorc", "keep": 0.8, "allocation": "progressive"}], {}),
     ],
-    ids=["bits", "levels", "loss", "sparse cores", "curves", "measurements"],
+    ids=["bits", "levels", "loss", "sparse cores", "curves", "cache", "measurements"],
 )
 def test_sizes_that_follow_the_data_are_not_planned(methods: list[dict[str, Any]], fields: dict[str, Any]) -> None:
     """A plan then takes the upper bound, which no checkpoint exceeds."""

@@ -54,6 +54,8 @@ def test_a_job_that_changes_nothing_copies_the_model() -> None:
     of, geometry = job([{"method": "svd", "keep": 0.5}], text=False), llama()
     read = read_phases(of, geometry, (), Size(MODEL // 2, MODEL), SOURCE, pass_of(of, geometry, ()))
     assert read == {"digests": SOURCE + MODEL, "compare": 2 * MODEL, "assemble": MODEL}
+    smaller = read_phases(of, geometry, (), Size(MODEL // 2, MODEL - 9), SOURCE, pass_of(of, geometry, ()))
+    assert "verify" not in smaller
 
 
 def test_statistics_of_the_dense_model() -> None:

@@ -238,6 +238,22 @@ def test_moments_that_are_not_kept_go_with_their_layer() -> None:
     assert len(solves(world)) == 4
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_hidden_states_of_one_commit_are_stored(every: int) -> None:
+    """Those of the next one are written beside them, and the older ones are then dropped."""
+    stored: list[int] = []
+
+    class Watching(SimulatedPool):
+        def wait(self) -> tuple[Unit, Any]:
+            stored.append(len(world.stores["activation"]))
+            return super().wait()
+
+    world = World()
+    run(uniform(range(6), num_layers=6, every=every, shards=3), world, Watching(world))
+    assert max(stored) == 2 * 3 - 1, "the last shard is being passed"
+    assert world.stores["activation"] == {}
+
+
 def test_one_layer_alone() -> None:
     """It is solved and entered, and nothing is passed behind it."""
     world, recorder = run(uniform([0], num_layers=1))

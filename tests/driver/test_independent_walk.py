@@ -15,7 +15,16 @@ from manifests.errors import LostInputError, NumericsError
 from manifests.method_entry import MIXED_SHARE
 from pipeline.driver.job_spec import Job
 from pipeline.units.units import Pair, Refine, Solve, Unit, Write
-from tests.driver.simulation import SimulatedPool, World, commits, make_job, make_refined_job, number_in, run
+from tests.driver.simulation import (
+    MemoryJournal,
+    SimulatedPool,
+    World,
+    commits,
+    make_job,
+    make_refined_job,
+    number_in,
+    run,
+)
 
 KINDS = (Solve, Write, Pair, Refine)
 
@@ -187,6 +196,32 @@ def test_a_resumed_walk_of_mixed_inputs_solves_all_layers_again() -> None:
     assert recorder.phases[-1] == ("correct", 3, 1)
     assert world.journal() == expected.journal()
     assert Counter(commits(world))["layer/00001"] == 1
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+@pytest.mark.parametrize("inputs", ["dense", "mixed"])
+def test_a_layer_that_is_lost_is_trained_alone(inputs: str, lost: int) -> None:
+    """The layers behind it are entered; with mixed inputs, those before it are solved again."""
+    job = job_of(inputs)
+    world, _ = run(job)
+    expected = world.journal()
+    MemoryJournal(world).retract(f"layer/{lost:05d}")
+    world.done.clear()
+    run(job, world)
+    trained = [name for name in story(world) if name.startswith(("refine", "targets"))]
+    assert trained == [f"targets {lost}", f"refine {lost}"]
+    assert world.journal() == expected
+
+
+def test_a_last_layer_without_training_is_not_passed() -> None:
+    first, last = (
+        make_refined_job([layer], groups=[name], inputs="dense") for layer, name in ((0, "mlp"), (1, "free"))
+    )
+    tasks = (*first.tasks, *last.tasks)
+    job = make_job(tasks, num_layers=2, propagate="dense", keep_statistics=True, scores=frozenset(), shards=1)
+    world, _ = run(job)
+    assert [pair.layer for pair in pairs(world)] == [0]
+    assert commits(world)[-1] == "layer/00001"
 
 
 def test_a_finished_walk_does_nothing() -> None:

@@ -160,6 +160,7 @@ def test_a_queue_waits_until_few_layers_are_left() -> None:
     found = queue.run([0, 1, 2, 3], (inf, inf), (3, inf), (1, 2), (0, 0))
     assert found[0] == (4, 0)
     assert queue.queue.groups == 0
+    assert {waits + entered for waits, entered in found} == {4}
     waiting = [waits for waits, _ in found]
     assert waiting == sorted(waiting, reverse=True)
     assert found[2][0] <= 1 + 2

@@ -82,7 +82,14 @@ def test_a_regular_step_is_written_as_one(pattern: str, fields: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     ("pattern", "mixed", "step"),
-    [("xxxx", [0, 1, 2, 3], 1), ("-x-x", [1, 3], 2), ("--x-", [2], 3), ("x--x", [0, 3], 1), ("----", [], 5)],
+    [
+        ("xxxx", [0, 1, 2, 3], 1),
+        ("-x-x", [1, 3], 2),
+        ("--x-", [2], 3),
+        ("x--x", [0, 3], 1),
+        ("-xx-", [1, 2], 1),
+        ("----", [], 5),
+    ],
 )
 def test_listed_mixtures_have_the_step_of_their_distance(pattern: str, mixed: list[int], step: int) -> None:
     """1, if they have none; beyond the last layer if there are no mixtures."""
@@ -156,6 +163,11 @@ def test_groups_count_by_the_method_that_chooses_experts(fields: dict[str, Any],
     assert (read["groups"], read["top_groups"]) == groups
     written = of.source_fields(read)
     assert written["topk_method"] == fields["topk_method"]
+
+
+def test_groups_that_are_null_are_one() -> None:
+    read = family(fields=GROUPED).standard(source(n_group=None, topk_group=None))
+    assert (read["groups"], read["top_groups"]) == (1, 1)
 
 
 def test_another_method_of_choosing_experts_is_refused_by_name() -> None:

@@ -248,6 +248,20 @@ def test_a_copied_weight_keeps_the_source_s_format(damage: bool, ledger: Ledger,
     assert len(said) == damage
 
 
+def test_a_changed_weight_leaves_the_source_s_format(ledger: Ledger, said: list[str]) -> None:
+    """It is stored under its own name, without the scales of the format."""
+    path = "model.layers.0.self_attn.q_proj"
+    codes = TensorRecord(f"{path}.weight", "F8_E4M3", (64, 48), "f", 0, 8)
+    scales = TensorRecord(f"{path}.weight_scale", "BF16", (64, 1), "f", 0, 8)
+    form = StoredFormat("float", "bfloat16", "float8_e4m3fn", "bfloat16")
+    weight = TensorRecord(
+        f"{path}.weight", "BF16", (64, 48), "f", 0, 8, form=form, parts=(("weight", codes), ("weight_scale", scales))
+    )
+    ledger.commit(layer_key(0), layer_entry(0))
+    check_entries(ledger, job_of(), CONFIG, {weight.name: weight})
+    assert (ledger.keys(), said) == ([layer_key(0)], [])
+
+
 def test_a_summary_that_cannot_be_printed(ledger: Ledger, said: list[str]) -> None:
     ledger.commit(COMPLETE, CompleteEntry(output="out", contract_sha256=SHA, summary={**SUMMARY, "peak_bytes": 3}))
     check_entries(ledger, job_of(), CONFIG, {})

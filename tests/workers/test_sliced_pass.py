@@ -243,6 +243,16 @@ def test_an_output_that_is_not_finite_is_blamed_on_the_inputs_of_its_micro_batch
         bench.run(at, part=2, output=output)
 
 
+def test_states_are_stored_in_chunks_of_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are spilled."""
+    chunks: list[int] = []
+    writer = HiddenStates.hidden_writer
+    monkeypatch.setattr(HiddenStates, "hidden_writer", lambda *of: chunks.append(of[-1]) or writer(*of))
+    bench = Bench()
+    bench.run(bench.at(), part=0)
+    assert chunks == [2, 2], "of the stream, and of the sum"
+
+
 def test_a_shard_of_one_sample() -> None:
     bench = Bench()
     layer: Any = bench.layer
