@@ -7,7 +7,9 @@ from tools.benchmarks import engine_speed
 
 
 def test_a_rate_is_the_median_with_half_of_the_range() -> None:
-    assert engine_speed.rate(100, [2.0, 1.0, 4.0]) == "50 ± 75%"
+    assert engine_speed.rate(100, [2.0, 1.0, 4.0]) == "50.0 ± 75%"
+    assert engine_speed.rate(10, [3.0]) == "3.33 ± 0%"
+    assert engine_speed.rate(12_345, [1.0]) == "12,345 ± 0%"
 
 
 def test_the_last_error_has_no_rank_before_it() -> None:

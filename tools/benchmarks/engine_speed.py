@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -299,9 +300,11 @@ def last_error(stderr: str) -> str:
 
 
 def rate(tokens: int, seconds: list[float]) -> str:
-    """Return tokens per second: the median, and half of the range in percent of it."""
+    """Return tokens per second: the median to three digits, and half of the range in percent of it."""
     middle = statistics.median(seconds)
-    return f"{tokens / middle:,.0f} ± {(max(seconds) - min(seconds)) / 2 / middle:.0%}"
+    per_second = tokens / middle
+    digits = max(0, 2 - math.floor(math.log10(per_second)))
+    return f"{per_second:,.{digits}f} ± {(max(seconds) - min(seconds)) / 2 / middle:.0%}"
 
 
 def line(options: argparse.Namespace, each: Mapping[str, Any]) -> str:
