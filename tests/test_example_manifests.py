@@ -46,6 +46,7 @@ def test_every_paper_has_its_manifests() -> None:
     assert {load_manifest(path).model.source for path in MANIFESTS} == CONFIGS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_geometry_counts_the_published_parameters(name: str) -> None:
     geometry = geometry_of(standard_config(CONFIGS[name]))

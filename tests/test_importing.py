@@ -18,6 +18,7 @@ class Cycle:
         self.self = self
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "imported_for_a_test.py").write_text("CYCLE = []\nCYCLE.append(CYCLE)\n")
     monkeypatch.syspath_prepend(str(tmp_path))

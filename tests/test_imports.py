@@ -227,6 +227,7 @@ def _room_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     return rooms
 
 
+@pytest.mark.slow
 def test_tree_follows_the_table() -> None:
     tree = read_tree(ROOT)
     assert {"manifests", "manifests.schema", "deploy.quickstart.__main__"} <= tree.sources.keys()

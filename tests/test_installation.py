@@ -145,6 +145,7 @@ def test_an_actor_is_imported_before_the_serving_package_can_be(tmp_path: Path) 
 COMMANDS = ("init", "run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "push", "sweep")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "arguments",

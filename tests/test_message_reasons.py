@@ -50,6 +50,7 @@ def bare_errors(tree: ast.AST) -> list[int]:
     return lines
 
 
+@pytest.mark.slow
 def test_no_message_shows_an_error_of_the_system_as_it_is() -> None:
     wrong = {
         f"{path.relative_to(ROOT)}:{line}"

@@ -29,6 +29,7 @@ def _check(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("workflow", [WORKFLOW, NIGHTLY], ids=lambda path: path.stem)
 def test_it_fits_the_schema(workflow: Path) -> None:
@@ -36,6 +37,7 @@ def test_it_fits_the_schema(workflow: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("old", "new"), [("runs-on:", "run-on:"), ("contents: read", "contents: reed"), ("- run:", "- runs:")]

@@ -97,6 +97,7 @@ def test_shards_are_the_claimed_layers_and_what_is_left_of_the_source(finished: 
         assert plan.whole == (held == set(plan.tensors))
 
 
+@pytest.mark.slow
 def test_what_is_copied_is_bit_for_bit_and_what_is_claimed_is_there(finished: Finished) -> None:
     compression = finished.assemble()
     written, source = finished.tensors(), finished.inputs.source
@@ -197,6 +198,7 @@ def test_what_was_damaged_in_output_is_put_right(finished: Finished) -> None:
     assert after == before
 
 
+@pytest.mark.slow
 def test_the_index_is_the_last_thing_written(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory without it is not a checkpoint: so it goes first when there is an old one, and comes last."""
     finished.assemble()

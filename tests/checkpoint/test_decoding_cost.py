@@ -93,6 +93,7 @@ def test_layers_that_differ_are_counted_one_by_one(places: tuple[int, ...]) -> N
         assert LAYERS * (found[name] - outside) == sum(all_alike[kind][name] - outside for kind in places)
 
 
+@pytest.mark.slow
 def test_sources() -> None:
     """Learned positions and an embedding that is not the head are looked up, not read."""
     for name in {source[0] if isinstance(source, tuple) else source for source in SOURCES}:

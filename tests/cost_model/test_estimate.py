@@ -337,6 +337,7 @@ def test_the_report_is_json() -> None:
     assert json.loads(json.dumps(plan.report()))["layer_bytes"] == plan.layer_bytes
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("not read by a plan", encoding="utf-8")

@@ -36,6 +36,7 @@ def validators(shared_dir: Path) -> dict[tuple[str, str], Any]:
     return read_validators(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("resource", [JOB, CLUSTER], ids=["rayjob", "raycluster"])
 def test_definitions_know_every_field(resource: dict[str, Any], validators: dict[tuple[str, str], Any]) -> None:
@@ -140,6 +141,7 @@ def test_the_job_is_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RAY_JOB_STOP_WAIT_TIME_S" in yaml.safe_load(JOB["spec"]["runtimeEnvYAML"])["env_vars"]
 
 
+@pytest.mark.slow
 def test_nodes_hold_the_job_s_workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

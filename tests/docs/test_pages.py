@@ -53,6 +53,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if _broken(target, page)] == []
 
 
+@pytest.mark.slow
 def test_what_the_code_cites_is_there() -> None:
     cited = {(path, target) for path in CODE for target in CITED.findall(path.read_text(encoding="utf-8"))}
     assert [

@@ -252,6 +252,7 @@ def test_a_model_is_scored_while_it_is_compressed(name: str, order: str | int) -
     assert not name.startswith("dense") or passes[0] > passes[1], "nobody is kept from a pass"
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_is_scored_as_ever() -> None:
     expected = compressed_and_scored("compressed-every-2", World(), aside=True)
     fuel, step = 0, 7

@@ -165,6 +165,7 @@ def test_two_commits_of_hidden_states_are_stored_at_a_time(every: int, workers: 
     assert boundaries == list(range(apart, 40, apart))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("dense-uniform")])
 def test_a_run_that_took_all_statistics_first_is_gone_on_with(name: str) -> None:
     """As an earlier version left it, at any moment, with or without the rest of its statistics."""
@@ -178,6 +179,7 @@ def test_a_run_that_took_all_statistics_first_is_gone_on_with(name: str) -> None
     assert len(left) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense-uniform-every-3", "dense-uniform-kept"])
 @pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3)])
 def test_another_number_of_workers_goes_on(name: str, before: int, after: int) -> None:
@@ -255,6 +257,7 @@ def test_gradients_want_all_statistics_first() -> None:
     assert [unit for unit in world.done if isinstance(unit, Total)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_any_hidden_states_may_be_corrupt(keep: bool) -> None:
     """Those that are read are made again; what is entered stays."""

@@ -87,6 +87,7 @@ def test_killed_again_and_again_it_gets_there(job: Job) -> None:
     assert world.life > 2
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["compressed", "compressed-every-2", "dense", "free"])
 def test_stopped_at_any_wait_it_goes_on(name: str) -> None:

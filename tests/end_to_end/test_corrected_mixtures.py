@@ -22,7 +22,7 @@ CORRECTED: dict[str, Any] = {
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss", "nemotron_h", "kimi_linear")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_corrected_experts(family: str, tmp_path: Path, job: MakeJob) -> None:

@@ -70,7 +70,7 @@ def check_message(ended: Ended, fault: Fault) -> None:
     assert "internal error" not in ended.err
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("match", "nth", "code"), PLACES)
 def test_the_job_goes_on(match: str, nth: int, code: int, job: MakeJob, reference: dict[str, str]) -> None:
     made = job(**{"statistics.keep": True})  # or a walk stores none

@@ -162,7 +162,7 @@ def test_slices_of_experts_change_no_byte(
 
 
 @inline
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("entry", "family"),
     [

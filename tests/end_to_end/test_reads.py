@@ -45,7 +45,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize(
     "entry",

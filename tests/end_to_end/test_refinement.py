@@ -143,7 +143,7 @@ def test_a_correction_needs_the_layers_before(inputs: str, job: MakeJob) -> None
     assert f"refine: inputs: {inputs} trains each layer independently" in ended.err
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_refined_and_verified(method: str, job: MakeJob, inline: None) -> None:
     made = job(**{**REFINED, **SMALL, "methods": [{**METHODS[method], "refine": {"steps": 8}}], "budget.keep": 0.8})

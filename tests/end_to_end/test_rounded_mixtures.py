@@ -32,7 +32,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "family", "levels", "bits"),
     [

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 CUDA = "cuda"
 
 
+@pytest.mark.slow
 def test_elimination_and_refit() -> None:
     moment, weight, _ = problem(300, 80, 900)
     expected, found = prune(moment, weight, 200), prune(moment.to(CUDA), weight.to(CUDA), 200)

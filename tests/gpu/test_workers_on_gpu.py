@@ -43,6 +43,7 @@ PLACES: dict[str, dict[str, Any]] = {  # of hidden states
 PAIR = Moment("mlp.in", kind="pair")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "dtype"), [("device", torch.float32), ("pinned", torch.bfloat16), ("store", torch.float32)]

@@ -79,6 +79,7 @@ def best_encoder(weight: Tensor, metric: Tensor, moment: Tensor, encode: Tensor,
     return torch.linalg.solve(system, target).reshape(groups, rank, width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "heads", "groups", "width"), SHAPES)
 def test_the_loss_is_that_of_what_is_returned_and_no_turn_is_worse(
     hidden: int, heads: int, groups: int, width: int

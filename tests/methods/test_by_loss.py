@@ -223,6 +223,7 @@ def test_what_does_not_go_together(entry: dict[str, Any], wanted: str) -> None:
 # -- lestd -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", ["mha", "gqa", "opt"])
 @pytest.mark.parametrize(
     "entry", [{"target": "attention"}, {"target": "attention", "weighting": "input"}, {"target": "mlp"}]

@@ -36,6 +36,7 @@ from tests.methods.tucker_weights import (
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("stacks", [((4, 3),), ((2, 4), (2, 2))])
 def test_a_size_curve_is_the_best_choice_at_each_price(stacks: tuple[tuple[int, int], ...], bits: int) -> None:

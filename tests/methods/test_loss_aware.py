@@ -81,6 +81,7 @@ def loss_of(change: torch.Tensor, moment: torch.Tensor, metric: torch.Tensor) ->
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("geometry", list(GEOMETRIES))
 @pytest.mark.parametrize("entry", [{}, {"factors": "plain"}, {"rank_multiple": 8, "weighting": "input"}])
@@ -106,6 +107,7 @@ def test_points_count_what_is_stored(geometry: str, name: str, entry: dict[str, 
         assert rank % multiple == 0 or rank == widest.get(key, rank), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("geometry", list(GEOMETRIES))
 def test_the_last_point_is_the_dense_layer(geometry: str, name: str) -> None:
@@ -144,6 +146,7 @@ def test_query_key_loses_what_its_point_says(geometry: str, entry: dict[str, Any
         assert loss_of(change, input_DD, metric) == pytest.approx(point.loss, rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("entry", [{}, {"weighting": "input"}])
 @pytest.mark.parametrize("geometry", ["mha", "gqa", "mqa", "biased", "opt"])

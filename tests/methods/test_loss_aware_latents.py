@@ -69,6 +69,7 @@ class Problem:
         return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factors", ["pivoted", "plain"])
 @pytest.mark.parametrize("family", factories.FOREIGN)
 def test_a_point_s_numbers_are_what_is_stored(family: str, factors: str) -> None:

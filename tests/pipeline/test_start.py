@@ -51,6 +51,7 @@ OF_THE_DRIVER = (
 COMMANDS = ("run", "plan", "status", "scale", "verify", "evaluate", "report", "export")
 
 
+@pytest.mark.slow
 def test_help_status_and_a_wrong_manifest_import_nothing_heavy(tmp_path: Path) -> None:
     """Each within a second, with neither torch nor Ray."""
     wrong = tmp_path / "wrong.yaml"

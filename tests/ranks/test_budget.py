@@ -93,6 +93,7 @@ def random_knobs(dice: random.Random) -> list[RankVariable]:
     return variables
 
 
+@pytest.mark.slow
 def test_random_knobs() -> None:
     dice = random.Random(2)
     for _ in range(400):
@@ -197,6 +198,7 @@ def test_steps_are_compared_by_what_one_costs(offset: float) -> None:
     assert fit_ranks([wide, fine], targets, offset + 30 * 32 + 100 * 505) == {wide.key: 32, fine.key: 505}
 
 
+@pytest.mark.slow
 def test_steps_are_taken_as_the_docstring_says() -> None:
     """Alike variables: up goes the one furthest below its target relative to its cap, down the one furthest above."""
     dice = random.Random(4)

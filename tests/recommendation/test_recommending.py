@@ -30,6 +30,7 @@ def test_every_family_gets_a_manifest_that_is_planned(family: str, goal: Goal | 
     assert "method: loss_aware" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [8, 10])
 def test_corrections_are_left_out_where_a_worker_would_hold_too_many_experts(experts: int, tmp_path: Path) -> None:
     text = recommended(tmp_path, Goal("keep", 0.6), "mixtral", num_local_experts=experts)
@@ -37,6 +38,7 @@ def test_corrections_are_left_out_where_a_worker_would_hold_too_many_experts(exp
     assert ("a worker would have to hold all 10 experts of a layer" in text) == (experts == 10)
 
 
+@pytest.mark.slow
 def test_bytes_are_no_goal_where_no_group_of_scales_fits_the_experts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--bytes: no group of scales fits the experts \(.* reads .* numbers\)"):
         recommended(tmp_path, Goal("bytes", 0.5), "mixtral")

@@ -138,6 +138,7 @@ def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLL
         assert solution.inputs.keys() == {"attention": {"o"}, "mlp": {"down"}}.get(group.name, set())
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "width"), [("query_key", 96), ("attention", 96), ("mlp", 96), ("mlp", 112), ("flat", 112)]

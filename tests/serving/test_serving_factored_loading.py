@@ -58,6 +58,7 @@ def expected_of(folder: Path) -> dict[str, Any]:
     return load_file(folder / "expected.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SAVED])
 def test_loaded_and_saved_again(name: str, checkpoints: Path, tmp_path: Path) -> None:
     """`load` asserts that nothing is missing or unexpected; old buffers are neither."""

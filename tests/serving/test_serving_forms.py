@@ -103,6 +103,7 @@ def test_positions_by_default_in_cached_decoding(name: str) -> None:
             assert (rest - whole[:, 11:]).abs().amax() <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CACHED)
 def test_generate_with_and_without_cache(name: str) -> None:
     model = compressed(name)

@@ -52,6 +52,7 @@ def test_eager_attention() -> None:
         same_logits(model, reference, 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("mix", "name"), CACHED_MIXES)
 @torch.no_grad()
@@ -61,6 +62,7 @@ def test_decoding_is_the_prefill(mix: Any, name: str) -> None:
     same_as_prefill(model, num_new=12, cache_implementation="static", disable_compile=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("mix", "name"), CACHED_MIXES)
 @torch.no_grad()

@@ -33,6 +33,7 @@ def test_lower_rank_is_the_products(kind: Any, name: str) -> None:
     assert (make_source(name)(ids_BT).logits - reference(ids_BT).logits).abs().amax() > 0.01  # it is another model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-gqa", "opt-tied", "mistral-window"])
 @torch.no_grad()
 def test_decoding_is_the_prefill(name: str) -> None:

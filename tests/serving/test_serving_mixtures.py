@@ -189,6 +189,7 @@ def decoded(model: Any, ids_BT: Tensor) -> Tensor:
     return torch.cat([model(ids_BT[:, t : t + 1], past_key_values=cached).logits for t in range(20, 24)], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.nightly] if seed >= 4 else []) for seed in range(20)]
 )
@@ -198,6 +199,7 @@ def test_logits_of_random_mixtures(family: str, seed: int, tmp_path: Path) -> No
     compare(factories.make_model(tmp_path, family, seed=seed, **random_sizes(family, seed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-tiny-ts", "qwen3moe-tiny-ts", "deepseekv3-tiny-ts"])
 def test_logits_of_trained_mixtures(name: str, shared_dir: Path) -> None:
     compare(shared_dir / "models" / name)

@@ -20,6 +20,7 @@ KINDS = (kinds.tucker, kinds.tucker_sparse, kinds.tucker_own_output, kinds.tucke
 CASES = [(kind, name) for kind in KINDS for name in SOURCES]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SOURCES)
 def test_full_rank_is_the_source(name: str) -> None:

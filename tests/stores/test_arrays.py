@@ -229,6 +229,7 @@ class TestStatistics(Conformance):
         value = symmetric(1, 3, features)
         assert torch.equal(store.read(store.write(0, "m", value)), value)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("features", [33, 65, 200, 300])
     def test_several_threads_write_and_read_the_same(self, tmp_path: Path, features: int) -> None:
         alone, many = self.make(tmp_path / "1"), StatisticsStore(tmp_path / "3", tile=32, threads=3)

@@ -70,6 +70,7 @@ def test_addresses() -> None:
             open_storage(wrong if "://" in wrong else "x://")
 
 
+@pytest.mark.slow
 def test_large_objects_go_in_parts_and_come_in_ranges(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_module, "PART_BYTES", 5 * 2**20)
     monkeypatch.setattr(bucket_module, "RANGE_BYTES", 2**20)
@@ -164,6 +165,7 @@ def test_an_owner_that_is_gone_from_this_machine_is_succeeded_at_once(
     assert not held.is_ours()
 
 
+@pytest.mark.slow
 def test_lock_and_ledger(bucket: Bucket) -> None:
     with RunLock(bucket) as lock:
         check_held_lock(bucket, lock, "folder/lock")
@@ -181,6 +183,7 @@ def asked(proxy: Proxy) -> list[str]:
     return sorted(methods)
 
 
+@pytest.mark.slow
 def test_how_often_the_server_is_asked(s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each entry and each chunk once; the owner of the lock lists the ledger where it commits."""
     proxy = Proxy(s3_url)
@@ -325,6 +328,7 @@ def test_every_request_fails_once(fault: str, bucket: Bucket, proxy: Proxy, monk
     assert sum(request[2] is not None for request in proxy.requests) == len(seen) // (4 if fault == "late" else 1)
 
 
+@pytest.mark.slow
 def test_of_racing_writers_one_wins_though_answers_are_lost(bucket: Bucket, proxy: Proxy) -> None:
     """Equal content is no proof: each write knows its own."""
     proxy.spoil = lambda method, path, nth: "lost" if method == "PUT" and nth % 3 == 0 else None
@@ -343,6 +347,7 @@ def test_of_racing_writers_one_wins_though_answers_are_lost(bucket: Bucket, prox
     assert won == [1]
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_for_good_is_named_without_a_key(bucket: Bucket, proxy: Proxy) -> None:
     proxy.spoil = lambda method, path, nth: "503"
     with pytest.raises(StorageError) as caught:
@@ -374,6 +379,7 @@ def test_a_lease_outlives_short_failures_and_not_long_ones(
     assert not held.is_ours(), "and it does not come back"
 
 
+@pytest.mark.slow
 def test_a_tensor_costs_its_bytes(bucket: Bucket, proxy: Proxy) -> None:
     """And opening a model its headers: what lies beside a tensor in its file is not read."""
     model = Bucket(bucket.at("model"))
@@ -390,6 +396,7 @@ def test_a_tensor_costs_its_bytes(bucket: Bucket, proxy: Proxy) -> None:
     assert gets == [source.tensors["b"].num_bytes]
 
 
+@pytest.mark.slow
 def test_a_node_fetches_a_tensor_once(
     s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

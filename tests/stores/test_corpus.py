@@ -164,6 +164,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     assert "not Parquet" in refused(tmp_path / "j.parquet")
 
 
+@pytest.mark.slow
 def test_dataset(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": text} for text in DOCUMENTS])
     assert list(read_documents(Text(dataset=str(tmp_path)))) == DOCUMENTS
@@ -191,6 +192,7 @@ def test_too_short_says_how_short() -> None:
         pack_samples(iter([]), make_tokenizer(), 1, 5, seed=0)
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_seeds_and_keeps_the_order() -> None:
     tokenizer = make_tokenizer(None)
 
@@ -238,6 +240,7 @@ def test_a_sample_belongs_to_the_source_of_its_first_token() -> None:
     assert len({*drawn.sources}) == 3
 
 
+@pytest.mark.slow
 def test_a_large_corpus_is_not_read_to_its_end() -> None:
     def endless() -> Iterator[str]:
         while True:

@@ -81,6 +81,7 @@ def test_second_acquire_in_one_process_fails(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_of_many_racing_processes_one_wins(tmp_path: Path) -> None:
     racers = [start(tmp_path / "lock", 1.0) for _ in range(4)]
     assert [read_line(racer) for racer in racers] == ["ready\n"] * 4
@@ -228,6 +229,7 @@ def test_reading_does_not_stand_in_the_way(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"heartbeat": null}'])
 def test_a_torn_note_leaves_the_decision_to_the_kernel(tmp_path: Path, text: str) -> None:
     with RunLock(tmp_path):

@@ -200,6 +200,7 @@ def test_an_index_whose_entries_leave_the_directory(directory: Path, file: Any) 
     assert "not a safetensors file name in this directory" in refused(directory)
 
 
+@pytest.mark.slow
 def test_an_index_of_as_many_files_as_tensors(directory: Path) -> None:
     """A second, not the hour of a search through all tensors for each file."""
     write_index(directory, {f"tensor.{n}": f"file-{n}.safetensors" for n in range(40_000)})

@@ -79,6 +79,7 @@ def test_a_curve_that_wins_for_a_hair_s_breadth_more_bytes_takes_the_ring() -> N
     assert front(points, tolerance=0.0) == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_each_line_has_a_colour_and_a_marker_of_its_own() -> None:
     """Ten methods and baselines; the legend says what a ring is, and its tolerance."""
     svg = sweep_plots(results(8))["perplexity-bytes"].svg
@@ -124,6 +125,7 @@ def test_plots_of_what_was_measured() -> None:
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.mark.slow
 def test_a_plot_is_a_file_of_its_own() -> None:
     (plot, *_) = sweep_plots(results()).values()
     root = ElementTree.fromstring(plot.svg)

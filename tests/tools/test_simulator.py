@@ -228,6 +228,7 @@ def test_the_closed_form_of_small_jobs() -> None:
         assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
 def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
     rates, compressed = rates_of("H200"), propagate == "compressed"

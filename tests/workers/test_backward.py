@@ -179,6 +179,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return worker, Autograd(Reference(model, setup), worker)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 def test_moments_are_those_of_autograd_over_the_whole_model(family: tuple[Worker, Autograd]) -> None:
     worker, autograd = family
@@ -197,6 +198,7 @@ def test_moments_are_those_of_autograd_over_the_whole_model(family: tuple[Worker
             torch.testing.assert_close(part["square_norms"], square_norms, rtol=1e-4, atol=0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 def test_a_worker_that_held_nothing_gets_the_same_bits(family: tuple[Worker, Autograd]) -> None:
     """It starts from the head, through every later layer, or from committed gradients."""
@@ -240,6 +242,7 @@ def test_the_micro_batch_changes_no_bit(llama: Path, tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_spilled_gradients_are_the_same(llama: Path, tmp_path: Path) -> None:
     held = one_moment(make_worker(make_setup(llama, tmp_path / "held", gradient_samples=SAMPLES)))
     spilled = one_moment(make_worker(make_setup(llama, tmp_path / "out", gradient_samples=SAMPLES, hidden_bytes=0)))
@@ -363,6 +366,7 @@ def test_samples_of_the_pass_are_spread_over_the_shards() -> None:
     assert gradient_samples(3, 256, 2048, 4096) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("vocab", [1, 7, 512, 513, 1300])
 def test_labels_are_drawn_from_the_softmax(vocab: int) -> None:

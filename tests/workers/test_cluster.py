@@ -66,6 +66,7 @@ def http_server() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_nobody_answers() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -92,6 +93,7 @@ def test_a_grpc_server_is_taken_for_ray() -> None:
         server.stop(None)
 
 
+@pytest.mark.slow
 def test_a_signal_while_connecting() -> None:
     stop = threading.Event()
     threading.Timer(0.3, stop.set).start()

@@ -51,6 +51,7 @@ class _Making:
         return self.do(Predict(self.task, {}, shared, tuple(pieces[number] for number in range(self.task.pieces))))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("geometry", ["gqa", "biased", "opt", "gptj"])
 def test_the_same_curve_for_any_cut(geometry: str) -> None:

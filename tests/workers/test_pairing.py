@@ -127,6 +127,7 @@ def run_pairs(workers: Sequence[Worker], unit: Pair) -> tuple[list[ShardDone], d
     return done, read
 
 
+@pytest.mark.slow
 def test_sums_are_those_of_hooks_on_the_source(model: Path, tmp_path: Path) -> None:
     worker, reference, staged = behind_a_compressed_layer(model, tmp_path / "run")
     packed_MSD = worker.layers.block(0, staged).run(reference.hidden_LMSD[0])
@@ -186,6 +187,7 @@ def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
     assert torch.equal(fresh, replayed[MOMENTS[0]])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 def test_spilled_hidden_states_give_the_same(model: Path, tmp_path: Path) -> None:
     sums = []

@@ -537,6 +537,7 @@ def test_whose_memory_it_was(own: str, others: bool) -> None:
     assert others_hold_most(MONITOR.format(own=own)) is others
 
 
+@pytest.mark.slow
 def test_memory_that_others_hold_is_no_death_of_the_unit(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five in a row, with max_failures 3: the job goes on with the other worker, then with a new one."""
     monkeypatch.setattr(pool_module, "MEMORY_PAUSE_SECONDS", 0.001)
@@ -687,6 +688,7 @@ def test_a_signal_ends_starting(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said within a minute, ended after `workers.start_timeout_s`; with an autoscaler it is waited for."""
     notes: list[str] = []

@@ -95,6 +95,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
     return Bench(save_source(tmp_path / "model", family), tmp_path / "run", entry, ranks)
 
 
+@pytest.mark.slow
 def test_every_tensor_of_a_group_comes_back_by_its_name(bench: Bench) -> None:
     geometry = bench.worker.setup.geometry.layers[1]
     for group in bench.groups:
@@ -109,6 +110,7 @@ def test_every_tensor_of_a_group_comes_back_by_its_name(bench: Bench) -> None:
     assert copied.isdisjoint(claimed)
 
 
+@pytest.mark.slow
 def test_the_error_falls_as_the_figures_say(bench: Bench) -> None:
     done = bench.worker.execute(bench.unit)
     figures, factors = done.refined, bench.factors(done)
@@ -135,6 +137,7 @@ def test_nothing_changes_where_training_does_not_help(tmp_path: Path) -> None:
     assert {name: record.sha256 for name, record in bench.worker.execute(write).tensors.items()} == before
 
 
+@pytest.mark.slow
 def test_the_gradient_weighs_the_errors(tmp_path: Path) -> None:
     family, entry, ranks = METHODS["svd"]
     bench = Bench(save_source(tmp_path / "model", family), tmp_path / "run", entry, ranks)

@@ -59,6 +59,7 @@ def test_score_is_the_cross_entropy_of_the_source(model: Path, tmp_path: Path) -
         assert found.loss == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 def test_divergence_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
     """The dense last outputs stored, the compressed ones held: divergence and both losses, summed over the tokens."""

@@ -52,6 +52,7 @@ def hidden_of(setup: WorkerConfig, samples: int = 2) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [1, 2, 3])
 def test_slices_give_the_output_of_the_whole_layer(setup: WorkerConfig, experts: int) -> None:
     hidden_BSD = hidden_of(setup)
@@ -86,6 +87,7 @@ def test_weighed_inputs_are_those_of_the_tokens_that_pass_times_their_weights(tm
     assert torch.equal(read_tD, (inputs_TD * weights_T1)[passing_t])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_expert", [False, True])
 @pytest.mark.parametrize("experts", [1, 3])
 def test_slices_give_the_gradients_of_the_whole_layer(setup: WorkerConfig, experts: int, every_expert: bool) -> None:
@@ -116,6 +118,7 @@ def test_slices_give_the_gradients_of_the_whole_layer(setup: WorkerConfig, exper
             assert torch.equal(seen[point][number], at[point]), point
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 def test_parts_that_a_worker_did_not_do_are_passed_again(setup: WorkerConfig) -> None:
     expected = outputs_of(bench.make_worker(setup), Forward("dense", LAYER, 0, replay=(None,)))
@@ -130,6 +133,7 @@ def test_parts_that_a_worker_did_not_do_are_passed_again(setup: WorkerConfig) ->
         assert [key[:3] for key in worker.hidden.held] == [("dense", LAYER + 1, 0)], "nothing is left between slices"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("forth", [False, True])
 def test_parts_of_the_backward_pass_read_an_expert_once_for_all_shards(

@@ -67,6 +67,7 @@ def test_every_tap_sees_what_the_source_s_module_sees(family: tuple[WorkerConfig
         torch.testing.assert_close(values[0].reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 def test_a_tap_alone_or_with_any_other(family: tuple[WorkerConfig, Reference]) -> None:
     """Without an output the pass ends early, never before a tap was reached, whatever the order of modules is."""

@@ -117,6 +117,7 @@ def test_corrupt_spilled_states_are_lost_with_the_worker_s_word(llama: Path, tmp
     close(held(worker, "dense", 2, 0), reference.shard(reference.hidden_LMSD[2], 0))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone", "header"])
 def test_corrupt_staged_layers_name_their_record(llama: Path, tmp_path: Path, how: str) -> None:

@@ -86,6 +86,7 @@ def plain_output(mixture: Mixture, input_D: Tensor, absent: int | None = None) -
     return output_D, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", list(RULES))
 def test_outputs_sums_and_removals_are_those_of_a_loop(rule: str) -> None:
     mixture, inputs_TD, metric = make_mixture(rule)
