@@ -146,20 +146,6 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
     assert file_digests(again.output) == file_digests(whole.output)
 
 
-def test_a_resumed_job_keeps_its_rounded_layers(wide: Path, job: MakeJob) -> None:
-    made = job(wide, methods=[], budget=None, **rounding(4))
-    assert made.run().code == 0
-    ledger, before = made.run_dir / "ledger", file_digests(made.output)
-    kept = [*ledger.glob("layer.00000.*")]
-    for entry in (*ledger.glob("layer.00001.*"), *ledger.glob("complete.*")):
-        entry.unlink()
-    ended = made.run()
-    assert ended.code == 0
-    assert "does not fit the job" not in ended.err
-    assert [*ledger.glob("layer.00000.*")] == kept
-    assert file_digests(made.output) == before
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
