@@ -10,7 +10,7 @@ from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
 from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.vllm_lamina import foreign_rotation, unlike_experts, vllm_lacks
-from pipeline.checkpoint.expert_codes import expert_code_faults
+from pipeline.checkpoint.expert_codes import code_faults
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.checkpoint.targets import counted, expert_widths, export_faults, is_mixture, mlp_widths
 from pipeline.rounding.schemes import FIELD, TABLES
@@ -45,7 +45,7 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
         kept = "; NF4 codes, for bitsandbytes, of matrices that are not factored" if is_nf4(config) else kept
         rows.append(("any other", f"`{export} --to stock DEST`", cut + kept))
     elif not export_faults(config, "stock", multiply_out=True):
-        kept = "" if expert_code_faults(counted(config)) else kept
+        kept = "" if code_faults(counted(config)) else kept
         rows.append(("any other", f"`{export} --to stock --multiply-out DEST`", cut + kept))
     elif not export_faults(config, "dense"):
         rows.append(("any other", f"`{export} --to dense DEST`", "nothing"))

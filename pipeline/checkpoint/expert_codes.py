@@ -21,6 +21,7 @@ from pipeline.families.registry import geometry_of
 from pipeline.rounding.schemes import FIELD, SCALE, SHAPE, WEIGHT, quantization_config, rounded_modules
 
 EXPERTS = r"re:.*\.experts\.\d+\..*"  # a target: the modules of experts by their names in a checkpoint
+PLAIN_LINEARS = ("falcon",)  # types whose linears read `weight` themselves, which a module with codes has not
 APART = ("llama4_text",)  # types whose experts transformers holds one by one if the checkpoint has codes
 
 
@@ -45,12 +46,12 @@ def expert_paths(config: Mapping[str, Any], whole: bool = False) -> list[str]:
     ]
 
 
-def expert_code_faults(config: Mapping[str, Any]) -> list[str]:
-    """Return why transformers could not read the codes of a checkpoint in a stock export; empty without experts.
-
-    `config`: as in `expert_paths`.
-    """
+def code_faults(config: Mapping[str, Any]) -> list[str]:
+    """Return why transformers could not read the codes of a checkpoint in a stock export. `config`: as in
+    `expert_paths`."""
     geometry, nf4 = geometry_of(config), is_nf4(config)
+    if config.get(FIELD) and not nf4 and geometry.model_type in PLAIN_LINEARS:
+        return [f"codes: transformers' linears of {geometry.model_type} multiply by unrounded weights"]
     routed = any(layer.routed_roles for layer in geometry.layers)
     if not routed or not (nf4 or config.get(FIELD)):
         return []

@@ -27,9 +27,9 @@ from pipeline.checkpoint.assembling import shard_name
 from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_latent, pad_mlp, pad_values
 from pipeline.checkpoint.expert_codes import (
+    code_faults,
     common_group,
     described_codes,
-    expert_code_faults,
     expert_paths,
     in_groups_of,
     whole_roles,
@@ -73,7 +73,7 @@ def export_checkpoint(
     """Write OUTPUT as an ordinary checkpoint, a layer at a time, the index last. Return its sizes.
 
     `multiply_out`: store matrices with tables of levels unrounded, instead of refusing them, and all of them where the
-    class cannot hold codes of experts. `stock` keeps normal levels of 4 bits as NF4 weights of bitsandbytes otherwise.
+    class cannot hold codes. `stock` keeps normal levels of 4 bits as NF4 weights of bitsandbytes otherwise.
 
     Raises:
         InputError: OUTPUT is not a Lamina checkpoint, the destination is not empty or not writable, or the target
@@ -109,7 +109,7 @@ def _write(
     total, numbers = geometry.num_layers + 1 + bool(towers), 0
     nf4, fused = is_nf4(config) and not multiply_out, fused_tensors(geometry_of(standard_config(exported_config)))
     packed = _packed(checkpoint, config, nf4, fused) if target == "stock" else {}
-    if multiply_out and expert_code_faults(config):
+    if multiply_out and code_faults(config):
         packed = {}
     experts = {*expert_paths(config)}
     group = common_group(scheme for path, scheme in packed.items() if path in experts)

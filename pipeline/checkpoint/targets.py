@@ -15,7 +15,7 @@ from lamina.block_lamina import BLOCK_DEFAULTS, MLP_ROLES, POSITIVE_NUMBERS
 from lamina.foreign_lamina import LATENTS, VALUE_WIDTH, narrowed
 from lamina.mixture_lamina import ROUTER, SHARED
 from manifests.errors import InputError
-from pipeline.checkpoint.expert_codes import expert_code_faults
+from pipeline.checkpoint.expert_codes import code_faults
 from pipeline.checkpoint.gguf_names import LAYER_NAMES
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.families.config_fields import own_name
@@ -44,7 +44,7 @@ Rule = Callable[[LayersConfig], str | None]
 def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool = False) -> list[str]:
     """Return the properties of a checkpoint with this config.json that the target cannot express.
 
-    `multiply_out`: allow multiplying out weights with tables of levels, and all where experts cannot have codes.
+    `multiply_out`: allow multiplying out weights with tables of levels, and all where transformers reads no codes.
     """
     config = counted(config)
     described = LayersConfig(**config)
@@ -56,8 +56,8 @@ def export_faults(config: Mapping[str, Any], target: Target, multiply_out: bool 
         faults.append(
             f"{kinds} levels (quantize.levels) of {len(tables)} matrices; --multiply-out stores them unrounded"
         )
-    if target == "stock" and not multiply_out and (code_faults := expert_code_faults(config)):
-        faults += [f"{fault}; --multiply-out stores all matrices unrounded" for fault in code_faults]
+    if target == "stock" and not multiply_out:
+        faults += [f"{fault}; --multiply-out stores all matrices unrounded" for fault in code_faults(config)]
     if target == "gguf":
         faults = gguf_faults(described) + faults
         if not is_mixture(config) or faults:

@@ -10,9 +10,9 @@ import torch
 from manifests.records import Scheme
 from pipeline.checkpoint.expert_codes import (
     EXPERTS,
+    code_faults,
     common_group,
     described_codes,
-    expert_code_faults,
     expert_paths,
     in_groups_of,
     whole_roles,
@@ -62,34 +62,40 @@ def test_factors_are_not_whole() -> None:
 def test_codes_of_all_experts_can_be_read() -> None:
     """Beside rounded matrices of attention of another scheme; a model without codes or without experts, too."""
     attention = {"model.layers.0.self_attn.q_proj": EIGHT}
-    assert expert_code_faults(config_of(rounded={**every_expert(), **attention})) == []
-    assert expert_code_faults(config_of()) == []
-    assert expert_code_faults(config_of("llama", {"model.layers.0.mlp.up_proj": FOUR})) == []
+    assert code_faults(config_of(rounded={**every_expert(), **attention})) == []
+    assert code_faults(config_of()) == []
+    assert code_faults(config_of("llama", {"model.layers.0.mlp.up_proj": FOUR})) == []
 
 
 def test_experts_without_codes_are_counted() -> None:
     rounded = every_expert()
     for name in ("w1", "w3"):
         del rounded[EXPERT.format(1, 4, name)]
-    (fault,) = expert_code_faults(config_of(rounded=rounded))
+    (fault,) = code_faults(config_of(rounded=rounded))
     assert fault.startswith("codes, and 2 matrices of experts without (quantize.skip)")
 
 
 def test_experts_of_several_bits_have_no_common_scheme() -> None:
     rounded = {**every_expert(), EXPERT.format(0, 0, "w2"): EIGHT}
-    assert expert_code_faults(config_of(rounded=rounded)) == [
+    assert code_faults(config_of(rounded=rounded)) == [
         "codes of 4 and 8 bits of experts, which transformers decodes by one scheme"
     ]
 
 
 def test_experts_of_several_groups_have() -> None:
     """Their scales are repeated for the smallest group."""
-    assert expert_code_faults(config_of(rounded={**every_expert(), EXPERT.format(0, 0, "w2"): ROWS})) == []
+    assert code_faults(config_of(rounded={**every_expert(), EXPERT.format(0, 0, "w2"): ROWS})) == []
+
+
+def test_a_family_whose_linears_read_their_weight() -> None:
+    assert code_faults(config_of("falcon")) == []
+    (fault,) = code_faults(config_of("falcon", {"transformer.h.0.mlp.dense_4h_to_h": FOUR}))
+    assert fault == "codes: transformers' linears of falcon multiply by unrounded weights"
 
 
 def test_a_family_whose_experts_are_apart_beside_codes() -> None:
     rounded = {"model.layers.0.self_attn.o_proj": FOUR}
-    (fault,) = expert_code_faults(config_of("llama4_text", rounded))
+    (fault,) = code_faults(config_of("llama4_text", rounded))
     assert fault == "codes beside experts of llama4_text, which transformers then expects one by one"
 
 

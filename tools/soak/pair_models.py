@@ -81,7 +81,7 @@ def draw_model(random: Random) -> ModelSpec:
         try:
             with torch.device("meta"):
                 spec.build()
-        except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, StrictDataclassError):
+        except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, ZeroDivisionError, StrictDataclassError):
             continue  # transformers itself has no such model
         return spec
 
@@ -126,8 +126,7 @@ def _fields(family: str, random: Random, heads: int, head_dim: int, hidden: int,
     if family == "gptj":
         return config | _gptj_fields(random, heads, head_dim, inner)
     if family == "falcon":
-        hidden -= hidden % heads  # as the family has no head size of its own
-        return config | {"hidden_size": hidden} | _falcon_fields(random, kv_heads, hidden // heads, inner)
+        return config | _falcon_fields(random, heads, kv_heads, head_dim, inner)
     config |= {
         "intermediate_size": inner,
         "num_key_value_heads": kv_heads,
@@ -182,9 +181,10 @@ def _gptj_fields(random: Random, heads: int, head_dim: int, inner: int) -> dict[
     }
 
 
-def _falcon_fields(random: Random, kv_heads: int, head_dim: int, inner: int) -> dict[str, Any]:
+def _falcon_fields(random: Random, heads: int, kv_heads: int, head_dim: int, inner: int) -> dict[str, Any]:
     """Draw the fields of its three kinds of layers; a draw with alibi is refused."""
     return {
+        "hidden_size": heads * head_dim,
         "ffn_hidden_size": inner,
         "new_decoder_architecture": random.random() < 0.5,
         "num_kv_heads": kv_heads,
