@@ -111,14 +111,15 @@ def rounding_fields(rounded: Mapping[str, Scheme], linears: Iterable[str]) -> di
 def rounded_modules(config: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Scheme]:
     """Map the modules among `paths` that config.json lists as rounded to their schemes."""
     paths = [*paths]
-    schemes = {path: Scheme(**scheme) for path, scheme in (config.get(TABLES) or {}).items() if path in paths}
-    field = config.get(FIELD) or {}
+    field: Mapping[str, Any] = config.get(FIELD) or {}
+    schemes: dict[str, Scheme] = {}
     for group in field.get("config_groups", {}).values():
         scheme = Scheme(bits=group["weights"]["num_bits"], group=group["weights"]["group_size"])
         chosen = set(group["targets"])
         every = EVERY in chosen
         schemes |= {path: scheme for path in paths if path in chosen or (every and path not in field["ignore"])}
-    return schemes
+    # A rounded embedding with a table is no Linear, so that `ignore` does not list it.
+    return schemes | {path: Scheme(**scheme) for path, scheme in (config.get(TABLES) or {}).items() if path in paths}
 
 
 def named_modules(config: Mapping[str, Any]) -> set[str]:
