@@ -2,7 +2,8 @@
 
 transformers 5.23 holds the experts of a layer in one tensor. It decodes the codes of each while it loads them, by the
 scheme of the one group whose target is a pattern that says `experts`, or of the first group (`get_experts_scheme`). It
-loses experts without codes in a checkpoint that has codes, and reads no NF4 weights of experts.
+loses experts without codes in a checkpoint that has codes, and reads no NF4 weights of experts. `code_faults` also
+knows dense models that cannot have codes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pipeline.families.registry import geometry_of
 from pipeline.rounding.schemes import FIELD, SCALE, SHAPE, WEIGHT, quantization_config, rounded_modules
 
 EXPERTS = r"re:.*\.experts\.\d+\..*"  # a target: the modules of experts by their names in a checkpoint
-PLAIN_LINEARS = ("falcon",)  # types whose linears read `weight` themselves, which a module with codes has not
+PLAIN_LINEARS = ("falcon",)  # types whose linears multiply by `weight`; a module with codes has no such tensor
 APART = ("llama4_text",)  # types whose experts transformers holds one by one if the checkpoint has codes
 
 

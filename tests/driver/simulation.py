@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from manifests.entries import KINDS
-from manifests.errors import CorruptError, Interrupted, LostInputError
+from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError
 from manifests.methods import Refine as Settings
 from manifests.records import (
     ArrayRecord,
@@ -716,6 +718,17 @@ def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None)
     scheduler = Scheduler(pool or SimulatedPool(world), recorder)
     Driver(job, scheduler, MemoryJournal(world), WorldCleaner(world)).run()
     return world, recorder
+
+
+def run_until(job: Job, unit: str) -> World:
+    """Return the world of a job that ended with an error at a unit, without the units before."""
+    world = World()
+    pool = SimulatedPool(world)
+    pool.fail_on[unit] = NumericsError("stopped")
+    with pytest.raises(NumericsError, match="stopped"):
+        run(job, world, pool)
+    world.done.clear()
+    return world
 
 
 def run_with_a_death(job: Job, when: str) -> tuple[World, Counter[str]]:

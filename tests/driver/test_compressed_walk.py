@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import LostInputError, NumericsError
+from manifests.errors import LostInputError
 from manifests.records import ArrayRecord
 from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment
@@ -34,6 +34,7 @@ from tests.driver.simulation import (
     make_job,
     make_tasks,
     run,
+    run_until,
 )
 
 SAMPLE = Moment("down.in", kind="sample", tokens=9)
@@ -152,17 +153,6 @@ def test_slices_of_experts_are_passed_one_after_another(keep: bool) -> None:
     assert bool(world.stores["statistic"]) == keep
 
 
-def stopped(job: Job, unit: str) -> World:
-    """Return the world of a job that ended with an error at a unit, without the units before."""
-    world = World()
-    pool = SimulatedPool(world)
-    pool.fail_on[unit] = NumericsError("stopped")
-    with pytest.raises(NumericsError, match="stopped"):
-        run(job, world, pool)
-    world.done.clear()
-    return world
-
-
 def test_entered_moments_are_not_computed_again() -> None:
     """The layer behind them was not entered, because the process ended in between."""
     job = uniform(keep_statistics=True)
@@ -184,9 +174,9 @@ def test_an_entered_layer_is_passed_as_it_was_written() -> None:
     """Its outputs were not committed; it is not solved again, and no dense pass stands in for it."""
     job = uniform()
     expected, _ = run(job)
-    world = stopped(job, "forward/compressed/1/1/staged")
+    world = run_until(job, "forward/compressed/1/1/staged")
     if "layer/00001" not in world.entries:
-        world = stopped(job, "collect/compressed/2/worker-0")
+        world = run_until(job, "collect/compressed/2/worker-0")
     run(job, world)
     assert not [unit for unit in solves(world) if unit.task.layer < 1]
     assert world.journal() == expected.journal()
@@ -197,7 +187,7 @@ def test_layers_since_the_last_commit_are_passed_again(every: int) -> None:
     """From the committed hidden states, through the layers that are entered, as they were written."""
     job = uniform(range(7), num_layers=7, every=every)
     expected, _ = run(job)
-    world = stopped(job, "collect/compressed/5/worker-0")
+    world = run_until(job, "collect/compressed/5/worker-0")
     base = 5 - 5 % every
     _, recorder = run(job, world)
     first = forwards(world)[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from manifests.errors import LostInputError, NumericsError
+from manifests.errors import LostInputError
 from manifests.method_entry import MIXED_SHARE
 from pipeline.driver.job_spec import Job
 from pipeline.units.units import Pair, Refine, Solve, Unit, Write
@@ -24,6 +24,7 @@ from tests.driver.simulation import (
     make_refined_job,
     number_in,
     run,
+    run_until,
 )
 
 KINDS = (Solve, Write, Pair, Refine)
@@ -157,22 +158,11 @@ def test_the_last_layer_emits_nothing() -> None:
     ]  # fmt: skip
 
 
-def interrupted(job: Job, unit: str) -> World:
-    """Return the world of a job that ended with an error at a unit, without the units before."""
-    world = World()
-    pool = SimulatedPool(world)
-    pool.fail_on[unit] = NumericsError("stopped")
-    with pytest.raises(NumericsError, match="stopped"):
-        run(job, world, pool)
-    world.done.clear()
-    return world
-
-
 def test_a_resumed_walk_of_dense_inputs_repeats_the_layers_in_training() -> None:
     """Of layers 2 and 3 neither is entered. The pass starts at the embeddings, through layers that are not solved."""
     job = job_of("dense")
     expected, _ = run(job)
-    world = interrupted(job, "refine/3")
+    world = run_until(job, "refine/3")
     assert commits(world)[-1] == "layer/00001"
     run(job, world)
     assert story(world)[:8] == [
@@ -186,7 +176,7 @@ def test_a_resumed_walk_of_mixed_inputs_solves_all_layers_again() -> None:
     """Because the pass goes through the solved layers, not the trained ones; entered layers are not trained again."""
     job = job_of("mixed", keep_statistics=False)
     expected, _ = run(job)
-    world = interrupted(job, "refine/3")
+    world = run_until(job, "refine/3")
     _, recorder = run(job, world)
     assert story(world) == [
         "solve 0", "solve 1", "write 0", "write 1", "pair 0", "pair 1",

@@ -279,7 +279,7 @@ def in_vllm(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]
 def measured(
     python: str, engine: str, folder: Path, options: argparse.Namespace, dtype: str
 ) -> list[dict[str, Any]] | str:
-    """Return the measurements of a process of the engine, one mapping for each batch, or its last line if it failed."""
+    """Return the measurements of a process of the engine, one mapping for each batch, or its last error."""
     settings = {"child": folder, "engine": engine, "dtype": dtype}
     settings |= {name: getattr(options, name) for name in ("context", "new", "repeats")}
     command = [python, "-m", "tools.benchmarks.engine_speed", *(f"--{name}={each}" for name, each in settings.items())]
