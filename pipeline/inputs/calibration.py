@@ -5,18 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manifests.calibration import Prefix
 from manifests.errors import InputError
 from manifests.records import Origin
+from manifests.schema import Perplexity
 from pipeline.families.foreign import sequence_limit
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.methods.text_sources import TextSources
 from pipeline.units.sharding import held_out_windows
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
-from stores.storage import Place
+from stores.model_files import TOKENIZERS
+from stores.special_tokens import text_prefix
+from stores.storage import Place, matching, open_storage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLE_SHAPE = (2, 64)
 PASSAGE = 32  # token ids; unrelated texts share no passage of this length by chance
@@ -29,12 +36,22 @@ class CalibrationTokens:
     texts.
 
     There are a tenth as many windows as samples, at most 32,768 tokens, and fewer if the texts are short. `sources`
-    names the source of each sample.
+    names the source of each sample. All begin with the ids `prefix`.
     """
 
     samples: torch.Tensor
     held_out: torch.Tensor
     sources: TextSources
+    prefix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class EvaluationTokens:
+    """Token ids (windows, window) int64 of an evaluation text. Each window begins with the ids `prefix`, which are not
+    scored."""
+
+    ids: torch.Tensor
+    prefix: tuple[int, ...] = ()
 
 
 def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
@@ -44,6 +61,7 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
         return None
     tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
     samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
+    prefix = prefix_ids(calibration.prefix, tokenizer)
     drawn = [
         draw_samples(
             [read_documents(source) for source in text.sources.values()],
@@ -52,6 +70,7 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
             held_out_windows(count, samples, length),
             length,
             seed,
+            prefix,
         )
         for text, count in calibration.texts
     ]
@@ -65,28 +84,34 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
         torch.cat([each.samples for each in drawn]),
         torch.cat([each.held_out for each in drawn]),
         TextSources(names, tuple(map(names.index, of_samples)), length),
+        prefix,
     )
     check_ids(tokens.samples, inputs.geometry.vocab)
     return tokens
 
 
-def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
-    """Return the token ids (windows, window) of the evaluation text; None if the manifest has none.
+def prefix_ids(prefix: Prefix, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids at the beginning of a window, by a manifest's `prefix`. Raises InputError."""
+    return text_prefix(tokenizer) if prefix == "tokenizer" else ()
 
-    Raises InputError about the text.
-    """
+
+def evaluation_tokens(inputs: Inputs) -> EvaluationTokens | None:
+    """Return the tokens of the evaluation text; None if the manifest has none. Raises InputError about the text."""
     perplexity, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
     if perplexity is None:
         return None
-    storage, vocab = inputs.source.storage, inputs.geometry.vocab
-    return window_tokens(storage, perplexity.text, perplexity.window, vocab, model.trust_remote_code)
+    return window_tokens(inputs.source.storage, perplexity, inputs.geometry.vocab, model.trust_remote_code)
 
 
-def window_tokens(place: Place, text: Any, window: int, vocab: int, trust_remote_code: bool = False) -> torch.Tensor:
-    """Return the token ids (windows, window) of an evaluation text. Raises InputError about the text."""
-    tokens = evaluation_windows(read_documents(text), load_tokenizer(place, trust_remote_code), window)
+def window_tokens(
+    place: Place, perplexity: Perplexity, vocab: int, trust_remote_code: bool = False
+) -> EvaluationTokens:
+    """Return the tokens of an evaluation text, by the tokenizer beside a model. Raises InputError about the text."""
+    tokenizer = load_tokenizer(place, trust_remote_code)
+    prefix = prefix_ids(perplexity.prefix, tokenizer)
+    tokens = evaluation_windows(read_documents(perplexity.text), tokenizer, perplexity.window, prefix)
     check_ids(tokens, vocab)
-    return tokens
+    return EvaluationTokens(tokens, prefix)
 
 
 def tokens_digest(tokens: torch.Tensor | None) -> str | None:
@@ -96,15 +121,32 @@ def tokens_digest(tokens: torch.Tensor | None) -> str | None:
     return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
 
 
-def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -> tuple[Origin, torch.Tensor]:
+def sample_tokens(
+    calibration: torch.Tensor | None, config: Mapping[str, Any], place: Place, trust_remote_code: bool = False
+) -> tuple[Origin, torch.Tensor]:
     """Return the token ids (batch, length) on which `verify` compares models, and their origin: the beginnings of the
-    first calibration samples, or random ids in a data-free job."""
+    first calibration samples, or random ids in a data-free job, behind the prefix of the tokenizer at `place`, if the
+    model has one."""
     batch, length = SAMPLE_SHAPE
     if calibration is not None:
         return "calibration", calibration[:batch, :length]
     length = min(length, sequence_limit(config)[1])
     generator = torch.Generator().manual_seed(0)
-    return "random", torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
+    ids_BS = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
+    prefix = torch.tensor(_prefix_beside(place, trust_remote_code)[: length - 1], dtype=torch.int64)
+    if len(prefix) and int(prefix.max()) < config["vocab_size"]:
+        ids_BS[:, : len(prefix)] = prefix
+    return "random", ids_BS
+
+
+def _prefix_beside(place: Place, trust_remote_code: bool) -> tuple[int, ...]:
+    """Return the prefix of the tokenizer beside a model; none if it has no usable tokenizer, which copies need not."""
+    if not matching(open_storage(place), TOKENIZERS):
+        return ()
+    try:
+        return text_prefix(load_tokenizer(place, trust_remote_code))
+    except InputError:
+        return ()
 
 
 def seen_share(calibration: torch.Tensor, evaluation: torch.Tensor, length: int = PASSAGE) -> float:
