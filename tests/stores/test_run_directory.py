@@ -296,7 +296,7 @@ def test_a_multiple_that_depends_on_layers_is_none_and_no_other(tmp_path: Path) 
 
 def test_samples_of_a_version_without_prefixes(tmp_path: Path) -> None:
     """The same samples go on; others are refused by the field's name, because the default has changed them."""
-    now = semantic(calibration={"text": {"files": ["a.txt"]}})
+    now = semantic()
     before = {**now, "calibration": {name: value for name, value in now["calibration"].items() if name != "prefix"}}
     run = RunDirectory(tmp_path / "run")
     run.prepare()
