@@ -108,16 +108,17 @@ class SourceCheckpoint:
                 faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
         raise_faults(f"{self.place}: config.json and weights do not fit together", faults)
 
-    def with_weights(self, modules: Mapping[str, StoredFormat] | None = None) -> SourceCheckpoint:
+    def with_weights(self, modules: Mapping[str, StoredFormat] | None = None, embedding: str = "") -> SourceCheckpoint:
         """Return the checkpoint with weights in place of the tensors that they are stored in; no bytes are read.
 
-        `modules`: the format of each module; None: the formats in a source's `quantization_config`. Raises InputError
-        for an unknown format, and for tensors that do not fit theirs.
+        `modules`: the format of each module; None: the formats in a source's `quantization_config`, for which
+        `embedding` is the path of the table of token embeddings. Raises InputError for an unknown format, and for
+        tensors that do not fit theirs.
         """
-        with_weights = (
-            stored_weights(self.config, self.tensors) if modules is None else with_formats(modules, self.tensors)
-        )
-        tensors, faults = with_weights
+        if modules is None:
+            tensors, faults = stored_weights(self.config, self.tensors, embedding)
+        else:
+            tensors, faults = with_formats(modules, self.tensors)
         raise_faults(f"{self.place}: weights that cannot be decoded", faults)
         return replace(self, tensors=tensors)
 
