@@ -101,7 +101,9 @@ def _fp8(field: Mapping[str, Any], stored: Stored) -> Formats:
         if not codes.torch_dtype.is_floating_point:
             raise FormatError(f"{codes.name}: {codes.dtype} numbers, in format fp8")
         inverse, plain = (f"{path}.{part}" for part in ("weight_scale_inv", "weight_scale"))
-        if plain not in stored.tensors or inverse in stored.tensors:
+        if not {plain, inverse} & stored.tensors.keys():
+            raise FormatError(f"{inverse}: missing; a weight in format fp8 has it, or weight_scale")
+        if inverse in stored.tensors:
             scales = stored.scales(inverse, "fp8")
             return StoredFormat("fp8", stored.dtype, _name(codes), _name(scales), block=block, dims=len(scales.shape))
         scales = stored.scales(plain, "fp8")
