@@ -61,11 +61,16 @@ class Fields:
 
 def is_empty(value: Any) -> bool:
     """Return True for null, an empty string, and lists and objects of such values alone."""
-    if isinstance(value, Mapping):
-        return all(is_empty(each) for each in value.values())
-    if isinstance(value, list | tuple):
-        return all(is_empty(each) for each in value)
-    return value is None or value == ""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif each is not None and each != "":
+            return False
+    return True
 
 
 def check_fields(fields: Fields, values: Any, where: str = "") -> Mapping[str, Any]:

@@ -1,12 +1,14 @@
-"""Tensors of a source in stored formats that no module of its model reads: named, unless they change nothing.
+"""Tensors of a source that no module of its model reads: named, unless they are known to change nothing.
 
-A tensor beside codes may change what they mean (zeros, rotations, adapters). docs/formats.md#stored-formats.
+Beside codes they are refused, since they may change what codes mean (zeros, rotations, adapters).
+docs/formats.md#stored-formats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from pipeline.families.wrapper import is_tower
 from stores.source import SourceCheckpoint, raise_faults
 
 ACTIVATIONS = "rounding of activations or of the cache by an engine; Lamina computes them in the model's dtype"
@@ -27,10 +29,27 @@ def refuse_unread(source: SourceCheckpoint, expected: Collection[str], weights: 
     """
     if not any(record.parts for record in source.tensors.values()):
         return
-    unread = sorted(name for name in source.tensors.keys() - {*expected} if not name.endswith(tuple(HARMLESS)))
+    unread = _unread(source, expected)
     added = [name for name in unread if name.endswith(ADDED)]
     faults = [f"{name}: no module of the model reads it" for name in unread if name not in added]
     if weights:
         zeros = "its model or its format has no such tensor, and it is not zero"
         faults += [f"{name}: {zeros}" for name, tensor in source.read(added).items() if bool(tensor.any())]
     raise_faults(f"{source.place}: tensors beside weights in stored formats that Lamina would ignore", faults)
+
+
+def unread_remarks(source: SourceCheckpoint, expected: Collection[str], wrapped: bool) -> tuple[str, ...]:
+    """Return a remark for a dense source with tensors that no module reads. `wrapped`: its model has towers."""
+    if any(record.parts for record in source.tensors.values()):
+        return ()
+    unread = [name for name in _unread(source, expected) if not (wrapped and is_tower(name))]
+    if not unread:
+        return ()
+    return (
+        f"model: tensors of the source that no module reads ({len(unread)}, {unread[0]} first) change nothing, as in "
+        "transformers",
+    )
+
+
+def _unread(source: SourceCheckpoint, expected: Collection[str]) -> list[str]:
+    return sorted(name for name in source.tensors.keys() - {*expected} if not name.endswith(tuple(HARMLESS)))

@@ -157,3 +157,19 @@ def test_transforms_are_refused_by_name(encoded: Path, tmp_path: Path, job: Make
     assert ended.code == 2
     assert "transform_config: {'config_groups': {'R4'" in ended.err
     assert "are transformed (rotated) while the model runs; not supported" in ended.err
+
+
+@pytest.mark.parametrize("name", [f"{LAYER}self_attn.q_proj.lora_A.weight", f"{LAYER}self_attn.rotary_emb.inv_freq"])
+def test_tensors_of_a_dense_model_that_nothing_reads_are_announced(name: str, tmp_path: Path, job: MakeJob) -> None:
+    """transformers ignores them, too, with a warning; buffers of old checkpoints are no news."""
+    source = factories.make_model(tmp_path / "source", "llama")
+    file = source / "more.safetensors"
+    save_file({name: torch.ones(2, 2)}, file, {"format": "pt"})
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = file.name
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    run = job(source, methods=[{"method": "svd"}], calibration=None)
+    ended = command("plan", str(run.manifest), "--gpu", "H100")
+    assert ended.code == 0, ended.err
+    announced = f"tensors of the source that no module reads (1, {name} first) change nothing"
+    assert (announced in " ".join((ended.out + ended.err).split())) == ("lora" in name)
