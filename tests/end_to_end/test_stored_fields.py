@@ -18,6 +18,7 @@ from pipeline.inputs.sources import open_dense
 from tests import factories
 from tests.encoders import INT4, INT8, encode_model
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, some_tokens
+from tests.end_to_end.test_stored_formats import check_pair
 
 pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
@@ -79,6 +80,20 @@ def test_weights_are_those_of_the_encoder(kind: str, tmp_path: Path) -> None:
         ids = some_tokens(config["vocab_size"])
         theirs, plain = (logits_of(load(folder, dtype=torch.bfloat16), ids) for folder in (encoded, decoded))
         assert torch.equal(theirs, plain)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "fp8, ignored"])
+def test_a_job_keeps_formats_that_differ_by_module(kind: str, tmp_path: Path, job: MakeJob) -> None:
+    """What it leaves has the source's bytes, the rest those of a job on the decoded model; OUTPUT has its logits."""
+    base, kind_of, fields = KINDS[kind]
+    source = factories.make_model(tmp_path / "source", "llama")
+    pair = encode_model(source, tmp_path, base, kind_of=kind_of, **fields)
+    ran = check_pair(*pair, job, methods=[{"method": "flat_llm", "layers": [1], "mlp": False}], **{"budget.keep": 0.95})
+    config = json.loads((ran.output / "config.json").read_text())
+    assert len(config["stored_formats"]) == (2 if kind == "dynamic" else 1)
+    ids = some_tokens(config["vocab_size"])
+    plain = load(ran.output.parents[1] / "job-1" / "output")
+    assert torch.equal(logits_of(load(ran.output), ids), logits_of(plain, ids))
 
 
 def changed(source: Path, folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Path:
