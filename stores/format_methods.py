@@ -50,11 +50,17 @@ class Stored:
         tensors: of the files, by name.
         dtype: of decoded weights.
         embedding: the path of the table of token embeddings.
+        modules: the paths in the files of modules that have others here.
     """
 
     tensors: Tensors
     dtype: str
-    embedding: str = ""
+    embedding: str
+    modules: Mapping[str, str]
+
+    def named(self, path: str) -> str:
+        """Return the path by which a config names a module."""
+        return self.modules.get(path, path)
 
     def part(self, name: str, kind: str) -> TensorRecord:
         """Return a tensor. Raises FormatError if it is missing."""
@@ -124,9 +130,9 @@ def _compressed(field: Mapping[str, Any], stored: Stored) -> Formats:
 
     def form(path: str) -> StoredFormat:
         classes = EMBEDDING_CLASSES if path == stored.embedding else LINEAR_CLASSES
-        if target := target_of(path, ignored, classes):
+        if target := target_of(stored.named(path), ignored, classes):
             raise FormatError(f"{path}: its weight is stored in codes, but {FIELD}.ignore has {target!r}")
-        target = target_of(path, [*groups], classes)
+        target = target_of(stored.named(path), [*groups], classes)
         if target is None:
             raise FormatError(f"{path}: its weight is stored in codes, but no group of {FIELD} names it")
         group = groups[target]
@@ -224,7 +230,9 @@ def _gptq(field: Mapping[str, Any], stored: Stored) -> Formats:
     _gptq_sizes(field, "")
 
     def form(path: str) -> StoredFormat:
-        key, changed = next(((key, own) for key, own in changes.items() if _is_changed(key, path)), ("", {}))
+        key, changed = next(
+            ((key, own) for key, own in changes.items() if _is_changed(key, stored.named(path))), ("", {})
+        )
         if key.startswith(SKIPPED):
             raise FormatError(f"{path}: its weight is stored in codes, but {FIELD}.dynamic skips it by {key!r}")
         own = {**field, **changed}

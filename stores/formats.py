@@ -6,6 +6,7 @@ docs/formats.md#stored-formats. `lamina.stored_lamina` has the formats; `SourceC
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,12 +38,16 @@ LOGICAL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def stored_weights(
-    config: Mapping[str, Any], tensors: Tensors, embedding: str = ""
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    embedding: str = "",
+    file_names: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, TensorRecord], list[str]]:
     """Return the tensors with each stored weight in place of its parts, and a list of faults.
 
-    `config`: config.json of a source. `embedding`: the path of its table of token embeddings. Raises InputError for a
-    method of quantization, or a field of it, that is not known.
+    `config`: config.json of a source. `embedding`: the path of its table of token embeddings. `file_names`: the names
+    in the files of tensors that have others here. Raises InputError for a method of quantization, or a field of it,
+    that is not known.
     """
     field = config.get(FIELD)
     if not field:
@@ -55,7 +60,9 @@ def stored_weights(
         )
     ends, described = METHODS[method]
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    form_of = described(field, Stored(tensors, dtype if dtype in LOGICAL_DTYPES else LOGICAL_DTYPES[0], embedding))
+    modules = {name.rpartition(".")[0]: other.rpartition(".")[0] for name, other in file_names.items()}
+    dtype = dtype if dtype in LOGICAL_DTYPES else LOGICAL_DTYPES[0]
+    form_of = described(field, Stored(tensors, dtype, embedding, modules))
     paths = _paths(tensors, ends)
     if not paths:
         raise InputError(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manifests.errors import InputError
 from pipeline.inputs.sources import open_dense
+from stores.source import open_source
 from tests import factories
 from tests.encoders import INT4, INT8, encode_model
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, some_tokens
@@ -94,6 +95,19 @@ def test_a_job_keeps_formats_that_differ_by_module(kind: str, tmp_path: Path, jo
     ids = some_tokens(config["vocab_size"])
     plain = load(ran.output.parents[1] / "job-1" / "output")
     assert torch.equal(logits_of(load(ran.output), ids), logits_of(plain, ids))
+
+
+def test_patterns_name_modules_as_the_files_do(tmp_path: Path) -> None:
+    """Also after several renamings of tensors."""
+    base, kind_of, fields = KINDS["dynamic"]
+    source = factories.make_model(tmp_path / "source", "llama")
+    encoded, decoded = encode_model(source, tmp_path, base, kind_of=kind_of, **fields)
+    opened = open_source(str(encoded))
+    for of, to in ((".mlp.", ".moe."), (".moe.", ".ff.")):
+        opened = opened.renamed({name: name.replace(of, to) for name in opened.tensors})
+    expected = read_tensors(decoded)
+    for name, tensor in (read := opened.with_weights()).read(read.tensors).items():
+        assert torch.equal(tensor, expected[name.replace(".ff.", ".mlp.")]), name
 
 
 def changed(source: Path, folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Path:

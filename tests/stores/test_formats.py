@@ -28,9 +28,14 @@ class Stored:
     """A random weight, encoded, in a file."""
 
     def __init__(
-        self, folder: Path, kind: str, change: Change | None = None, fields: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        kind: str,
+        change: Change | None = None,
+        fields: Mapping[str, Any] | None = None,
+        file_path: str = "q_proj",
     ) -> None:
-        """`fields`: other values in its quantization_config."""
+        """`fields`: other values in its quantization_config. `file_path`: the path of the module in the file."""
         encode, field = ENCODERS[kind]
         shape = (3, 64, 32) if kind == "mxfp4" else (32, 64)
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -42,7 +47,10 @@ class Stored:
             change(self.tensors, self.scale)
         save_file(self.tensors, folder / "model.safetensors")
         config = {"quantization_config": {**field, **(fields or {})}, "dtype": "bfloat16"}
-        self.records, self.faults = stored_weights(config, read_header(Disk(folder), "model.safetensors"))
+        file_names = {name: name.replace("q_proj", file_path) for name in self.tensors}
+        self.records, self.faults = stored_weights(
+            config, read_header(Disk(folder), "model.safetensors"), "", file_names
+        )
 
     @property
     def weight(self) -> TensorRecord:
@@ -158,6 +166,18 @@ DYNAMIC: dict[str, dict[str, Any]] = {
 def test_sizes_of_single_modules_are_read(changes: str, tmp_path: Path) -> None:
     """`dynamic` of GPTQ: the first pattern that matches counts. Without it the codes do not fit the config."""
     stored = Stored(tmp_path, "gptq8", fields={"bits": 4, "dynamic": DYNAMIC[changes]})
+    assert torch.equal(decode(stored.weight, stored.parts()), stored.expected)
+
+
+@pytest.mark.parametrize("kind", ["gptq8", "int8"])
+def test_modules_are_named_as_in_the_files(kind: str, tmp_path: Path) -> None:
+    """Where a family has other names for the tensors of some files."""
+    eight, four = ({**each["config_groups"]["group_0"]} for each in (INT8, INT4))
+    groups = {"a": {**eight, "targets": ["re:w1"]}, "b": {**four, "targets": ["Linear"]}}
+    fields: dict[str, Any] = (
+        {"bits": 4, "dynamic": {"w1": {"bits": 8}}} if kind == "gptq8" else {"config_groups": groups}
+    )
+    stored = Stored(tmp_path, kind, fields=fields, file_path="w1")
     assert torch.equal(decode(stored.weight, stored.parts()), stored.expected)
 
 
