@@ -157,9 +157,9 @@ def _groups(field: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         raise InputError(f"config.json: {FIELD}: config_groups: {schemes!r:.80} is not an object with groups")
     for name, group in schemes.items():
         where = f"config_groups.{name}"
-        check_fields(SCHEME, group, where)
-        check_fields(ARGUMENTS, group.get("weights") or {}, f"{where}.weights")
-        groups |= dict.fromkeys(_texts(group.get("targets") or [], f"{where}.targets"), group)
+        checked = check_fields(SCHEME, group, where)
+        check_fields(ARGUMENTS, checked.get("weights") or {}, f"{where}.weights")
+        groups |= {target: checked for target in _texts(checked.get("targets") or [], f"{where}.targets")}
     return groups
 
 

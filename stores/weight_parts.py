@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lamina.stored_lamina import WORD_BITS, StoredFormat
 from manifests.parts import Part
-from stores.formats import WEIGHT
+from stores.format_methods import WEIGHT
 from stores.headers import TensorRecord
 
 
