@@ -22,6 +22,7 @@ from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
+from pipeline.inputs.unread_tensors import unread_remarks
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.capabilities import Remarking
 from pipeline.methods.method import Method, Scores, Task
@@ -84,6 +85,8 @@ class Inputs:
         of_tokens += expert_remarks(self.manifest, self.geometry)
         of_tokens += source_remarks(self.manifest, self.geometry, self.tasks)
         of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
+        expected = {*self.geometry.expected_tensors(), f"{self.config['block']['head']}.weight"}
+        of_model += unread_remarks(self.source, expected, bool(self.config.get("wrapper")))
         of_model += self._size_remarks + stored_remarks(self.manifest, self.geometry, self.tasks)
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 

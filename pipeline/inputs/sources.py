@@ -17,6 +17,7 @@ from pipeline.families.registry import FAMILIES, family_names, geometry_of, is_k
 from pipeline.families.wrapper import architecture, is_wrapper, module_names
 from pipeline.inputs.towers import check_towers
 from pipeline.inputs.unknown import describe_unknown
+from pipeline.inputs.unread_tensors import refuse_unread
 from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
 
 CAUSAL_SUFFIX = "ForCausalLM"
@@ -55,9 +56,10 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
         opened = opened.renamed(module_names(opened.tensors, opened.config["model_type"]))
         check_towers(opened, opened.config)
     opened = opened.renamed(family_names(config, opened.tensors))
-    opened = opened.with_weights().with_parts(fused_tensors(geometry_of(config)))
+    opened = opened.with_weights(embedding=config["block"]["embed"]).with_parts(fused_tensors(geometry_of(config)))
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
-    source.require(geometry_of(config).expected_tensors())
+    source.require(expected := geometry_of(config).expected_tensors())
+    refuse_unread(source, {*expected, f"{config['block']['head']}.weight"}, weights)
     return source, config
 
 
