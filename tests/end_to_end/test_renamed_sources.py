@@ -23,7 +23,7 @@ CASES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
     "opt with decoder": ("opt", NO_PREFIX, False, FLAT),
     "gpt_neox with lm_head": ("gpt_neox", NEITHER, False, FLAT),
     "mixtral in memory": ("mixtral", NEITHER, False, EXPERTS),
-    "decoder of a whole": ("qwen3_5_text", INSIDE, False, {"methods": [{"method": "loss_aware", "attention": False}]}),
+    "decoder of a whole": ("qwen3_5_text", INSIDE, False, EXPERTS),
     "convolutions in memory": ("kimi_linear", IN_MEMORY, False, EXPERTS),
 }
 
