@@ -18,6 +18,7 @@ from manifests.errors import InputError
 from pipeline.families.registry import checkpoint_config
 from pipeline.inputs.sources import open_dense
 from stores.source import SourceCheckpoint
+from tests.encoders import ENCODERS, encode_model
 from tests.factories import CLASSES, EXPERTS, make_model
 
 Tensors = dict[str, Tensor]
@@ -118,6 +119,18 @@ def test_an_expert_of_a_parameter_is_read_by_its_bytes_alone(family: str, tmp_pa
     interleaved = {"gpt_oss", "llama4_text"}  # read in blocks, as from their usual files
     if family not in interleaved:
         assert all(record.part is None and record.end - record.begin == record.num_bytes for record in records)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_weights_in_stored_formats_without_the_prefix(kind: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32}
+    plain = make_model(tmp_path / "plain", "gpt_oss" if kind == "mxfp4" else "llama", **sizes)
+    encoded, _ = encode_model(plain, tmp_path, kind)
+    renamed = with_tensors(encoded, tmp_path / "renamed", without_prefix(in_files(encoded), plain))
+    usual, other = (open_dense(str(folder))[0] for folder in (encoded, renamed))
+    before, after = usual.read(usual.tensors), other.read(other.tensors)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
