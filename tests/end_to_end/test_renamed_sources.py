@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
-from tests.inputs.test_loaded_names import HEAD, IN_MEMORY, INSIDE, NEITHER, NO_PREFIX, RENAMED, with_tensors
+from tests.renamed_models import HEAD, IN_MEMORY, INSIDE, NEITHER, NO_PREFIX, rename
 
 MakeJob = Callable[..., Job]
 FLAT: dict[str, Any] = {"methods": [{"method": "flat_llm"}]}
@@ -39,7 +40,7 @@ def exported(made: Job, target: str, folder: Path) -> dict[str, torch.Tensor] | 
 def test_the_result_is_that_of_the_usual_files(case: str, tmp_path: Path, job: MakeJob, scored: Path) -> None:
     family, naming, tied, changes = CASES[case]
     plain = make_source(tmp_path / "plain", family, tie_word_embeddings=tied)
-    renamed = with_tensors(plain, tmp_path / "renamed", RENAMED[naming](plain))
+    renamed = rename(plain, tmp_path / "renamed", naming, AutoModelForCausalLM.from_pretrained(plain))
     usual, other = job(plain, **changes), job(renamed, **changes)
     first, second = usual.run().json, other.run().json
     assert first["counts"] == second["counts"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lamina import LaminaConfig, LaminaForCausalLM
@@ -20,52 +16,10 @@ from pipeline.inputs.sources import open_dense
 from stores.source import SourceCheckpoint
 from tests.encoders import ENCODERS, encode_model
 from tests.factories import CLASSES, EXPERTS, make_model
+from tests.renamed_models import HEAD, IN_MEMORY, INSIDE, NEITHER, NO_PREFIX, in_files, rename, with_tensors
 
-Tensors = dict[str, Tensor]
 LIMIT = 1e-5
-IN_MEMORY, NO_PREFIX, NEITHER, HEAD = "in memory", "no prefix", "in memory, no prefix", "head alone"
-INSIDE = "model.language_model"  # where multimodal models have the decoders of Qwen3.5, and transformers removes it
 UNTIED = {"kimi_linear", "nemotron_h"}  # whose class in transformers ties nothing
-
-
-def in_files(folder: Path) -> Tensors:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
-def in_memory(folder: Path) -> Tensors:
-    """The tensors of transformers' model, under the names of its parameters."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    return dict(model.state_dict())
-
-
-def without_prefix(tensors: Tensors, folder: Path) -> Tensors:
-    """Remove the path of the base model, as `save_pretrained` of the base model does."""
-    prefix = type(AutoModelForCausalLM.from_pretrained(folder)).base_model_prefix
-    return {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items()}
-
-
-def head_alone(folder: Path) -> Tensors:
-    """Store the one matrix of tied embeddings under the head's name."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    embed = model.get_input_embeddings().weight
-    of_head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-    tensors = in_files(folder)
-    shared = [name for name, tensor in tensors.items() if tensor.shape == embed.shape and tensor.equal(embed)]
-    return {f"{of_head}.weight" if name in shared else name: tensor for name, tensor in tensors.items()}
-
-
-def inside(folder: Path) -> Tensors:
-    """Move the decoder to its place in a multimodal model."""
-    return {name.replace("model.", f"{INSIDE}.", 1): tensor for name, tensor in in_files(folder).items()}
-
-
-RENAMED: dict[str, Callable[[Path], Tensors]] = {
-    IN_MEMORY: in_memory,
-    NO_PREFIX: lambda folder: without_prefix(in_files(folder), folder),
-    NEITHER: lambda folder: without_prefix(in_memory(folder), folder),
-    HEAD: head_alone,
-    INSIDE: inside,
-}
 CASES = [
     *((family, naming) for family in CLASSES for naming in (IN_MEMORY, NO_PREFIX, NEITHER)),
     *((family, HEAD) for family in CLASSES if family not in UNTIED),
@@ -74,12 +28,8 @@ CASES = [
 ]
 
 
-def with_tensors(source: Path, folder: Path, tensors: Tensors) -> Path:
-    """Copy a model with other tensors, in one file."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    apart = {name: tensor.clone() for name, tensor in tensors.items()}
-    save_file(apart, folder / "model.safetensors", {"format": "pt"})
-    return folder
+def model_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def ours(source: SourceCheckpoint, standard: dict[str, Any]) -> Any:
@@ -96,7 +46,7 @@ def ours(source: SourceCheckpoint, standard: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("family", "naming"), CASES)
 def test_names_that_transformers_loads(family: str, naming: str, tmp_path: Path) -> None:
     plain = make_model(tmp_path / "plain", family, tie_word_embeddings=naming == HEAD)
-    renamed = with_tensors(plain, tmp_path / "renamed", RENAMED[naming](plain))
+    renamed = rename(plain, tmp_path / "renamed", naming, model_of(plain))
     theirs, report = AutoModelForCausalLM.from_pretrained(renamed, output_loading_info=True)
     assert not any(report.values()), report
     (expected, _), (source, standard) = open_dense(str(plain)), open_dense(str(renamed))
@@ -112,7 +62,7 @@ def test_names_that_transformers_loads(family: str, naming: str, tmp_path: Path)
 @pytest.mark.parametrize("family", [*EXPERTS])
 def test_an_expert_of_a_parameter_is_read_by_its_bytes_alone(family: str, tmp_path: Path) -> None:
     plain = make_model(tmp_path / "plain", family)
-    source, standard = open_dense(str(with_tensors(plain, tmp_path / "renamed", in_memory(plain))))
+    source, standard = open_dense(str(rename(plain, tmp_path / "renamed", IN_MEMORY, model_of(plain))))
     experts = f".{standard['mixture']['experts'].rpartition('.')[2]}.0."
     records = [record for name, record in source.tensors.items() if experts in name]
     assert records
@@ -126,7 +76,7 @@ def test_weights_in_stored_formats_without_the_prefix(kind: str, tmp_path: Path)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32}
     plain = make_model(tmp_path / "plain", "gpt_oss" if kind == "mxfp4" else "llama", **sizes)
     encoded, _ = encode_model(plain, tmp_path, kind)
-    renamed = with_tensors(encoded, tmp_path / "renamed", without_prefix(in_files(encoded), plain))
+    renamed = rename(encoded, tmp_path / "renamed", NO_PREFIX, model_of(plain))
     usual, other = (open_dense(str(folder))[0] for folder in (encoded, renamed))
     before, after = usual.read(usual.tensors), other.read(other.tensors)
     assert before.keys() == after.keys()
