@@ -47,7 +47,8 @@ def ours(source: SourceCheckpoint, standard: dict[str, Any]) -> Any:
 def test_names_that_transformers_loads(family: str, naming: str, tmp_path: Path) -> None:
     plain = make_model(tmp_path / "plain", family, tie_word_embeddings=naming == HEAD)
     renamed = rename(plain, tmp_path / "renamed", naming, model_of(plain))
-    theirs, report = AutoModelForCausalLM.from_pretrained(renamed, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(renamed, output_loading_info=True)
+    theirs, report = loaded
     assert not any(report.values()), report
     (expected, _), (source, standard) = open_dense(str(plain)), open_dense(str(renamed))
     before, after = expected.read(expected.tensors), source.read(source.tensors)
