@@ -99,8 +99,11 @@ class SourceCheckpoint:
         """The address, for messages and `open_source`."""
         return self.storage.at()
 
-    def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check that these tensors exist with these shapes. Raises InputError with all faults (up to 20)."""
+    def require(self, shapes: Mapping[str, Sequence[int]], hint: str = "") -> None:
+        """Check that these tensors exist with these shapes. Raises InputError with all faults (up to 20).
+
+        `hint`: the likely cause of a fault.
+        """
         faults = []
         for name, shape in shapes.items():
             record = self.tensors.get(name)
@@ -108,7 +111,7 @@ class SourceCheckpoint:
                 faults.append(f"{name}: missing")
             elif record.shape != tuple(shape):
                 faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
-        raise_faults(f"{self.place}: config.json and weights do not fit together", faults)
+        raise_faults(f"{self.place}: config.json and weights do not fit together{hint}", faults)
 
     def with_weights(self, modules: Mapping[str, StoredFormat] | None = None, embedding: str = "") -> SourceCheckpoint:
         """Return the checkpoint with weights in place of the tensors that they are stored in; no bytes are read.
