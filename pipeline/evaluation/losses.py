@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from manifests.errors import InputError
 from manifests.records import INFINITY
 
+MOST_LOSS = 1.05  # the largest loss of a dense model, in units of ln(vocabulary)
 WARNED_NATS = 0.5  # rise of the loss per token over the dense model's
 WARNED_SHARE = 0.05  # difference of the dense model's losses on two texts, over their mean
 
@@ -34,6 +36,21 @@ def shown_perplexity(perplexity: float | str, loss: float | None = None) -> str:
     if math.isfinite(float(perplexity)):
         return f"{float(perplexity):.4f}"
     return "infinite" if loss is None else f"infinite (loss {loss:.1f} nats per token)"
+
+
+def check_dense_loss(loss: float, vocab: int, text: str, remedy: str) -> None:
+    """Raise InputError if a dense model's loss on a text shows that something was read wrongly.
+
+    Its limit is MOST_LOSS times ln(vocab), in nats per token. `remedy`: what accepts such a loss.
+    """
+    limit = MOST_LOSS * math.log(vocab)
+    if not loss <= limit:
+        raise InputError(
+            f"the dense model's loss on {text} is {loss:.4g} nats per token; equal probabilities for all {vocab:,} "
+            f"tokens would cost {math.log(vocab):.4g}, and from {limit:.4g} on something was read wrongly: weights in "
+            "another format than config.json names, damaged weights, the tokenizer of another model, or text that is "
+            f"none; fetch the model again, or compare its loss in transformers; {remedy}"
+        )
 
 
 def damage_warnings(summary: Mapping[str, Any]) -> list[str]:

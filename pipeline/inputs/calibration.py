@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manifests.calibration import Text
 from manifests.errors import InputError
 from manifests.records import Origin
 from pipeline.families.foreign import sequence_limit
@@ -17,6 +18,11 @@ from pipeline.methods.text_sources import TextSources
 from pipeline.units.sharding import held_out_windows
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 from stores.storage import Place
+from stores.text_rows import SkippedRows
+from stores.token_places import first_beyond
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLE_SHAPE = (2, 64)
 PASSAGE = 32  # token ids; unrelated texts share no passage of this length by chance
@@ -37,8 +43,11 @@ class CalibrationTokens:
     sources: TextSources
 
 
-def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
-    """Read the calibration texts; None for a data-free job. Raises InputError about the text."""
+def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> CalibrationTokens | None:
+    """Read the calibration texts; None for a data-free job. Raises InputError about the text.
+
+    `skipped`: gets the number of rows without text, by file or dataset.
+    """
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
@@ -46,7 +55,7 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
     samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
     drawn = [
         draw_samples(
-            [read_documents(source) for source in text.sources.values()],
+            [read_documents(source, skipped) for source in text.sources.values()],
             tokenizer,
             count,
             held_out_windows(count, samples, length),
@@ -66,11 +75,13 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
         torch.cat([each.held_out for each in drawn]),
         TextSources(names, tuple(map(names.index, of_samples)), length),
     )
-    check_ids(tokens.samples, inputs.geometry.vocab)
+    texts = [text for text, _ in calibration.texts]
+    for ids in (tokens.samples, tokens.held_out):
+        check_ids(ids, inputs.geometry.vocab, tokenizer, texts)
     return tokens
 
 
-def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
+def evaluation_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> torch.Tensor | None:
     """Return the token ids (windows, window) of the evaluation text; None if the manifest has none.
 
     Raises InputError about the text.
@@ -79,13 +90,24 @@ def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
     if perplexity is None:
         return None
     storage, vocab = inputs.source.storage, inputs.geometry.vocab
-    return window_tokens(storage, perplexity.text, perplexity.window, vocab, model.trust_remote_code)
+    return window_tokens(storage, perplexity.text, perplexity.window, vocab, model.trust_remote_code, skipped)
 
 
-def window_tokens(place: Place, text: Any, window: int, vocab: int, trust_remote_code: bool = False) -> torch.Tensor:
-    """Return the token ids (windows, window) of an evaluation text. Raises InputError about the text."""
-    tokens = evaluation_windows(read_documents(text), load_tokenizer(place, trust_remote_code), window)
-    check_ids(tokens, vocab)
+def window_tokens(
+    place: Place,
+    text: Text,
+    window: int,
+    vocab: int,
+    trust_remote_code: bool = False,
+    skipped: SkippedRows | None = None,
+) -> torch.Tensor:
+    """Return the token ids (windows, window) of an evaluation text. Raises InputError about the text.
+
+    `skipped`: gets the number of rows without text, by file or dataset.
+    """
+    tokenizer = load_tokenizer(place, trust_remote_code)
+    tokens = evaluation_windows(read_documents(text, skipped), tokenizer, window)
+    check_ids(tokens, vocab, tokenizer, [text])
     return tokens
 
 
@@ -124,11 +146,21 @@ def _passage_hashes(tokens: torch.Tensor, length: int) -> torch.Tensor:
     return hashes.flatten()
 
 
-def check_ids(tokens: torch.Tensor, vocab: int) -> None:
-    """Raise InputError when the tokenizer does not belong to the model."""
-    largest = int(tokens.max())
-    if largest >= vocab:
-        raise InputError(
-            f"tokenizer: gives token id {largest}, but the model's vocabulary has {vocab}; give the tokenizer that "
-            "belongs to the model"
-        )
+def check_ids(tokens: torch.Tensor, vocab: int, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> None:
+    """Raise InputError, with the first place in the texts, if the model's embedding has no row for one of the tokens.
+
+    The tokenizer then belongs to another model, or a text spells one of its special tokens.
+    """
+    if not tokens.numel() or (largest := int(tokens.max())) < vocab:
+        return
+    found = first_beyond(texts, tokenizer, vocab)
+    token = found.token if found else largest
+    spelled, where = str(tokenizer.convert_ids_to_tokens(token)), "puts before a text or behind it"
+    if found:
+        where = f"finds in {found.place}, line {found.line}, character {found.character}"
+    remedy = "give the tokenizer that belongs to the model"
+    if found and token in tokenizer.added_tokens_decoder:
+        remedy = f"leave {spelled!r} out of the text, or {remedy}"
+    raise InputError(
+        f"tokenizer: it {where} the token {spelled!r} with id {token}, but the model's vocabulary has {vocab}; {remedy}"
+    )

@@ -19,7 +19,7 @@ from pipeline.driver.ledger_keys import TEXTS
 from pipeline.driver.recovery import REPAIRS
 from pipeline.evaluation.losses import text_warnings, texts_line
 from pipeline.inputs.calibration import tokens_digest
-from pipeline.job.context import JobContext
+from pipeline.job.context import JobContext, check_loss
 from pipeline.job.held_out import enter_dense_outputs, unscored_windows
 from pipeline.job.worker_session import JobWorkers
 from pipeline.units.scores import Scored, Windows
@@ -34,6 +34,7 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
     text.
 
     Raises:
+        InputError: a loss shows that something was read wrongly.
         Interrupted: a signal came.
     """
     if job.tokens is None:
@@ -48,6 +49,9 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
         job.ledger.commit(TEXTS, entered)
     figures = entered.as_json()
     job.observer.say(texts_line(figures))
+    check_loss(job, entered.calibration.loss, "the calibration samples")
+    if entered.evaluation:
+        check_loss(job, entered.evaluation.loss, "the evaluation text")
     for warning in text_warnings(figures):
         job.observer.say(warning, logging.WARNING)
 

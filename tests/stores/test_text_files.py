@@ -38,7 +38,8 @@ KINDS: dict[str, Callable[[Path], None]] = {".txt": _txt, ".jsonl": _jsonl, ".js
 
 
 def documents(path: Path, begin: float = 0.0, end: float = 1.0, field: str | None = None) -> list[str]:
-    found = list(file_documents(Text(files=(str(path),), begin=begin, end=end, field=field)))
+    text = Text(files=(str(path),), begin=begin, end=end, field=field)
+    found = [document.text for document in file_documents(text)]
     return [line for text in found for line in text.splitlines()] if path.suffix == ".txt" else found
 
 
