@@ -141,12 +141,13 @@ class TextLoss(Record):
 
 class TextsEntry(Record):
     """The dense model's losses on the calibration samples and on the evaluation text, in windows of `window` tokens.
-    `of`: digest of both texts' tokens."""
+    `of`: digest of both texts' tokens. `remark`: on calibration text that looks damaged."""
 
     of: Sha256
     window: PositiveInt
     calibration: TextLoss
     evaluation: TextLoss | None = None
+    remark: str | None = None
 
 
 class SamplesEntry(Record):

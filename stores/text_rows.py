@@ -72,7 +72,7 @@ def _text(place: str, item: Any, field: str | None) -> str | InputError:
     """Return the text of a row, or the reason why it has none. Raises InputError if it holds something else."""
     column = field or DEFAULT_FIELD
     if item is None:
-        return InputError(f"{place}: is null; remove it, or give other text")
+        return InputError(f"{place}: is null; leave such rows out")
     if isinstance(item, str) and field is None:
         return _checked(place, item)
     if not isinstance(item, Mapping):
@@ -81,7 +81,7 @@ def _text(place: str, item: Any, field: str | None) -> str | InputError:
         return missing_field(place, column, item)
     value = item[column]
     if value is None:
-        return InputError(f"{place}: field {column!r} is null; {_advice(item)}")
+        return InputError(f"{place}: field {column!r} is null; set `field` to another, or leave such rows out")
     if not isinstance(value, str):
         kind = "a chat" if _is_chat(value) else type(value).__name__
         raise InputError(f"{place}: field {column!r} is {kind}, expected text; {_advice(item)}")

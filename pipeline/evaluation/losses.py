@@ -1,4 +1,4 @@
-"""Losses and perplexities as stored and as shown, and warnings of badly damaged models and of unlike texts.
+"""Losses and perplexities as stored and as shown, and what they say of a badly damaged model.
 
 docs/formats.md#perplexities.
 """
@@ -14,7 +14,6 @@ from manifests.records import INFINITY
 
 MOST_LOSS = 1.05  # the largest loss of a dense model, in units of ln(vocabulary)
 WARNED_NATS = 0.5  # rise of the loss per token over the dense model's
-WARNED_SHARE = 0.05  # difference of the dense model's losses on two texts, over their mean
 
 
 def perplexity_of(loss: float) -> float:
@@ -77,31 +76,10 @@ def texts_line(texts: Mapping[str, Any]) -> str:
     return f"dense perplexity, in windows of {texts['window']} tokens: {', '.join(parts)}"
 
 
-def text_warnings(texts: Mapping[str, Any] | None) -> list[str]:
-    """Return a warning if the dense model's losses on both texts differ by more than WARNED_SHARE of their mean.
-
-    `texts`: `calibration` and `evaluation`, each with its `loss`; either may be missing.
-    """
-    losses = [loss["loss"] for kind in ("calibration", "evaluation") if (loss := (texts or {}).get(kind))]
-    if len(losses) < 2:
-        return []
-    calibration, evaluation = losses
-    mean = (calibration + evaluation) / 2
-    share = abs(calibration - evaluation) / mean if mean else 0.0
-    if share <= WARNED_SHARE:
-        return []
-    return [
-        f"WARNING: the dense model's loss is {calibration:.3g} nats per token on the calibration samples and "
-        f"{evaluation:.3g} on the evaluation text, {share:.0%} apart (a warning from {WARNED_SHARE:.0%} on); "
-        "the texts may be of different kinds, one of them may have lost line ends or other characters, or the model "
-        "was trained on it"
-    ]
-
-
 def all_warnings(summary: Mapping[str, Any]) -> list[str]:
     """Return all warnings about the texts and the scores of a job's summary."""
     one_text = [summary["one_text"]] if summary.get("one_text") else []
-    return [*one_text, *text_warnings(summary.get("texts")), *damage_warnings(summary)]
+    return [*one_text, *damage_warnings(summary)]
 
 
 def _rises(summary: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
