@@ -19,6 +19,7 @@ COMMON_SHARE, COMMON_COUNT = 0.005, 10  # of a common word: least share of the t
 RARE = 0.1  # a word hardly occurs if it is rarer than this times its frequency in the other text
 MOST_MISSING = 0.6  # share of the common words, each as often as it occurs
 MANY_BREAKS = 0.02  # share of characters that are line breaks, from which their loss matters
+FEW_BREAKS = 0.02  # times the evaluation text's share: next to none
 MANY_NATS = 2.5  # per token
 SHOWN_WORDS = 4
 
@@ -35,7 +36,7 @@ def text_remark(calibration: str, evaluation: str, losses: tuple[float, float]) 
             f"remark: {share:.0%} of the common words of the evaluation text, such as {named}, hardly occur in the "
             "calibration samples, which may be of another language, or damaged; look at the first lines of both texts"
         )
-    if (breaks := _breaks(evaluation)) >= MANY_BREAKS and _breaks(calibration) < RARE * breaks:
+    if (breaks := _breaks(evaluation)) >= MANY_BREAKS and _breaks(calibration) < FEW_BREAKS * breaks:
         return (
             f"remark: the evaluation text has a line break in every {1 / breaks:.0f} characters, and the calibration "
             "samples have next to none; they may have lost their line ends"
