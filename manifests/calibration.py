@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from manifests.blocks import Block, Count, Listed, Location, Share
 
+Prefix = Literal["tokenizer", "none"]  # what a window begins with: what the tokenizer puts before a text, or nothing
 PARTS = 4  # `samples: auto` chooses a quarter, a half or all
 
 
@@ -76,6 +77,9 @@ class Calibration(Block):
     from which statistics describe other text as well as all of them do, to 1 % (docs/methods.md#the-amount-of-text).
     It stays below `max_minutes` of planned time, if a quarter does. The choice is kept in the run directory.
 
+    `prefix`: every sample begins with the ids that the tokenizer puts before a text, such as a BOS; they count in its
+    length. `none`: it begins with the text itself.
+
     `text` may be a list of texts with shares that add up to 1. A few percent of text of another domain preserve most of
     the model's quality there.
     """
@@ -88,6 +92,7 @@ class Calibration(Block):
     max_samples: Count | None = None
     max_minutes: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     sequence_length: Annotated[int, Field(ge=2, le=10**9)] = 2048
+    prefix: Prefix = "tokenizer"
     shards: Count = 16
     micro_batch: Count = 1
     propagate: Literal["compressed", "dense"] = "dense"

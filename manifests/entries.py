@@ -141,10 +141,12 @@ class TextLoss(Record):
 
 class TextsEntry(Record):
     """The dense model's losses on the calibration samples and on the evaluation text, in windows of `window` tokens.
-    `of`: digest of both texts' tokens. `remark`: on calibration text that looks damaged."""
+    `of`: digest of both texts' tokens. `prefix`: as in `ScoreEntry`. `remark`: on calibration text that looks
+    damaged."""
 
     of: Sha256
     window: PositiveInt
+    prefix: Row[NonNegativeInt] | None = None
     calibration: TextLoss
     evaluation: TextLoss | None = None
     remark: str | None = None
@@ -207,7 +209,10 @@ class ReusedEntry(Record):
 
 
 class ScoreEntry(Record):
-    """The perplexity of the dense or the compressed model (`seal`: of the compression record) on a text."""
+    """The perplexity of the dense or the compressed model (`seal`: of the compression record) on a text.
+
+    `prefix`: the ids before the text in each window; null: of a version that had none.
+    """
 
     kind: str | None = None
     model: str
@@ -219,6 +224,7 @@ class ScoreEntry(Record):
     tokens: PositiveInt
     windows: int | None = None
     window: PositiveInt
+    prefix: Row[NonNegativeInt] | None = None
 
 
 class PointsEntry(Record):

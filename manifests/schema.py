@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manifests.blocks import Block, Count, Listed, Location, Share
-from manifests.calibration import Calibration, Text
+from manifests.calibration import Calibration, Prefix, Text
 from manifests.methods import AnyMethod
 from manifests.quantize import Quantize
 
@@ -149,10 +149,16 @@ class Statistics(Block):
 
 
 class Perplexity(Block):
-    """Perplexity of the output on `text`, in windows of `window` tokens; `dense`: of the source as well."""
+    """Perplexity of the output on `text`, in windows of `window` tokens; `dense`: of the source as well.
+
+    `prefix`: every window begins with the ids that the tokenizer puts before a text, such as a BOS; they count in its
+    length and are not scored. `none`: it begins with the text itself, whose first token is not scored, as in published
+    perplexities of WikiText.
+    """
 
     text: Text
     window: Annotated[int, Field(ge=2)] = 2048
+    prefix: Prefix = "tokenizer"
     dense: bool = False
 
 
@@ -308,6 +314,8 @@ class Manifest(Block):
 def completed(semantic: Any) -> Any:
     """Complete `Manifest.semantic` of an older version: missing fields get their defaults, ranks multiples of 1.
 
+    `calibration.prefix` stays missing, because the samples of older versions had no prefix.
+
     A value that no version of the schema can have written is returned unchanged.
     """
     if not isinstance(semantic, Mapping):
@@ -324,4 +332,7 @@ def completed(semantic: Any) -> Any:
         entry if "rank_multiple" in old else {**entry, "rank_multiple": 1}
         for old, entry in zip(semantic["methods"], complete["methods"], strict=True)
     ]
-    return {**complete, "methods": methods}
+    completed_fields = {**complete, "methods": methods}
+    if isinstance(calibration, Mapping) and "prefix" not in calibration:
+        del completed_fields["calibration"]["prefix"]
+    return completed_fields

@@ -14,17 +14,17 @@ import sys
 import threading
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from manifests.calibration import Text
+from manifests.calibration import Prefix, Text
 from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.records import Record
-from manifests.schema import Workers
+from manifests.schema import Perplexity, Workers
 from pipeline.console.arguments import add_address, add_in_process, check_in_process, parser, run_command
 from pipeline.console.paths import prepare_folder
 from pipeline.console.wrapping import say
-from pipeline.evaluation.losses import shown_perplexity
+from pipeline.evaluation.losses import score_extent, shown_perplexity
 from pipeline.evaluation.task_scores import score_tasks, task_lines
 from pipeline.inputs.task_names import check_tasks
 
@@ -54,8 +54,12 @@ def main(argv: list[str] | None = None) -> int:
         "--accept-loss", action="store_true", help="score a dense model with random weights, however large its loss"
     )
     options.add_argument("--field", help="the column of .jsonl, .json or .parquet files with the text")
+    options.add_argument("--window", type=int, default=2048, help="tokens in a window, those of the prefix included")
     options.add_argument(
-        "--window", type=int, default=2048, help="tokens in a window; every token but the first is scored"
+        "--prefix",
+        choices=get_args(Prefix),
+        default="tokenizer",
+        help="what a window begins with: the ids that the tokenizer puts before a text, or none; not scored",
     )
     options.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the forward pass; the log-softmax is always float32"
@@ -93,8 +97,7 @@ def _body(arguments: Any) -> int:
             score = _perplexity(arguments)
             if not arguments.json:
                 perplexity = shown_perplexity(score["perplexity"], score["loss"])
-                extent = f"{score['tokens']:,} tokens, windows of {score['window']}"
-                say(f"{arguments.model}: perplexity {perplexity} over {extent}")
+                say(f"{arguments.model}: perplexity {perplexity} over {score_extent(score)}")
         for model in (arguments.model, arguments.beside) if arguments.tasks else ():
             if model:
                 tasks[model] = _scored_tasks(arguments, model)
@@ -122,6 +125,7 @@ def _scored_tasks(arguments: Any, model: str) -> Any:
 
 def _perplexity(arguments: Any) -> dict[str, Any]:
     text = parse_block(Text, {"files": tuple(arguments.text), "field": arguments.field}, "--text")
+    asked = Perplexity(text=text, window=arguments.window, prefix=arguments.prefix)
     workers = parse_block(
         Workers, {"max": arguments.workers, "cpus": arguments.cpus, "gpus": arguments.gpus}, "--workers, --cpus, --gpus"
     )
@@ -147,8 +151,7 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
         dtype = None if arguments.dtype == "stored" else getattr(torch, arguments.dtype)
         return measure_perplexity(
             arguments.model,
-            text,
-            arguments.window,
+            asked,
             Scoring(workers, dtype, stop, observer, arguments.scratch, arguments.in_process, arguments.accept_loss),
             start=connect_workers,
             trust_remote_code=arguments.trust_remote_code,

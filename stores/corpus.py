@@ -13,6 +13,7 @@ import torch
 from manifests.calibration import Text
 from manifests.errors import InputError
 from stores.model_files import CONFIG_FILE, TOKENIZERS, companions
+from stores.special_tokens import text_end
 from stores.storage import Place, matching, on_this_machine, open_storage
 from stores.text_files import file_documents
 from stores.text_rows import DEFAULT_FIELD, Document, Row, SkippedRows, documents_of
@@ -109,18 +110,21 @@ def draw_samples(
     held_out: int,
     sequence_length: int,
     seed: int,
+    prefix: Sequence[int] = (),
 ) -> Drawn:
     """Draw calibration samples, and up to `held_out` other windows.
 
-    All are disjoint windows of the tokenised documents of the sources, concatenated in order. Each non-empty document
-    begins with the tokenizer's BOS, if it has one; no other special token is added. The seed chooses among the first
-    32 * samples windows (all, in most corpora), and the choice keeps their order; the rest of the corpus is not read.
-    The samples do not depend on `held_out`. A sample belongs to the source of its first token.
+    All are disjoint windows of the tokenised documents of the sources, concatenated in order. Each window begins with
+    the ids of `prefix`, which count in its length. Each non-empty document ends as the tokenizer ends a text, or with
+    its EOS, if it has one. The seed chooses among the first 32 * samples windows (all, in most corpora), and the choice
+    keeps their order; the rest of the corpus is not read. The samples do not depend on `held_out`. A sample belongs to
+    the source of its first token behind the prefix.
 
-    Raises InputError: fewer tokens than samples * sequence_length, or a tokenizer that fails on the text.
+    Raises InputError: fewer tokens than the samples need, or a tokenizer that fails on the text.
     """
     chosen, others = _Reservoir(samples, seed), _Reservoir(held_out, f"held out {seed}")
-    num_tokens, ends = 0, list[int]()
+    room = _room("calibration.sequence_length", sequence_length, prefix)
+    num_tokens, begins, ends = 0, list[int](), list[int]()
 
     def pieces() -> Iterator[torch.Tensor]:
         count = 0
@@ -130,20 +134,22 @@ def draw_samples(
                 yield piece
             ends.append(count)
 
-    for position, window in enumerate(_windows(pieces(), sequence_length)):
-        num_tokens += len(window)
+    for position, (begin, window) in enumerate(_windows(pieces(), sequence_length, prefix)):
+        num_tokens += len(window) - len(prefix)
         if len(window) < sequence_length or position == POOL_FACTOR * samples:
             break
+        begins.append(begin)
         rejected = chosen.offer((position, window))
         if rejected is not None:
             others.offer(rejected)
     if len(chosen.windows) < samples:
         raise InputError(
-            f"calibration text: {num_tokens} tokens, but {samples} samples of {sequence_length} need "
-            f"{samples * sequence_length}; give more text, or lower calibration.samples or sequence_length"
+            f"calibration text: {num_tokens} tokens, but {samples} samples of {sequence_length} need {samples * room}"
+            f"{_beside(prefix)}; give more text, or lower calibration.samples or sequence_length"
         )
-    begins = sorted(position * sequence_length for position, _ in chosen.windows)
-    places = tuple(bisect_right(ends, begin) for begin in begins)
+    places = tuple(
+        bisect_right(ends, begins[position]) for position in sorted(position for position, _ in chosen.windows)
+    )
     return Drawn(chosen.stacked(sequence_length), others.stacked(sequence_length), places)
 
 
@@ -193,50 +199,94 @@ class _Reservoir:
         return torch.stack(windows) if windows else torch.empty(0, length, dtype=torch.int64)
 
 
-def evaluation_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int) -> torch.Tensor:
+def evaluation_windows(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int, prefix: Sequence[int] = ()
+) -> torch.Tensor:
     """Return windows (n, window) int64 of the documents, joined by blank lines and tokenised without special tokens.
 
-    This is the usual text of perplexity scores: a .txt file unchanged, or a dataset's rows joined by two newlines. The
-    last incomplete window is dropped. Raises InputError if the text is shorter than one window.
+    This is the usual text of perplexity scores: a .txt file unchanged, or a dataset's rows joined by two newlines. Each
+    window begins with the ids of `prefix`, which count in its length. The last incomplete window is dropped.
+
+    Raises InputError if the text is shorter than one window.
     """
     ids = torch.tensor(_encode(tokenizer, ["\n\n".join(documents)])[0], dtype=torch.int64)
-    count = len(ids) // window
-    if count == 0:
-        raise InputError(f"evaluation text: {len(ids)} tokens, one window has {window}; give more text or lower window")
-    return ids[: count * window].view(count, window)
+    return cut_windows(ids, window, prefix)
 
 
-def _windows(pieces: Iterable[torch.Tensor], length: int) -> Iterator[torch.Tensor]:
-    """Yield consecutive windows, also the incomplete last one."""
-    rest = torch.empty(0, dtype=torch.int64)
-    for piece in pieces:
-        rest = torch.cat([rest, piece])
-        complete = len(rest) // length * length
-        yield from rest[:complete].view(-1, length)
-        rest = rest[complete:]
-    if len(rest):
-        yield rest
+def cut_windows(ids: torch.Tensor, window: int, prefix: Sequence[int] = ()) -> torch.Tensor:
+    """Return the complete windows (n, window) of an evaluation text's ids (T,) int64, behind `prefix`.
+
+    Raises InputError if there is none.
+    """
+    room = _room("window", window, prefix)
+    complete = [each for _, each in _windows([ids], window, prefix) if len(each) == window]
+    if not complete:
+        raise InputError(
+            f"evaluation text: {len(ids)} tokens, one window has {room}{_beside(prefix)}; "
+            "give more text or lower window"
+        )
+    return torch.stack(complete)
+
+
+def _room(name: str, length: int, prefix: Sequence[int]) -> int:
+    """Return the number of the text's tokens in a window. Raises InputError if the prefix leaves none."""
+    if length <= len(prefix):
+        raise InputError(
+            f"{name}: {length} leaves no room for text behind the {len(prefix)} ids that the tokenizer puts before a "
+            f"text; raise it to {len(prefix) + 2} or more, or set prefix: none"
+        )
+    return length - len(prefix)
+
+
+def _beside(prefix: Sequence[int]) -> str:
+    """Return a part of a message: the tokens that a window has besides those of the text."""
+    return f" besides the {len(prefix)} that the tokenizer puts before each" if prefix else ""
+
+
+def _windows(
+    pieces: Iterable[torch.Tensor], length: int, prefix: Sequence[int] = ()
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield consecutive windows behind the prefix, also the incomplete last one, each with the index of its first token
+    of the text. A text that brings the prefix itself where a window begins, as a chat template does, gets no second
+    one."""
+    first = torch.tensor(prefix, dtype=torch.int64)
+    room = length - len(first)
+    rest, begin = torch.empty(0, dtype=torch.int64), 0
+    for piece in chain(pieces, (None,)):
+        rest = rest if piece is None else torch.cat([rest, piece])
+        at = 0
+        while len(rest) - at >= (length if piece is not None else 1):
+            if len(first) and torch.equal(rest[at : at + len(first)], first):
+                at += len(first)
+            text = rest[at : at + room]
+            if len(text):
+                yield begin + at, torch.cat((first, text))
+            at += room
+        begin, rest = begin + at, rest[at:]
 
 
 def _token_pieces(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[torch.Tensor]:
     """Yield token ids in batches of about PIECE_CHARACTERS, for which a fast tokenizer uses all cores."""
+    end = [*text_end(tokenizer)]
     batch: list[tuple[str, bool]] = []
     num_characters = 0
     for item in _pieces(documents):
         batch.append(item)
         num_characters += len(item[0])
         if num_characters >= PIECE_CHARACTERS:
-            yield _encode_batch(tokenizer, batch)
+            yield _encode_batch(tokenizer, batch, end)
             batch, num_characters = [], 0
     if batch:
-        yield _encode_batch(tokenizer, batch)
+        yield _encode_batch(tokenizer, batch, end)
 
 
-def _encode_batch(tokenizer: PreTrainedTokenizerBase, batch: list[tuple[str, bool]]) -> torch.Tensor:
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+def _encode_batch(tokenizer: PreTrainedTokenizerBase, batch: list[tuple[str, bool]], end: list[int]) -> torch.Tensor:
+    """Return the ids of pieces of documents. A document gets the ids `end` behind it, unless it has them itself."""
     ids: list[int] = []
-    for (_, begins_document), piece_ids in zip(batch, _encode(tokenizer, [text for text, _ in batch]), strict=True):
-        ids += [*begin, *piece_ids] if begins_document else piece_ids
+    for (_, ends_document), piece_ids in zip(batch, _encode(tokenizer, [text for text, _ in batch]), strict=True):
+        ids += piece_ids
+        if ends_document and piece_ids[len(piece_ids) - len(end) :] != end:
+            ids += end
     return torch.tensor(ids, dtype=torch.int64)
 
 
@@ -255,14 +305,14 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, begins a document); long documents are cut after a newline, or, without one, anywhere."""
+    """Yield (text, ends a document); long documents are cut after a newline, or, without one, anywhere."""
     for document in documents:
         start = 0
         while start < len(document):
             stop = start + PIECE_CHARACTERS
             if stop < len(document):
                 stop = document.rfind("\n", start, stop) + 1 or stop
-            yield document[start:stop], start == 0
+            yield document[start:stop], stop >= len(document)
             start = stop
 
 

@@ -41,6 +41,7 @@ ACTIVATIONS = "activations.zarr"
 STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")
 FOLDERS = (LEDGER, STAGED, LOGS, STATISTICS, ACTIVATIONS)
 MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
+SAMPLES_FIELD, PREFIX_FIELD = "calibration_tokens", "manifest.calibration.prefix"
 SHOWN_FIELDS = 20
 SHOWN_CHARACTERS = 60
 
@@ -223,7 +224,7 @@ class RunDirectory:
         if not self._has_work(before_work):
             return FingerprintCheck("new", content, tuple(differing))
         if not adaptable(list(differing)):
-            raise InputError(self._refusal(list(differing.values())))
+            raise InputError(self._refusal(differing))
         return FingerprintCheck("adapted", content, tuple(differing))
 
     def bind(self, check: FingerprintCheck, adapt: Callable[[], None] = lambda: None) -> None:
@@ -273,16 +274,25 @@ class RunDirectory:
         """Return differing field -> its old and new values."""
         stored = {name: completed(value) if name == "manifest" else value for name, value in old["fields"].items()}
         before, after = _flatten(stored), _flatten(new["fields"])
+        if PREFIX_FIELD in after and before.get(SAMPLES_FIELD) == after[SAMPLES_FIELD]:
+            before.setdefault(PREFIX_FIELD, after[PREFIX_FIELD])  # a version without prefixes drew the same samples
         return {
             field: f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
             for field in sorted(before.keys() | after.keys())
             if field not in before or field not in after or before[field] != after[field]
         }
 
-    def _refusal(self, differing: list[str]) -> str:
+    def _refusal(self, differing: Mapping[str, str]) -> str:
+        shown = [*differing.values()][:SHOWN_FIELDS]
         more = [f"... and {len(differing) - SHOWN_FIELDS} more"] if len(differing) > SHOWN_FIELDS else []
-        lines = [f"run_dir {self.place}: holds another job's work; these differ:", *differing[:SHOWN_FIELDS], *more]
-        return "\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over"
+        lines = [f"run_dir {self.place}: holds another job's work; these differ:", *shown, *more]
+        remedy = "set another run_dir, restore these, or use --fresh to start over"
+        if f"{PREFIX_FIELD}: (none)" in differing.get(PREFIX_FIELD, ""):
+            remedy += (
+                "\nan earlier version began this work: its samples have a BOS before each document, and no prefix; "
+                "go on with that version, or start over"
+            )
+        return "\n  ".join(lines) + f"\n{remedy}"
 
 
 def existing_run(place: Place) -> RunDirectory:

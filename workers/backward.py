@@ -245,14 +245,19 @@ class BackwardPass:
     # -- sources of gradients ----------------------------------------------------------------------------------------
 
     def _head_gradient(self, unit: Backward) -> GradientOf:
-        """Return the gradient of log p(ŷ), summed over positions, at the output of the last layer."""
-        logits = head(self.layers)
+        """Return the gradient of log p(ŷ), summed over positions, at the output of the last layer.
+
+        Positions that predict the tokenizer's own prefix have none.
+        """
+        logits, fixed = head(self.layers), max(0, self.setup.prefix - 1)
 
         def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
             generator = self._generator("labels", self.setup.sample_range(unit.shard)[0] + sample)
             uniform_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)
             rows = zip(output_SD.split(ROWS_PER_HEAD), uniform_S.split(ROWS_PER_HEAD), strict=True)
-            return torch.cat([self._log_likelihood_gradient(logits, *part) for part in rows])
+            gradient_SD = torch.cat([self._log_likelihood_gradient(logits, *part) for part in rows])
+            gradient_SD[:fixed] = 0.0
+            return gradient_SD
 
         return gradient_of
 

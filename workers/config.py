@@ -32,6 +32,7 @@ class WorkerConfig:
         manifest: the job's manifest; None for evaluation.
         points: manifests of a sweep's points; a task's `method` is an index into the methods of all of them.
         gradient_samples: number of samples of the backward pass, spread over the shards.
+        prefix: number of ids at the beginning of each sample that the tokenizer puts before a text.
         run_dir: the place of activations.zarr, statistics.zarr and staged/.
         token_ids: windows to score (windows, length) that are not stored.
         gpu_share: each worker's share of a GPU, which limits its allocator.
@@ -57,6 +58,7 @@ class WorkerConfig:
     points: tuple[Manifest, ...] = ()
     token_ids: torch.Tensor | None = None
     gradient_samples: int = 0
+    prefix: int = 0
     gpu_share: float = 0.0
     memory_bytes: int = 0
     device_bytes: int = 0

@@ -166,12 +166,18 @@ class _Shard:
     def logits(self, *outputs: tuple[HiddenReader, StagedLayer | None]) -> Iterator[LogitRows]:
         """Yield logits (T, V) for each of the last layers' outputs, and the next tokens (T,), some rows at a time.
 
+        Tokens of a window's prefix, and a first token without one, are no next tokens.
+
         Raises NumericsError on NaN or infinity.
         """
         heads = {last and last.path: head(self.layers, last) for _, last in outputs}
+        first = self.unit.windows.unscored
         for start, stop in self._micro_batches():
-            hidden = [reader.read(start, stop).to(self.layers.device)[:, :-1].flatten(0, 1) for reader, _ in outputs]
-            target_T = self._tokens(start, stop)[:, 1:].flatten()
+            hidden = [
+                reader.read(start, stop).to(self.layers.device)[:, first - 1 : -1].flatten(0, 1)
+                for reader, _ in outputs
+            ]
+            target_T = self._tokens(start, stop)[:, first:].flatten()
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
                 logits = tuple(

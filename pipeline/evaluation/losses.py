@@ -6,7 +6,7 @@ docs/formats.md#perplexities.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from manifests.errors import InputError
@@ -52,6 +52,20 @@ def check_dense_loss(loss: float, vocab: int, text: str, remedy: str) -> None:
         )
 
 
+def score_extent(score: Mapping[str, Any]) -> str:
+    """Return the tokens and windows of a score, such as `9,779 tokens, windows of 128 behind token 0`."""
+    return f"{score['tokens']:,} tokens, windows of {score['window']}{prefix_part(score.get('prefix'))}"
+
+
+def prefix_part(prefix: Sequence[int] | None) -> str:
+    """Return what windows begin with, as a part of a line. None: a figure of a version that had no prefixes."""
+    if prefix is None:
+        return ""
+    if not prefix:
+        return ", no prefix"
+    return f" behind {'token' if len(prefix) == 1 else 'tokens'} {' '.join(map(str, prefix))}"
+
+
 def damage_warnings(summary: Mapping[str, Any]) -> list[str]:
     """Return a warning for each text on which the loss rises by more than WARNED_NATS over the dense model's.
 
@@ -73,7 +87,8 @@ def texts_line(texts: Mapping[str, Any]) -> str:
         for kind, name in names.items()
         if (loss := texts.get(kind))
     ]
-    return f"dense perplexity, in windows of {texts['window']} tokens: {', '.join(parts)}"
+    windows = f"in windows of {texts['window']} tokens{prefix_part(texts.get('prefix'))}"
+    return f"dense perplexity, {windows}: {', '.join(parts)}"
 
 
 def all_warnings(summary: Mapping[str, Any]) -> list[str]:

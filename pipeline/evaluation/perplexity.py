@@ -6,22 +6,21 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lamina import LayersConfig
-from manifests.calibration import Text
 from manifests.errors import InputError
-from manifests.schema import Workers
+from manifests.schema import Perplexity, Workers
 from pipeline.console.progress import JobObserver
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.scoring import window_units
 from pipeline.evaluation.losses import check_dense_loss, json_perplexity
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.registry import geometry_of
-from pipeline.inputs.calibration import window_tokens
+from pipeline.inputs.calibration import EvaluationTokens, window_tokens
 from pipeline.inputs.checkpoints import expected_tensors, read_checkpoint
 from pipeline.inputs.job_inputs import layer_dtype
 from pipeline.units.scores import Score, Scored, Windows
@@ -60,17 +59,18 @@ class Scoring:
 
 def measure_perplexity(
     model: str,
-    text: Text,
-    window: int,
+    asked: Perplexity,
     scoring: Scoring,
     *,
     start: Callable[[], None] = lambda: None,
     limit: int | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Measure token-level perplexity over non-overlapping windows. Every token but a window's first is scored.
+    """Measure token-level perplexity over non-overlapping windows. Every token of the text is scored, but for the first
+    one of a window without a prefix.
 
     Args:
+        asked: the text, the window and its prefix.
         start: called once model and text are checked, before any worker is started.
         limit: the number of windows to score, from the first on.
         trust_remote_code: run Python of the checkpoint as its tokenizer.
@@ -79,10 +79,10 @@ def measure_perplexity(
         InputError: model or text is wrong, or a dense model's loss shows that something was read wrongly.
         Interrupted: `stop` was set.
     """
-    source, config = _open_checkpoint(model, window, trust_remote_code)
-    tokens = window_tokens(source.storage, text, window, config["vocab_size"], trust_remote_code)[:limit]
+    source, config = _open_checkpoint(model, asked.window, trust_remote_code)
+    tokens = window_tokens(source.storage, asked, config["vocab_size"], trust_remote_code)
     start()
-    figures = _score(source, config, tokens, scoring)
+    figures = _score(source, config, replace(tokens, ids=tokens.ids[:limit]), scoring)
     if not scoring.accept_loss and config.get("model_type") != "lamina":
         check_dense_loss(
             figures["loss"], config["vocab_size"], "the text", "if its weights are random, add --accept-loss"
@@ -90,12 +90,9 @@ def measure_perplexity(
     return figures
 
 
-def score_tokens(model: str, tokens: torch.Tensor, scoring: Scoring) -> dict[str, Any]:
-    """Measure perplexity over windows of token ids (windows, window), without the first token of each.
-
-    Raises InputError (the model is wrong) and Interrupted.
-    """
-    return _score(*_open_checkpoint(model, tokens.shape[1]), tokens, scoring)
+def score_tokens(model: str, tokens: EvaluationTokens, scoring: Scoring) -> dict[str, Any]:
+    """Measure perplexity as `measure_perplexity`. Raises InputError (the model is wrong) and Interrupted."""
+    return _score(*_open_checkpoint(model, tokens.ids.shape[1]), tokens, scoring)
 
 
 def _open_checkpoint(model: str, window: int, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
@@ -110,10 +107,10 @@ def _open_checkpoint(model: str, window: int, code: bool = False) -> tuple[Sourc
 
 
 def _score(
-    source: SourceCheckpoint, config: Mapping[str, Any], tokens: torch.Tensor, scoring: Scoring
+    source: SourceCheckpoint, config: Mapping[str, Any], tokens: EvaluationTokens, scoring: Scoring
 ) -> dict[str, Any]:
     geometry, workers, observer, scratch = geometry_of(config), scoring.workers, scoring.observer, scoring.scratch
-    num_windows, window = tokens.shape
+    num_windows, window = tokens.ids.shape
     with tempfile.TemporaryDirectory(dir=scratch and os.path.abspath(scratch), prefix=SCRATCH_PREFIX) as directory:
         setup = WorkerConfig(
             source=source,
@@ -129,21 +126,22 @@ def _score(
             gpu_share=workers.gpus,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
             experts=workers.experts,
-            token_ids=tokens.to(torch.int32),  # through Ray: other nodes do not see a folder of this one
+            token_ids=tokens.ids.to(torch.int32),  # through Ray: other nodes do not see a folder of this one
         )
-        windows = Windows.even(num_windows, setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
+        name, prefix = str(setup.dtype).removeprefix("torch."), len(tokens.prefix)
+        windows = Windows.even(num_windows, setup.shards, name, setup.micro_batch, prefix=prefix)
         observer.stage("start")
         with worker_pool(setup, workers, scoring.stop, observer.say, scoring.in_process) as pool:
             parts = _parts(config, workers.experts)
             scored = Scheduler(pool, observer).run(_score_windows(windows, parts, observer))
-    return perplexity_figures(scored, num_windows, window)
+    return perplexity_figures(scored, tokens)
 
 
-def perplexity_figures(scored: Scored, windows: int, window: int) -> dict[str, Any]:
-    """Return the score of a number of windows as JSON."""
-    loss = scored.loss / scored.tokens
+def perplexity_figures(scored: Scored, tokens: EvaluationTokens) -> dict[str, Any]:
+    """Return the score of windows as JSON."""
+    loss, (windows, window) = scored.loss / scored.tokens, tokens.ids.shape
     figures = {"perplexity": json_perplexity(loss), "loss": loss}
-    return {**figures, "tokens": scored.tokens, "windows": windows, "window": window}
+    return {**figures, "tokens": scored.tokens, "windows": windows, "window": window, "prefix": list(tokens.prefix)}
 
 
 def _stored_dtype(source: SourceCheckpoint, config: Mapping[str, Any]) -> torch.dtype:

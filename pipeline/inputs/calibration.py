@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manifests.calibration import Text
+from manifests.calibration import Prefix, Text
 from manifests.errors import InputError
 from manifests.records import Origin
+from manifests.schema import Perplexity
 from pipeline.families.foreign import sequence_limit
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.methods.text_sources import TextSources
 from pipeline.units.sharding import held_out_windows
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
-from stores.storage import Place
+from stores.model_files import TOKENIZERS
+from stores.special_tokens import text_prefix
+from stores.storage import Place, matching, open_storage
 from stores.text_rows import SkippedRows
 from stores.token_places import first_beyond
 
@@ -35,12 +38,22 @@ class CalibrationTokens:
     texts.
 
     There are a tenth as many windows as samples, at most 32,768 tokens, and fewer if the texts are short. `sources`
-    names the source of each sample.
+    names the source of each sample. All begin with the ids `prefix`.
     """
 
     samples: torch.Tensor
     held_out: torch.Tensor
     sources: TextSources
+    prefix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class EvaluationTokens:
+    """Token ids (windows, window) int64 of an evaluation text. Each window begins with the ids `prefix`, which are not
+    scored."""
+
+    ids: torch.Tensor
+    prefix: tuple[int, ...] = ()
 
 
 def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> CalibrationTokens | None:
@@ -53,6 +66,7 @@ def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> Ca
         return None
     tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
     samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
+    prefix = prefix_ids(calibration.prefix, tokenizer)
     drawn = [
         draw_samples(
             [read_documents(source, skipped) for source in text.sources.values()],
@@ -61,6 +75,7 @@ def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> Ca
             held_out_windows(count, samples, length),
             length,
             seed,
+            prefix,
         )
         for text, count in calibration.texts
     ]
@@ -74,6 +89,7 @@ def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> Ca
         torch.cat([each.samples for each in drawn]),
         torch.cat([each.held_out for each in drawn]),
         TextSources(names, tuple(map(names.index, of_samples)), length),
+        prefix,
     )
     texts = [text for text, _ in calibration.texts]
     for ids in (tokens.samples, tokens.held_out):
@@ -81,34 +97,39 @@ def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> Ca
     return tokens
 
 
-def evaluation_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> torch.Tensor | None:
-    """Return the token ids (windows, window) of the evaluation text; None if the manifest has none.
+def prefix_ids(prefix: Prefix, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids at the beginning of a window, by a manifest's `prefix`. Raises InputError."""
+    return text_prefix(tokenizer) if prefix == "tokenizer" else ()
 
-    Raises InputError about the text.
+
+def evaluation_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> EvaluationTokens | None:
+    """Return the tokens of the evaluation text; None if the manifest has none. Raises InputError about the text.
+
+    `skipped`: as in `window_tokens`.
     """
     perplexity, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
     if perplexity is None:
         return None
     storage, vocab = inputs.source.storage, inputs.geometry.vocab
-    return window_tokens(storage, perplexity.text, perplexity.window, vocab, model.trust_remote_code, skipped)
+    return window_tokens(storage, perplexity, vocab, model.trust_remote_code, skipped)
 
 
 def window_tokens(
     place: Place,
-    text: Text,
-    window: int,
+    perplexity: Perplexity,
     vocab: int,
     trust_remote_code: bool = False,
     skipped: SkippedRows | None = None,
-) -> torch.Tensor:
-    """Return the token ids (windows, window) of an evaluation text. Raises InputError about the text.
+) -> EvaluationTokens:
+    """Return the tokens of an evaluation text, by the tokenizer beside a model. Raises InputError about the text.
 
     `skipped`: gets the number of rows without text, by file or dataset.
     """
     tokenizer = load_tokenizer(place, trust_remote_code)
-    tokens = evaluation_windows(read_documents(text, skipped), tokenizer, window)
-    check_ids(tokens, vocab, tokenizer, [text])
-    return tokens
+    prefix = prefix_ids(perplexity.prefix, tokenizer)
+    tokens = evaluation_windows(read_documents(perplexity.text, skipped), tokenizer, perplexity.window, prefix)
+    check_ids(tokens, vocab, tokenizer, [perplexity.text])
+    return EvaluationTokens(tokens, prefix)
 
 
 def tokens_digest(tokens: torch.Tensor | None) -> str | None:
@@ -118,15 +139,32 @@ def tokens_digest(tokens: torch.Tensor | None) -> str | None:
     return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
 
 
-def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -> tuple[Origin, torch.Tensor]:
+def sample_tokens(
+    calibration: torch.Tensor | None, config: Mapping[str, Any], place: Place, trust_remote_code: bool = False
+) -> tuple[Origin, torch.Tensor]:
     """Return the token ids (batch, length) on which `verify` compares models, and their origin: the beginnings of the
-    first calibration samples, or random ids in a data-free job."""
+    first calibration samples, or random ids in a data-free job, behind the prefix of the tokenizer at `place`, if the
+    model has one."""
     batch, length = SAMPLE_SHAPE
     if calibration is not None:
         return "calibration", calibration[:batch, :length]
     length = min(length, sequence_limit(config)[1])
     generator = torch.Generator().manual_seed(0)
-    return "random", torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
+    ids_BS = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
+    prefix = torch.tensor(_prefix_beside(place, trust_remote_code)[: length - 1], dtype=torch.int64)
+    if len(prefix) and int(prefix.max()) < config["vocab_size"]:
+        ids_BS[:, : len(prefix)] = prefix
+    return "random", ids_BS
+
+
+def _prefix_beside(place: Place, trust_remote_code: bool) -> tuple[int, ...]:
+    """Return the prefix of the tokenizer beside a model; none if it has no usable tokenizer, which copies need not."""
+    if not matching(open_storage(place), TOKENIZERS):
+        return ()
+    try:
+        return text_prefix(load_tokenizer(place, trust_remote_code))
+    except InputError:
+        return ()
 
 
 def seen_share(calibration: torch.Tensor, evaluation: torch.Tensor, length: int = PASSAGE) -> float:

@@ -16,9 +16,9 @@ import torch
 
 from manifests.entries import ReusedEntry
 from manifests.errors import InputError
-from manifests.loading import dump_manifest
+from manifests.loading import decode_document, dump_manifest
 from manifests.records import SourceFile
-from manifests.schema import RANKS_ONLY, Manifest
+from manifests.schema import RANKS_ONLY, Evaluation, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.eta import read_paces
@@ -28,7 +28,7 @@ from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_dependencies import retract_changed
 from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TARGET
 from pipeline.evaluation.losses import check_dense_loss
-from pipeline.inputs.calibration import calibration_tokens, evaluation_tokens
+from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
@@ -52,7 +52,8 @@ class JobContext:
     Attributes:
         tokens: calibration token ids (samples, sequence); None for a data-free job.
         held_out: token ids (windows, sequence) of the same texts beyond the samples; None if there are none.
-        evaluation: token ids (windows, window) on which OUTPUT is scored; None without an evaluation of perplexity.
+        prefix: the ids with which samples and held-out windows begin.
+        evaluation: the tokens on which OUTPUT is scored; None without an evaluation of perplexity.
         source_files: the files that the job reads, by name.
         locks: of the run directory and of OUTPUT, held.
         output_files: the files of OUTPUT at the start.
@@ -69,7 +70,8 @@ class JobContext:
     inputs: Inputs
     tokens: torch.Tensor | None
     held_out: torch.Tensor | None
-    evaluation: torch.Tensor | None
+    prefix: tuple[int, ...]
+    evaluation: EvaluationTokens | None
     sources: TextSources
     skipped_rows: SkippedRows
     source_files: Mapping[str, SourceFile]
@@ -151,6 +153,7 @@ def open_job(
             fingerprint_check, watch, in_process=in_process,
         )  # fmt: skip
         if fingerprint_check.kind in ("same", "adapted"):
+            check_evaluation_prefix(job, MANIFEST, manifest.evaluation)
             job = with_entered_samples(job)
         if fingerprint_check.reuses_entries:
             check_ledger(job)
@@ -185,7 +188,8 @@ class Text(NamedTuple):
 
     samples: torch.Tensor | None
     held_out: torch.Tensor | None
-    evaluation: torch.Tensor | None
+    prefix: tuple[int, ...]
+    evaluation: EvaluationTokens | None
     sources: TextSources
     skipped_rows: SkippedRows
 
@@ -196,7 +200,26 @@ def read_text(inputs: Inputs) -> Text:
     drawn = calibration_tokens(inputs, skipped)
     held_out = drawn.held_out if drawn and len(drawn.held_out) else None
     sources = drawn.sources if drawn else NO_SOURCES
-    return Text(drawn.samples if drawn else None, held_out, evaluation_tokens(inputs, skipped), sources, skipped)
+    samples, prefix = (drawn.samples, drawn.prefix) if drawn else (None, ())
+    return Text(samples, held_out, prefix, evaluation_tokens(inputs, skipped), sources, skipped)
+
+
+def check_evaluation_prefix(job: JobContext, file: str, evaluation: Evaluation) -> None:
+    """Raise InputError if scores in the run directory are of windows without a prefix, and the default would add one.
+
+    `file`: the stored manifest, which a version without prefixes may have written. `evaluation`: as the user gives it.
+    """
+    perplexity, storage = evaluation.perplexity, job.run_dir.storage
+    if perplexity is None or "prefix" in perplexity.model_fields_set or not (job.evaluation and job.evaluation.prefix):
+        return
+    stored = decode_document(storage.read(file), storage.at(file)) if storage.has(file) else {}
+    earlier = (stored.get("evaluation") or {}).get("perplexity")
+    if earlier is not None and "prefix" not in earlier:
+        raise InputError(
+            "evaluation.perplexity.prefix: an earlier version began this run directory, and its windows have no "
+            f"prefix; the tokenizer puts the ids {', '.join(map(str, job.evaluation.prefix))} before a text; set "
+            "none to go on as before, or tokenizer to score with them"
+        )
 
 
 def read_source(inputs: Inputs, ledger: Ledger) -> Mapping[str, SourceFile]:

@@ -182,7 +182,7 @@ def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
     assert calibration is not None, "there is no text to hold out from"
     dtype = torch.promote_types(job.inputs.dtype, torch.float32)
     name = str(dtype).removeprefix("torch.")
-    return Windows.even(tokens.shape[0], calibration.shards, name, calibration.micro_batch, tokens)
+    return Windows.even(tokens.shape[0], calibration.shards, name, calibration.micro_batch, tokens, len(job.prefix))
 
 
 def _drop(job: JobContext) -> None:

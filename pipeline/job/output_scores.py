@@ -100,7 +100,7 @@ def score_entry(job: JobContext, model: str, seal: str, figures: Mapping[str, An
         seal=seal,
         text=perplexity.text.model_dump(mode="json", exclude_none=True),
         seen=_seen_share(job),
-        **{name: figures[name] for name in ("perplexity", "loss", "tokens", "windows", "window")},
+        **{name: figures[name] for name in ("perplexity", "loss", "tokens", "windows", "window", "prefix")},
     )
 
 
@@ -127,14 +127,14 @@ def _seen_share(job: JobContext) -> float:
     """Return the share of the evaluation text that occurs in the calibration samples."""
     if job.tokens is None or job.evaluation is None:
         return 0.0
-    return seen_share(job.tokens, job.evaluation)
+    return seen_share(job.tokens, job.evaluation.ids)
 
 
 def _score_keys(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
     """Return ledger key -> the model to be scored."""
     if job.evaluation is None:
         return {}
-    keys = {score_key("output", _digest(seal, tokens_digest(job.evaluation))): job.manifest.output}
+    keys = {score_key("output", _digest(seal, tokens_digest(job.evaluation.ids))): job.manifest.output}
     if job.manifest.evaluation.perplexity and job.manifest.evaluation.perplexity.dense:
         keys |= dict.fromkeys(dense_score_key(job), job.inputs.source.place)
     return keys
@@ -155,7 +155,7 @@ def dense_score_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:
     """Return the key of the source's score on the evaluation tokens; none without such tokens."""
     if job.evaluation is None:
         return ()
-    return (score_key("dense", _digest(_source_digests(job), tokens_digest(job.evaluation))),)
+    return (score_key("dense", _digest(_source_digests(job), tokens_digest(job.evaluation.ids))),)
 
 
 def _source_digests(job: JobContext) -> dict[str, str]:

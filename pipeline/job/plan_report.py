@@ -79,7 +79,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     phases = phase_seconds(work, rates, way)
     skipped: SkippedRows = {}
     tokens = evaluation_tokens(inputs, skipped) if inputs else None
-    evaluation = 0 if tokens is None else tokens.numel()
+    evaluation = 0 if tokens is None else tokens.ids.numel()
     texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, way)}
     if manifest.evaluation.calibrate_prediction:
         phases["other sizes"] = OTHER_SIZES * size_seconds(phases, way)
@@ -88,7 +88,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         texts = {"amount of text": amount_seconds(calibration, geometry.layers[0], rates)} | texts
     phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
     if inputs is not None and tokens is not None:
-        phases["evaluate"] = scoring_seconds(inputs, tokens, rates, way.workers)
+        phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, way.workers)
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
     remarks += [*chosen, *_not_counted(manifest, inputs), *skipped_lines(skipped)]
     return report | verdict(manifest, report, source, remarks)

@@ -45,7 +45,7 @@ def job_eta(job: JobContext, rates: Rates) -> Eta:
     remaining = _Remaining(job, way, phase_seconds(work, rates, way))
     planned = [PlannedPhase("start", START_SECONDS)]
     if job.tokens is not None and job.ledger.get(TEXTS) is None:
-        evaluation = 0 if job.evaluation is None else job.evaluation.numel()
+        evaluation = 0 if job.evaluation is None else job.evaluation.ids.numel()
         seconds = texts_seconds(manifest, inputs.geometry, evaluation, work, rates, way)
         planned.append(PlannedPhase("score texts", seconds))
     planned += [*remaining.passes(), *remaining.sizes()]
@@ -137,7 +137,7 @@ def _evaluations(job: JobContext, rates: Rates, way: Pass) -> list[PlannedPhase]
     """Return the evaluations of OUTPUT and of the dense model that are not entered."""
     if job.evaluation is None or job.manifest.evaluation.perplexity is None:
         return []
-    flops = job.evaluation.numel() * scoring_flops(job.inputs.geometry, job.evaluation.shape[-1])
+    flops = job.evaluation.ids.numel() * scoring_flops(job.inputs.geometry, job.evaluation.ids.shape[-1])
     with_dense = job.manifest.evaluation.perplexity.dense
     has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
     each = [

@@ -19,13 +19,13 @@ from pipeline.driver.ledger_keys import TEXTS
 from pipeline.driver.recovery import REPAIRS
 from pipeline.evaluation.losses import texts_line
 from pipeline.evaluation.text_remarks import text_remark
-from pipeline.inputs.calibration import tokens_digest
+from pipeline.inputs.calibration import EvaluationTokens, tokens_digest
 from pipeline.job.context import JobContext, check_loss
 from pipeline.job.held_out import enter_dense_outputs, unscored_windows
 from pipeline.job.worker_session import JobWorkers
 from pipeline.units.scores import Scored, Windows
 from pipeline.units.sharding import text_windows
-from stores.corpus import load_tokenizer
+from stores.corpus import cut_windows, load_tokenizer
 
 NAME = "texts"  # of the dense model in the ledger while both texts are scored
 
@@ -41,14 +41,14 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
     """
     if job.tokens is None:
         return
-    samples, evaluation = compared_windows(job.tokens, job.evaluation)
+    samples, evaluation = compared_windows(job.tokens, job.evaluation, job.prefix)
     ids = torch.cat((samples, evaluation)).to(torch.int32)
     of, entered = tokens_digest(ids), job.ledger.get(TEXTS)
     assert of is not None
     if entered is None or entered.of != of:
         losses = _losses(job, workers, ids, len(samples), _joined(job, ids.shape[1]))
         remark = _remark(job, samples, evaluation, losses)
-        entered = TextsEntry(of=of, window=ids.shape[1], **losses, remark=remark)
+        entered = TextsEntry(of=of, window=ids.shape[1], prefix=job.prefix, **losses, remark=remark)
         job.ledger.commit(TEXTS, entered)
     figures = entered.as_json()
     job.observer.say(texts_line(figures))
@@ -59,16 +59,19 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
         job.observer.say(entered.remark)
 
 
-def compared_windows(samples: torch.Tensor, evaluation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def compared_windows(
+    samples: torch.Tensor, evaluation: EvaluationTokens | None, prefix: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each.
 
-    The length is that of a sample, or of the evaluation text if that is shorter.
+    The length is that of a sample, or of the evaluation text if that is shorter. All begin with the samples' `prefix`,
+    whatever the evaluation has, because losses with and without one cannot be compared.
     """
-    length = samples.shape[1] if evaluation is None else min(samples.shape[1], evaluation.numel())
     if evaluation is None:
         return _spread(samples), samples[:0]
-    whole = evaluation.numel() // length
-    return _spread(samples[:, :length]), _spread(evaluation.flatten()[: whole * length].view(whole, length))
+    text = evaluation.ids[:, len(evaluation.prefix) :].flatten()
+    length = min(samples.shape[1], len(text) + len(prefix))
+    return _spread(samples[:, :length]), _spread(cut_windows(text, length, prefix))
 
 
 def _spread(windows: torch.Tensor) -> torch.Tensor:
@@ -139,7 +142,7 @@ def _windows(job: JobContext, tokens: ArrayRecord, counts: tuple[int, ...]) -> t
         ranges += [(begin + first, begin + end) for first, end in even.ranges]
         ends.append(len(ranges))
         begin += count
-    return Windows(tuple(ranges), dtype, calibration.micro_batch, tokens), ends
+    return Windows(tuple(ranges), dtype, calibration.micro_batch, tokens, len(job.prefix)), ends
 
 
 def _text_loss(parts: list[Scored]) -> TextLoss:

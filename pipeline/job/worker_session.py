@@ -240,7 +240,10 @@ def _is_compared(job: JobContext, layers: LayersEntered) -> bool:
 
 def _sampled(job: JobContext) -> tuple[Origin, tuple[tuple[int, ...], ...]]:
     """Return the tokens that layers are compared on, and their origin."""
-    origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
+    inputs = job.inputs
+    origin, ids_BS = sample_tokens(
+        job.tokens, inputs.config, inputs.source.storage, job.manifest.model.trust_remote_code
+    )
     return origin, tuple(map(tuple, ids_BS.tolist()))
 
 
@@ -311,6 +314,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         manifest=manifest,
         points=job.points,
         gradient_samples=job.inputs.passes.gradient_samples,
+        prefix=len(job.prefix),
         experts=manifest.workers.experts,
         hardware=job.ledger.get(HARDWARE),
         sources=job.sources,

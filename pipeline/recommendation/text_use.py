@@ -12,6 +12,7 @@ from manifests.errors import InputError
 from pipeline.inputs.calibration import check_ids
 from pipeline.units.sharding import HELD_OUT
 from stores.corpus import count_tokens, read_documents
+from stores.special_tokens import text_prefix
 from stores.storage import open_file
 from stores.text_rows import SkippedRows
 
@@ -38,12 +39,14 @@ class TextUse:
         length: tokens of a sample, and of a window of the evaluation.
         samples: the number of calibration samples.
         available: tokens of the calibration part, counted up to a million.
+        prefix: the number of a sample's tokens that the tokenizer puts before a text.
     """
 
     end: float
     length: int
     samples: int
     available: int
+    prefix: int = 0
 
 
 def choose_text_use(
@@ -68,6 +71,7 @@ def choose_text_use(
         check_ids(ids, vocab, tokenizer, [text])
 
     total = count_tokens(read_documents(text, skipped), tokenizer, COUNTED_TOKENS, check)
+    prefix = len(text_prefix(tokenizer))
     counted = total < COUNTED_TOKENS
     length_of_text = total if counted else max(total, _file_bytes(text) // TEXT_BYTES_PER_TOKEN)
     end = 1 - min(EVALUATION_SHARE, EVALUATION_TOKENS / length_of_text) if length_of_text else 1 - EVALUATION_SHARE
@@ -77,9 +81,10 @@ def choose_text_use(
         first_part = text.model_copy(update={"end": end})
         available = count_tokens(read_documents(first_part), tokenizer, COUNTED_TOKENS)
     held_out = round((1 - end) * length_of_text)
-    lengths = [length for length in _lengths(longest) if held_out // length >= LEAST_WINDOWS]
-    good = [length for length in lengths if available // length >= GOOD_SAMPLES]
-    shortest = [length for length in lengths[-1:] if available // length >= LEAST_SAMPLES]
+    possible = [length for length in _lengths(longest) if length > prefix]
+    lengths = [length for length in possible if held_out // (length - prefix) >= LEAST_WINDOWS]
+    good = [length for length in lengths if available // (length - prefix) >= GOOD_SAMPLES]
+    shortest = [length for length in lengths[-1:] if available // (length - prefix) >= LEAST_SAMPLES]
     if not (chosen := good[:1] or shortest):
         needed = math.ceil(LEAST_SAMPLES * _lengths(longest)[-1] / (1 - EVALUATION_SHARE))
         raise InputError(
@@ -88,14 +93,14 @@ def choose_text_use(
         )
     length = chosen[0]
     most = max(SAMPLES, TOKENS_PER_CHANNEL * channels // length)
-    windows = available // length
-    return TextUse(end, length, min(most, max(LEAST_SAMPLES, windows * HELD_OUT // (HELD_OUT + 1))), available)
+    windows = available // (length - prefix)
+    return TextUse(end, length, min(most, max(LEAST_SAMPLES, windows * HELD_OUT // (HELD_OUT + 1))), available, prefix)
 
 
 def shortened(use: TextUse, length: int) -> TextUse:
     """Return the use with samples of `length`, and as many more of them as keeps the tokens, if the text has them."""
-    samples = min(use.samples * use.length // length, use.available // length)
-    return TextUse(use.end, length, samples, use.available)
+    samples = min(use.samples * use.length // length, use.available // (length - use.prefix))
+    return TextUse(use.end, length, samples, use.available, use.prefix)
 
 
 def _lengths(longest: int) -> list[int]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from pipeline.console.calling import as_called
 from pipeline.console.expert_groups import EXPERTS, extent, named, split_experts
 from pipeline.console.wrapping import wrapped
-from pipeline.evaluation.losses import all_warnings, shown_perplexity, texts_line
+from pipeline.evaluation.losses import all_warnings, score_extent, shown_perplexity, texts_line
 from pipeline.evaluation.task_scores import read_scores, task_lines
 from pipeline.ranks.search import CLOSE, WHOLE
 from stores.text_rows import skipped_lines
@@ -245,7 +245,7 @@ def _table(headings: Sequence[str]) -> Table:
 def _extent(entry: Mapping[str, Any]) -> str:
     text = entry.get("text", {})
     name = text.get("dataset") or ", ".join(Path(file).name for file in text.get("files", ()))
-    return f"{f'{name}, ' if name else ''}{entry['tokens']:,} tokens, windows of {entry['window']}"
+    return f"{f'{name}, ' if name else ''}{score_extent(entry)}"
 
 
 def _time_line(seconds: Mapping[str, Any]) -> str:

@@ -91,15 +91,16 @@ def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
     """
     if job.evaluation is None:
         return None
-    num_windows, length = job.evaluation.shape
-    tokens = _stored_windows(job, job.evaluation.to(torch.int32))
+    num_windows, length = job.evaluation.ids.shape
+    tokens = _stored_windows(job, job.evaluation.ids.to(torch.int32))
     workers.always.append(tokens)
-    windows = Windows.even(num_windows, SHARDS, "float32", max(1, NUMBERS_PER_BATCH // length), tokens)
+    batch, prefix = max(1, NUMBERS_PER_BATCH // length), len(job.evaluation.prefix)
+    windows = Windows.even(num_windows, SHARDS, "float32", batch, tokens, prefix)
     (key,) = dense_score_key(job)
     if (entered := job.ledger.get(key)) is None:
         scorer = workers.scorer(job)
         scored = scorer.score(windows, DENSE, [None] * job.inputs.geometry.num_layers)
-        figures = perplexity_figures(scored, num_windows, length)
+        figures = perplexity_figures(scored, job.evaluation)
         entered = score_entry(job, "dense", key.rpartition("/")[2], figures)
         job.ledger.commit(key, entered)
         scorer.forget(DENSE)

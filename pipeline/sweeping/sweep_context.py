@@ -26,7 +26,14 @@ from pipeline.console.progress import JobObserver
 from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.fingerprint import job_fingerprint
-from pipeline.job.context import JobContext, driver_job, read_source, read_text, watch_source
+from pipeline.job.context import (
+    JobContext,
+    check_evaluation_prefix,
+    driver_job,
+    read_source,
+    read_text,
+    watch_source,
+)
 from pipeline.job.ledger_entries import check_entries
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
 from pipeline.sweeping.sweep_plan import run_dir_bytes
@@ -62,7 +69,8 @@ class SweepContext:
     @property
     def text(self) -> str:
         """The digest of the tokens that points are scored on."""
-        tokens = [tokens_digest(self.job.evaluation), tokens_digest(self.job.held_out)]
+        evaluation = None if self.job.evaluation is None else self.job.evaluation.ids
+        tokens = [tokens_digest(evaluation), tokens_digest(self.job.held_out)]
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def begin(self) -> SweepContext:
@@ -142,6 +150,7 @@ def open_sweep(
         )  # fmt: skip
         context = SweepContext(sweep, swept, job)
         if fingerprint_check.reuses_entries:
+            check_evaluation_prefix(job, SWEEP, sweep.evaluation)
             context.enter()
         elif fingerprint_check.kind == "new":  # so that a start after a refused one need not read the source again
             run_dir.ledger.commit(SOURCE, source_files)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from manifests.sweep import Point, Sweep
 from pipeline.checkpoint.planned_size import bounded_plan, plan_of
 from pipeline.console.eta import Eta, PlannedPhase
@@ -17,7 +15,7 @@ from pipeline.cost_model.phases import Pass, evaluate_seconds, object_store_byte
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.texts import texts_seconds
 from pipeline.cost_model.work import LayerWork, scoring_flops
-from pipeline.inputs.calibration import evaluation_tokens
+from pipeline.inputs.calibration import EvaluationTokens, evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext
 from pipeline.job.plan_report import RateSource, planned_work, rates_from, seconds_of, stored_bytes, verdict
@@ -103,16 +101,16 @@ def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
     return plan.run_dir_bytes + max(0, staged - plan.output_bytes)
 
 
-def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> dict[str, float]:
+def _seconds(inputs: Inputs, evaluation: EvaluationTokens | None, rates: Rates) -> dict[str, float]:
     """Return phase -> seconds of a job with these inputs; `evaluate` and `held-out` are those of one model."""
     work, way = _work(inputs)
     seconds = phase_seconds(work, rates, way)
     seconds["held-out"] = seconds.get("held-out", 0.0) / way.held_out_models
     seconds["solve"] += sum(seconds.pop(name, 0.0) for name in ("round", "correct", "refine"))
-    numel = 0 if evaluation is None else evaluation.numel()
+    numel = 0 if evaluation is None else evaluation.ids.numel()
     seconds["texts"] = texts_seconds(inputs.manifest, inputs.geometry, numel, work, rates, way)
     if evaluation is not None:
-        flops = evaluation.numel() * scoring_flops(inputs.geometry, evaluation.shape[-1])
+        flops = evaluation.ids.numel() * scoring_flops(inputs.geometry, evaluation.ids.shape[-1])
         seconds["evaluate"] = evaluate_seconds(flops, rates, way.workers)
     return seconds
 

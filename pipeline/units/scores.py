@@ -24,21 +24,34 @@ class Windows:
         micro_batch: the number of windows that go through a layer at a time.
         tokens: record of the token ids (windows, length); None: the windows that the workers received when they
             started.
+        prefix: the number of ids at the beginning of each window that the tokenizer puts before a text.
     """
 
     ranges: tuple[tuple[int, int], ...]
     dtype: str
     micro_batch: int
     tokens: ArrayRecord | None = None
+    prefix: int = 0
 
     @classmethod
     def even(
-        cls, windows: int, shards: int, dtype: str, micro_batch: int, tokens: ArrayRecord | None = None
+        cls,
+        windows: int,
+        shards: int,
+        dtype: str,
+        micro_batch: int,
+        tokens: ArrayRecord | None = None,
+        prefix: int = 0,
     ) -> Windows:
         """Cut windows into at most `shards` shards, as calibration samples are cut."""
         shards = min(shards, windows)
         ranges = tuple(shard_range(shard, shards, windows) for shard in range(shards))
-        return cls(ranges, dtype, micro_batch, tokens)
+        return cls(ranges, dtype, micro_batch, tokens, prefix)
+
+    @property
+    def unscored(self) -> int:
+        """The number of tokens at the beginning of a window that are not scored: its prefix, or its first token."""
+        return max(1, self.prefix)
 
     @property
     def shards(self) -> int:

@@ -271,7 +271,10 @@ def check_logits(pair: Pair, bound: float | None) -> Finding:
     and the logits better than their mean.
     """
     recorded = pair.compression.get("compared")
-    ids_BS = torch.tensor(recorded["tokens"]) if recorded else sample_tokens(None, pair.config)[1]
+    if recorded:
+        ids_BS = torch.tensor(recorded["tokens"])
+    else:
+        _, ids_BS = sample_tokens(None, pair.config, pair.original.storage)
     origin = recorded["origin"] if recorded else "random"
     measured = compare_models(
         cpu_reader(pair.original, pair.standard, torch.float32),

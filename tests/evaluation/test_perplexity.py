@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.evaluation.perplexity import MODEL, SCRATCH_PREFIX, _score_windows, perplexity_figures, sweep_scratch
+from pipeline.inputs.calibration import EvaluationTokens
 from pipeline.units.scores import Score, Scored, Windows
 from stores.disk import Disk
 
@@ -43,9 +45,10 @@ def test_windows_pass_each_part_of_each_layer_before_they_are_scored() -> None:
 
 @pytest.mark.parametrize("loss", [0.0, 2.5, 800.0])
 def test_figures(loss: float) -> None:
-    figures = perplexity_figures(Scored(30 * loss, 30), 3, 11)
+    figures = perplexity_figures(Scored(30 * loss, 30), EvaluationTokens(torch.zeros(3, 11), (5,)))
     assert figures["perplexity"] == ("Infinity" if loss > 700 else math.exp(loss))
-    assert {**figures, "perplexity": 0} == {"perplexity": 0, "loss": loss, "tokens": 30, "windows": 3, "window": 11}
+    size = {"tokens": 30, "windows": 3, "window": 11, "prefix": [5]}
+    assert {**figures, "perplexity": 0} == {"perplexity": 0, "loss": loss, **size}
 
 
 def test_only_scratch_of_killed_evaluations_is_removed(tmp_path: Any) -> None:

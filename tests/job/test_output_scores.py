@@ -11,6 +11,7 @@ import torch
 from manifests.entries import CompleteEntry
 from manifests.records import SourceFile
 from pipeline.driver.ledger_keys import COMPLETE
+from pipeline.inputs.calibration import EvaluationTokens
 from pipeline.job import output_scores
 from pipeline.job.output_scores import dense_score_key, missing_scores, score_entry, score_output, scores
 from stores.ledger import Ledger
@@ -18,7 +19,7 @@ from tests.families.geometries import manifest
 from tests.memory_storage import Memory
 
 SEAL, OTHER = "a" * 64, "b" * 64
-FIGURES = {"perplexity": 2.0, "loss": 0.69, "tokens": 30, "windows": 3, "window": 11}
+FIGURES = {"perplexity": 2.0, "loss": 0.69, "tokens": 30, "windows": 3, "window": 11, "prefix": [5]}
 IDS = torch.arange(12).reshape(2, 6)
 
 
@@ -27,7 +28,8 @@ def job_of(dense: bool = True, ids: torch.Tensor | None = IDS, digest: str = OTH
     evaluation = {} if ids is None else {"evaluation": {"perplexity": {"text": text, "window": 6, "dense": dense}}}
     said: list[str] = []
     return SimpleNamespace(
-        manifest=manifest(**evaluation), ledger=Ledger(Memory()), evaluation=ids, tokens=None, said=said, stop=None,
+        manifest=manifest(**evaluation), ledger=Ledger(Memory()), tokens=None, said=said, stop=None,
+        evaluation=None if ids is None else EvaluationTokens(ids),
         inputs=SimpleNamespace(source=SimpleNamespace(place="the source")), in_process=True,
         source_files={"model.safetensors": SourceFile(size=3, sha256=digest)},
         run_dir=SimpleNamespace(storage=SimpleNamespace(folder=None, folders=list)),
@@ -44,7 +46,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models that were scored."""
     models: list[str] = []
 
-    def score_tokens(model: str, tokens: torch.Tensor, scoring: Any) -> dict[str, Any]:
+    def score_tokens(model: str, tokens: EvaluationTokens, scoring: Any) -> dict[str, Any]:
         models.append(model)
         return {**FIGURES, "loss": float(len(models))}
 
@@ -84,7 +86,7 @@ def test_scores_of_another_output_and_of_another_text_are_apart(scored: list[str
     finish(job, OTHER)
     assert len(missing_scores(job)) == 1  # the dense model's are not of OUTPUT
     assert "perplexity" not in scores(job, OTHER)
-    job.evaluation = IDS + 1
+    job.evaluation = EvaluationTokens(IDS + 1)
     assert len(missing_scores(job)) == 2
     entered = scores(job, SEAL)
     assert "perplexity" not in entered
@@ -102,7 +104,7 @@ def test_an_entry_has_the_figures_and_the_share_that_was_seen() -> None:
     job = job_of()
     job.tokens = IDS
     entry = score_entry(job, "dense", SEAL, FIGURES)
-    assert (entry.model, entry.seal, entry.seen, entry.windows) == ("dense", SEAL, 1.0, 3)
+    assert (entry.model, entry.seal, entry.seen, entry.windows, entry.prefix) == ("dense", SEAL, 1.0, 3, (5,))
     assert entry.text is not None
     assert entry.text["files"] == ["text.txt"]
     job.tokens = IDS + 100

@@ -38,6 +38,7 @@ from pipeline.driver.ledger_keys import (
     try_key,
 )
 from pipeline.families.registry import geometry_of, standard_config
+from pipeline.inputs.calibration import EvaluationTokens
 from pipeline.inputs.job_inputs import Inputs, fit_methods
 from pipeline.job.output_scores import dense_score_key
 from pipeline.job.remaining_phases import job_eta
@@ -82,7 +83,7 @@ def job_of(
     ids = torch.zeros(4, 16, dtype=torch.int64)
     return SimpleNamespace(
         inputs=inputs, manifest=manifest, points=(), tokens=ids, held_out=ids if held_out else None,
-        evaluation=ids if evaluated else None, ledger=Ledger(Memory()),
+        evaluation=EvaluationTokens(ids) if evaluated else None, ledger=Ledger(Memory()),
         source_files={"model.safetensors": SourceFile(size=1, sha256=SHA)},
     )  # fmt: skip
 

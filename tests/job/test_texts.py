@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipeline.inputs.calibration import EvaluationTokens
 from pipeline.job.texts import compared_windows
 from pipeline.units.sharding import TEXT_TOKENS
 
@@ -23,7 +24,7 @@ def test_windows_of_both_texts_are_of_one_length(
 ) -> None:
     samples = torch.arange(12 * 24).view(12, 24)
     tokens = None if evaluation is None else torch.arange(evaluation[0] * evaluation[1]).view(evaluation)
-    of_samples, of_text = compared_windows(samples, tokens)
+    of_samples, of_text = compared_windows(samples, tokens if tokens is None else EvaluationTokens(tokens), ())
     assert of_samples.shape == (12, length)
     assert torch.equal(of_samples, samples[:, :length])
     assert len(of_text) == expected
@@ -32,8 +33,16 @@ def test_windows_of_both_texts_are_of_one_length(
     assert all(row.diff().eq(1).all() for row in of_text), "each window is a passage of the text"
 
 
+def test_windows_of_both_texts_begin_with_the_samples_prefix() -> None:
+    samples = torch.cat((torch.full((12, 2), 7), torch.arange(12 * 6).view(12, 6)), dim=1)
+    evaluation = EvaluationTokens(torch.cat((torch.full((5, 1), 9), torch.arange(100, 150).view(5, 10)), dim=1), (9,))
+    of_samples, of_text = compared_windows(samples, evaluation, (7, 7))
+    assert torch.equal(of_samples, samples)
+    assert of_text.tolist() == [[7, 7, *range(100 + 6 * n, 106 + 6 * n)] for n in range(8)]
+
+
 def test_many_samples_are_scored_in_part_and_evenly() -> None:
     samples = torch.arange(64)[:, None].expand(64, 2048)
-    of_samples, _ = compared_windows(samples, None)
+    of_samples, _ = compared_windows(samples, None, ())
     assert of_samples[:, 0].tolist() == list(range(0, 64, 4))
     assert of_samples.numel() == TEXT_TOKENS

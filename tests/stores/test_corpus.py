@@ -18,16 +18,17 @@ from stores import corpus
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 
 DOCUMENTS = ["w1 w2\nw3", "", "w4"]
-BOS = 1
+BOS, EOS = 1, 2003
 
 
 def make_tokenizer(bos: str | None = "<s>") -> PreTrainedTokenizerFast:
     """The word w<n> is token n + 2."""
-    vocabulary = {"<unk>": 0, "<s>": BOS} | {f"w{n}": n + 2 for n in range(2000)}
+    vocabulary = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {f"w{n}": n + 2 for n in range(2000)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     make: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
-    return make(tokenizer_object=tokenizer, bos_token=bos, unk_token="<unk>")
+    ends = {} if bos is None else {"bos_token": bos, "eos_token": "</s>"}
+    return make(tokenizer_object=tokenizer, unk_token="<unk>", **ends)
 
 
 def pack_samples(
@@ -181,12 +182,43 @@ def test_samples_are_windows_of_the_tokens() -> None:
     documents = [words(0, 5), "", words(5, 8)]
     samples = pack_samples(documents, make_tokenizer(), 2, 5, seed=0)
     assert samples.dtype == torch.int64
-    assert samples.tolist() == [[BOS, 2, 3, 4, 5], [6, BOS, 7, 8, 9]]
+    assert samples.tolist() == [[2, 3, 4, 5, 6], [EOS, 7, 8, 9, EOS]]
     assert pack_samples(documents, make_tokenizer(None), 2, 4, seed=0).tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]]
 
 
+def test_samples_begin_with_the_prefix() -> None:
+    documents = [words(0, 5), "", words(5, 8)]
+    drawn = draw_samples([documents], make_tokenizer(), 2, 1, 6, 0, prefix=(BOS, 9))
+    assert drawn.samples.tolist() == [[BOS, 9, 2, 3, 4, 5], [BOS, 9, 6, EOS, 7, 8]]
+    assert drawn.held_out.tolist() == []  # two tokens are left, and a window needs four
+    with pytest.raises(InputError, match="10 tokens, but 3 samples of 5 need 12 besides the 1 that the tokenizer puts"):
+        draw_samples([documents], make_tokenizer(), 3, 0, 5, 0, prefix=(BOS,))
+    with pytest.raises(InputError, match="sequence_length: 2 leaves no room for text behind the 2 ids"):
+        draw_samples([documents], make_tokenizer(), 3, 0, 2, 0, prefix=(BOS, 9))
+
+
+def test_text_that_brings_the_prefix_gets_no_second_one() -> None:
+    documents = [f"<s> {words(0, 3)}", f"<s> {words(3, 6)}", f"{words(6, 8)} </s>", words(8, 12)]
+    drawn = draw_samples([documents], make_tokenizer(), 4, 0, 5, 0, prefix=(BOS,))
+    ids = [[BOS, 2, 3, 4, EOS], [BOS, 5, 6, 7, EOS], [BOS, 8, 9, EOS, 10], [BOS, 11, 12, 13, EOS]]
+    assert drawn.samples.tolist() == ids
+    windows = evaluation_windows([f"<s> {words(0, 3)} <s> {words(3, 6)}"], make_tokenizer(), 4, (BOS,))
+    assert windows.tolist() == [[BOS, 2, 3, 4], [BOS, 5, 6, 7]]
+
+
+def test_windows_of_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [f"<s> {words(n, n + 7)}" if n % 3 else words(n, n + 5) for n in range(60)]
+    documents = [document.replace(" ", "\n") for document in documents]  # places to cut
+    whole = draw_samples([documents], make_tokenizer(), 40, 5, 6, 3, prefix=(BOS,))
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 30)
+    pieces = draw_samples([documents], make_tokenizer(), 40, 5, 6, 3, prefix=(BOS,))
+    assert torch.equal(whole.samples, pieces.samples)
+    assert torch.equal(whole.held_out, pieces.held_out)
+    assert not (whole.samples[:, :2] == BOS).all(dim=1).any()
+
+
 def test_too_short_says_how_short() -> None:
-    with pytest.raises(InputError, match="10 tokens, but 3 samples of 5 need 15"):
+    with pytest.raises(InputError, match="10 tokens, but 3 samples of 5 need 15; give"):
         pack_samples([words(0, 5), words(5, 8)], make_tokenizer(), 3, 5, seed=0)
     with pytest.raises(InputError, match="0 tokens"):
         pack_samples(iter([]), make_tokenizer(), 1, 5, seed=0)
@@ -270,6 +302,8 @@ def test_evaluation_windows() -> None:
     assert evaluation_windows([words(0, 4), words(4, 11)], tokenizer, 3).tolist() == [ids[0:3], ids[3:6], ids[6:9]]
     with pytest.raises(InputError, match="11 tokens, one window has 12"):
         evaluation_windows([words(0, 11)], tokenizer, 12)
+    behind = [[BOS, *ids[0:3]], [BOS, *ids[3:6]], [BOS, *ids[6:9]]]
+    assert evaluation_windows([words(0, 4), words(4, 11)], tokenizer, 4, (BOS,)).tolist() == behind
 
 
 def test_tokenizer_of_a_directory(tmp_path: Path) -> None:

@@ -294,6 +294,24 @@ def test_a_multiple_that_depends_on_layers_is_none_and_no_other(tmp_path: Path) 
     assert "methods.0.rank_multiple: null -> 1" in refused(run, {"manifest": whole})
 
 
+def test_samples_of_a_version_without_prefixes(tmp_path: Path) -> None:
+    """The same samples go on; others are refused by the field's name, because the default has changed them."""
+    now = semantic(calibration={"text": {"files": ["a.txt"]}})
+    before = {**now, "calibration": {name: value for name, value in now["calibration"].items() if name != "prefix"}}
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    assert bound(run, {"manifest": before, "calibration_tokens": "a"})
+    fill(run, "m")
+    assert not bound(run, {"manifest": now, "calibration_tokens": "a"})
+    text = refused(run, {"manifest": now, "calibration_tokens": "b"})
+    assert 'manifest.calibration.prefix: (none) -> "tokenizer"' in text
+    assert "an earlier version began this work" in text
+    assert bound(run, {"manifest": now, "calibration_tokens": "a"}, fresh=True)
+    fill(run, "m")
+    other = {**now, "calibration": {**now["calibration"], "prefix": "none"}}
+    assert "earlier version" not in refused(run, {"manifest": other, "calibration_tokens": "b"})
+
+
 @pytest.mark.parametrize("strange", [None, [], {"methods": 3}, {"version": 1, "calibration": {"text": 1}}])
 def test_a_manifest_that_no_version_wrote_is_compared_as_it_is(strange: object) -> None:
     assert completed(strange) is strange

@@ -198,6 +198,21 @@ def test_moments_are_those_of_autograd_over_the_whole_model(family: tuple[Worker
             torch.testing.assert_close(part["square_norms"], square_norms, rtol=1e-4, atol=0)
 
 
+def test_positions_that_predict_the_prefix_have_no_gradient(llama: Path, tmp_path: Path) -> None:
+    """The prefix's last position predicts the text, and has one."""
+    setup, moment = make_setup(llama, tmp_path / "run", **SETTINGS), Moment("out", 1, 1, "gradient")
+    last = setup.geometry.num_layers - 1
+    seen: list[Tensor] = []
+    for prefix in (0, 1, 3):
+        worker = make_worker(replace(setup, prefix=prefix))
+        unit = Backward(last, 0, (kept_inputs(worker)[last][0],), (moment,))
+        worker.backward.run(unit, lambda _, values: seen.append(values.clone()))
+    whole_SD, behind_one_SD, behind_three_SD = seen
+    assert torch.equal(whole_SD, behind_one_SD)
+    assert not behind_three_SD[:2].any()
+    assert torch.equal(whole_SD[2:], behind_three_SD[2:])
+
+
 @pytest.mark.sample(3)
 @pytest.mark.slow
 def test_a_worker_that_held_nothing_gets_the_same_bits(family: tuple[Worker, Autograd]) -> None:

@@ -59,6 +59,19 @@ def test_score_is_the_cross_entropy_of_the_source(model: Path, tmp_path: Path) -
         assert found.loss == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+def test_a_prefix_is_not_scored(llama: Path, tmp_path: Path, prefix: int) -> None:
+    """The first token behind it is, and without one, a window's first token is not."""
+    setup = make_setup(llama, tmp_path / "run")
+    worker, reference, first = make_worker(setup), Reference(llama, setup), max(1, prefix)
+    unit = Score(replace(windows_of(setup), prefix=prefix), "source", 3, 0, replay=(None,) * 3)
+    logits_MSV, ids_MS = reference.shard(reference.logits_MSV, 0), reference.shard(reference.ids_MS, 0)
+    logits_TV, target_T = logits_MSV[:, first - 1 : -1].flatten(0, 1), ids_MS[:, first:].flatten()
+    found = worker.execute(unit)
+    assert found.tokens == len(target_T)
+    assert found.loss == pytest.approx(functional.cross_entropy(logits_TV, target_T, reduction="sum").item(), rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.sample(2)
 def test_divergence_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifests.calibration import Text
+from manifests.schema import Perplexity
 from pipeline.inputs.calibration import window_tokens
 from stores.headers import DTYPES, TensorRecord, read_header
 from tests.end_to_end.jobs import command, load, logits_of, relative_error
@@ -100,12 +101,12 @@ def perplexity(_: Played) -> Iterator[str]:
     """`evaluate` measures the loss that transformers computes with OUTPUT."""
     measured = command("evaluate", "output", "--text", TEXT, "--window", str(WINDOW), "--json").json
     vocab = json.loads(Path("output/config.json").read_text())["vocab_size"]
-    ids_WT = window_tokens("output", Text(files=(TEXT,)), WINDOW, vocab)
-    model, losses, tokens = _loaded("output"), 0.0, 0
-    for ids_BT in ids_WT.long().split(32):
-        logits_BTV = logits_of(model, ids_BT)[:, :-1].double()
-        losses += functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="sum").item()
-        tokens += ids_BT[:, 1:].numel()
+    windows = window_tokens("output", Perplexity(text=Text(files=(TEXT,)), window=WINDOW), vocab)
+    model, losses, tokens, first = _loaded("output"), 0.0, 0, max(1, len(windows.prefix))
+    for ids_BT in windows.ids.long().split(32):
+        logits_BTV, next_BT = logits_of(model, ids_BT)[:, first - 1 : -1].double(), ids_BT[:, first:]
+        losses += functional.cross_entropy(logits_BTV.flatten(0, 1), next_BT.flatten(), reduction="sum").item()
+        tokens += next_BT.numel()
     if measured["tokens"] != tokens or not math.isclose(measured["loss"], losses / tokens, rel_tol=1e-4):
         mine = f"{measured['loss']} over {measured['tokens']} tokens"
         yield f"evaluate says {mine}, transformers {losses / tokens} over {tokens}"
