@@ -79,7 +79,7 @@ def test_a_bucket_that_fails_is_no_damage_of_parquet(s3_bucket: str, monkeypatch
     Bucket(s3_bucket).replace("a.parquet", _parquet(ROWS))
     calls = iter(range(100))
 
-    def read_into(self: object, begin: int, view: memoryview) -> int:
+    def read_into(self: bucket_module._Object, begin: int, view: memoryview) -> int:
         if next(calls) < 1:
             return whole(self, begin, view)
         raise StorageError(f"{s3_bucket}/a.parquet: cannot be read (timeout)")
