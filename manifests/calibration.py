@@ -16,6 +16,9 @@ PARTS = 4  # `samples: auto` chooses a quarter, a half or all
 class Text(Block):
     """Text from `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or from a `datasets` dataset.
 
+    Rows whose text is null or missing are left out and counted, but at most 5 % of a file's rows. Empty texts are
+    documents.
+
     `begin`, `end`: only the text between these shares of each file, so that calibration and evaluation can use
     different parts of one file.
     """

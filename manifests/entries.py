@@ -141,13 +141,15 @@ class TextLoss(Record):
 
 class TextsEntry(Record):
     """The dense model's losses on the calibration samples and on the evaluation text, in windows of `window` tokens.
-    `of`: digest of both texts' tokens. `prefix`: as in `ScoreEntry`."""
+    `of`: digest of both texts' tokens. `prefix`: as in `ScoreEntry`. `remark`: on calibration text that looks
+    damaged."""
 
     of: Sha256
     window: PositiveInt
     prefix: Row[NonNegativeInt] | None = None
     calibration: TextLoss
     evaluation: TextLoss | None = None
+    remark: str | None = None
 
 
 class SamplesEntry(Record):

@@ -33,11 +33,16 @@ class Model(Block):
     `trust_remote_code`: Python code of the checkpoint (`auto_map`) may run. Only a tokenizer can need it: models are
     always built by Lamina's own families. The code is copied to the output with all other files beside the weights,
     except the card, as it might read any of them.
+
+    `accept_loss`: the job goes on where the dense model's loss on a text is more than 1.05 times ln(vocabulary), what
+    equal probabilities for all tokens cost. Otherwise it stops there, because something was read wrongly. For models
+    with random weights.
     """
 
     source: Location
     revision: str | None = None
     trust_remote_code: bool = False
+    accept_loss: bool = False
 
 
 class Budget(Block):

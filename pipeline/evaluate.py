@@ -50,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--trust-remote-code", action="store_true", help="run a tokenizer that is Python in the checkpoint"
     )
+    options.add_argument(
+        "--accept-loss", action="store_true", help="score a dense model with random weights, however large its loss"
+    )
     options.add_argument("--field", help="the column of .jsonl, .json or .parquet files with the text")
     options.add_argument("--window", type=int, default=2048, help="tokens in a window, those of the prefix included")
     options.add_argument(
@@ -149,7 +152,7 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
         return measure_perplexity(
             arguments.model,
             asked,
-            Scoring(workers, dtype, stop, observer, arguments.scratch, arguments.in_process),
+            Scoring(workers, dtype, stop, observer, arguments.scratch, arguments.in_process, arguments.accept_loss),
             start=connect_workers,
             trust_remote_code=arguments.trust_remote_code,
         )

@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("init", "Writes a manifest for a model, a text and this machine, and prints its cost.")
     options.add_argument("model", nargs="?", help="the dense model: a directory, a hub id, or s3://BUCKET/FOLDER")
     options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet files")
+    options.add_argument("--field", help="of the rows of .jsonl, .json or .parquet files; default: text")
     goal = options.add_mutually_exclusive_group()
     goal.add_argument(
         "--keep",
@@ -58,7 +59,8 @@ def _body(arguments: Any, words: list[str]) -> int:
 
     goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss)
     folder = os.path.relpath(path.parent)
-    request = Request(arguments.model, arguments.text, goal, folder, arguments.address, arguments.connect_timeout)
+    place = arguments.address, arguments.connect_timeout
+    request = Request(arguments.model, arguments.text, goal, folder, *place, arguments.field)
     text, verdict = recommend(request, as_called(f"python -m pipeline.init {shlex.join(words)}"))
     try:
         path.write_text(text, encoding="utf-8")

@@ -70,6 +70,7 @@ def read_status(place: Place) -> dict[str, Any]:
         "points": points,
         "last_commit": max(ledger.storage.modified_times().values(), default=None),
         "summary": complete.summary if complete else None,
+        "remark": ((complete.summary if complete else scored).get("texts") or {}).get("remark"),
         "warnings": all_warnings(complete.summary if complete else scored),
         "log": _last_lines(run_dir.logs),
     }
@@ -121,6 +122,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if (run := state["last_run"]) and run["exit_code"]:
         yield f"exit code {run['exit_code']}, {run.get('where') or 'before any phase'}: {run['error']}"
         yield f"log: {run['log']}"
+    yield from [state["remark"]] if state["remark"] else []
     yield from state["warnings"]
     yield f"output: {state['output'] or f'unknown: a run writes {MANIFEST} when it begins to compute'}"
     for name, number in state["layers"].items():

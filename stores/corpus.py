@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,28 +15,35 @@ from manifests.errors import InputError
 from stores.model_files import CONFIG_FILE, TOKENIZERS, companions
 from stores.special_tokens import text_end
 from stores.storage import Place, matching, on_this_machine, open_storage
-from stores.text_files import DEFAULT_FIELD, file_documents, missing_field, string_of
+from stores.text_files import file_documents
+from stores.text_rows import DEFAULT_FIELD, Document, Row, SkippedRows, documents_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIECE_CHARACTERS = 1 << 20
 POOL_FACTOR = 32
-BYTE_ORDER_MARK = "\ufeff"
 TRUST_ADVICE = (
     "if it needs Python code of a checkpoint that you trust, set model.trust_remote_code: true in the manifest, or "
     "--trust-remote-code of `evaluate`"
 )
 
 
-def read_documents(text: Text) -> Iterator[str]:
+def read_documents(text: Text, skipped: SkippedRows | None = None) -> Iterator[str]:
     """Yield the documents of a manifest's `text`, in order; empty ones too, whose separators count in an evaluation.
+
+    `skipped`: gets the number of rows without text, by file or dataset.
 
     Raises:
         InputError: as `file_documents`; no such dataset.
         StorageError: a file cannot be read.
     """
-    return _dataset_documents(text) if text.dataset else file_documents(text)
+    return (document.text for document in placed_documents(text, skipped))
+
+
+def placed_documents(text: Text, skipped: SkippedRows | None = None) -> Iterator[Document]:
+    """Yield the documents as `read_documents` does, each with its place."""
+    return _dataset_documents(text, skipped) if text.dataset else file_documents(text, skipped)
 
 
 def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -146,13 +153,19 @@ def draw_samples(
     return Drawn(chosen.stacked(sequence_length), others.stacked(sequence_length), places)
 
 
-def count_tokens(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, most: int) -> int:
-    """Count the tokens that `draw_samples` cuts into windows. Stops reading at `most`.
+def count_tokens(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    most: int,
+    check: Callable[[torch.Tensor], None] = lambda ids: None,
+) -> int:
+    """Count the tokens that `draw_samples` cuts into windows, and `check` their ids. Stops reading at `most`.
 
     Raises InputError if the tokenizer fails on the text.
     """
     count = 0
     for piece in _token_pieces(documents, tokenizer):
+        check(piece)
         count += len(piece)
         if count >= most:
             break
@@ -277,6 +290,12 @@ def _encode_batch(tokenizer: PreTrainedTokenizerBase, batch: list[tuple[str, boo
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def encoded_pieces(document: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
+    """Yield the pieces of a document as they are tokenised, with their ids. Raises InputError as `draw_samples`."""
+    for piece, _ in _pieces([document]):
+        yield piece, _encode(tokenizer, [piece])[0]
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     try:
         ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -297,21 +316,17 @@ def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
             start = stop
 
 
-def _dataset_documents(text: Text) -> Iterator[str]:
+def _dataset_documents(text: Text, skipped: SkippedRows | None) -> Iterator[Document]:
     import datasets
 
     origin = f"dataset {text.dataset}{f' ({text.name})' if text.name else ''}, split {text.split}"
-    column = text.field or DEFAULT_FIELD
     try:
         rows = iter(datasets.load_dataset(text.dataset, text.name, split=text.split, streaming=True))
-        row = next(rows, None)
-        if row is None:
+        first = next(rows, None)
+        if first is None:
             raise InputError(f"{origin}: empty")
-        while row is not None:
-            if column not in row:
-                raise missing_field(origin, column, row)
-            yield string_of(origin, column, row[column])
-            row = next(rows, None)
+        numbered = (Row(f"row {number}", row) for number, row in enumerate(chain([first], rows)))
+        yield from documents_of(numbered, origin, text.field or DEFAULT_FIELD, skipped)
     except InputError:
         raise
     except Exception as error:  # datasets, its readers and its network clients have no common error

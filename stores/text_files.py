@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from manifests.calibration import Text
 from manifests.errors import InputError, reason
 from stores.backend import PIECE_BYTES
 from stores.storage import Readable, Storage, open_file
+from stores.text_rows import DEFAULT_FIELD, Document, Row, SkippedRows, documents_of, missing_field
 
-DEFAULT_FIELD = "text"
 BYTE_ORDER_MARK = "\ufeff"
 
 
@@ -33,14 +33,17 @@ class Part(NamedTuple):
         return self.begin <= position / length < self.end
 
 
-def file_documents(text: Text) -> Iterator[str]:
+def file_documents(text: Text, skipped: SkippedRows | None = None) -> Iterator[Document]:
     """Yield the documents of `text.files` between `text.begin` and `text.end` of each file, in order.
+
+    `skipped`: gets the number of rows without text, as in `documents_of`.
 
     Raises:
         InputError: a file is missing, of an unknown kind, not UTF-8, has no text in this part, or lacks the field.
         StorageError: a file cannot be read.
     """
     part = Part(text.begin, text.end)
+    where = "" if part == (0.0, 1.0) else f" between {part.begin:g} and {part.end:g} of its length"
     for name in text.files or ():
         storage, file_name = open_file(name)
         _check_exists(name, storage, file_name)
@@ -48,13 +51,12 @@ def file_documents(text: Text) -> Iterator[str]:
         reader = READERS.get(suffix.lower())
         if reader is None:
             raise InputError(f"text file {name}: unknown kind {suffix!r}; known are {', '.join(READERS)}")
-        has_text = False
+        has_text, field = False, None if reader is _read_txt else text.field
         with storage.reader(file_name) as file:
-            for document in reader(name, file, text.field, part):
-                has_text = has_text or bool(document.strip())
+            for document in documents_of(reader(name, file, field, part), f"text file {name}{where}", field, skipped):
+                has_text = has_text or bool(document.text.strip())
                 yield document
         if not has_text:
-            where = "" if part == (0.0, 1.0) else f" between {part.begin:g} and {part.end:g} of its length"
             raise InputError(f"text file {name}: empty{where}")
 
 
@@ -68,9 +70,9 @@ def _check_exists(path: str, storage: Storage, name: str) -> None:
         raise InputError(f"text file {path}: {error}; give files of text") from error
 
 
-def _read_txt(path: str, file: Readable, _field: str | None, part: Part) -> Iterator[str]:
+def _read_txt(path: str, file: Readable, _field: str | None, part: Part) -> Iterator[Row]:
     text = _decode(path, file.read(0, file.size)).replace("\r\n", "\n").replace("\r", "\n")
-    yield text[_line_end(text, part.begin) : _line_end(text, part.end)]
+    yield Row("", text[_line_end(text, part.begin) : _line_end(text, part.end)])
 
 
 def _line_end(text: str, share: float) -> int:
@@ -79,42 +81,53 @@ def _line_end(text: str, share: float) -> int:
     return position if position in (0, len(text)) else text.find("\n", position) + 1 or position
 
 
-def _read_jsonl(path: str, file: Readable, field: str | None, part: Part) -> Iterator[str]:
+def _read_jsonl(path: str, file: Readable, _field: str | None, part: Part) -> Iterator[Row]:
     offset = 0
     for number, line in enumerate(io.BufferedReader(_Stream(file), PIECE_BYTES), start=1):
         where = f"line {number}"
         text = _decode(path, line, offset)
         begin, offset = offset, offset + len(line)
         if text.strip() and part.has(begin, file.size):
-            yield _document(path, where, _parse(path, where, text), field)
+            yield Row(where, _parse(path, where, text))
 
 
-def _read_json(path: str, file: Readable, field: str | None, part: Part) -> Iterator[str]:
+def _read_json(path: str, file: Readable, _field: str | None, part: Part) -> Iterator[Row]:
     content = _parse(path, "the file", _decode(path, file.read(0, file.size)))
     if not isinstance(content, list):
         raise InputError(f"text file {path}: a JSON {type(content).__name__}, expected a list of strings or objects")
     for number, item in enumerate(content):
         if part.has(number, len(content)):
-            yield _document(path, f"item {number}", item, field)
+            yield Row(f"item {number}", item)
 
 
-def _read_parquet(path: str, source: Readable, field: str | None, part: Part) -> Iterator[str]:
+def _read_parquet(path: str, source: Readable, field: str | None, part: Part) -> Iterator[Row]:
     import pyarrow.parquet
 
     column = field or DEFAULT_FIELD
     try:
         with pyarrow.parquet.ParquetFile(_Stream(source)) as file:
             if column not in file.schema_arrow.names:
-                raise missing_field(f"text file {path}", column, file.schema_arrow.names)
+                first = next(file.iter_batches(batch_size=1), None)
+                fields = first.to_pylist()[0] if first else dict.fromkeys(file.schema_arrow.names)
+                raise missing_field(f"text file {path}", column, fields)
             rows = count()
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                for value, row in zip(batch.column(0).to_pylist(), rows, strict=False):
-                    if part.has(row, file.metadata.num_rows):
-                        yield string_of(f"text file {path}", column, value)
+                for value, number in zip(batch.column(0), rows, strict=False):
+                    if part.has(number, file.metadata.num_rows):
+                        yield Row(f"row {number}", {column: _python_value(path, number, value)})
     except InputError:
         raise
     except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises OSError for a damaged page
         raise InputError(f"text file {path}: not Parquet, or damaged: {reason(error)}") from error
+
+
+def _python_value(path: str, row: int, value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"text file {path}, row {row}: not UTF-8 at byte {error.start} ({error.reason}); convert it to UTF-8"
+        ) from error
 
 
 class _Stream(io.RawIOBase):
@@ -162,40 +175,7 @@ def _parse(path: str, where: str, text: str) -> Any:
         raise InputError(f"text file {path}: {where} is not JSON: {error}") from error
 
 
-def _document(path: str, where: str, item: Any, field: str | None) -> str:
-    column = field or DEFAULT_FIELD
-    origin = f"text file {path}, {where}"
-    if isinstance(item, str) and field is None:
-        return _checked(origin, item)
-    if not isinstance(item, dict):
-        raise InputError(f"{origin}: a JSON {type(item).__name__}, expected an object with the field {column!r}")
-    if column not in item:
-        raise missing_field(origin, column, item)
-    return string_of(origin, column, item[column])
-
-
-def missing_field(origin: str, column: str, fields: Iterable[str]) -> InputError:
-    """Return the error for documents without the field `column`."""
-    return InputError(f"{origin}: no field {column!r}; set `field` to one of {', '.join(map(repr, fields))}")
-
-
-def string_of(origin: str, column: str, value: Any) -> str:
-    """Return a field's value. Raises InputError if it is no text."""
-    if not isinstance(value, str):
-        raise InputError(f"{origin}: field {column!r} is {type(value).__name__}, expected text")
-    return _checked(origin, value)
-
-
-def _checked(origin: str, text: str) -> str:
-    """Refuse lone surrogates, which JSON can escape but neither UTF-8 nor tokenizers accept."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{origin}: half a surrogate pair at character {error.start}; it is not text") from error
-    return text
-
-
-READERS: dict[str, Callable[[str, Readable, str | None, Part], Iterator[str]]] = {
+READERS: dict[str, Callable[[str, Readable, str | None, Part], Iterator[Row]]] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".json": _read_json,

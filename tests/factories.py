@@ -335,17 +335,23 @@ def make_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "40KB",
+    peaked: bool = True,
     **overrides: Any,
 ) -> Path:
     """Saves a random model of `family` with a tokenizer in several shards; returns `directory`.
 
+    `peaked`: by `randomise_`, with a loss above that of equal probabilities; else transformers' initial weights.
     `overrides` go to the config (`tie_word_embeddings=True`, `num_hidden_layers=5`, ...).
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    key = repr((family, seed, dtype, max_shard_size, sorted(overrides.items())))
+    key = repr((family, seed, dtype, max_shard_size, peaked, sorted(overrides.items())))
     if key not in MADE:
-        model: Any = randomise_(CLASSES[family][1](make_config(family, **overrides)), seed)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model: Any = CLASSES[family][1](make_config(family, **overrides))
+        if peaked:
+            randomise_(model, seed)
         with tempfile.TemporaryDirectory() as place:
             model.to(dtype).save_pretrained(place, max_shard_size=max_shard_size)
             make_tokenizer(model.config.vocab_size).save_pretrained(place)

@@ -71,7 +71,7 @@ def test_a_bill_names_what_a_wheel_brings(wheels: list[Path]) -> None:
 
 
 def test_each_wheel_alone(wheels: list[Path], tmp_path: Path) -> None:
-    model, text = make_model(tmp_path / "model"), write_text(tmp_path / "text.txt", 20_000)
+    model, text = make_model(tmp_path / "model", peaked=False), write_text(tmp_path / "text.txt", 20_000)
     (tmp_path / "compress").mkdir()
     (tmp_path / "serve").mkdir()
     compressing = Environment(tmp_path / "compress", wheels[0])

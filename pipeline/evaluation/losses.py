@@ -1,4 +1,4 @@
-"""Losses and perplexities as stored and as shown, and warnings of badly damaged models and of unlike texts.
+"""Losses and perplexities as stored and as shown, and what they say of a badly damaged model.
 
 docs/formats.md#perplexities.
 """
@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from manifests.errors import InputError
 from manifests.records import INFINITY
 
+MOST_LOSS = 1.05  # the largest loss of a dense model, in units of ln(vocabulary)
 WARNED_NATS = 0.5  # rise of the loss per token over the dense model's
-WARNED_SHARE = 0.05  # difference of the dense model's losses on two texts, over their mean
 
 
 def perplexity_of(loss: float) -> float:
@@ -34,6 +35,21 @@ def shown_perplexity(perplexity: float | str, loss: float | None = None) -> str:
     if math.isfinite(float(perplexity)):
         return f"{float(perplexity):.4f}"
     return "infinite" if loss is None else f"infinite (loss {loss:.1f} nats per token)"
+
+
+def check_dense_loss(loss: float, vocab: int, text: str, remedy: str) -> None:
+    """Raise InputError if a dense model's loss on a text shows that something was read wrongly.
+
+    Its limit is MOST_LOSS times ln(vocab), in nats per token. `remedy`: what accepts such a loss.
+    """
+    limit = MOST_LOSS * math.log(vocab)
+    if not loss <= limit:
+        raise InputError(
+            f"the dense model's loss on {text} is {loss:.4g} nats per token; equal probabilities for all {vocab:,} "
+            f"tokens would cost {math.log(vocab):.4g}, and from {limit:.4g} on something was read wrongly: weights in "
+            "another format than config.json names, damaged weights, the tokenizer of another model, or text that is "
+            f"none; fetch the model again, or compare its loss in transformers; {remedy}"
+        )
 
 
 def score_extent(score: Mapping[str, Any]) -> str:
@@ -75,31 +91,10 @@ def texts_line(texts: Mapping[str, Any]) -> str:
     return f"dense perplexity, {windows}: {', '.join(parts)}"
 
 
-def text_warnings(texts: Mapping[str, Any] | None) -> list[str]:
-    """Return a warning if the dense model's losses on both texts differ by more than WARNED_SHARE of their mean.
-
-    `texts`: `calibration` and `evaluation`, each with its `loss`; either may be missing.
-    """
-    losses = [loss["loss"] for kind in ("calibration", "evaluation") if (loss := (texts or {}).get(kind))]
-    if len(losses) < 2:
-        return []
-    calibration, evaluation = losses
-    mean = (calibration + evaluation) / 2
-    share = abs(calibration - evaluation) / mean if mean else 0.0
-    if share <= WARNED_SHARE:
-        return []
-    return [
-        f"WARNING: the dense model's loss is {calibration:.3g} nats per token on the calibration samples and "
-        f"{evaluation:.3g} on the evaluation text, {share:.0%} apart (a warning from {WARNED_SHARE:.0%} on); "
-        "the texts may be of different kinds, one of them may have lost line ends or other characters, or the model "
-        "was trained on it"
-    ]
-
-
 def all_warnings(summary: Mapping[str, Any]) -> list[str]:
     """Return all warnings about the texts and the scores of a job's summary."""
     one_text = [summary["one_text"]] if summary.get("one_text") else []
-    return [*one_text, *text_warnings(summary.get("texts")), *damage_warnings(summary)]
+    return [*one_text, *damage_warnings(summary)]
 
 
 def _rises(summary: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:

@@ -17,7 +17,7 @@ from manifests.schema import Perplexity, Workers
 from pipeline.console.progress import JobObserver
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.scoring import window_units
-from pipeline.evaluation.losses import json_perplexity
+from pipeline.evaluation.losses import check_dense_loss, json_perplexity
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.calibration import EvaluationTokens, window_tokens
@@ -45,6 +45,7 @@ class Scoring:
         stop: ends the evaluation when it is set.
         scratch: folder for hidden states beyond a worker's memory; None: the temporary folder of its node.
         in_process: compute in this process, without Ray.
+        accept_loss: any loss of a dense model is returned, as in the manifest's `model.accept_loss`.
     """
 
     workers: Workers
@@ -53,6 +54,7 @@ class Scoring:
     observer: JobObserver
     scratch: str | os.PathLike[str] | None = None
     in_process: bool = False
+    accept_loss: bool = False
 
 
 def measure_perplexity(
@@ -74,13 +76,18 @@ def measure_perplexity(
         trust_remote_code: run Python of the checkpoint as its tokenizer.
 
     Raises:
-        InputError: model or text is wrong.
+        InputError: model or text is wrong, or a dense model's loss shows that something was read wrongly.
         Interrupted: `stop` was set.
     """
     source, config = _open_checkpoint(model, asked.window, trust_remote_code)
     tokens = window_tokens(source.storage, asked, config["vocab_size"], trust_remote_code)
     start()
-    return _score(source, config, replace(tokens, ids=tokens.ids[:limit]), scoring)
+    figures = _score(source, config, replace(tokens, ids=tokens.ids[:limit]), scoring)
+    if not scoring.accept_loss and config.get("model_type") != "lamina":
+        check_dense_loss(
+            figures["loss"], config["vocab_size"], "the text", "if its weights are random, add --accept-loss"
+        )
+    return figures
 
 
 def score_tokens(model: str, tokens: EvaluationTokens, scoring: Scoring) -> dict[str, Any]:

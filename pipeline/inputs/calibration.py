@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manifests.calibration import Prefix
+from manifests.calibration import Prefix, Text
 from manifests.errors import InputError
 from manifests.records import Origin
 from manifests.schema import Perplexity
@@ -21,6 +21,8 @@ from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read
 from stores.model_files import TOKENIZERS
 from stores.special_tokens import text_prefix
 from stores.storage import Place, matching, open_storage
+from stores.text_rows import SkippedRows
+from stores.token_places import first_beyond
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,8 +56,11 @@ class EvaluationTokens:
     prefix: tuple[int, ...] = ()
 
 
-def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
-    """Read the calibration texts; None for a data-free job. Raises InputError about the text."""
+def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> CalibrationTokens | None:
+    """Read the calibration texts; None for a data-free job. Raises InputError about the text.
+
+    `skipped`: gets the number of rows without text, by file or dataset.
+    """
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
@@ -64,7 +69,7 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
     prefix = prefix_ids(calibration.prefix, tokenizer)
     drawn = [
         draw_samples(
-            [read_documents(source) for source in text.sources.values()],
+            [read_documents(source, skipped) for source in text.sources.values()],
             tokenizer,
             count,
             held_out_windows(count, samples, length),
@@ -86,7 +91,9 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
         TextSources(names, tuple(map(names.index, of_samples)), length),
         prefix,
     )
-    check_ids(tokens.samples, inputs.geometry.vocab)
+    texts = [text for text, _ in calibration.texts]
+    for ids in (tokens.samples, tokens.held_out):
+        check_ids(ids, inputs.geometry.vocab, tokenizer, texts)
     return tokens
 
 
@@ -95,22 +102,33 @@ def prefix_ids(prefix: Prefix, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     return text_prefix(tokenizer) if prefix == "tokenizer" else ()
 
 
-def evaluation_tokens(inputs: Inputs) -> EvaluationTokens | None:
-    """Return the tokens of the evaluation text; None if the manifest has none. Raises InputError about the text."""
+def evaluation_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> EvaluationTokens | None:
+    """Return the tokens of the evaluation text; None if the manifest has none. Raises InputError about the text.
+
+    `skipped`: as in `window_tokens`.
+    """
     perplexity, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
     if perplexity is None:
         return None
-    return window_tokens(inputs.source.storage, perplexity, inputs.geometry.vocab, model.trust_remote_code)
+    storage, vocab = inputs.source.storage, inputs.geometry.vocab
+    return window_tokens(storage, perplexity, vocab, model.trust_remote_code, skipped)
 
 
 def window_tokens(
-    place: Place, perplexity: Perplexity, vocab: int, trust_remote_code: bool = False
+    place: Place,
+    perplexity: Perplexity,
+    vocab: int,
+    trust_remote_code: bool = False,
+    skipped: SkippedRows | None = None,
 ) -> EvaluationTokens:
-    """Return the tokens of an evaluation text, by the tokenizer beside a model. Raises InputError about the text."""
+    """Return the tokens of an evaluation text, by the tokenizer beside a model. Raises InputError about the text.
+
+    `skipped`: gets the number of rows without text, by file or dataset.
+    """
     tokenizer = load_tokenizer(place, trust_remote_code)
     prefix = prefix_ids(perplexity.prefix, tokenizer)
-    tokens = evaluation_windows(read_documents(perplexity.text), tokenizer, perplexity.window, prefix)
-    check_ids(tokens, vocab)
+    tokens = evaluation_windows(read_documents(perplexity.text, skipped), tokenizer, perplexity.window, prefix)
+    check_ids(tokens, vocab, tokenizer, [perplexity.text])
     return EvaluationTokens(tokens, prefix)
 
 
@@ -166,11 +184,21 @@ def _passage_hashes(tokens: torch.Tensor, length: int) -> torch.Tensor:
     return hashes.flatten()
 
 
-def check_ids(tokens: torch.Tensor, vocab: int) -> None:
-    """Raise InputError when the tokenizer does not belong to the model."""
-    largest = int(tokens.max())
-    if largest >= vocab:
-        raise InputError(
-            f"tokenizer: gives token id {largest}, but the model's vocabulary has {vocab}; give the tokenizer that "
-            "belongs to the model"
-        )
+def check_ids(tokens: torch.Tensor, vocab: int, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> None:
+    """Raise InputError, with the first place in the texts, if the model's embedding has no row for one of the tokens.
+
+    The tokenizer then belongs to another model, or a text spells one of its special tokens.
+    """
+    if not tokens.numel() or (largest := int(tokens.max())) < vocab:
+        return
+    found = first_beyond(texts, tokenizer, vocab)
+    token = found.token if found else largest
+    spelled, where = str(tokenizer.convert_ids_to_tokens(token)), "puts before a text or behind it"
+    if found:
+        where = f"finds in {found.place}, line {found.line}, character {found.character}"
+    remedy = "give the tokenizer that belongs to the model"
+    if found and token in tokenizer.added_tokens_decoder:
+        remedy = f"leave {spelled!r} out of the text, or {remedy}"
+    raise InputError(
+        f"tokenizer: it {where} the token {spelled!r} with id {token}, but the model's vocabulary has {vocab}; {remedy}"
+    )

@@ -27,6 +27,7 @@ from pipeline.cost_model.estimate import Plan
 from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_dependencies import retract_changed
 from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, SOURCE, TARGET
+from pipeline.evaluation.losses import check_dense_loss
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
@@ -40,6 +41,7 @@ from stores.model_files import companions
 from stores.run_directory import MANIFEST, FingerprintCheck, RunDirectory
 from stores.source_watch import SourceWatch
 from stores.storage import open_storage
+from stores.text_rows import SkippedRows, skipped_lines
 from workers.memory import map_large_tensors
 
 
@@ -58,6 +60,7 @@ class JobContext:
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
         sources: the source of each calibration sample.
+        skipped_rows: rows of the texts that hold no text and were skipped, by file or dataset.
         fingerprint_check: the state of the run directory when it was opened; `begin` makes it the job's.
         watch: detects changes of the files that the job reads and copies.
         points: the manifests of a sweep's points; empty for a job.
@@ -70,6 +73,7 @@ class JobContext:
     prefix: tuple[int, ...]
     evaluation: EvaluationTokens | None
     sources: TextSources
+    skipped_rows: SkippedRows
     source_files: Mapping[str, SourceFile]
     run_dir: RunDirectory
     locks: tuple[RunLock, ...]
@@ -187,15 +191,17 @@ class Text(NamedTuple):
     prefix: tuple[int, ...]
     evaluation: EvaluationTokens | None
     sources: TextSources
+    skipped_rows: SkippedRows
 
 
 def read_text(inputs: Inputs) -> Text:
     """Read the texts for calibration and evaluation. Raises InputError."""
-    drawn = calibration_tokens(inputs)
+    skipped: SkippedRows = {}
+    drawn = calibration_tokens(inputs, skipped)
     held_out = drawn.held_out if drawn and len(drawn.held_out) else None
     sources = drawn.sources if drawn else NO_SOURCES
     samples, prefix = (drawn.samples, drawn.prefix) if drawn else (None, ())
-    return Text(samples, held_out, prefix, evaluation_tokens(inputs), sources)
+    return Text(samples, held_out, prefix, evaluation_tokens(inputs, skipped), sources, skipped)
 
 
 def check_evaluation_prefix(job: JobContext, file: str, evaluation: Evaluation) -> None:
@@ -273,6 +279,8 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
     """
     for remark in job.inputs.remarks:
         job.observer.say(remark, logging.WARNING)
+    for line in skipped_lines(job.skipped_rows):
+        job.observer.say(line)
     for fault in faults:
         job.observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
     if finished:
@@ -285,6 +293,14 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
             f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes:,} are free at {output.at()}; free some "
             "room there, or set output to a larger disk"
         )
+
+
+def check_loss(job: JobContext, loss: float, text: str) -> None:
+    """Raise InputError if the dense model's loss on a text shows that something was read wrongly, unless the manifest
+    accepts it."""
+    if not job.manifest.model.accept_loss:
+        remedy = "if its weights are random, set model.accept_loss: true"
+        check_dense_loss(loss, job.inputs.geometry.vocab, text, remedy)
 
 
 def begin(job: JobContext, finished: bool) -> None:

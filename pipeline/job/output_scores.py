@@ -22,7 +22,7 @@ from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.perplexity import Scoring, score_tokens, sweep_scratch
 from pipeline.evaluation.task_scores import score_tasks, tasks_digest
 from pipeline.inputs.calibration import seen_share, tokens_digest
-from pipeline.job.context import JobContext
+from pipeline.job.context import JobContext, check_loss
 from pipeline.reporting.summary import SEEN_LIMIT, seen_warning
 
 
@@ -39,24 +39,11 @@ def score_output(job: JobContext, seal: str) -> None:
     """Measure and enter the missing scores.
 
     Raises:
+        InputError: as `score_dense_first`.
         Interrupted: a signal came; entries stay.
     """
-    sweep_scratch(job.run_dir.storage)
     for key, model in _score_keys(job, seal).items():
-        if job.ledger.get(key) is not None:
-            continue
-        catch_signals(job.stop)
-        assert job.evaluation is not None
-        scratch = job.run_dir.storage.folder
-        scoring = Scoring(job.manifest.workers, torch.float32, job.stop, job.observer, scratch, job.in_process)
-        figures = score_tokens(model, job.evaluation, scoring)
-        entry = score_entry(job, "dense" if key.startswith("score/dense/") else "compressed", seal, figures)
-        job.ledger.commit(key, entry)
-        which = "of the dense model " if entry.model == "dense" else ""
-        shown = shown_perplexity(figures["perplexity"], figures["loss"])
-        job.observer.say(f"perplexity {which}{shown} over {figures['tokens']:,} tokens")
-        if (share := _seen_share(job)) > SEEN_LIMIT:
-            job.observer.say(f"perplexity: {seen_warning(share)}", logging.WARNING)
+        _score(job, key, model, seal)
     for task_key, model in _task_score_keys(job, seal).items():
         if job.ledger.get(task_key) is None:
             catch_signals(job.stop)
@@ -67,6 +54,40 @@ def score_output(job: JobContext, seal: str) -> None:
             job.ledger.commit(task_key, TaskScoreEntry(model=which, seal=seal, tasks=tasks))
     for warning in damage_warnings({"evaluation": scores(job, seal)}):
         job.observer.say(warning, logging.WARNING)
+
+
+def score_dense_first(job: JobContext) -> None:
+    """Measure the dense model's score on the evaluation text before a data-free job compresses layers, if the manifest
+    asks for it. Jobs with calibration text score the dense model anyway.
+
+    Raises:
+        InputError: the loss shows that something was read wrongly.
+        Interrupted: a signal came.
+    """
+    perplexity = job.manifest.evaluation.perplexity
+    if job.tokens is None and perplexity and perplexity.dense:
+        for key in dense_score_key(job):
+            _score(job, key, job.inputs.source.place, key.rpartition("/")[2])
+
+
+def _score(job: JobContext, key: Key[ScoreEntry], model: str, seal: str) -> None:
+    """Measure and enter a score, if it is missing. Raises InputError if the dense model's loss is too large."""
+    is_dense = key.startswith("score/dense/")
+    if (entered := job.ledger.get(key)) is None:
+        catch_signals(job.stop)
+        sweep_scratch(job.run_dir.storage)
+        assert job.evaluation is not None
+        scratch = job.run_dir.storage.folder
+        scoring = Scoring(job.manifest.workers, torch.float32, job.stop, job.observer, scratch, job.in_process)
+        figures = score_tokens(model, job.evaluation, scoring)
+        entered = score_entry(job, "dense" if is_dense else "compressed", seal, figures)
+        job.ledger.commit(key, entered)
+        shown = shown_perplexity(figures["perplexity"], figures["loss"])
+        job.observer.say(f"perplexity {'of the dense model ' * is_dense}{shown} over {figures['tokens']:,} tokens")
+        if (share := _seen_share(job)) > SEEN_LIMIT:
+            job.observer.say(f"perplexity: {seen_warning(share)}", logging.WARNING)
+    if is_dense and entered.loss is not None:
+        check_loss(job, entered.loss, "the evaluation text")
 
 
 def score_entry(job: JobContext, model: str, seal: str, figures: Mapping[str, Any]) -> ScoreEntry:

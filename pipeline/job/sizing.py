@@ -16,6 +16,7 @@ from pipeline.driver.ledger_keys import HELD_OUT_SCORE, TARGET, try_key
 from pipeline.job.context import JobContext
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
+from pipeline.job.output_scores import score_dense_first
 from pipeline.job.prediction import predicted_by_size, tries_of
 from pipeline.job.text_amount import choose_samples
 from pipeline.job.texts import check_texts
@@ -28,8 +29,10 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
     """Compress every claimed layer to the job's size, and score them on held-out text. Return the job with that
     size.
 
-    Raises InputError when no size stays below `budget.max_loss`, naming the least loss.
+    Raises InputError when no size stays below `budget.max_loss`, naming the least loss, or when the dense model's loss
+    shows that something was read wrongly.
     """
+    score_dense_first(job)
     job = choose_samples(job, heartbeat)
     forget_other_text(job)
     with job_workers(job, heartbeat) as workers:

@@ -1,13 +1,13 @@
 """A check against unsuitable text: the dense model's losses on the calibration samples and on the evaluation text.
 
 Both texts are cut into windows of the same length, because a loss falls with the length of the window. The check runs
-before any other pass, so that a user who sees the warning can stop the job. Where experts are streamed, the held-out
+before any other pass, so that a user who sees a remark can stop the job. Where experts are streamed, the held-out
 windows pass the dense model together with both texts, so that it is read once.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,24 +17,26 @@ from manifests.errors import CorruptError
 from manifests.records import ArrayRecord, StagedRecord
 from pipeline.driver.ledger_keys import TEXTS
 from pipeline.driver.recovery import REPAIRS
-from pipeline.evaluation.losses import text_warnings, texts_line
+from pipeline.evaluation.losses import texts_line
+from pipeline.evaluation.text_remarks import text_remark
 from pipeline.inputs.calibration import EvaluationTokens, tokens_digest
-from pipeline.job.context import JobContext
+from pipeline.job.context import JobContext, check_loss
 from pipeline.job.held_out import enter_dense_outputs, unscored_windows
 from pipeline.job.worker_session import JobWorkers
 from pipeline.units.scores import Scored, Windows
 from pipeline.units.sharding import text_windows
-from stores.corpus import cut_windows
+from stores.corpus import cut_windows, load_tokenizer
 
 NAME = "texts"  # of the dense model in the ledger while both texts are scored
 
 
 def check_texts(job: JobContext, workers: JobWorkers) -> None:
-    """Enter the dense model's losses on both texts, once for the same tokens. Report them, and warn if they differ
-    much. Also enter its outputs on held-out text that passes with them. Do nothing for a job without calibration
-    text.
+    """Enter the dense model's losses on both texts, once for the same tokens. Report them, and remark on calibration
+    text that looks damaged. Also enter its outputs on held-out text that passes with them. Do nothing for a job without
+    calibration text.
 
     Raises:
+        InputError: a loss shows that something was read wrongly.
         Interrupted: a signal came.
     """
     if job.tokens is None:
@@ -45,12 +47,16 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
     assert of is not None
     if entered is None or entered.of != of:
         losses = _losses(job, workers, ids, len(samples), _joined(job, ids.shape[1]))
-        entered = TextsEntry(of=of, window=ids.shape[1], prefix=job.prefix, **losses)
+        remark = _remark(job, samples, evaluation, losses)
+        entered = TextsEntry(of=of, window=ids.shape[1], prefix=job.prefix, **losses, remark=remark)
         job.ledger.commit(TEXTS, entered)
     figures = entered.as_json()
     job.observer.say(texts_line(figures))
-    for warning in text_warnings(figures):
-        job.observer.say(warning, logging.WARNING)
+    check_loss(job, entered.calibration.loss, "the calibration samples")
+    if entered.evaluation:
+        check_loss(job, entered.evaluation.loss, "the evaluation text")
+    if entered.remark:
+        job.observer.say(entered.remark)
 
 
 def compared_windows(
@@ -71,6 +77,17 @@ def compared_windows(
 def _spread(windows: torch.Tensor) -> torch.Tensor:
     count = text_windows(*windows.shape)
     return windows[torch.arange(count) * len(windows) // count]
+
+
+def _remark(
+    job: JobContext, samples: torch.Tensor, evaluation: torch.Tensor, losses: Mapping[str, TextLoss]
+) -> str | None:
+    """Return a remark on samples that look damaged. Both texts are windows (n, length) of token ids."""
+    if "evaluation" not in losses:
+        return None
+    tokenizer = load_tokenizer(job.inputs.source.storage, job.manifest.model.trust_remote_code)
+    texts = [" ".join(tokenizer.batch_decode(ids, skip_special_tokens=True)) for ids in (samples, evaluation)]
+    return text_remark(texts[0], texts[1], (losses["calibration"].loss, losses["evaluation"].loss))
 
 
 def _joined(job: JobContext, length: int) -> torch.Tensor:

@@ -21,12 +21,13 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Places:
-    """The addresses of a job's files."""
+    """The addresses of a job's files. `field`: of the rows of its texts; None: `text`."""
 
     model: str
     texts: Sequence[str]
     output: str
     run_dir: str
+    field: str | None = None
 
 
 def commented_manifest(command: str, places: Places, goal: Goal, settings: Settings) -> str:
@@ -42,7 +43,8 @@ def quoted(text: str) -> str:
 
 def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iterator[str]:
     use = settings.text
-    files = f"files: [{', '.join(map(quoted, places.texts))}]"
+    field = f", field: {quoted(places.field)}" if places.field is not None else ""
+    files = f"files: [{', '.join(map(quoted, places.texts))}]{field}"
     yield f"# Written by: {' '.join(command.split())}"
     yield f"version: {MANIFEST_VERSION}"
     yield f"model: {{source: {quoted(places.model)}}}"

@@ -29,6 +29,7 @@ from pipeline.recommendation.verdict import Verdict
 from pipeline.rounding.schemes import FIELD
 from pipeline.rounding.tasks import unfit_inputs
 from stores.corpus import load_tokenizer
+from stores.text_rows import SkippedRows, skipped_lines
 
 DRIVER_BYTES = 2 * 2**30  # reserved for the driver if it shares a machine with workers
 
@@ -40,6 +41,7 @@ class Request:
     Attributes:
         goal: the size or the loss to reach; None for the usual one, which follows from the source.
         folder: the folder of the manifest, the output and the run directory.
+        field: the field of the texts' rows that holds the text; None: `text`.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Request:
     folder: str
     address: str | None = None
     connect_timeout_s: float = 30.0
+    field: str | None = None
 
 
 def recommend(request: Request, command: str) -> tuple[str, Verdict]:
@@ -58,8 +61,10 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     source, config = open_dense(request.model, weights=False)
     tokenizer = load_tokenizer(source.storage)
     geometry = geometry_of(config)
-    text = parse_block(Text, {"files": tuple(request.texts)}, "--text")
-    use = choose_text_use(text, tokenizer, sequence_limit(config)[1], _channels(geometry))
+    text = parse_block(Text, {"files": tuple(request.texts), "field": request.field}, "--text, --field")
+    skipped: SkippedRows = {}
+    longest, channels = sequence_limit(config)[1], _channels(geometry)
+    use = choose_text_use(text, tokenizer, longest, channels, geometry.vocab, skipped)
     asked = request.goal or usual_goal(bool(source.stored_bytes()))
     places, goal = _places(request, asked), _fitted(asked, geometry)
 
@@ -78,7 +83,8 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     inputs = read_inputs(manifest, weights=False)
     stays_stored = bool(inputs.source.stored_bytes()) and not manifest.quantize
     engines = planned_engines(_planned_config(inputs), stays_stored)
-    return commented_manifest(command, places, goal, settings), Verdict(report, goal, engines)
+    verdict = Verdict(report, goal, engines, skipped_lines(skipped))
+    return commented_manifest(command, places, goal, settings), verdict
 
 
 def _nodes(request: Request) -> list[Node]:
@@ -116,7 +122,7 @@ def _channels(geometry: Geometry) -> int:
 def _places(request: Request, goal: Goal) -> Places:
     name = PurePath(request.model.rstrip("/")).name or "model"
     output = str(PurePath(request.folder, f"{name}-{goal.label}"))
-    return Places(request.model, request.texts, output, f"{output}.run")
+    return Places(request.model, request.texts, output, f"{output}.run", request.field)
 
 
 def _parsed(text: str) -> Manifest:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from manifests.calibration import Text
 from manifests.errors import InputError
+from pipeline.inputs.calibration import check_ids
 from pipeline.units.sharding import HELD_OUT
 from stores.corpus import count_tokens, read_documents
 from stores.special_tokens import text_prefix
 from stores.storage import open_file
+from stores.text_rows import SkippedRows
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 COUNTED_TOKENS = 1 << 20  # a text with as many has enough for every setting below
@@ -46,15 +49,29 @@ class TextUse:
     prefix: int = 0
 
 
-def choose_text_use(text: Text, tokenizer: PreTrainedTokenizerBase, longest: int, channels: int) -> TextUse:
+def choose_text_use(
+    text: Text,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    channels: int,
+    vocab: int,
+    skipped: SkippedRows | None = None,
+) -> TextUse:
     """Choose the use of a text by its tokens. `longest`: the model's longest sequence. `channels`: of its widest MLP.
+    `vocab`: rows of its embedding. `skipped`: gets the number of rows without text, by file.
 
     Chooses the greatest length, up to 2,048 tokens, at which the text has 64 samples, and enough samples for eight
     tokens per channel, or 256 if that is more. A fifth of the text, at most 65,536 tokens, is left for the evaluation.
 
     Raises InputError about the text, also if it is too short.
     """
-    total, prefix = count_tokens(read_documents(text), tokenizer, COUNTED_TOKENS), len(text_prefix(tokenizer))
+
+    def check(ids: Tensor) -> None:
+        """Raise InputError if the embedding has no row for one of the tokens."""
+        check_ids(ids, vocab, tokenizer, [text])
+
+    total = count_tokens(read_documents(text, skipped), tokenizer, COUNTED_TOKENS, check)
+    prefix = len(text_prefix(tokenizer))
     counted = total < COUNTED_TOKENS
     length_of_text = total if counted else max(total, _file_bytes(text) // TEXT_BYTES_PER_TOKEN)
     end = 1 - min(EVALUATION_SHARE, EVALUATION_TOKENS / length_of_text) if length_of_text else 1 - EVALUATION_SHARE

@@ -13,14 +13,16 @@ from pipeline.recommendation.settings import USUAL_SHARE, Goal
 
 @dataclass(frozen=True)
 class Verdict:
-    """The plan of a job, its goal, and the engines that will load its output."""
+    """The plan of a job, its goal, the engines that will load its output, and remarks on its text."""
 
     plan: Mapping[str, Any]
     goal: Goal
     engines: Sequence[str]
+    remarks: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield lines on memory, size before and after, time, disk, and engines."""
+        """Yield the remarks, and lines on memory, size before and after, time, disk, and engines."""
+        yield from self.remarks
         yield from self.plan["limits"] or [self._fits()]
         yield self._size()
         yield f"time   {time_line(self.plan)}"

@@ -13,6 +13,7 @@ from manifests.packages import DISTRIBUTION, SERVING_DISTRIBUTION
 from manifests.records import INFINITY
 from pipeline.console.progress import SHOWN
 from pipeline.evaluation.losses import perplexity_of, shown_perplexity
+from pipeline.evaluation.text_remarks import text_lines
 from pipeline.methods.method import read_task_key
 from pipeline.methods.registry import build_methods
 from pipeline.reporting.figures import chosen_point
@@ -98,7 +99,8 @@ def texts(run: Run) -> str:
         for kind, name in (("calibration", "calibration samples"), ("evaluation", "evaluation text"))
         if entered.get(kind)
     ]
-    return table("texts", (f"windows of {entered.get('window')} tokens", "dense perplexity", "tokens"), rows)
+    shown = table("texts", (f"windows of {entered.get('window')} tokens", "dense perplexity", "tokens"), rows)
+    return shown + "".join(f"<p>{escape(line)}</p>" for line in text_lines(run.summary or {}))
 
 
 def _score(name: str, value: float | str | None) -> str:

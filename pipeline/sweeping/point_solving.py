@@ -24,7 +24,7 @@ from pipeline.cost_model.rates import known_rates
 from pipeline.driver.job_spec import staged_layer
 from pipeline.driver.ledger_keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RESULT
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS, perplexity_figures
-from pipeline.job.context import JobContext, driver_job
+from pipeline.job.context import JobContext, check_loss, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
 from pipeline.job.output_scores import dense_score_key, score_entry
@@ -85,7 +85,10 @@ def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWor
 
 
 def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
-    """Store the windows of the evaluation text for the workers, and score the dense model on them once."""
+    """Store the windows of the evaluation text for the workers, and score the dense model on them once.
+
+    Raises InputError if its loss shows that something was read wrongly.
+    """
     if job.evaluation is None:
         return None
     num_windows, length = job.evaluation.ids.shape
@@ -94,12 +97,15 @@ def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
     batch, prefix = max(1, NUMBERS_PER_BATCH // length), len(job.evaluation.prefix)
     windows = Windows.even(num_windows, SHARDS, "float32", batch, tokens, prefix)
     (key,) = dense_score_key(job)
-    if job.ledger.get(key) is None:
+    if (entered := job.ledger.get(key)) is None:
         scorer = workers.scorer(job)
         scored = scorer.score(windows, DENSE, [None] * job.inputs.geometry.num_layers)
         figures = perplexity_figures(scored, job.evaluation)
-        job.ledger.commit(key, score_entry(job, "dense", key.rpartition("/")[2], figures))
+        entered = score_entry(job, "dense", key.rpartition("/")[2], figures)
+        job.ledger.commit(key, entered)
         scorer.forget(DENSE)
+    if entered.loss is not None:
+        check_loss(job, entered.loss, "the evaluation text")
     return windows
 
 

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from manifests import VERSION
 from pipeline.driver.ledger_keys import RANKS, RESULT, TEXTS
-from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity, text_warnings
+from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity
+from pipeline.evaluation.text_remarks import text_lines
 from pipeline.job.output_scores import dense_score_key
 from pipeline.job.prediction import ENOUGH
 from pipeline.ranks.calibration import CalibratedLoss
@@ -63,7 +64,8 @@ def sweep_results(sweep: SweepContext) -> dict[str, Any]:
         "dense": {name: dense[name] for name in ("perplexity", "loss", "tokens", "window")} if dense else None,
         "texts": texts,
         "points": rows,
-        "warnings": [*text_warnings(texts), *_warnings(rows)],
+        "skipped_rows": dict(job.skipped_rows),
+        "warnings": _warnings(rows),
         "missing": [point.point.label for point in sweep.points if not sweep.is_done(point)],
         "seconds": {"phases": job.observer.seconds, "total": job.seconds()},
     }
@@ -128,6 +130,8 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
     for row in zip(*columns.values(), strict=True):
         shown.add_row(*row)
     console.print(shown)
+    for line in text_lines(results):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for warning in results["warnings"]:
         console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
 

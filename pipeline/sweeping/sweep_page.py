@@ -7,6 +7,7 @@ from html import escape
 from pathlib import PurePosixPath
 from typing import Any
 
+from pipeline.evaluation.text_remarks import text_lines
 from pipeline.reporting.page import document, figures, section, warning_lines
 from pipeline.reporting.tables import table
 from pipeline.sweeping.plots import SIZES, sweep_plots
@@ -28,8 +29,9 @@ def render_sweep(results: Mapping[str, Any]) -> str:
     plots, name = list(sweep_plots(results).values()), PurePosixPath(results["model"]).name
     parts = [section(f"By {label}", figures(plots, size)) for size, label in SIZES.items()]
     missing = f"; missing: {', '.join(results['missing'])}" if results["missing"] else ""
+    lines = "".join(f"<p>{escape(line)}</p>" for line in text_lines(results))
     count = f"{len(results['points'])} points{escape(missing)}"
-    head = f"<header><h1>{escape(name)}</h1><p>{count}</p>{warning_lines(results['warnings'])}</header>"
+    head = f"<header><h1>{escape(name)}</h1><p>{count}</p>{lines}{warning_lines(results['warnings'])}</header>"
     return document(f"{name}: sweep", head, [*parts, section("Points", _points(results))])
 
 

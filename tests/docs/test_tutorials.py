@@ -63,7 +63,7 @@ def test_what_they_add_passes_its_tests(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.ray
 def test_a_method_in_a_job(tmp_path: Path) -> None:
-    tensors = _job("adding-a-method", tmp_path, lambda tree: factories.make_model(tree / "model"))
+    tensors = _job("adding-a-method", tmp_path, lambda tree: factories.make_model(tree / "model", peaked=False))
     origins = Counter(entry["origin"] for name, entry in tensors.items() if ".o_proj." in name)
     assert origins == {"output_svd": 6}  # two factors in each of three layers
 

@@ -71,7 +71,7 @@ def test_the_job_and_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         _, name, *options = one.words
         if name == "run":
             killed = options[-1] == "&"
-            words = [*options[:1], "--set", "workers.max=1"]
+            words = [*options[:1], "--set", "workers.max=1", "--set", "model.accept_loss=true"]
             child = Child(
                 name, words, tmp_path / f"{killed}.log", Hook("commit", 2, "dense/", after=True) if killed else None
             )

@@ -27,7 +27,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "ray"]
 """
 SWEEP = """
 version: 1
-model: {{source: {source}}}
+model: {{source: {source}, accept_loss: true}}
 output: {root}/points
 run_dir: {root}/sweep
 calibration: {{text: {{files: [{text}]}}, samples: 4, sequence_length: 16, shards: 2}}

@@ -42,7 +42,7 @@ def test_the_manifest_is_planned_and_run_as_it_is(init: Init, llama: Path, text:
     assert manifest.calibration.texts[0][0].end == manifest.evaluation.perplexity.text.begin == 0.8
     assert command("plan", "job.yaml").code == 0
     with without_ray():
-        summary = command("run", "job.yaml", "--set", "workers.max=1", "--json").json
+        summary = command("run", "job.yaml", "--set", "workers.max=1", "--set", "model.accept_loss=true", "--json").json
     assert {*summary["evaluation"]} == {"dense", "perplexity"}
     assert (tmp_path / manifest.output / "model.safetensors.index.json").exists()
 
@@ -57,7 +57,9 @@ def test_lamina_names_commands_as_it_was_called(
     assert f"lamina init {llama} --text {text}" in Path("job.yaml").read_text()
     monkeypatch.setattr(sys, "argv", ["lamina run"])
     with without_ray():
-        first, again = (command("run", "job.yaml", "--set", "workers.max=1") for _ in range(2))
+        first, again = (
+            command("run", "job.yaml", "--set", "workers.max=1", "--set", "model.accept_loss=true") for _ in range(2)
+        )
     assert [first.code, again.code] == [0, 0]
     assert "nothing to do (`lamina verify` reads every byte)" in again.out
     assert "python -m pipeline" not in "".join((written.out, first.out, first.err, again.out, again.err))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import factories
 from tests.end_to_end.children import Child, wait_for
 from tests.end_to_end.jobs import Job
 
@@ -68,11 +69,12 @@ def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
     assert "flat_llm-0.6" in said
 
 
-def test_the_first_job_of_the_readme(tmp_path: Path, text: Path, llama: Path) -> None:
+def test_the_first_job_of_the_readme(tmp_path: Path, text: Path) -> None:
     """Word for word, but for the places of the model, the text and what is written; so is what they print."""
     lines = re.findall(r"^python -m pipeline\.(\w+) (.+)$", README, re.MULTILINE)
     assert [name for name, _ in lines] == ["init", "run"]
     shown = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    llama = factories.make_model(tmp_path / "llama", peaked=False)
     places = {"runs/quickstart/model": llama, "runs/quickstart/calibration.txt": text, "runs/quickstart": tmp_path}
     for (name, words), printed in zip(lines, shown, strict=True):
         for place, real in places.items():

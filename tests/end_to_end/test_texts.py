@@ -6,22 +6,25 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import pipeline.evaluate
 from manifests.calibration import Text
 from stores.corpus import cut_windows, draw_samples, evaluation_windows, read_documents
 from stores.special_tokens import text_prefix
 from tests import factories
 from tests.end_to_end.children import Child, Hook
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Ended, Job, command, file_digests
 
 pytestmark = pytest.mark.usefixtures("inline")
 
 MakeJob = Callable[..., Job]
+TRAINED = {"model.accept_loss": False, "calibration.sequence_length": 128, "calibration.samples": 96}
 
 
 @pytest.fixture
@@ -57,22 +60,98 @@ def test_both_texts_are_scored_in_windows_of_one_length(tmp_path: Path, llama: P
     assert json.loads((made.run_dir / "ended.json").read_text())["texts"] == texts
 
 
-def test_unlike_texts_are_warned_of_before_the_passes(tmp_path: Path, shared_dir: Path, job: MakeJob) -> None:
-    """Stories without their line ends and spaces, on a model that was trained on whole ones."""
+def test_damaged_text_is_remarked_on_before_the_passes(tmp_path: Path, shared_dir: Path, job: MakeJob) -> None:
+    """Stories without their line ends and spaces, on a model that was trained on whole ones. It is no warning."""
     stories = json.loads((shared_dir / "text" / "tinystories_1000_clean.json").read_text())
     whole, joined = tmp_path / "whole.txt", tmp_path / "joined.txt"
-    whole.write_text("\n\n".join(stories[850:860]))
-    joined.write_text("".join("".join(stories[:20]).split()))
+    whole.write_text("\n\n".join(stories[850:870]))
+    joined.write_text("".join("".join(stories[:30]).split()))
     source = shared_dir / "models" / "babyllama-361"
-    scored = {"evaluation": {"perplexity": {"text": {"files": [str(whole)]}, "window": 64}}}
-    made = job(source, **{"calibration.text": {"files": [str(joined)]}, "calibration.sequence_length": 64, **scored})
+    fields = {"evaluation": {"perplexity": {"text": {"files": [str(whole)]}, "window": 64}}, **TRAINED}
+    made = job(source, **{"calibration.text": {"files": [str(joined)]}, **fields})
     ended = made.run()
-    said = "WARNING: the dense model's loss is"
-    assert sum(said in warning for warning in ended.json["warnings"]) == 1
+    assert ended.code == 0, ended.err
+    said = "of the common words of the evaluation text, such as 'the'"
+    assert ended.err.count(said) == 1
     assert ended.err.index(said) < ended.err.index("phase importance")
+    assert said in ended.json["texts"]["remark"]
+    assert ended.json["warnings"] == []
     assert said in command("status", str(made.run_dir)).out
-    alike = job(source, **{"calibration.text": {"files": [str(whole)]}, "calibration.sequence_length": 64, **scored})
-    assert not any(said in warning for warning in alike.run().json["warnings"])
+    assert command("report", str(made.run_dir)).code == 0
+    assert "<p>remark: " in (made.run_dir / "report.html").read_text()
+    alike = job(source, **{"calibration.text": {"files": [str(whole)]}, **fields})
+    assert "remark" not in alike.run().json["texts"]
+
+
+@pytest.mark.parametrize("kind", ["calibrated", "data-free", "sweep"])
+def test_a_dense_loss_above_that_of_guessing_stops_before_anything_is_solved(kind: str, job: MakeJob) -> None:
+    """The random model's loss is 1.10 ln(vocabulary). The same directory goes on when the manifest accepts it."""
+    first = job()
+    evaluation = {"perplexity": {"text": {"files": [str(first.text)]}, "window": 24, "dense": True}}
+    places = {"output": str(first.output), "run_dir": str(first.run_dir)}
+    changes: dict[str, Any] = {**places, "evaluation": evaluation, "calibration.propagate": "dense"}
+    if kind == "data-free":
+        changes |= {"calibration": None, "methods": [{"method": "svd"}]}
+        del changes["calibration.propagate"]
+    refusing, accepting = job(**changes, **{"model.accept_loss": False}), job(**changes)
+
+    def run(made: Job) -> Ended:
+        if kind != "sweep":
+            return made.run()
+        fields = {name: value for name, value in made.document().items() if name not in ("budget", "methods")}
+        points = [{"keep": [0.8], "methods": [{"method": "svd"}]}]
+        made.root.mkdir(exist_ok=True)
+        made.manifest.write_text(json.dumps({**fields, "points": points}))
+        return command("sweep", str(made.manifest))
+
+    for _ in range(2):
+        ended = run(refusing)
+        assert ended.code == 2
+        where = "the evaluation text" if kind == "data-free" else "the calibration samples"
+        assert f"the dense model's loss on {where} is 6." in ended.err
+        assert "if its weights are random, set model.accept_loss: true" in ended.err
+    entered = {path.name.split(".")[0] for path in (first.run_dir / "ledger").iterdir()}
+    assert entered & {"texts", "score"}
+    assert not entered & {"dense", "curves", "ranks", "layer", "statistics"}
+    assert not (first.output / "model.safetensors.index.json").exists()
+    assert run(accepting).code == 0
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_evaluate_stops_for_such_a_loss(accepted: bool, llama: Path, text: Path) -> None:
+    options = [str(llama), "--text", str(text), "--window", "24", "--in-process"]
+    assert pipeline.evaluate.main([*options, *["--accept-loss"] * accepted]) == (0 if accepted else 2)
+
+
+def test_rows_without_text_are_counted(tmp_path: Path, text: Path, job: MakeJob) -> None:
+    """In the log and in the summary; the other rows give the tokens that they gave."""
+    rows = [{"body": line} for line in text.read_text().splitlines()]
+    files = [tmp_path / "whole.jsonl", tmp_path / "some.jsonl"]
+    for path, more in zip(files, ([], [{"body": None}, {}]), strict=True):
+        path.write_text("\n".join(map(json.dumps, [*rows[:40], *more, *rows[40:]])))
+    whole, some = (job(**{"calibration.text": {"files": [str(path)], "field": "body"}}) for path in files)
+    summary, ended = whole.run().json, some.run()
+    assert summary["skipped_rows"] == {}
+    assert ended.json["skipped_rows"] == {f"text file {files[1]}": 2}
+    line = f"text file {files[1]}: 2 rows without text are left out"
+    assert ended.err.count(line) == 1
+    assert command("run", str(some.manifest)).out.count(line) == 1
+    assert file_digests(whole.output) == file_digests(some.output)
+
+
+def test_init_names_the_field_and_counts_rows_without_text(tmp_path: Path, text: Path, llama: Path) -> None:
+    path, written = tmp_path / "rows.jsonl", tmp_path / "job.yaml"
+    rows = [{"body": line} for line in text.read_text().splitlines()]
+    path.write_text("\n".join(map(json.dumps, [{"body": None}, *rows])))
+    options = [str(llama), "--text", str(path), "-o", str(written)]
+    refused = command("init", *options)
+    assert refused.code == 2
+    assert "no field 'text'; none of its fields is text: 'body'" in refused.err
+    ended = command("init", *options, "--field", "body")
+    assert ended.code == 0, ended.err
+    assert f"text file {path}: 1 rows without text are left out" in ended.out
+    assert written.read_text().count(", field: body, ") == 2
+    assert command("plan", str(written)).code == 0
 
 
 def test_killed_while_texts_are_scored(job: MakeJob) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from manifests.entries import HeldOutScoreEntry
+from manifests.errors import InputError
 from manifests.records import INFINITY
 from pipeline.evaluation.losses import (
     all_warnings,
+    check_dense_loss,
     damage_warnings,
     json_perplexity,
     perplexity_of,
     shown_perplexity,
-    text_warnings,
     texts_line,
 )
 from pipeline.reporting.summary import held_out_line, score_lines
@@ -52,19 +54,24 @@ def test_a_rise_of_half_a_nat_is_warned_of(rise: float, warned: bool) -> None:
     assert not damage_warnings({"evaluation": {"perplexity": scored(1.0 + rise)}, "held_out": None})
 
 
-@pytest.mark.parametrize(
-    ("calibration", "evaluation", "warned"),
-    [(2.0, 2.0, 0), (2.0, 2.1, 0), (2.0, 2.11, 1), (2.11, 2.0, 1), (2.0, None, 0), (0.0, 0.0, 0), (0.0, 0.1, 1)],
-)
-def test_texts_that_differ_by_a_twentieth_of_their_loss_are_warned_of(
-    calibration: float, evaluation: float | None, warned: int
-) -> None:
-    texts: dict[str, Any] = {"window": 8, "calibration": {"loss": calibration, "tokens": 7}, "evaluation": None}
+@pytest.mark.parametrize(("loss", "stops"), [(0.0, False), (6.05, False), (6.07, True), (1e5, True), (math.nan, True)])
+def test_a_dense_loss_above_that_of_guessing_stops(loss: float, stops: bool) -> None:
+    """1.05 ln(320) is 6.057."""
+    with pytest.raises(InputError) if stops else nullcontext() as caught:
+        check_dense_loss(loss, 320, "the text", "say yes")
+    if stops:
+        said = str(caught and caught.value)
+        assert f"the dense model's loss on the text is {loss:.4g} nats per token" in said
+        assert "for all 320 tokens would cost 5.768, and from 6.057 on something was read wrongly" in said
+        assert said.endswith("; say yes")
+
+
+def test_the_line_of_both_texts() -> None:
+    texts: dict[str, Any] = {"window": 8, "calibration": {"loss": 2.0, "tokens": 7}, "evaluation": None}
     assert "evaluation" not in texts_line(texts)
-    if evaluation is not None:
-        texts["evaluation"] = {"loss": evaluation, "tokens": 14}
-        assert texts_line(texts).endswith(f"evaluation text {math.exp(evaluation):.4f} (14 tokens)")
-    assert len(text_warnings(texts)) == len(all_warnings({"texts": texts})) == warned
+    texts["evaluation"] = {"loss": 1.0, "tokens": 14}
+    assert texts_line(texts).endswith(f"evaluation text {math.e:.4f} (14 tokens)")
+    assert all_warnings({"texts": texts}) == []
 
 
 def test_jobs_of_older_versions_scored_no_texts() -> None:

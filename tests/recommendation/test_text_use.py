@@ -17,7 +17,7 @@ LONGEST = 2048
 
 def use_of(tmp_path: Path, num_bytes: int, longest: int = LONGEST, channels: int = 80) -> TextUse:
     path = write_text(tmp_path / "text.txt", num_bytes)
-    return choose_text_use(Text(files=(str(path),)), make_tokenizer(), longest, channels)
+    return choose_text_use(Text(files=(str(path),)), make_tokenizer(), longest, channels, 320)
 
 
 @pytest.mark.sample(2)
@@ -57,3 +57,20 @@ def test_too_short(num_bytes: int, tmp_path: Path) -> None:
 def test_shorter_samples_are_more() -> None:
     assert shortened(TextUse(0.9, 2048, 256, 600_000), 1024) == TextUse(0.9, 1024, 512, 600_000)
     assert shortened(TextUse(0.9, 2048, 64, 2048 * 65), 1024).samples == 128
+
+
+def test_a_token_that_the_embedding_lacks_is_named(tmp_path: Path) -> None:
+    """A special token that the text spells, or the tokenizer of another model."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    path = write_text(tmp_path / "text.txt", 4_000)
+    path.write_text(f"Once.\nThen <|tool|> came.\n{path.read_text()}")
+    text = Text(files=(str(path),))
+    said = (
+        rf"it finds in text file {path}, line 2, character 6 the token '<\|tool\|>' with id 320, but the model's "
+        r"vocabulary has 320; leave '<\|tool\|>' out of the text, or give the tokenizer that belongs to the model"
+    )
+    with pytest.raises(InputError, match=said):
+        choose_text_use(text, tokenizer, LONGEST, 80, 320)
+    with pytest.raises(InputError, match=r"with id 3\d\d, but the model's vocabulary has 300; give the tokenizer that"):
+        choose_text_use(text, make_tokenizer(), LONGEST, 80, 300)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -13,6 +14,7 @@ import pytest
 from manifests.calibration import Text
 from manifests.errors import InputError
 from stores.text_files import file_documents
+from stores.text_rows import skipped_lines
 
 DOCUMENTS = [f"Story {number}: über {'long ' * (number % 4)}roads." for number in range(17)]
 
@@ -38,7 +40,8 @@ KINDS: dict[str, Callable[[Path], None]] = {".txt": _txt, ".jsonl": _jsonl, ".js
 
 
 def documents(path: Path, begin: float = 0.0, end: float = 1.0, field: str | None = None) -> list[str]:
-    found = list(file_documents(Text(files=(str(path),), begin=begin, end=end, field=field)))
+    text = Text(files=(str(path),), begin=begin, end=end, field=field)
+    found = [document.text for document in file_documents(text)]
     return [line for text in found for line in text.splitlines()] if path.suffix == ".txt" else found
 
 
@@ -73,6 +76,8 @@ def test_a_missing_field_is_named_with_those_that_are_there(kind: str, tmp_path:
         ("a.jsonl", b'{"text": 3}', "field 'text' is int, expected text"),
         ("a.json", b'{"text": "a"}', "a JSON dict, expected a list"),
         ("a.json", b'["\\ud800"]', "half a surrogate pair at character 0"),
+        ("a.jsonl", b'{"text": "a"}\n["b"]', "line 2: a JSON list, expected an object with the field 'text'"),
+        ("a.json", b"[null]", "item 0: is null; .* 1 of 1 rows hold no text there, and at most 5% are skipped"),
         ("a.parquet", b"PAR1", "not Parquet, or damaged"),
         ("a.txt", b" \n", "empty"),
     ],
@@ -88,3 +93,81 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert documents(tmp_path / "a.txt") == ["Once.", "Twice."]
     with pytest.raises(InputError, match="missing; relative paths are relative"):
         documents(tmp_path / "b.txt")
+
+
+ROWS = [".jsonl", ".json", ".parquet"]
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        path.write_text(json.dumps(rows))
+    return path
+
+
+def numbered(kind: str, number: int) -> str:
+    """The name of a row, counted from 0."""
+    return {".jsonl": f"line {number + 1}", ".json": f"item {number}", ".parquet": f"row {number}"}[kind]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_few_rows_without_text_are_skipped_and_counted(kind: str, tmp_path: Path) -> None:
+    """Empty texts are documents, as in WikiText."""
+    rows: list[dict[str, Any]] = [{"text": f"Story {number}."} for number in range(400)]
+    rows[7], rows[9] = {"text": None}, {"text": ""}
+    if kind != ".parquet":
+        rows[200] = {"other": "no text"}
+    path, skipped = write_rows(tmp_path / f"a{kind}", rows), dict[str, int]()
+    found = [document.text for document in file_documents(Text(files=(str(path),)), skipped)]
+    assert found == [row["text"] for row in rows if row.get("text") is not None]
+    assert "" in found
+    assert list(skipped.values()) == [1 if kind == ".parquet" else 2]
+    (line,) = skipped_lines(skipped)
+    assert line.startswith(f"text file {path}: {len(rows) - len(found)} rows without text")
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(("nulls", "count"), [(21, 400), (1, 19), (51, 5000)])
+def test_many_rows_without_text_are_refused(kind: str, nulls: int, count: int, tmp_path: Path) -> None:
+    """A long file is not read to its end first."""
+    rows = [{"text": None if number < nulls else "Once."} for number in range(count)]
+    path = write_rows(tmp_path / f"a{kind}", rows)
+    of = nulls if count > 1000 else count
+    first = f"{numbered(kind, 0)}: field 'text' is null; set `field` to another, or leave such rows out"
+    with pytest.raises(InputError, match=rf"{first}; {nulls} of {of} rows hold no text there, and at most 5% are"):
+        documents(path)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_row_with_something_else_is_named(kind: str, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / f"a{kind}", [{"text": "a", "n": 1}, {"text": "b", "n": 2}])
+    with pytest.raises(InputError, match=rf"{numbered(kind, 0)}: field 'n' is int, expected text"):
+        documents(path, field="n")
+
+
+def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    """Arrow itself does not look at the bytes of text."""
+    content = pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": content}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a.parquet, row 1: not UTF-8 at byte 0 \(invalid start byte\)"):
+        documents(tmp_path / "a.parquet")
+
+
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_chats_are_told_from_text(kind: str, tmp_path: Path) -> None:
+    """`messages` is not offered as a field, because it would be refused."""
+    path = write_rows(tmp_path / f"a{kind}", [{"messages": CHAT}] * 3)
+    advice = r"none of its fields is text; 'messages' holds chats, .*apply_chat_template\(row\['messages'\], tokenize"
+    with pytest.raises(InputError, match=rf"no field 'text'; {advice}"):
+        documents(path)
+    with pytest.raises(InputError, match=r"field 'messages' is a chat, expected text; none of its fields is text"):
+        documents(path, field="messages")
+    both = write_rows(tmp_path / f"b{kind}", [{"id": 1, "prompt": "Hello", "messages": CHAT, "tools": "[]"}])
+    with pytest.raises(InputError, match=r"to one of 'prompt', 'tools'; 'messages' holds .*, tools=row\['tools'\], "):
+        documents(both)
