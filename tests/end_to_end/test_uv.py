@@ -21,6 +21,7 @@ from tests.end_to_end.jobs import Job, file_digests
 MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.ray
 WAIT_S = 240.0
+UV = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 PRETENDS = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # or Ray looks for the cluster at this machine's outer address
 HOOK = "def hook(environment): return {'env_vars': {'BY_THE_HOOK': 'yes'}}\n"
@@ -60,11 +61,19 @@ def test_a_job_below_uv_run(job: MakeJob, tmp_path: Path) -> None:
     assert made.output.is_dir()
 
 
-@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+@pytest.mark.skipif(UV is None, reason="uv is not installed: pip install uv")
 def test_a_job_below_uv(job: MakeJob, tmp_path: Path) -> None:
     made = job()
-    command = ["uv", "run", "--no-project", "--offline", "--python", sys.executable, *run_command(made)[1:]]
-    command.insert(-3, "python")
+    command = [
+        str(UV),
+        "run",
+        "--no-project",
+        "--offline",
+        "--python",
+        sys.executable,
+        "python",
+        *run_command(made)[1:],
+    ]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert ended.returncode == 0, ended.stderr
     assert made.output.is_dir()

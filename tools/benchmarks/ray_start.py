@@ -1,8 +1,8 @@
 """`python -m tools.benchmarks.ray_start`: the cost of the agent for runtime environments in a local Ray.
 
 A job's local Ray starts without it. Each turn starts one as `run` does, and one as `run` does if a hook asks for a
-runtime environment, and measures the seconds until Ray runs and until a first process answers, and the memory of Ray's
-servers.
+runtime environment, and measures the seconds until Ray runs and until a first process answers, the CPU seconds of Ray's
+processes, and the memory of its servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from tools.benchmarks.jobs import environment, print_table
 HOOK = "tools.benchmarks.ray_start.asked_environment"
 ONE = "from tools.benchmarks.ray_start import measured; measured()"
 SERVERS = ("gcs_server", "raylet", "RuntimeEnvAgent", "runtime_env/agent", "cat")
-FIGURES = {"start_s": "Ray runs, s", "answer_s": "a process answers, s", "servers_mib": "servers, MiB"}
+FIGURES = {
+    "start_s": "Ray runs, s",
+    "answer_s": "a process answers, s",
+    "cpu_s": "CPU of Ray's processes by then, s",
+    "servers_mib": "servers, MiB",
+}
 
 
 def asked_environment(_: Any) -> dict[str, Any]:
@@ -42,9 +47,10 @@ def measured() -> None:
     start_s = time.monotonic() - began
     ray.get(ray.remote(num_cpus=0)(lambda: None).remote())
     answer_s = time.monotonic() - began
-    servers = [process for process in psutil.Process().children(recursive=True) if _is_server(process)]
-    servers_mib = sum(process.memory_full_info().uss for process in servers) / 2**20
-    print(json.dumps({"start_s": start_s, "answer_s": answer_s, "servers_mib": servers_mib}))
+    processes = psutil.Process().children(recursive=True)
+    cpu_s = sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+    servers_mib = sum(process.memory_full_info().uss for process in processes if _is_server(process)) / 2**20
+    print(json.dumps({"start_s": start_s, "answer_s": answer_s, "cpu_s": cpu_s, "servers_mib": servers_mib}))
 
 
 def _is_server(process: Any) -> bool:
