@@ -90,6 +90,7 @@ def connect(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray_utils.set_sigterm_handler = lambda _: None  # Ray's handler would exit with another code
     ray_worker.print_to_stdstream = log_message
+    ray_worker.load_class = _user_hook
     if not joined or UV_SWITCH not in os.environ:
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # Ray read its default when it was imported
     try:
@@ -108,7 +109,7 @@ def connect(
         if isinstance(error, WorkerError) or (isinstance(error, OSError) and not no_cluster):
             raise
         message = str(error) if isinstance(error, InputError) else _refusal(joined, error)
-        from_environment = joined and not address
+        from_environment = joined and not address and not message.startswith(HOOK)
         raise InputError(f"{message}; RAY_ADDRESS gave this one: unset it" if from_environment else message) from error
     resources = ray.cluster_resources()
     if not joined and workers.gpus * workers.min > resources.get("GPU", 0):
@@ -186,7 +187,8 @@ def check_temporary_folder() -> None:
 
 def _start_local(workers: Workers) -> None:
     """Start Ray on this machine. Raise WorkerError if it does not start at the second attempt."""
-    environment = _hooked_environment()
+    os.environ.pop(RAY_JOB_CONFIG_JSON_ENV_VAR, None)  # of a submitted job that does not use the cluster it runs on
+    environment = _user_hook(name)(None) if (name := os.environ.get(HOOK)) else None
     check_temporary_folder()
     _listen_on_loopback()
     _have_token()
@@ -233,16 +235,17 @@ def _have_token() -> None:
     loader.reset_cache()
 
 
-def _hooked_environment() -> dict[str, Any] | None:
-    """Return the runtime environment of the user's hook, if there is one. Raises InputError if the hook fails."""
-    os.environ.pop(RAY_JOB_CONFIG_JSON_ENV_VAR, None)  # of a submitted job that does not use the cluster it runs on
-    if not (hook := os.environ.get(HOOK)):
-        return None
-    try:
-        environment: dict[str, Any] | None = load_class(hook)(None)
-    except Exception as error:  # the hook may raise anything
-        raise InputError(f"{HOOK}: {hook} fails ({type(error).__name__}: {error}); correct it, or unset it") from error
-    return environment
+def _user_hook(name: str) -> Callable[[Any], Any]:
+    """Return a user's hook, which returns a runtime environment. Called, it raises InputError if it fails."""
+
+    def hook(environment: Any) -> Any:
+        try:
+            return load_class(name)(environment)
+        except Exception as error:  # it may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(f"{HOOK}: {name} fails ({reason}); correct it, or unset it") from error
+
+    return hook
 
 
 class _BareNode(ray_node.Node):

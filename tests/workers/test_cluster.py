@@ -405,8 +405,17 @@ def test_a_local_ray_has_an_agent_for_environments_if_the_user_s_hook_returns_on
     assert absent == [tuple(cluster.AGENTS)[: 1 if environment else 2]]
 
 
-@pytest.mark.usefixtures("starts")
-def test_a_hook_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_a_hook_that_fails_is_named(
+    address: str | None, starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> None:
+        ray_worker._maybe_modify_runtime_env({}, _skip_env_hook=False)  # by which Ray's init calls it
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster, "await_cluster", lambda *_: None)
     monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "no_such_module.hook")
-    with pytest.raises(InputError, match=r"RAY_RUNTIME_ENV_HOOK: no_such_module.hook fails \(ModuleNotFoundError"):
+    monkeypatch.setenv("RAY_ADDRESS", address or "")
+    message = r"RAY_RUNTIME_ENV_HOOK: no_such_module.hook fails \(ModuleNotFoundError: .*\); correct it, or unset it$"
+    with pytest.raises(InputError, match=message):
         connect(None, Workers())
