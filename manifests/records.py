@@ -236,7 +236,7 @@ class Curve(Record):
     """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token).
 
     `hint`: for solving the group from the same statistics, in a format of its method. Stored as `told`.
-    `few`: the losses are those of an expert that fewer tokens passed than it has channels.
+    `few`: so few tokens passed the expert that its share of the text's tokens is not known.
     """
 
     ranks: Mapping[str, Row[PositiveInt]]

@@ -28,12 +28,13 @@ class Served(NamedTuple):
     """The tokens (t,) that an expert serves, ascending, and its weighted channels (t, k) on them.
 
     `others`: channels (m, k) on tokens of other experts, which complete the moment of an expert with few tokens. A
-    refit leaves its outputs on them as they are.
+    refit leaves its outputs on them as they are. `scale`: of sums over both, so that they count as the tokens alone.
     """
 
     tokens: Tensor
     values: Tensor
     others: Tensor | None = None
+    scale: float = 1.0
 
     def moment(self, product_dtype: torch.dtype) -> Tensor:
         """Return the sum (k, k) of v vᵀ over the tokens and the others, float64."""

@@ -53,11 +53,13 @@ class Others(NamedTuple):
         tokens: (m,), ascending.
         weight: the routing weight that they would have: the root mean square of the weights of all choices.
         factor: of each one's channels, besides the weight, so that all m count as the lacking tokens.
+        scale: of sums over own and lacking tokens, so that they count as the own ones, or as one if there are none.
     """
 
     tokens: Tensor
     weight: float
     factor: float
+    scale: float
 
 
 class Routing(NamedTuple):
@@ -87,7 +89,7 @@ class Routing(NamedTuple):
         tokens_m = rest_t[evenly_spread(0, len(rest_t), len(rest_t), OTHERS * width).to(rest_t.device)]
         chosen = self.weights[self.weights != 0.0].double()
         weight = float(chosen.square().mean().sqrt()) if len(chosen) else 0.0
-        return Others(tokens_m, weight, ((width - passed) / len(tokens_m)) ** 0.5)
+        return Others(tokens_m, weight, ((width - passed) / len(tokens_m)) ** 0.5, max(1, passed) / width)
 
     def tokens(self, num_experts: int) -> Tensor:
         """Return the number of tokens (E,) that choose each expert."""

@@ -74,11 +74,15 @@ class Moment:
 class OtherInputs(NamedTuple):
     """Tokens of other experts that stand for those that an expert with few tokens lacks.
 
-    `inputs`: (m, D), of its readers. `factor`: of its channels, so that sums over calibration tokens may be added.
+    Attributes:
+        inputs: (m, D), of its readers.
+        factor: of its channels, so that all m count as the lacking tokens.
+        scale: of sums over own and lacking tokens, so that they count as the own ones.
     """
 
     inputs: Tensor
     factor: float
+    scale: float
 
 
 @dataclass(frozen=True)

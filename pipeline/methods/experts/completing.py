@@ -81,9 +81,10 @@ def _completed(block: MLPBlock, mixture: Mixture, number: int, passed: int, stat
     moments = dict(statistics.moments)
     written, gradients = input_moment(block.writer), _Gradients.of(block, mixture, number, others, statistics)
     if written in moments:
-        moments[written] = moments[written] + _square(mixture.hidden(number, others.inputs).double() * others.factor)
+        lacking = _square(mixture.hidden(number, others.inputs).double() * others.factor)
+        moments[written] = others.scale * (moments[written] + lacking)
     if block.weighed and (inputs := input_moment(block.readers[0])) in moments:
-        moments[inputs] = moments[inputs] + _square(others.inputs.double() * others.factor)
+        moments[inputs] = others.scale * (moments[inputs] + _square(others.inputs.double() * others.factor))
     if gradients is not None:
         moments |= gradients.added(moments)
     return replace(statistics, moments=moments, others={**statistics.others, block.name: others})
@@ -96,11 +97,12 @@ def _others(block: MLPBlock, mixture: Mixture, number: int, passed: int, statist
     places_m = evenly_spread(0, len(inputs_TD), len(inputs_TD), OTHERS * block.width)
     inputs_mD = inputs_TD[places_m.to(inputs_TD.device)]
     others = mixture.route(inputs_mD).others(number, block.width, passed)
-    return None if others is None else OtherInputs(*mixture.as_own(inputs_mD, others))
+    return None if others is None else OtherInputs(*mixture.as_own(inputs_mD, others), others.scale)
 
 
 class _Gradients(NamedTuple):
-    """The sums of squares (N,), per calibration token, that others add to the gradient at each reader's outputs.
+    """The sums of squares (N,), per calibration token, that others add to the gradient at each reader's outputs, before
+    the sums are scaled.
 
     E[g²] of channel j is taken as wᵀ G w, w the writer's column, times the mean square of the channel's derivative.
     """
@@ -108,6 +110,7 @@ class _Gradients(NamedTuple):
     block: MLPBlock
     weights: Sequence[Tensor]
     squares: Sequence[Tensor]
+    scale: float
 
     @classmethod
     def of(
@@ -127,20 +130,20 @@ class _Gradients(NamedTuple):
             slopes = torch.autograd.grad(mixture.channels(*read).sum(), read)
         factor = others.factor**2 / statistics.tokens
         squares = [slope_mN.double().square().sum(dim=0) * felt_N * factor for slope_mN in slopes]
-        return cls(block, [weight.double() for weight in expert.readers], squares)
+        return cls(block, [weight.double() for weight in expert.readers], squares, others.scale)
 
     def added(self, moments: Mapping[Moment, Tensor]) -> dict[Moment, Tensor]:
         """Return the changed moments: at the readers' outputs, and of the part that readers pull to their input."""
         readers = [*zip(self.block.readers, self.weights, self.squares, strict=True)]
         changed = {
-            moment: moments[moment] + squares_N
+            moment: self.scale * (moments[moment] + squares_N)
             for reader, _, squares_N in readers
             if (moment := output_gradient(reader)) in moments
         }
         for some in (readers, *([each] for each in readers)):
             if (moment := pull([reader for reader, _, _ in some])) in moments:
                 pulled = sum((weight_ND.T * squares_N @ weight_ND for _, weight_ND, squares_N in some), moments[moment])
-                changed[moment] = pulled
+                changed[moment] = self.scale * pulled
         return changed
 
 

@@ -101,7 +101,7 @@ class Mixture:
         if others is None:
             return Served(tokens_t, values_tN)
         inputs_mD, factor = self.as_own(inputs_TD, others)
-        return Served(tokens_t, values_tN, self.channels_of(weights, inputs_mD) * factor)
+        return Served(tokens_t, values_tN, self.channels_of(weights, inputs_mD) * factor, others.scale)
 
     def as_own(self, inputs_TD: Tensor, others: Others) -> tuple[Tensor, float]:
         """Return the inputs (m, D) of an expert on tokens of others, and the factor of its channels."""
@@ -210,7 +210,8 @@ def _other_sums(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routi
 
 def weighted_moment(part: Served, tokens: int) -> Tensor:
     """Return C_e (N, N): the sum of (p h)(p h)ᵀ over the expert's tokens, divided by the number of all `tokens`."""
-    return part.moment(torch.promote_types(part.values.dtype, torch.float32)) / tokens
+    moment_NN = part.moment(torch.promote_types(part.values.dtype, torch.float32))
+    return (moment_NN if part.others is None else moment_NN * part.scale) / tokens
 
 
 def channel_moment(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routing) -> Tensor:
@@ -226,7 +227,7 @@ def reader_moment(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Rou
     if others is None:
         return weighted_moment(Served(tokens_t, inputs_tD), len(inputs_TD))
     inputs_mD, factor = mixture.as_own(inputs_TD, others)
-    return weighted_moment(Served(tokens_t, inputs_tD, inputs_mD * factor), len(inputs_TD))
+    return weighted_moment(Served(tokens_t, inputs_tD, inputs_mD * factor, others.scale), len(inputs_TD))
 
 
 def narrowed(mixture: Mixture, kept: Sequence[int], solved: Sequence[SolvedExpert]) -> Mixture:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 FEW_TOKENS = 32  # per channel
+SHARE_TOKENS = 16  # with fewer, the share of the tokens that pass an expert is not known to a quarter
 TOKENS_BY_EXPERT = "tokens_by_expert"  # fields of a solution's report: a number for each dense expert of the layer
 SALIENCY_BY_EXPERT, REMOVAL_LOSS_BY_EXPERT = "saliency_by_expert", "removal_loss_by_expert"
 

@@ -68,7 +68,7 @@ def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
     if (others := statistics.others.get(block.name)) is not None:
         factor = others.factor * (len(weights_T) / statistics.tokens) ** 0.5
         inputs_tD = torch.cat((inputs_tD, others.inputs.to(inputs_tD.dtype)))
-        weights_t = torch.cat((weights_t, weights_t.new_full((len(others.inputs),), factor)))
+        weights_t = torch.cat((weights_t, weights_t.new_full((len(others.inputs),), factor))) * others.scale**0.5
     return Sample(inputs_tD, weights_t, len(weights_t) / max(1, len(weights_T)))
 
 
