@@ -20,6 +20,7 @@ from tests.families.geometries import llama, manifest
 
 FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss", "llama4_text")
 TOKENS, EXPERT = 90, 2
+TEXT = {"text": {"files": ["a.txt"]}, "samples": 2, "sequence_length": 8, "shards": 1}
 
 
 class Layer:
@@ -143,7 +144,7 @@ def test_a_pair_without_tokens_stays_unseen() -> None:
 )
 def test_only_tasks_with_moments_of_single_experts_get_a_sample(entry: dict[str, Any], added: bool) -> None:
     geometry = geometry_of(standard_config(factories.make_config("mixtral", num_hidden_layers=2).to_dict()))
-    tasks = claim_tasks(build_methods(manifest(entry, keep=0.9)), geometry)
+    tasks = claim_tasks(build_methods(manifest(entry, keep=0.9, calibration=TEXT)), geometry)
     sample = sample_of_others(routed(geometry.layers[0])[0])
     assert sample.tokens == 4 * 24
     completed_tasks = with_samples(tasks, geometry)
@@ -152,5 +153,5 @@ def test_only_tasks_with_moments_of_single_experts_get_a_sample(entry: dict[str,
         assert replace(task, moments=before.moments) == before
         own = any(moment.kind == "value" and moment.point.startswith("experts.") for moment in task.moments)
         assert (sample in task.moments) == (added and own)
-    dense = claim_tasks(build_methods(manifest(entry, keep=0.9)), llama()) if added else ()
+    dense = claim_tasks(build_methods(manifest(entry, keep=0.9, calibration=TEXT)), llama()) if added else ()
     assert with_samples(dense, llama()) == tuple[Task, ...](dense)
