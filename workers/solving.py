@@ -147,7 +147,8 @@ def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, Any]:
     if len(counts) != 1:  # the group is not a single expert
         return {}
     ((point, tokens),) = counts.items()
-    few = {"few_tokens": tokens} if few_tokens(tokens, width[point]) else {}
+    few: dict[str, Any] = {"few_tokens": tokens} if few_tokens(tokens, width[point]) else {}
+    few |= {} if tokens else {"unseen": [point]}
     return {"tokens": tokens, **few, **_by_source(problem, point, statistics)}
 
 

@@ -25,6 +25,7 @@ from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from pipeline.inputs.unread_tensors import unread_remarks
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.capabilities import Remarking
+from pipeline.methods.experts.completing import with_samples
 from pipeline.methods.method import Method, Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, config_fields, predict_tasks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
@@ -202,6 +203,7 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
     _check_held_experts(manifest, geometry, tasks)
     if manifest.quantize is not None:
         tasks = rounded_tasks(tasks, manifest, geometry)
+    tasks = with_samples(tasks, geometry)
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if field := _measures_sizes(manifest):
         _check_predicted_loss(field, manifest, tasks, predict_tasks(methods, geometry))

@@ -22,7 +22,7 @@ from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, 
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.rounded_size import INDEX_BITS, rounded_share, rounding_overhead
 from pipeline.methods.unchanged import BITS
-from pipeline.ranks.curves import Point, from_columns, frontier, spread, to_columns
+from pipeline.ranks.curves import Point, from_columns, spread, to_columns, up_to_whole
 from pipeline.rounding.solutions import (
     RIDGE,
     Feedbacks,
@@ -110,7 +110,7 @@ def with_bits(
                 numbers = codes + min(unrounded, point.numbers) + wider + more
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
-    return to_columns(frontier(points), curve.hint)
+    return to_columns(up_to_whole(points), curve.hint, few=curve.few)
 
 
 def _with_bits_of_nothing(curve: Curve, bits: int, wider: int) -> Curve:
@@ -119,7 +119,7 @@ def _with_bits_of_nothing(curve: Curve, bits: int, wider: int) -> Curve:
         Point({**point.ranks, BITS: bits}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
         for point in from_columns(curve)
     ]
-    return to_columns(frontier(points), curve.hint)
+    return to_columns(up_to_whole(points), curve.hint, few=curve.few)
 
 
 def _counted_shape(weight_OI: Tensor, group: int | None, odd: bool) -> tuple[int, int]:
