@@ -17,6 +17,7 @@ NF4 = [  # bitsandbytes, csrc/kernels.cu
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
+DAMPING = 0.1
 KINDS: tuple[TableKind, ...] = ("normal", "learned")
 
 
@@ -87,7 +88,7 @@ def test_levels_lose_less_than_uniform_ones(kind: TableKind, tokens: int, bits: 
     inputs = random(tokens, 96, seed=1) @ random(96, 96, seed=2)
     weight, moment = random(48, 96, seed=3) * random(48, 1, seed=4).exp(), inputs.T @ inputs
     before = weight.clone(), moment.clone()
-    feedback = error_feedback(moment)
+    feedback = error_feedback(moment, DAMPING)
 
     def error(rounded: Rounded) -> float:
         return rounding_error(weight, rounded.values, moment)
@@ -100,7 +101,9 @@ def test_levels_lose_less_than_uniform_ones(kind: TableKind, tokens: int, bits: 
     assert error(rounded) < 0.8 * error(round_to_nearest(weight, bits, 32, torch.bfloat16, levels=kind))
     assert torch.equal(weight, before[0])
     assert torch.equal(moment, before[1])
-    again = round_with_feedback(weight * 2.0**40, error_feedback(moment * 2.0**-60), bits, 32, torch.bfloat16, kind)
+    again = round_with_feedback(
+        weight * 2.0**40, error_feedback(moment * 2.0**-60, DAMPING), bits, 32, torch.bfloat16, kind
+    )
     assert torch.equal(again.codes, rounded.codes)
 
 
