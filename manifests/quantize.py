@@ -19,7 +19,7 @@ Skipped = Literal[
 OUTER_ROLES = ("embed", "head")
 LEVEL_KINDS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")
 DAMPING, LEAST_CLIP = 0.3, 0.5  # docs/results.md#constants-of-rounding
-FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875}  # of jobs begun before these were fields
+FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0}  # of jobs begun before these were fields
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
 
 
@@ -44,6 +44,7 @@ class Quantize(Block):
     the gradients of the model's loss at their outputs. null: as true if there is calibration text, else to the nearest
     code. `damping`: of the moment that feedback follows, in shares of its mean diagonal; more of it trusts the text
     less. `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback.
+    `polish`: sweeps over uniform codes and their scales after feedback, each of which improves them.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
@@ -55,6 +56,7 @@ class Quantize(Block):
     feedback: bool | Literal["both"] | None = None
     damping: Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)] = DAMPING
     least_clip: Share = LEAST_CLIP
+    polish: Annotated[int, Field(ge=0, le=16)] = 1
 
     @field_validator("symmetric")
     @classmethod

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import factor_
-from pipeline.kernels.levels import LevelKind, borders, choose_table, clips_from
+from pipeline.kernels.levels import LevelKind, borders, choose_table, clips_from, uniform_levels
 from pipeline.kernels.packing import code_range, scaled, stored_scales
-from pipeline.kernels.polishing import polish
+from pipeline.kernels.polishing import Polishing, polish
 
 MOST_DAMPING = 1e6  # a moment that needs more carries no information
 BLOCK = 128  # columns whose errors are propagated together
 CLIPS = tuple(1.0 - step / 40 for step in range(20))  # shares of the largest magnitude, tried below CLIPPED_BELOW bits
 CLIPPED_BELOW = 8
+TABLE_SWEEPS = 4  # of polishing, with tables of levels
 FED_NUMBERS = 2**28  # float32 numbers rounded at a time
 TRIED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU (its cache), on other devices
 
@@ -53,6 +54,7 @@ class Feedback(NamedTuple):
         damping: added to the moment's diagonal, relative to its mean.
         moment: (I, I) M itself, without the damping.
         least_clip: the least share of a group's largest magnitude that its codes may cover.
+        polish: sweeps that polish uniform codes and their scales afterwards.
     """
 
     order: Tensor
@@ -61,16 +63,17 @@ class Feedback(NamedTuple):
     damping: float
     moment: Tensor
     least_clip: float
+    polish: int
 
 
-def error_feedback(moment_II: Tensor, damping: float, least_clip: float = 0.0) -> Feedback | None:
+def error_feedback(moment_II: Tensor, damping: float, least_clip: float = 0.0, polish: int = 0) -> Feedback | None:
     """Compute the feedback from the input's moment M = Σ x xᵀ; None if M is zero.
 
     Columns of large diagonal come first. With M + λI = R Rᵀ, R upper triangular in that order, the target of column k
     is w_k + Σ_j<k error_j · R_jk / R_kk, which compensates the errors w_j − q_j before it; of its own squared error
     R_kk² remains. This is GPTQ without the inverse, whose factor is R⁻¹ (Chee et al. 2023, theorem 6). Factored in
-    float64. `damping`: the least λ, relative to the mean diagonal. `least_clip`: see `Feedback`. Raises ValueError on a
-    moment that is not square, finite and positive semidefinite.
+    float64. `damping`: the least λ, relative to the mean diagonal. `least_clip`, `polish`: see `Feedback`. Raises
+    ValueError on a moment that is not square, finite and positive semidefinite.
     """
     if moment_II.ndim != 2:
         raise ValueError(f"moment: a matrix is needed, not shape {tuple(moment_II.shape)}")
@@ -84,9 +87,8 @@ def error_feedback(moment_II: Tensor, damping: float, least_clip: float = 0.0) -
     factor_II, damping = _factor(scaled_II[order_I][:, order_I], damping)
     diagonal_I = factor_II.diagonal().clone()
     remaining_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.square())
-    return Feedback(
-        order_I, factor_II.div_(diagonal_I).to(torch.float32), remaining_I, damping, moment_II.detach(), least_clip
-    )
+    share_II = factor_II.div_(diagonal_I).to(torch.float32)
+    return Feedback(order_I, share_II, remaining_I, damping, moment_II.detach(), least_clip, polish)
 
 
 def round_to_nearest(
@@ -123,8 +125,8 @@ def round_with_feedback(
 
     Columns are rounded one after another, and later ones compensate each error: within a block of BLOCK columns at
     once, in all later blocks by one float32 product. Scales are chosen first, by groups of neighbouring columns, so
-    that the order need not be stored; the search weights errors by what remains of them. Codes and scales of a table of
-    levels are polished afterwards. Without feedback every number goes to the nearest level. Raises ValueError as
+    that the order need not be stored; the search weights errors by what remains of them. Codes and scales are polished
+    afterwards. Without feedback every number goes to the nearest level. Raises ValueError as
     `round_to_nearest`, and on feedback of another width.
     """
     if feedback is None:
@@ -135,10 +137,11 @@ def round_with_feedback(
     rows, nearest = max(1, FED_NUMBERS // columns), Nearest(bits, levels_n, torch.float32)
     parts = zip(weight_OI.detach().split(rows), scales_OS.split(rows), strict=True)
     codes_OI = torch.cat([_fed_codes(weight_oI, scales_oS, feedback, nearest) for weight_oI, scales_oS in parts])
-    if levels_n is not None:
-        codes_OI, scales_OS = polish(
-            weight_OI.detach(), codes_OI, scales_OS, levels_n, feedback.moment, feedback.damping
-        )
+    sweeps, table_n = TABLE_SWEEPS, levels_n
+    if table_n is None:
+        sweeps, table_n = feedback.polish, uniform_levels(bits, dtype, weight_OI.device)
+    how = Polishing(sweeps, feedback.damping, signed=levels_n is not None)
+    codes_OI, scales_OS = polish(weight_OI.detach(), codes_OI, scales_OS, table_n, feedback.moment, how)
     return Rounded(codes_OI, scales_OS, feedback.damping, levels_n)
 
 

@@ -56,6 +56,12 @@ def normal_levels(bits: int) -> Tensor:
     return torch.cat((-lower_n.flip(0) / lower_n[-1], upper_n[1:] / upper_n[-1]))
 
 
+def uniform_levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uniform levels as a table (n): the codes themselves."""
+    low, high = code_range(bits)
+    return torch.arange(low, high + 1, dtype=dtype, device=device)
+
+
 def fitted_levels(numbers_N: Tensor, weights_N: Tensor, levels_n: Tensor) -> Tensor:
     """Return levels (n), float64, ascending, of locally least Σ weight · (number - nearest level)².
 

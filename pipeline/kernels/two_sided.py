@@ -16,6 +16,7 @@ from pipeline.kernels.gptq import Feedback, Nearest, Rounded, check_rounding, er
 from pipeline.kernels.levels import LevelKind
 
 BLOCK = 32  # rows and columns of a block
+SECTION = 1024  # most rows of a section
 
 
 OUTPUT_DAMPING = (

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from pipeline.families.blocks import Matrix
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.two_sided import OutputFeedback, output_feedback
+from pipeline.kernels.two_sided import SECTION, OutputFeedback, output_feedback
 from pipeline.methods.method import Moment, Solution
-
-SECTION = 1024  # most outputs whose errors compensate each other
 
 
 def outputs_moment(matrix: Matrix) -> Moment:

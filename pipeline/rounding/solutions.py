@@ -75,7 +75,8 @@ class Feedbacks:
         return self.cached[point]
 
     def _computed(self, moment_II: Tensor) -> Feedback | None:
-        return error_feedback(moment_II, self.quantize.damping, self.quantize.least_clip)
+        quantize = self.quantize
+        return error_feedback(moment_II, quantize.damping, quantize.least_clip, quantize.polish)
 
 
 def input_moments(roles: Sequence[str], reads: Reads) -> tuple[Moment, ...]:

@@ -160,3 +160,29 @@ def test_wrong_input() -> None:
         round_to_nearest(1e9 * weight, 4, 4, torch.float16)
     with pytest.raises(ValueError, match=r"a matrix is needed, not shape \(8,\)"):
         round_to_nearest(weight[0], 4, 4, torch.float32)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
+def test_polished_uniform_codes_lose_less(rows: int, columns: int, group: int | None, bits: int) -> None:
+    weight, moment = problem(rows, columns)
+    plain, polished = (
+        round_with(weight, error_feedback(moment, DAMPING, 0.5, sweeps), bits, group, torch.bfloat16)
+        for sweeps in (0, 1)
+    )
+    damped = moment + DAMPING * moment.diagonal().mean() * torch.eye(columns)
+    before, after = (rounding_error(weight, rounded.values, damped) for rounded in (plain, polished))
+    assert after < 0.95 * before
+    low, high = code_range(bits)
+    assert polished.levels is None
+    assert low <= int(polished.codes.min()) <= int(polished.codes.max()) <= high
+    assert (polished.scales > 0.0).all()
+
+
+def test_eight_bits_are_not_polished() -> None:
+    weight, moment = problem(8, 64)
+    plain, polished = (
+        round_with(weight, error_feedback(moment, DAMPING, 0.5, sweeps), 8, 32, torch.bfloat16) for sweeps in (0, 1)
+    )
+    assert torch.equal(plain.codes, polished.codes)
+    assert torch.equal(plain.scales, polished.scales)

@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels.gptq import CLIPS as UNIFORM_CLIPS
 from pipeline.kernels.gptq import Rounded, error_feedback, round_to_nearest, round_with_feedback, rounding_error
-from pipeline.kernels.levels import CLIPS, TableKind, borders, choose_table, fitted_levels, normal_levels
+from pipeline.kernels.levels import (
+    CLIPS,
+    FED_CLIPS,
+    TableKind,
+    borders,
+    choose_table,
+    clips_from,
+    fitted_levels,
+    normal_levels,
+)
 from pipeline.kernels.packing import scaled
 
 NF4 = [  # bitsandbytes, csrc/kernels.cu
@@ -135,3 +145,10 @@ def test_wrong_input() -> None:
     weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
         round_to_nearest(weight, 4, 4, torch.float32, levels="learned")
+
+
+def test_clips_of_jobs_begun_before() -> None:
+    """A least clip of 0.875 tries the scales that were tried before it was a field."""
+    assert clips_from(FED_CLIPS, 0.875) == (1.0, 0.91)
+    assert clips_from(UNIFORM_CLIPS, 0.875) == (1.0, 0.975, 0.95, 0.925, 0.9, 0.875)
+    assert clips_from(FED_CLIPS, 1.0) == (1.0,)

@@ -15,7 +15,7 @@ import torch
 from manifests.entries import DenseEntry
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
-from manifests.quantize import DAMPING, LEAST_CLIP
+from manifests.quantize import DAMPING, FORMER_CONSTANTS, LEAST_CLIP
 from manifests.records import Key
 from manifests.schema import completed
 from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, STAGED, RunDirectory
@@ -290,7 +290,7 @@ def test_rounding_of_an_older_version_keeps_its_constants(tmp_path: Path, feedba
     whole = semantic(quantize)
     older = {
         **whole,
-        "quantize": {name: v for name, v in whole["quantize"].items() if name not in ("damping", "least_clip")},
+        "quantize": {name: v for name, v in whole["quantize"].items() if name not in FORMER_CONSTANTS},
     }
     run = RunDirectory(tmp_path / "run")
     run.prepare()
@@ -298,12 +298,13 @@ def test_rounding_of_an_older_version_keeps_its_constants(tmp_path: Path, feedba
     if feedback is False:
         assert not bound(run, {"manifest": whole})
         return
-    assert not bound(run, {"manifest": semantic({**quantize, "damping": 0.01, "least_clip": 0.875})})
+    assert not bound(run, {"manifest": semantic({**quantize, **FORMER_CONSTANTS})})
     assert bound(run, {"manifest": older}, fresh=True)
     fill(run, "m")
     refusal = refused(run, {"manifest": whole})
     assert f"quantize.damping: 0.01 -> {DAMPING}" in refusal
     assert f"quantize.least_clip: 0.875 -> {LEAST_CLIP}" in refusal
+    assert "quantize.polish: 0 -> 1" in refusal
 
 
 def test_a_multiple_that_depends_on_layers_is_none_and_no_other(tmp_path: Path) -> None:
