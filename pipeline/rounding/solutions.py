@@ -310,8 +310,9 @@ def _sections(
     """Return the feedback of a matrix's outputs. None if its moment is unknown, or its rows are no dense outputs."""
     role = matrix.roles[0]
     gradient_nss = moments.get(outputs[role]) if role in outputs else None
-    whole = matrix.key == f"{role}{WEIGHT}" and role not in solution.forms
-    if gradient_nss is None or not (whole or matrix.key == f"{role}.{SECOND}"):
+    # A dense matrix of a form has other inputs, fewer of its outputs, or (value heads in a basis) other outputs.
+    known = role not in solution.forms or role in solution.inputs or role in solution.outputs
+    if gradient_nss is None or not (matrix.key == f"{role}.{SECOND}" or (known and matrix.key == f"{role}{WEIGHT}")):
         return None
     return feedback_of_outputs(role, len(solution.tensors[matrix.key]), solution, gradient_nss)
 
