@@ -44,7 +44,7 @@ class Quantize(Block):
     the gradients of the model's loss at their outputs. null: as true if there is calibration text, else to the nearest
     code. `damping`: of the moment that feedback follows, in shares of its mean diagonal; more of it trusts the text
     less. `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback.
-    `polish`: sweeps over uniform codes and their scales after feedback, each of which improves them.
+    `polish`: sweeps over uniform codes and their scales after feedback, each of which lowers the error.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
