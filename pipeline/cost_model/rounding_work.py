@@ -47,7 +47,7 @@ def rounding_work(
     """Return the rounding work of every rounded task of the job; none without `quantize`.
 
     It is I³/3 for the factor of each input, whose readers are rounded together, and O I² for each matrix and each pass
-    over it: one of error feedback, and the sweeps of polishing. Feedback on both sides takes s² (O/3 + I) more, with
+    over it: one of error feedback, and the sweeps of polishing. Feedback on both sides takes s² O/3 + s O I more, with
     sections of s outputs, one matrix after another, and polishes nothing. Matrices are counted as dense; their factors
     take less. `kept`: the share of an MLP's channels that a method keeps.
     """

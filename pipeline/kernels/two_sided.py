@@ -17,11 +17,7 @@ from pipeline.kernels.levels import LevelKind
 
 BLOCK = 32  # rows and columns of a block
 SECTION = 1024  # most rows of a section
-
-
-OUTPUT_DAMPING = (
-    3.0  # of the gradients' moment, in shares of its mean diagonal: few tokens say little about many outputs
-)
+OUTPUT_DAMPING = 3.0  # of the gradients' moment, by its mean diagonal: few tokens say little about many outputs
 
 
 class OutputFeedback(NamedTuple):
@@ -85,21 +81,13 @@ def _section_codes(
     wavefront = _Wavefront(
         weight_sI[order_s][:, order_I].to(torch.float32),
         scales_sS[order_s].to(torch.float32)[:, places_I],
-        _whole_blocks(section.share),
-        _whole_blocks(inputs.share),
+        section.share,
+        inputs.share,
         nearest,
     )
     codes_sI = torch.empty(weight_sI.shape, dtype=torch.int8, device=weight_sI.device)
     codes_sI[order_s[:, None], order_I] = wavefront.codes()
     return codes_sI
-
-
-def _whole_blocks(share_nn: Tensor) -> Tensor:
-    """Return the unit upper triangular matrix, padded to whole blocks, with these numbers above its diagonal."""
-    size = len(share_nn)
-    unit_nn = torch.eye(size + -size % BLOCK, dtype=torch.float32, device=share_nn.device)
-    unit_nn[:size, :size] += share_nn.triu(1)
-    return unit_nn
 
 
 class _Wavefront:
@@ -113,9 +101,9 @@ class _Wavefront:
     def __init__(
         self, weight_sI: Tensor, steps_sI: Tensor, left_ss: Tensor, right_II: Tensor, nearest: Nearest
     ) -> None:
-        """`left_ss` and `right_II`: V and U, of whole blocks."""
+        """`left_ss` and `right_II`: V and U above their diagonals."""
         self.shape, self.left_ss, self.right_II, self.nearest = weight_sI.shape, left_ss, right_II, nearest
-        more = (0, len(right_II) - self.shape[1], 0, len(left_ss) - self.shape[0])
+        more = (0, -self.shape[1] % BLOCK, 0, -self.shape[0] % BLOCK)
         self.weight_sI = torch.nn.functional.pad(weight_sI, more)
         self.steps_sI = torch.nn.functional.pad(steps_sI, more, value=1.0)
         self.target_sI = self.weight_sI.clone()  # W and what finished blocks above add
@@ -126,7 +114,7 @@ class _Wavefront:
 
     def codes(self) -> Tensor:
         """Return the codes (s, I)."""
-        rows, columns = len(self.left_ss) // BLOCK, len(self.right_II) // BLOCK
+        rows, columns = len(self.corners_sbb), len(self.reversed_Ibb)
         for wave in range(rows + columns - 1):
             first, last = max(0, wave - columns + 1), min(wave, rows - 1)
             blocks = [(_block(row), _block(wave - row)) for row in range(first, last + 1)]
@@ -135,9 +123,11 @@ class _Wavefront:
             reversed_Bbb = self.reversed_Ibb[skip + first : skip + last + 1]
             errors_Bbb = self._round(blocks, corners_Bbb, reversed_Bbb)
             for (row, column), errors_bb in zip(blocks, errors_Bbb, strict=True):
-                right, below = slice(column.stop, None), slice(row.stop, None)
-                self.fed_sI[row, right].addmm_(errors_bb, self.right_II[column, right])
-                self.target_sI[below, column].addmm_(self.left_ss[row, below].T, self.fed_sI[row, column])
+                right, below = slice(column.stop, self.shape[1]), slice(row.stop, self.shape[0])
+                if right.start < right.stop:
+                    self.fed_sI[row, right].addmm_(errors_bb, self.right_II[column, right])
+                if below.start < below.stop:
+                    self.target_sI[below, column].addmm_(self.left_ss[row, below].T, self.fed_sI[row, column])
         return self.codes_sI[: self.shape[0], : self.shape[1]]
 
     def _round(self, blocks: Sequence[tuple[slice, slice]], corners_Bbb: Tensor, reversed_Bbb: Tensor) -> Tensor:
@@ -172,7 +162,10 @@ def _block(number: int) -> slice:
     return slice(number * BLOCK, (number + 1) * BLOCK)
 
 
-def _corners(matrix_nn: Tensor) -> Tensor:
-    """Return the blocks on the diagonal."""
-    blocks = [_block(number) for number in range(len(matrix_nn) // BLOCK)]
-    return torch.stack([matrix_nn[block, block] for block in blocks])
+def _corners(share_nn: Tensor) -> Tensor:
+    """Return the blocks on the diagonal of the unit upper triangular matrix with these numbers above its diagonal."""
+    corners_nbb = torch.eye(BLOCK, device=share_nn.device).repeat(-(-len(share_nn) // BLOCK), 1, 1)
+    for number, corner_bb in enumerate(corners_nbb):
+        part = share_nn[_block(number), _block(number)].triu(1)
+        corner_bb[: len(part), : len(part)] += part
+    return corners_nbb
