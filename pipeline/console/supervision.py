@@ -148,9 +148,9 @@ def ending_of_process(code: int, stopped_by: str | None) -> Ending:
     """Return the message and the exit code of a process that ended without a line. `code`: negative for a signal."""
     from pipeline.console.exit_status import Ending
 
-    number = -code if code < 0 else None
-    name = next((known.name for known in signal.Signals if known == number), number and f"signal {number}")
-    if stopped_by or number in STOP_SIGNALS:
+    names = (known.name for known in signal.Signals if known == -code)
+    name = next(names, f"signal {-code}") if code < 0 else None
+    if stopped_by or -code in STOP_SIGNALS:
         return Ending(Interrupted.exit_code, f"stopped by {stopped_by or name}; {RESUME}")
     if name == "SIGKILL":
         cause = "was killed (SIGKILL), by a person, a scheduler, or the system for lack of memory (`dmesg` says so)"
