@@ -90,7 +90,7 @@ def connect(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray_utils.set_sigterm_handler = lambda _: None  # Ray's handler would exit with another code
     ray_worker.print_to_stdstream = log_message
-    ray_worker.load_class = _user_hook
+    ray_worker.load_class = _user_hook  # type: ignore[attr-defined]  # a name that it imports
     if not joined or UV_SWITCH not in os.environ:
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # Ray read its default when it was imported
     try:

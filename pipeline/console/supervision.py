@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manifests.errors import Interrupted, LaminaError
+from manifests.errors import Interrupted, LaminaError, reason
 from pipeline.console.signals import RESUME, STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _report(status: int, facts: Mapping[str, Any], stopped_by: str | None) -> in
         if facts.get("run"):
             _record(facts["run"], ending)
     except (LaminaError, OSError) as error:
-        print(f"how this run ended could not be entered: {error}", file=sys.stderr)
+        print(f"how this run ended could not be entered: {reason(error)}", file=sys.stderr)
     return ending.exit_code
 
 
@@ -148,18 +148,19 @@ def ending_of_process(code: int, stopped_by: str | None) -> Ending:
     """Return the message and the exit code of a process that ended without a line. `code`: negative for a signal."""
     from pipeline.console.exit_status import Ending
 
-    name = signal.Signals(-code).name if code < 0 else None
-    if stopped_by or (name and -code in STOP_SIGNALS):
+    names = (known.name for known in signal.Signals if known == -code)
+    name = next(names, f"signal {-code}") if code < 0 else None
+    if stopped_by or -code in STOP_SIGNALS:
         return Ending(Interrupted.exit_code, f"stopped by {stopped_by or name}; {RESUME}")
     if name == "SIGKILL":
-        reason = "was killed (SIGKILL), by a person, a scheduler, or the system for lack of memory (`dmesg` says so)"
+        cause = "was killed (SIGKILL), by a person, a scheduler, or the system for lack of memory (`dmesg` says so)"
     elif name:
-        reason = f"crashed in native code ({name}); its last lines are above"
+        cause = f"crashed in native code ({name}); its last lines are above"
     else:
-        reason = f"was ended without an error (exit code {code}) by native code, as Ray's does when its raylet is gone"
+        cause = f"was ended without an error (exit code {code}) by native code, as Ray's does when its raylet is gone"
     logs = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "session_latest", "logs")
     more = f"; raylet.out in {logs} may say more" if logs.is_dir() else ""
-    return Ending(1, f"the command's process {reason}{more}; fix the cause, then {RESUME}")
+    return Ending(1, f"the command's process {cause}{more}; fix the cause, then {RESUME}")
 
 
 def _record(run: Mapping[str, Any], ending: Ending) -> None:

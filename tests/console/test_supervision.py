@@ -173,6 +173,10 @@ def test_the_record_of_another_is_left_alone(more: str, tmp_path: Path) -> None:
         pass
 
 
+def test_a_signal_without_a_name() -> None:
+    assert "crashed in native code (signal 40)" in ending_of_process(-40, None).message
+
+
 def test_a_crash_after_a_signal_is_an_interruption() -> None:
     """Ray's core aborts when its start is cut off."""
     ending = ending_of_process(-signal.SIGABRT, "SIGTERM")

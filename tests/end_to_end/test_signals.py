@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT before there is anything to stop: while modules are imported, and while Ray starts."""
+"""Signals before there is anything to stop: while modules are imported, and while Ray starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.children import end_group
-from tests.end_to_end.jobs import Job
+from tests.end_to_end.jobs import Job, command
 
 MakeJob = Callable[..., Job]
 WAIT_S = 120.0  # of a machine that runs other tests, too
@@ -75,3 +75,24 @@ def test_while_ray_starts(number: signal.Signals, name: str, job: MakeJob) -> No
     said = (made.root / "log").read_text()
     assert "run the same command again to resume" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.ray
+def test_the_driver_is_killed(job: MakeJob) -> None:
+    """As by the system for lack of memory: its parent says so, and enters it; all that Ray started ends, too."""
+    made = job()
+    with started(made) as process:
+        supervisor = psutil.Process(process.pid)
+        wait_until(lambda: "raylet" in {child.name() for child in supervisor.children(recursive=True)}, process)
+        (driver,) = supervisor.children()
+        family = driver.children(recursive=True)
+        driver.kill()
+        assert process.wait(WAIT_S) == 1
+        _, alive = psutil.wait_procs(family, timeout=WAIT_S)
+        assert not alive
+    said = (made.root / "log").read_text()
+    assert "\nfailed: the command's process was killed (SIGKILL)" in said
+    assert "Traceback" not in said
+    shown = command("status", str(made.run_dir)).out
+    assert "failed; run the same command again when the cause is fixed" in shown
+    assert re.search(r"exit code 1, (phase start|before any phase): the command's process was killed", shown), shown
