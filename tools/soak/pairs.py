@@ -43,7 +43,7 @@ from tools.soak.pair_sources import draw_methods, draw_source
 from tools.soak.pair_writing import write_model
 from tools.soak.sandbox import in_child
 
-SECONDS = 180  # after which a pair's child is ended
+SECONDS = 300  # after which a pair's child is ended
 TEXT_BYTES = 3_000
 SHOWN = 600
 
