@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from manifests.blocks import Block, Listed
+from manifests.blocks import Block, Listed, Share
 from manifests.records import LevelKind
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -18,6 +18,8 @@ Skipped = Literal[
 ]  # fmt: skip
 OUTER_ROLES = ("embed", "head")
 LEVEL_KINDS: tuple[LevelKind, ...] = ("uniform", "normal", "learned")
+DAMPING, LEAST_CLIP = 0.3, 0.5  # docs/results.md#constants-of-rounding
+FORMER_CONSTANTS = {"damping": 0.01, "least_clip": 0.875, "polish": 0}  # of jobs begun before these were fields
 OUTER_BITS = 8  # of embeddings and head with `bits: auto`, as no curve predicts the loss of fewer bits there
 
 
@@ -34,13 +36,15 @@ class Quantize(Block):
     ranks, by predicted loss within `budget.bytes`. `levels`: uniform ones have fused kernels in engines; `normal` ones
     (quantiles of the normal distribution) and `learned` ones (fitted to each matrix) lose less, and are stored in a
     table beside each matrix; `auto` chooses the kind of least error for each matrix. `group`: columns that share a
-    scale;
-    null: one scale for each row. `what: all` also rounds token embeddings and the head, to 8 bits with `bits: auto`.
-    `skip`: roles that keep the checkpoint's dtype; those of latent attention are called as in the source. `gate`, `up`
-    and `down` are those of MLPs and of all experts of a mixture; `experts.down` and its like those of routed experts
-    alone, `shared.down` and its like those of the shared expert alone. `feedback`: later columns compensate the error
-    of each column (GPTQ), which needs calibration text. null: with feedback if there is calibration text, else to the
-    nearest code.
+    scale; null: one scale for each row. `what: all` also rounds token embeddings and the head, to 8 bits with `bits:
+    auto`. `skip`: roles that keep the checkpoint's dtype; those of latent attention are called as in the source.
+    `gate`, `up` and `down` are those of MLPs and of all experts of a mixture; `experts.down` and its like those of
+    routed experts alone, `shared.down` and its like those of the shared expert alone. `feedback`: later columns
+    compensate the error of each column (GPTQ), which needs calibration text. `both`: later rows compensate it, too, by
+    the gradients of the model's loss at their outputs. null: as true if there is calibration text, else to the nearest
+    code. `damping`: of the moment that feedback follows, in shares of its mean diagonal; more of it trusts the text
+    less. `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback.
+    `polish`: sweeps over uniform codes and their scales after feedback, each of which lowers the error.
     """
 
     bits: Literal[8, 4, 3, 2, "auto"]
@@ -49,7 +53,10 @@ class Quantize(Block):
     symmetric: bool = True
     what: Literal["factors", "all"] = "factors"
     skip: Annotated[tuple[Skipped, ...], Listed] = ()
-    feedback: bool | None = None
+    feedback: bool | Literal["both"] | None = None
+    damping: Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)] = DAMPING
+    least_clip: Share = LEAST_CLIP
+    polish: Annotated[int, Field(ge=0, le=16)] = 1
 
     @field_validator("symmetric")
     @classmethod

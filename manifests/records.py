@@ -236,6 +236,7 @@ class Curve(Record):
     """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token).
 
     `hint`: for solving the group from the same statistics, in a format of its method. Stored as `told`.
+    `few`: so few tokens passed the expert that its share of the text's tokens is not known.
     """
 
     ranks: Mapping[str, Row[PositiveInt]]
@@ -243,6 +244,7 @@ class Curve(Record):
     cache: Row[int | float]
     loss: Row[Finite]
     hint: str = Field(default="", validation_alias=AliasChoices("told", "hint"), serialization_alias="told")
+    few: bool = False
 
     @model_validator(mode="after")
     def _columns_of_one_length(self) -> Self:

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from manifests.blocks import Block, Count, Listed, Location, Share
 from manifests.calibration import Calibration, Prefix, Text
 from manifests.methods import AnyMethod
-from manifests.quantize import Quantize
+from manifests.quantize import FORMER_CONSTANTS, Quantize
 
 MANIFEST_VERSION = 1
 RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that change ranks and bits, but no measurement on text
@@ -215,9 +215,27 @@ class Manifest(Block):
     def _rounding_has_its_text(self) -> Self:
         if self.quantize is not None and self.quantize.feedback and self.calibration is None:
             raise ValueError(
-                "quantize.feedback: true needs calibration, because it measures the inputs of the weights on its text; "
-                "leave it out to round to nearest"
+                f"quantize.feedback: {str(self.quantize.feedback).lower()} needs calibration, because it measures the "
+                "inputs of the weights on its text; leave it out to round to nearest"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _feedback_of_outputs_is_dense(self) -> Self:
+        if self.quantize is None or self.quantize.feedback != "both" or self.calibration is None:
+            return self
+        if self.calibration.propagate != "dense":
+            raise ValueError(
+                "quantize.feedback: both follows gradients of the dense model; set calibration.propagate: dense, not "
+                f"{self.calibration.propagate}, or feedback: true"
+            )
+        for position, entry in enumerate(self.methods):
+            if getattr(entry, "correct", "none") != "none" or entry.refine is not None:
+                raise ValueError(
+                    f"quantize.feedback: both follows gradients of the dense model, and methods.{position} "
+                    f"({entry.method}) rounds behind its corrected or trained layers; use feedback: true, or leave out "
+                    "correct and refine"
+                )
         return self
 
     @model_validator(mode="after")
@@ -314,9 +332,9 @@ class Manifest(Block):
 def completed(semantic: Any) -> Any:
     """Complete `Manifest.semantic` of an older version: missing fields get their defaults, ranks multiples of 1.
 
-    `calibration.prefix` stays missing, because the samples of older versions had no prefix.
-
-    A value that no version of the schema can have written is returned unchanged.
+    `calibration.prefix` stays missing, because the samples of older versions had no prefix. Rounding with error
+    feedback gets the constants that it had before they were fields. A value that no version of the schema can have
+    written is returned unchanged.
     """
     if not isinstance(semantic, Mapping):
         return semantic
@@ -324,6 +342,8 @@ def completed(semantic: Any) -> Any:
     fields = {**semantic, **places}
     if isinstance(calibration := fields.get("calibration"), Mapping):
         fields["calibration"] = {**calibration, "text": {"files": ["-"]}}
+        if isinstance(quantize := fields.get("quantize"), Mapping) and quantize.get("feedback") is not False:
+            fields["quantize"] = {**FORMER_CONSTANTS, **quantize}
     try:
         complete = Manifest.model_validate_json(json.dumps(fields)).semantic()
     except ValueError:

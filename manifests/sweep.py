@@ -20,7 +20,7 @@ from manifests.calibration import Calibration
 from manifests.errors import InputError
 from manifests.loading import decode_resolved, describe_faults, expand_environment, read_document
 from manifests.methods import AnyMethod
-from manifests.quantize import Quantize
+from manifests.quantize import FORMER_CONSTANTS, Quantize
 from manifests.schema import Evaluation, Manifest, Model, Resume, Workers
 
 SWEEP_VERSION = 1
@@ -232,4 +232,9 @@ def _rounding(quantize: Quantize | None) -> str:
     group = "" if quantize.group == 32 else f"g{quantize.group}" if quantize.group else "row"
     skipped = "".join(f"-{role}" for role in quantize.skip)
     levels = "" if quantize.levels == "uniform" else f"-{quantize.levels}"
-    return (f"int{quantize.bits}" if quantize.bits != "auto" else "bits") + levels + group + skipped
+    levels += "-both" if quantize.feedback == "both" else ""
+    own = {name: getattr(quantize, name) for name in FORMER_CONSTANTS}
+    constants = "".join(
+        f"-{name}{value:g}" for name, value in own.items() if value != Quantize.model_fields[name].default
+    )
+    return (f"int{quantize.bits}" if quantize.bits != "auto" else "bits") + levels + group + skipped + constants

@@ -7,8 +7,10 @@ families.
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    supervise()
     prepare_process()
 
 import json

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from manifests.packages import prepare_process
 from pipeline.console.signals import exit_on_signals, interrupt_on_signals
+from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
     exit_on_signals()  # the imports below take seconds
+    supervise()
     prepare_process()
 
 import json

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from manifests.packages import prepare_process
+from pipeline.console.supervision import supervise
 
 if __name__ == "__main__":
+    supervise()
     prepare_process()
 
 import json

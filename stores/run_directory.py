@@ -274,7 +274,7 @@ class RunDirectory:
         """Return differing field -> its old and new values."""
         stored = {name: completed(value) if name == "manifest" else value for name, value in old["fields"].items()}
         before, after = _flatten(stored), _flatten(new["fields"])
-        if PREFIX_FIELD in after and before.get(SAMPLES_FIELD) == after[SAMPLES_FIELD]:
+        if PREFIX_FIELD in after and before.get(SAMPLES_FIELD) == after.get(SAMPLES_FIELD):
             before.setdefault(PREFIX_FIELD, after[PREFIX_FIELD])  # a version without prefixes drew the same samples
         return {
             field: f"{field}: {_shown(before, field)} -> {_shown(after, field)}"

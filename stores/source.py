@@ -65,6 +65,7 @@ class SourceCheckpoint:
         cache_bytes: size of the cache on the reading node's disk for tensors of a bucket (`stores.node_cache`).
         tags: the required entity tags of files in a bucket.
         left_out: tensors of the files that are not part of the model, and not among `tensors`.
+        file_names: the names in the files of renamed tensors, by which a `quantization_config` names modules.
         opened: stamps of files on a disk, taken before the first was read.
     """
 
@@ -77,6 +78,7 @@ class SourceCheckpoint:
     tags: Mapping[str, int | str] = field(default_factory=dict)
     opened: Mapping[str, FileStamp] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    file_names: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def stored(self) -> dict[str, TensorRecord]:
@@ -97,8 +99,11 @@ class SourceCheckpoint:
         """The address, for messages and `open_source`."""
         return self.storage.at()
 
-    def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check that these tensors exist with these shapes. Raises InputError with all faults (up to 20)."""
+    def require(self, shapes: Mapping[str, Sequence[int]], hint: str = "") -> None:
+        """Check that these tensors exist with these shapes. Raises InputError with all faults (up to 20).
+
+        `hint`: the likely cause of a fault.
+        """
         faults = []
         for name, shape in shapes.items():
             record = self.tensors.get(name)
@@ -106,18 +111,19 @@ class SourceCheckpoint:
                 faults.append(f"{name}: missing")
             elif record.shape != tuple(shape):
                 faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
-        raise_faults(f"{self.place}: config.json and weights do not fit together", faults)
+        raise_faults(f"{self.place}: config.json and weights do not fit together{hint}", faults)
 
-    def with_weights(self, modules: Mapping[str, StoredFormat] | None = None) -> SourceCheckpoint:
+    def with_weights(self, modules: Mapping[str, StoredFormat] | None = None, embedding: str = "") -> SourceCheckpoint:
         """Return the checkpoint with weights in place of the tensors that they are stored in; no bytes are read.
 
-        `modules`: the format of each module; None: the formats in a source's `quantization_config`. Raises InputError
-        for an unknown format, and for tensors that do not fit theirs.
+        `modules`: the format of each module; None: the formats in a source's `quantization_config`, for which
+        `embedding` is the path of the table of token embeddings. Raises InputError for an unknown format, and for
+        tensors that do not fit theirs.
         """
-        with_weights = (
-            stored_weights(self.config, self.tensors) if modules is None else with_formats(modules, self.tensors)
-        )
-        tensors, faults = with_weights
+        if modules is None:
+            tensors, faults = stored_weights(self.config, self.tensors, embedding, self.file_names)
+        else:
+            tensors, faults = with_formats(modules, self.tensors)
         raise_faults(f"{self.place}: weights that cannot be decoded", faults)
         return replace(self, tensors=tensors)
 
@@ -153,7 +159,10 @@ class SourceCheckpoint:
         tensors = {names[name]: replace(record, name=names[name]) for name, record in self.tensors.items()}
         clashing = [name for name, other in names.items() if tensors[other] != replace(self.tensors[name], name=other)]
         raise_faults(f"{self.place}: two tensors for one name", sorted(clashing))
-        return replace(self, tensors=tensors)
+        of_file = {other: self.file_names.get(name, name) for name, other in names.items()}
+        return replace(
+            self, tensors=tensors, file_names={name: of_file[name] for name in tensors if name != of_file[name]}
+        )
 
     def read(self, names: Iterable[str], bring: Bring = _stay) -> dict[str, torch.Tensor]:
         """Return the tensors, each in its own memory, in the order of `names`; reads by file and offset.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lamina.stored_lamina import WORD_BITS, StoredFormat
 from manifests.parts import Part
-from stores.formats import WEIGHT
+from stores.format_methods import WEIGHT
 from stores.headers import TensorRecord
 
 
@@ -56,7 +56,7 @@ def _cut_rows(record: TensorRecord, begin: int, end: int) -> dict[str, TensorRec
         return None
     for part, at in record.parts:
         step = steps.get(part, 0)
-        if not step or len(at.shape) < 2 or at.shape[0] == 1:
+        if not step or not at.shape or at.shape[0] == 1:
             rows[part] = at  # the same for all rows
             continue
         if begin % step or (end % step and end != record.shape[0]):

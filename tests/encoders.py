@@ -24,9 +24,19 @@ FUSED = ("experts.gate_up_proj", "experts.down_proj")
 E4M3_MAX = 448.0
 
 
-def encode_model(source: Path, directory: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
-    """Writes a model twice: with its linears encoded, and decoded again. Returns both directories."""
-    encode, field = ENCODERS[kind]
+def encode_model(
+    source: Path,
+    directory: Path,
+    kind: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kind_of: Callable[[str], str] | None = None,
+    **fields: Any,
+) -> tuple[Path, Path]:
+    """Writes a model twice: with its linears encoded, and decoded again. Returns both directories.
+
+    `kind_of`: the kind of each weight by name, where kinds differ; empty: it stays as it is. `fields`: further ones of
+    `quantization_config`.
+    """
     encoded, decoded = directory / "encoded", directory / "decoded"
     for target in (encoded, decoded):
         shutil.copytree(source, target)
@@ -34,8 +44,9 @@ def encode_model(source: Path, directory: Path, kind: str, dtype: torch.dtype = 
     for file in sorted(source.glob("*.safetensors")):
         codes, plain = {}, {}
         for name, tensor in load_file(file).items():
-            if name.endswith(FUSED if kind == "mxfp4" else LINEARS):
-                parts, plain[name] = encode(tensor.to(dtype))
+            own = kind if kind_of is None else kind_of(name)
+            if own and name.endswith(FUSED if kind == "mxfp4" else LINEARS):
+                parts, plain[name] = ENCODERS[own][0](tensor.to(dtype))
                 path = f"{name}_" if kind == "mxfp4" else name.removesuffix("weight")
                 codes |= {path + part: value.contiguous() for part, value in parts.items()}
             else:
@@ -45,9 +56,10 @@ def encode_model(source: Path, directory: Path, kind: str, dtype: torch.dtype = 
         weight_map |= dict.fromkeys(codes, file.name)
     if (index := encoded / "model.safetensors.index.json").exists():
         index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    for target, own in ((encoded, {"quantization_config": field}), (decoded, {})):
+    field = {"quantization_config": {**ENCODERS[kind][1], **fields}}
+    for target, of_target in ((encoded, field), (decoded, {})):
         config = json.loads((target / "config.json").read_text())
-        config |= {"dtype": str(dtype).removeprefix("torch."), **own}
+        config |= {"dtype": str(dtype).removeprefix("torch."), **of_target}
         (target / "config.json").write_text(json.dumps(config))
     return encoded, decoded
 
@@ -79,6 +91,16 @@ def fp8_tensor(weight_OI: Tensor) -> Encoded:
     codes_OI = (weight_OI.float() / scale).to(torch.float8_e4m3fn)
     judge: Any = Fp8Dequantize(SimpleNamespace())
     return {"weight": codes_OI, "weight_scale_inv": scale}, judge._dequantize_one(codes_OI, scale, weight_OI.dtype)
+
+
+def fp8_plain(weight_OI: Tensor, by_rows: bool) -> Encoded:
+    """Encodes with `weight_scale`: one scale, or one for each row."""
+    most = weight_OI.float().abs().amax(1) if by_rows else weight_OI.float().abs().max()
+    scales = most / E4M3_MAX
+    codes_OI = (weight_OI.float() / scales.view(-1, 1)).to(torch.float8_e4m3fn)
+    judge: Any = Fp8Dequantize(SimpleNamespace())
+    decoded = judge._dequantize_one(codes_OI, scales.view(-1, 1), weight_OI.dtype)
+    return {"weight": codes_OI, "weight_scale": scales}, decoded
 
 
 # -- compressed-tensors ----------------------------------------------------------------------------------------------
@@ -144,8 +166,8 @@ def grouped_codes(weight_OI: Tensor, bits: int, groups_I: Tensor) -> tuple[Tenso
     return codes_OI, zeros_OS, scales_OS
 
 
-def gptq(weight_OI: Tensor, bits: int = 4, group: int = 16, ordered: bool = False) -> Encoded:
-    """Encodes in GPTQ's first checkpoint format, which stores zeros minus one."""
+def gptq(weight_OI: Tensor, bits: int = 4, group: int = 16, ordered: bool = False, offset: int = 1) -> Encoded:
+    """Encodes in GPTQ's first checkpoint format, which stores zeros minus one, or in the second, without `offset`."""
     columns = weight_OI.shape[1]
     groups_I = torch.arange(columns) // group
     if ordered:
@@ -154,7 +176,7 @@ def gptq(weight_OI: Tensor, bits: int = 4, group: int = 16, ordered: bool = Fals
     decoded = (codes_OI - zeros_OS[:, groups_I]) * scales_OS.float()[:, groups_I]
     parts = {
         "qweight": pack_columns(codes_OI, bits).T,
-        "qzeros": pack_columns((zeros_OS - 1).T, bits),
+        "qzeros": pack_columns((zeros_OS - offset).T, bits),
         "scales": scales_OS.T,
         "g_idx": groups_I.int(),
     }
@@ -201,6 +223,8 @@ ENCODERS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
     "fp8 blocks": (lambda w: fp8_blocks(w, (16, 16)), {**FP8, "weight_block_size": [16, 16]}),
     "fp8 ragged": (lambda w: fp8_blocks(w, (32, 32)), {**FP8, "weight_block_size": [32, 32]}),
     "fp8 tensor": (fp8_tensor, {**FP8, "weight_block_size": None}),
+    "fp8 plain": (lambda w: fp8_plain(w, by_rows=False), FP8),
+    "fp8 rows": (lambda w: fp8_plain(w, by_rows=True), FP8),
     "float": (compressed(FLOAT), FLOAT),
     "float tensor": (compressed(FLOAT_TENSOR), FLOAT_TENSOR),
     "int4": (compressed(INT4), INT4),
@@ -212,6 +236,10 @@ ENCODERS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True},
     ),
     "gptq8": (lambda w: gptq(w, bits=8), {"quant_method": "gptq", "bits": 8, "group_size": 16}),
+    "gptq v2": (
+        lambda w: gptq(w, offset=0),
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "format": "gptq_v2"},
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}),
     "mxfp4": (mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
 }

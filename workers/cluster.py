@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 from ray import _raylet
-from ray._common.utils import get_default_system_temp_dir, get_system_memory
+from ray._common.utils import get_default_system_temp_dir, get_system_memory, load_class
 from ray._private import node as ray_node
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
@@ -24,6 +24,7 @@ from ray._private.authentication.authentication_token_setup import (
     ensure_token_if_auth_enabled,
     generate_and_save_token,
 )
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._private.services import resolve_ip_for_localhost
 from ray.autoscaler._private.util import format_readonly_node_type
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -43,8 +44,12 @@ from workers.liveness import RayWatch, fault_at
 from workers.ray_messages import log_message
 
 CHECK_SECONDS = 0.2
-AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # the agents that a raylet starts
-AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
+AGENTS = {  # a raylet's option with the command of an agent -> the ports of that agent
+    "--dashboard_agent_command": ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT"),
+    "--runtime_env_agent_command": ("RUNTIME_ENV_AGENT",),
+}
+UV_SWITCH = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # in the environment: whether Ray sends the environment of `uv run`
+HOOK = ray_constants.RAY_RUNTIME_ENV_HOOK  # in the environment: a function that returns a runtime environment
 SESSION_BYTES = 32_000_000  # the logs of a small job take 2 MB; those of a long one are rotated
 MAX_PROBES = 64
 STARTS = 2  # attempts to start Ray, on a machine that may be busy
@@ -61,7 +66,8 @@ def connect(
 ) -> str:
     """Join a running Ray cluster, or start one on this machine that listens only on loopback. Return its address.
 
-    Do nothing if the process is already connected. `ray job submit` sets the address by RAY_ADDRESS.
+    Do nothing if the process is already connected. `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`,
+    workers run on the Python of their nodes, here this one, and not in an environment that uv resolves again.
 
     Args:
         timeout_s: how long to wait for a cluster that does not answer.
@@ -69,8 +75,8 @@ def connect(
         about: metadata of the job, which Ray's dashboard and `ray list jobs` show.
 
     Raises:
-        InputError: no cluster answers, it has another version, or this machine has fewer cores or GPUs than a worker
-            needs.
+        InputError: no cluster answers, it has another version, this machine has fewer cores or GPUs than a worker
+            needs, or the function that RAY_RUNTIME_ENV_HOOK names fails.
         Interrupted: `stopped` returned True.
         WorkerError: Ray did not start on this machine.
     """
@@ -84,6 +90,9 @@ def connect(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray_utils.set_sigterm_handler = lambda _: None  # Ray's handler would exit with another code
     ray_worker.print_to_stdstream = log_message
+    ray_worker.load_class = _user_hook
+    if not joined or UV_SWITCH not in os.environ:
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # Ray read its default when it was imported
     try:
         if joined:
             ensure_token_if_auth_enabled(create_token_if_missing=False)
@@ -100,7 +109,7 @@ def connect(
         if isinstance(error, WorkerError) or (isinstance(error, OSError) and not no_cluster):
             raise
         message = str(error) if isinstance(error, InputError) else _refusal(joined, error)
-        from_environment = joined and not address
+        from_environment = joined and not address and not message.startswith(HOOK)
         raise InputError(f"{message}; RAY_ADDRESS gave this one: unset it" if from_environment else message) from error
     resources = ray.cluster_resources()
     if not joined and workers.gpus * workers.min > resources.get("GPU", 0):
@@ -178,13 +187,15 @@ def check_temporary_folder() -> None:
 
 def _start_local(workers: Workers) -> None:
     """Start Ray on this machine. Raise WorkerError if it does not start at the second attempt."""
+    os.environ.pop(RAY_JOB_CONFIG_JSON_ENV_VAR, None)  # of a submitted job that does not use the cluster it runs on
+    environment = _user_hook(name)(None) if (name := os.environ.get(HOOK)) else None
     check_temporary_folder()
     _listen_on_loopback()
     _have_token()
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, workers starve on a busy machine
     for start in range(STARTS):
         try:
-            with _bare_node():
+            with _bare_node(with_environments=bool(environment)):
                 ray.init(
                     address="local",  # not a cluster that runs here already
                     num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
@@ -192,6 +203,8 @@ def _start_local(workers: Workers) -> None:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
+                    runtime_env=environment,
+                    _skip_env_hook=True,
                     _system_config={
                         "prestart_worker_first_driver": False,  # it would start a process for every CPU
                         "enable_pipe_based_agent_to_parent_health_check": True,  # an agent's stdin ends with the raylet
@@ -222,13 +235,29 @@ def _have_token() -> None:
     loader.reset_cache()
 
 
+def _user_hook(name: str) -> Callable[[Any], Any]:
+    """Return a user's hook, which returns a runtime environment. Called, it raises InputError if it fails."""
+
+    def hook(environment: Any) -> Any:
+        try:
+            return load_class(name)(environment)
+        except Exception as error:  # it may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(f"{HOOK}: {name} fails ({reason}); correct it, or unset it") from error
+
+    return hook
+
+
 class _BareNode(ray_node.Node):
     """A head node with only the processes that a job needs: gcs_server and raylet.
 
     It leaves out seven Python processes that take seconds to start: dashboard, log monitor, autoscaler, and the
     raylet's agents for metrics and runtime environments. Ray has no option for this. A raylet requires its agents, so
     it gets `cat`, which runs until its input ends, in their place, and the port files of agents that do not serve.
+    Asked for a runtime environment, a raylet without that agent would end after 30 s.
     """
+
+    absent: tuple[str, ...]  # options with the commands of agents that are not started
 
     def start_monitor(self) -> None:
         """Do nothing: no nodes are started."""
@@ -244,10 +273,10 @@ class _BareNode(ray_node.Node):
         start_process, dashboard_error = services.start_ray_process, ray_utils.get_dashboard_dependency_error
 
         def start(command: list[str], *others: Any, **options: Any) -> Any:
-            stripped = [part.partition("=")[0] + "=cat" if part.startswith(AGENTS) else part for part in command]
-            return start_process(stripped, *others, **options)
+            bare = [f"{name}=cat" if (name := part.partition("=")[0]) in self.absent else part for part in command]
+            return start_process(bare, *others, **options)
 
-        for name in AGENT_PORTS:
+        for name in (port for agent in self.absent for port in AGENTS[agent]):
             port_name = getattr(_raylet, f"{name}_PORT_NAME")
             _raylet.persist_port(self._session_dir, self._node_id, port_name, -1)  # type: ignore[attr-defined]
         services.start_ray_process = start
@@ -259,9 +288,11 @@ class _BareNode(ray_node.Node):
 
 
 @contextmanager
-def _bare_node() -> Iterator[None]:
-    """Make `ray.init` start a `_BareNode` within this context."""
+def _bare_node(with_environments: bool) -> Iterator[None]:
+    """Make `ray.init` start a `_BareNode` within this context. `with_environments`: with the agent that makes them."""
     original = ray_node.Node
+    dashboard, environments = AGENTS
+    _BareNode.absent = (dashboard,) if with_environments else (dashboard, environments)
     ray_node.Node = _BareNode  # type: ignore[misc]
     try:
         yield

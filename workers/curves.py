@@ -9,6 +9,8 @@ from typing import Any
 
 from manifests.records import ArrayRecord, CountedRecord, Curve
 from pipeline.methods.capabilities import Dividing, Predicting
+from pipeline.methods.experts.completing import experts_with_few
+from pipeline.methods.experts.scores import SHARE_TOKENS
 from pipeline.methods.method import Moment, Statistics
 from pipeline.ranks.curves import from_columns, to_columns
 from pipeline.rounding.choices import with_bits
@@ -41,7 +43,9 @@ def _curve(unit: Predict, problem: GroupProblem, read: Read) -> Curve:
     else:
         curve = method.curve(group, geometry, weights, statistics)
     counts = {moment: record.tokens for moment, record in unit.statistics.items() if isinstance(record, CountedRecord)}
-    if Statistics(passed=counts).unseen:
+    if few := experts_with_few(group, geometry, counts, [*unit.statistics]):
+        curve = curve.model_copy(update={"few": min(few.values()) < SHARE_TOKENS})
+    elif Statistics(passed=counts).unseen:
         curve = to_columns(from_columns(curve)[-1:])  # the group stays dense
     if quantize is None:
         return curve

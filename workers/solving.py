@@ -24,6 +24,7 @@ from pipeline.methods.method import Group, Method, Moment, Ranks, Solution, Stat
 from pipeline.methods.text_sources import BY_SOURCE
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.experts import round_by_expert
+from pipeline.rounding.outputs import output_moments
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
 from pipeline.units.units import SolveDone
@@ -92,7 +93,10 @@ def named_solution(
                 solution, quantize, bits, moments, described, geometry.reads, statistics.offload
             )
         else:
-            solution, schemes, _ = round_solution(solution, quantize, bits, moments, described, geometry.reads)
+            outputs = output_moments(group.roles, geometry) if quantize.feedback == "both" else {}
+            solution, schemes, _ = round_solution(
+                solution, quantize, bits, moments, described, geometry.reads, outputs=outputs
+            )
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
     factors = _stored(problem, before, solution)
@@ -147,7 +151,8 @@ def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, Any]:
     if len(counts) != 1:  # the group is not a single expert
         return {}
     ((point, tokens),) = counts.items()
-    few = {"few_tokens": tokens} if few_tokens(tokens, width[point]) else {}
+    few: dict[str, Any] = {"few_tokens": tokens} if few_tokens(tokens, width[point]) else {}
+    few |= {} if tokens else {"unseen": [point]}
     return {"tokens": tokens, **few, **_by_source(problem, point, statistics)}
 
 

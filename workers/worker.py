@@ -20,6 +20,7 @@ from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, CountedRecord, GradientRecord, StagedLayer
 from pipeline.kernels.moments import cosine_sums
 from pipeline.methods.capabilities import Measuring
+from pipeline.methods.experts.completing import completed
 from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
@@ -324,7 +325,7 @@ class Worker:
     def _curve(self, unit: CurveUnit) -> Any:
         problem = self._problem(unit.task)
         with self._computing(), tensor_cores(self.setup.dtype):
-            return curve_result(unit, problem, partial(self._statistics, unit.task.layer))
+            return curve_result(unit, problem, partial(self._completed, unit.task))
 
     def _statistics(self, layer: int, records: Mapping[Moment, ArrayRecord | Summed], hint: str = "") -> Statistics:
         """Return the statistics for a method: sums of values, shrunk means of gradients, and the curve's hint."""
@@ -337,6 +338,12 @@ class Worker:
         sources = self.setup.sources
         return Statistics(moments, self.setup.calibration_tokens, hint, passed, shared.factors, sources=sources)
 
+    def _completed(self, task: Task, records: Mapping[Moment, ArrayRecord | Summed], hint: str = "") -> Statistics:
+        """Return the statistics for a task, with the moments of experts with few tokens completed."""
+        layer = self.setup.geometry.layers[task.layer]
+        read = partial(self.layers.group_weights, task.layer)
+        return completed(task, layer, self._statistics(task.layer, records, hint), read)
+
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]
         return GroupProblem(method, task, geometry, self.layers.group_weights(task.layer, task.roles), quantize)
@@ -344,7 +351,8 @@ class Worker:
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
         problem = self._problem(unit.task)
-        statistics = self._statistics(unit.task.layer, unit.statistics, unit.hint)
+        with self._computing():
+            statistics = self._completed(unit.task, unit.statistics, unit.hint)
         if unit.task.refine is not None:
             problem = replace(problem, quantize=None)  # rounded after the training
         with self._computing(), tensor_cores(self.setup.dtype):
@@ -358,7 +366,8 @@ class Worker:
 
     def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
         problem = self._problem(unit.task)
-        statistics = self._statistics(unit.task.layer, unit.statistics, unit.hint)
+        with self._computing():
+            statistics = self._completed(unit.task, unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
             each = solve_sizes(problem, with_offload(statistics, problem, self.transfer), unit.sizes)
             return SizesSolved(tuple(solve_done(solved, self.transfer, unit.parts) for solved in each))

@@ -195,11 +195,7 @@ class Assembler:
         config = output_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
         if own_class(self.inputs):
             return config
-        rounded: dict[str, Scheme] = {}
-        for layer in range(self.inputs.geometry.num_layers):
-            entry = self._entry(layer)
-            rounded |= entry.rounded if entry else {}
-        fields: dict[str, Any] = {}
+        rounded, fields = self._rounded(), dict[str, Any]()
         if rounded:
             towers = [TOWERS] if config.get("wrapper") else []
             fields |= rounding_fields(rounded, [*linear_modules(config), *towers])
@@ -211,6 +207,11 @@ class Assembler:
         if dtypes := unstored_dtypes(claimed_tensors(self.inputs), source, stored, self.inputs.dtype_name):
             fields[SOURCE_DTYPES] = dtypes
         return config | config_fields(self.inputs.methods) | fields
+
+    def _rounded(self) -> dict[str, Scheme]:
+        """Return the scheme of each rounded module by its path."""
+        entries = map(self._entry, range(self.inputs.geometry.num_layers))
+        return {path: scheme for entry in entries if entry for path, scheme in entry.rounded.items()}
 
     def _kept(self, stored: Collection[str], rounded: Mapping[str, Scheme]) -> list[dict[str, Any]]:
         """Return `stored_formats`: the modules whose weights are stored as in the source, by their format."""
@@ -252,7 +253,7 @@ class Assembler:
                 **({"left_out": list(left_out)} if (left_out := self.inputs.source.left_out) else {}),
             },
             "manifest": self.inputs.manifest.semantic(),
-            "counts": count_sizes(self.inputs, tensors, forms),
+            "counts": count_sizes(self.inputs, tensors, forms, self._rounded()),
             "decoding": decoding_costs(described_config(self.inputs.config, forms), self.inputs.config),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "compared": compared.compared.as_json() if (compared := self.journal.get(COMPARED)) else None,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from lamina import LayersConfig
@@ -12,29 +14,66 @@ from pipeline.driver.ledger_keys import layer_key
 from pipeline.families.geometry import Geometry
 from pipeline.families.latent_config import described_config
 from pipeline.inputs.job_inputs import Inputs
+from pipeline.rounding.schemes import WEIGHT
 from stores.formats import keeps
-from stores.headers import DTYPES
+from stores.headers import DTYPES, TensorRecord
+from stores.source import SourceCheckpoint
 
 
-def count_sizes(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def count_sizes(
+    inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], rounded: Collection[str]
+) -> dict[str, Any]:
     """Count stored numbers and bytes and the cache per token, dense and compressed.
 
-    `tensors`: name -> dtype and shape of all written tensors. `forms`: those of each layer.
+    `tensors`: name -> dtype and shape of all written tensors. `forms`: those of each layer. `rounded`: the paths of the
+    modules whose codes the job computed.
     """
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
     written = [(name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()]
-    source = [(name, record.dtype, record.shape) for name, record in inputs.source.stored.items()]
+    kept = [
+        record
+        for name, record in inputs.source.tensors.items()
+        if keeps(record)
+        and name.removesuffix(WEIGHT) not in rounded
+        and all(at.name in tensors for at in record.stored)
+    ]
     config = LayersConfig(**described_config(inputs.config, forms))
-    dense = stored_sizes(source, geometry.layers_path, itemsize) | dense_cache(geometry, itemsize)
-    compressed = stored_sizes(written, geometry.layers_path, itemsize) | compressed_cache(config, itemsize)
+    dense = source_sizes(inputs.source, geometry.layers_path, itemsize) | dense_cache(geometry, itemsize)
+    compressed = stored_sizes(written, geometry.layers_path, itemsize, decoded_numbers(kept))
+    compressed |= compressed_cache(config, itemsize)
     return {name: {"dense": dense[name], "compressed": compressed[name]} for name in dense}
 
 
-def stored_sizes(tensors: Iterable[tuple[str, str, Sequence[int]]], layers_path: str, itemsize: int) -> dict[str, int]:
-    """Count the numbers of tensors (name, dtype, shape), those in decoder layers, and the bytes."""
+def source_sizes(source: SourceCheckpoint, layers_path: str, itemsize: int) -> dict[str, int]:
+    """Count what `stored_sizes` counts, of an open checkpoint."""
+    tensors = [(name, record.dtype, record.shape) for name, record in source.stored.items()]
+    return stored_sizes(tensors, layers_path, itemsize, decoded_numbers(source.tensors.values()))
+
+
+def decoded_numbers(records: Iterable[TensorRecord]) -> dict[str, int]:
+    """Map the parts of weights in storage formats to the numbers that they count as: the first of a weight's parts as
+    those of the decoded weight, the others as none."""
+    numbers: Counter[str] = Counter()
+    for record in records:
+        if record.parts:
+            numbers.update({part.name: 0 for part in record.stored})
+            numbers[record.stored[0].name] += math.prod(record.shape)
+    return dict(numbers)
+
+
+def stored_sizes(
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    layers_path: str,
+    itemsize: int,
+    decoded: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, int]:
+    """Count the numbers of tensors (name, dtype, shape), those in decoder layers, and the bytes.
+
+    `decoded`: see `decoded_numbers`.
+    """
     prefix = f"{layers_path}."
     counted = [
-        (name, stored_numbers(dtype, shape, itemsize), math.prod(shape) * DTYPES[dtype].itemsize)
+        (name, decoded.get(name, stored_numbers(dtype, shape, itemsize)), math.prod(shape) * DTYPES[dtype].itemsize)
         for name, dtype, shape in tensors
     ]
     return {
@@ -63,6 +102,13 @@ def claimed_tensors(inputs: Inputs) -> dict[str, str]:
         for task in inputs.tasks
         for name, _ in layers[task.layer].tensors(task.roles).values()
     }
+
+
+def committed_sizes(inputs: Inputs, journal: Journal) -> dict[str, Any]:
+    """Return what `count_sizes` returns, of the checkpoint that the committed layers make."""
+    entries = [journal.get(layer_key(layer)) for layer in range(inputs.geometry.num_layers)]
+    rounded = {path for entry in entries if entry for path in entry.rounded}
+    return count_sizes(inputs, *stored_tensors(inputs, journal), rounded)
 
 
 def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], list[dict[str, Any]]]:

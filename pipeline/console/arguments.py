@@ -18,6 +18,7 @@ from manifests.sweep import Point, Sweep, load_sweep
 from pipeline.console.calling import as_called
 from pipeline.console.exit_status import ending_of
 from pipeline.console.paths import resolve_paths
+from pipeline.console.supervision import tell
 from pipeline.console.wrapping import say
 
 CONNECT_TIMEOUT_S = 30.0
@@ -87,14 +88,20 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
     """Run a command's body, print its error, and return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does, for letters that the locale lacks
+    code = _reported(body, arguments)
+    tell(code=code)
+    return code
+
+
+def _reported(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     try:
         return body(arguments)
     except BrokenPipeError:
         return 1
-    except (Exception, KeyboardInterrupt) as error:
-        if arguments.debug and isinstance(error, LaminaError):
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if arguments.debug and isinstance(error, (LaminaError, SystemExit)):
             traceback.print_exc()
-        elif arguments.debug and not isinstance(error, KeyboardInterrupt):
+        elif arguments.debug and isinstance(error, Exception):
             raise
         ending = ending_of(error)
         say(ending.line, sys.stderr)

@@ -43,6 +43,8 @@ def ending_of(error: BaseException) -> Ending:
         return Ending(error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):
         return Ending(Interrupted.exit_code, f"{str(error) or 'stopped'}; {RESUME}")
+    if isinstance(error, SystemExit):  # Ray calls sys.exit, too, such as in its handler of SIGTERM
+        return Ending(1, f"a library ended the command by sys.exit({error.code!r}); --debug shows where")
     if isinstance(error, MemoryError):
         return Ending(1, "out of memory; stop other programs, or use a machine with more")
     if isinstance(error, OSError) and error.filename is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size, bounded_by, size_bound
+from pipeline.cost_model.completion_work import completion_bytes, without_others
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import refine_bytes, settings_of
@@ -245,11 +246,16 @@ def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
 
 
 def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
-    """Return the memory of a task on a worker: moments and their copies, samples, and weights, also in float64."""
+    """Return the memory of a task on a worker: moments and their copies, samples, and weights, also in float64.
+
+    Moments are completed before they are copied.
+    """
     samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
-    copies = CURVE_COPIES if samples else SOLVE_COPIES
-    return copies * moments + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
+    fits = any(moment.kind == "sample" for moment in without_others(task, geometry).moments)
+    copies = (CURVE_COPIES if fits else SOLVE_COPIES) * moments
+    solving = max(copies, 2 * moments + completion_bytes(task, geometry))
+    return solving + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
 
 
 def _experts_of(task: Task, layer: LayerGeometry) -> int:

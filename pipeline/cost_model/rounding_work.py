@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.polishing import SWEEPS
+from pipeline.kernels.gptq import TABLE_SWEEPS
+from pipeline.kernels.two_sided import SECTION
 from pipeline.methods.method import Task
 
-TRIED_BYTES, NEAREST_BYTES = 200, 700  # moved per number to try six scales, or twenty
+TRIED_BYTES = 700  # moved per number to try twenty scales
 FED_BYTES = 300  # moved per number for error feedback, mostly the earlier errors of its block
 SIZES_TRIED = 2 * 3  # roundings per choice of bits, if bits are chosen: two kinds at three sizes
-SEARCHED_BYTES = {"normal": 500, "learned": 1000}  # moved per number to search the scales of a table
+SEARCHED_BYTES = {"normal": 1300, "learned": 2000}  # moved per number to search the scales of a table
+SEARCHED_NEAREST = 1.5  # as much without feedback, where more scales are tried
+BOTH_BYTES = 1000  # moved per number for feedback on both sides, mostly within a block
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,10 @@ def rounding_work(
 ) -> tuple[RoundWork, ...]:
     """Return the rounding work of every rounded task of the job; none without `quantize`.
 
-    It is I³/3 for the factor of each input, whose readers are rounded together, and O I² for each matrix. Matrices
-    are counted as dense; their factors take less. `kept`: the share of an MLP's channels that a method keeps.
+    It is I³/3 for the factor of each input, whose readers are rounded together, and O I² for each matrix and each pass
+    over it: one of error feedback, and the sweeps of polishing. Feedback on both sides takes s² O/3 + s O I more, with
+    sections of s outputs, one matrix after another, and polishes nothing. Matrices are counted as dense; their factors
+    take less. `kept`: the share of an MLP's channels that a method keeps.
     """
     if manifest.quantize is None:
         return ()
@@ -52,7 +57,8 @@ def rounding_work(
     times = 1 + SIZES_TRIED * len(quantize.choices) if quantize.bits == "auto" else 1
     tables = [kind for kind in quantize.kinds_of_levels if kind != "uniform"]
     searched = sum(SEARCHED_BYTES[kind] for kind in tables)
-    passes = len(quantize.kinds_of_levels) + SWEEPS * len(tables)  # of error feedback, and of polishing
+    kinds = len(quantize.kinds_of_levels)
+    passes = kinds + TABLE_SWEEPS * len(tables) + quantize.polish * (kinds - len(tables))
     works = []
     for task in tasks:
         layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
@@ -61,7 +67,9 @@ def rounding_work(
         points = {*layer.reads.values()}
         inputs = {moment.point for moment in task.moments if moment.point in points and moment.kind == "value"}
         numbers = sum(rows * columns for rows, columns in sizes)
-        if fed and inputs:
+        if fed and inputs and quantize.feedback == "both":
+            works.append((task.name, *_both_sides(sizes, kinds, searched)))
+        elif fed and inputs:
             widths = {columns for _, columns in sizes}
             flops = sum(width**3 / 3 for width in widths)
             fed_flops = passes * float(sum(rows * columns**2 for rows, columns in sizes))
@@ -69,11 +77,24 @@ def rounding_work(
             moved = numbers * float(TRIED_BYTES + passes * FED_BYTES + searched)
             works.append((task.name, flops, fed_flops, steps, moved))
         elif numbers:
-            works.append((task.name, 0.0, 0.0, 0, numbers * float(NEAREST_BYTES + 3 * searched)))
+            works.append((task.name, 0.0, 0.0, 0, numbers * (TRIED_BYTES + SEARCHED_NEAREST * searched)))
     return tuple(
         RoundWork(name, times * flops, times * fed_flops, times * steps, times * moved)
         for name, flops, fed_flops, steps, moved in works
     )
+
+
+def _both_sides(sizes: Sequence[tuple[int, int]], kinds: int, searched: int) -> tuple[float, float, int, float]:
+    """Return the numbers of a `RoundWork` with feedback on both sides, for matrices of these shapes."""
+    sections = [-(-rows // SECTION) for rows, _ in sizes]
+    flops = sum(width**3 / 3 for width in {columns for _, columns in sizes})
+    fed_flops, steps, moved = 0.0, 0, 0.0
+    for (rows, columns), count in zip(sizes, sections, strict=True):
+        flops += rows**3 / count**2 / 3
+        fed_flops += kinds * rows * columns * (columns + rows / count)
+        steps += kinds * 2 * (rows + count * columns)
+        moved += rows * columns * float(TRIED_BYTES + searched + kinds * BOTH_BYTES)
+    return flops, fed_flops, steps, moved
 
 
 def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.cost_model.completion_work import completion_flops, without_others
 from pipeline.families.blocks import AttentionBlock, LatentAttentionBlock, MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.method import Moment, Task
@@ -103,6 +104,8 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
     Three kinds of curves have their own arithmetic: those of MLPs, of v and o, and of readers of the layer's input in
     the metric of the loss. Any other curve takes as long as solving the task.
     """
+    added = completion_flops(task, geometry, tokens)
+    task = without_others(task, geometry)
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     contexts = [block.writer.reads for block in _attentions(geometry)]
     if _is_latent(task, geometry):
@@ -117,7 +120,7 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
         work = SolveWork(task.name, (1 / 3 + 4.0) * cube + eigen, 0, eigen_flops=eigen, factor_flops=cube / 3)
     else:
         return solve_work(task, geometry, tokens)
-    return work.plus(_elementwise(task, geometry))
+    return work.plus(_elementwise(task, geometry), SolveWork("", 0.0, 0, sample_flops=added))
 
 
 def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = False) -> SolveWork:
@@ -129,6 +132,8 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
 
     `hinted`: a curve was computed from the same moments, so that the kept channels of an MLP with a sample are known.
     """
+    added = completion_flops(task, geometry, tokens)
+    task = without_others(task, geometry)
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     points = {moment.point for moment in task.moments if moment.heads == 1}
     outputs = [{block.writer.reads, block.writer.feeds} for block in _attentions(geometry)]
@@ -142,7 +147,7 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int, hinted: bool = 
         return _elementwise(task, geometry).plus(_directed_stack(task, geometry, geometry.features(pulled[0])))
     if any(output <= points for output in outputs) and not any(moment.heads > 1 for moment in task.moments):
         return _elementwise(task, geometry).plus(_directed_output(geometry))
-    work = _elementwise(task, geometry)
+    work = _elementwise(task, geometry).plus(SolveWork("", 0.0, 0, sample_flops=added))
     mlps = {block.writer.reads: block for block in geometry.mlps if block.writer.role in task.roles}
     for moment in task.moments:
         width = moment_width(moment, geometry)

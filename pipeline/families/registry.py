@@ -144,6 +144,11 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return standard
 
 
+def transformers_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the config that transformers builds from a config.json of a known family. Raises InputError."""
+    return _load(config)[1]
+
+
 def family_names(standard: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
     """Map names of a source's tensors to the family's names, if they differ."""
     others, block = FAMILIES[standard["source_model_type"]].other_names, standard["block"]

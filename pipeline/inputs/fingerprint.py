@@ -20,7 +20,13 @@ from pipeline.inputs.job_inputs import Inputs
 def job_fingerprint(
     inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapping[str, SourceFile]
 ) -> dict[str, Any]:
-    """Return field -> value. Fields are compared one by one, so that an error can name the different ones."""
+    """Return field -> value. Fields are compared one by one, so that an error can name the different ones.
+
+    With experts and calibration, one says how the moments of experts with few tokens are completed: a directory without
+    it has statistics, curves and layers by another rule.
+    """
+    mixture = tokens is not None and any(layer.num_experts for layer in inputs.geometry.layers)
+    rule = {"experts_with_few_tokens": "completed by tokens of other experts"} if mixture else {}
     return {
         "source": {file: {"size": record.size, "sha256": record.sha256} for file, record in source_files.items()},
         "config": inputs.source.config,
@@ -29,6 +35,7 @@ def job_fingerprint(
         "code": VERSION,
         "dtype": inputs.dtype_name,
         "device": "cuda" if inputs.manifest.workers.gpus else "cpu",
+        **rule,
     }
 
 

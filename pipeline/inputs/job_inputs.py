@@ -22,8 +22,10 @@ from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
+from pipeline.inputs.unread_tensors import unread_remarks
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.capabilities import Remarking
+from pipeline.methods.experts.completing import with_samples
 from pipeline.methods.method import Method, Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, config_fields, predict_tasks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
@@ -84,6 +86,8 @@ class Inputs:
         of_tokens += expert_remarks(self.manifest, self.geometry)
         of_tokens += source_remarks(self.manifest, self.geometry, self.tasks)
         of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
+        expected = {*self.geometry.expected_tensors(), f"{self.config['block']['head']}.weight"}
+        of_model += unread_remarks(self.source, expected, bool(self.config.get("wrapper")))
         of_model += self._size_remarks + stored_remarks(self.manifest, self.geometry, self.tasks)
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
@@ -199,6 +203,7 @@ def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, .
     _check_held_experts(manifest, geometry, tasks)
     if manifest.quantize is not None:
         tasks = rounded_tasks(tasks, manifest, geometry)
+    tasks = with_samples(tasks, geometry)
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if field := _measures_sizes(manifest):
         _check_predicted_loss(field, manifest, tasks, predict_tasks(methods, geometry))

@@ -15,8 +15,10 @@ from manifests.errors import InputError
 from pipeline.families.fused import fused_tensors
 from pipeline.families.registry import FAMILIES, family_names, geometry_of, is_known, standard_config
 from pipeline.families.wrapper import architecture, is_wrapper, module_names
+from pipeline.inputs.loaded_names import foreign_prefix, loaded_names
 from pipeline.inputs.towers import check_towers
 from pipeline.inputs.unknown import describe_unknown
+from pipeline.inputs.unread_tensors import refuse_unread
 from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
 
 CAUSAL_SUFFIX = "ForCausalLM"
@@ -55,10 +57,27 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
         opened = opened.renamed(module_names(opened.tensors, opened.config["model_type"]))
         check_towers(opened, opened.config)
     opened = opened.renamed(family_names(config, opened.tensors))
-    opened = opened.with_weights().with_parts(fused_tensors(geometry_of(config)))
+    opened = with_family_names(opened, config)
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
-    source.require(geometry_of(config).expected_tensors())
+    expected, hint = geometry_of(config).expected_tensors(), foreign_prefix(source.tensors, config["block"]["layers"])
+    source.require(expected, hint)
+    refuse_unread(source, {*expected, f"{config['block']['head']}.weight"}, weights)
     return source, config
+
+
+def with_family_names(source: SourceCheckpoint, standard: Mapping[str, Any]) -> SourceCheckpoint:
+    """Return the source with the family's tensors under the family's names, if transformers loads them under others.
+
+    `standard`: its standard config. Raises InputError for parts that do not fit their tensors.
+    """
+    geometry = geometry_of(standard)
+    fused = fused_tensors(geometry)
+    loaded = loaded_names(source.config, standard, source.tensors, geometry.expected_tensors(), fused)
+    return (
+        source.renamed(loaded.names)
+        .with_weights(embedding=standard["block"]["embed"])
+        .with_parts({**fused, **loaded.fused})
+    )
 
 
 def describe_model(source: str) -> str:

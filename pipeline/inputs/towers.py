@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from pipeline.families.wrapper import architecture, is_tower, whole_config
+from pipeline.inputs.loaded_names import Loading
 from stores.source import SourceCheckpoint, raise_faults
 
 
@@ -25,18 +24,13 @@ def check_towers(source: SourceCheckpoint, config: Mapping[str, Any]) -> None:
     with torch.device("meta"):
         model: Any = getattr(transformers, architecture(config["model_type"]))(whole)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if is_tower(name)}
-    changes = get_model_conversion_mapping(model)
-    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
-    converters = [each for each in changes if isinstance(each, WeightConverter)]
-    named = {
-        name: rename_source_key(name, renamings, converters, model.base_model_prefix, model.state_dict())[0]
-        for name in filter(is_tower, source.tensors)
-    }
-    stored = {named[name]: source.tensors[name].shape for name in named}
+    loading = Loading(model)
+    places = {name: loading.place(name) for name in filter(is_tower, source.tensors)}
+    stored = {place.parameter: source.tensors[name].shape for name, place in places.items() if place}
     faults = [f"{name}: missing" for name in sorted(expected.keys() - stored.keys())]
     faults += [
         f"{name}: shape {list(stored[name])}, expected {list(expected[name])}"
         for name in sorted(expected.keys() & stored.keys())
-        if not converters and stored[name] != expected[name]
+        if not loading.converters and stored[name] != expected[name]
     ]
     raise_faults(f"{source.place}: config.json and the weights of towers do not fit together", faults)

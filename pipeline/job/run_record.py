@@ -1,4 +1,7 @@
-"""The record of how a run ended, in RUN_DIR and in its log. Only SIGKILL leaves no record."""
+"""The record of how a run ended, in RUN_DIR and in its log.
+
+If native code or SIGKILL ends the process, its supervisor writes the record. Only the end of both leaves none.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 from manifests.errors import InUseError, LaminaError
 from pipeline.console.exit_status import Ending, ending_of
 from pipeline.console.log_files import close_log, open_log
+from pipeline.console.supervision import tell
 from pipeline.driver.ledger_keys import TEXTS
 from pipeline.job.context import JobContext
 from stores.run_directory import ENDED
@@ -25,6 +29,8 @@ def recorded(job: JobContext) -> Iterator[None]:
     """Open the log of this run. Record how the block ends, unless another process uses RUN_DIR by then."""
     log = open_log(job.run_dir.logs, job.name, lambda: job.observer.state)
     job.observer.say(f"log: {log}")
+    begun = {"version": RECORD_VERSION, "run": job.run_dir.lock.token, "texts": None, "log": log}
+    tell(run={"place": job.run_dir.storage.address, "record": begun})
     try:
         yield
     except BaseException as error:
@@ -55,6 +61,7 @@ def _record(job: JobContext, log: str, ending: Ending) -> None:
         job.run_dir.storage.replace(ENDED, json.dumps(record).encode())
     except LaminaError as error:
         LOG.warning("how this run ended could not be entered: %s", error)
+    tell(run=None)
 
 
 def _place(state: Mapping[str, Any]) -> str | None:

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import factor_
-from pipeline.kernels.levels import LevelKind, borders, choose_table
+from pipeline.kernels.levels import LevelKind, borders, choose_table, clips_from, uniform_levels
 from pipeline.kernels.packing import code_range, scaled, stored_scales
-from pipeline.kernels.polishing import polish
+from pipeline.kernels.polishing import Polishing, polish
 
-DAMPING = 0.01  # share of the moment's mean diagonal that is added to its diagonal
 MOST_DAMPING = 1e6  # a moment that needs more carries no information
 BLOCK = 128  # columns whose errors are propagated together
 CLIPS = tuple(1.0 - step / 40 for step in range(20))  # shares of the largest magnitude, tried below CLIPPED_BELOW bits
-FED_CLIPS = 6  # clips tried with feedback, where stronger clipping burdens the later columns
 CLIPPED_BELOW = 8
+TABLE_SWEEPS = 4  # of polishing, with tables of levels
 FED_NUMBERS = 2**28  # float32 numbers rounded at a time
 TRIED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU (its cache), on other devices
 
@@ -54,6 +53,8 @@ class Feedback(NamedTuple):
         remaining: (I,) float64, by original column: the share of a squared error that remains after compensation.
         damping: added to the moment's diagonal, relative to its mean.
         moment: (I, I) M itself, without the damping.
+        least_clip: the least share of a group's largest magnitude that its codes may cover.
+        polish: sweeps that polish uniform codes and their scales afterwards.
     """
 
     order: Tensor
@@ -61,15 +62,18 @@ class Feedback(NamedTuple):
     remaining: Tensor
     damping: float
     moment: Tensor
+    least_clip: float
+    polish: int
 
 
-def error_feedback(moment_II: Tensor) -> Feedback | None:
+def error_feedback(moment_II: Tensor, damping: float, least_clip: float = 0.0, polish: int = 0) -> Feedback | None:
     """Compute the feedback from the input's moment M = Σ x xᵀ; None if M is zero.
 
     Columns of large diagonal come first. With M + λI = R Rᵀ, R upper triangular in that order, the target of column k
     is w_k + Σ_j<k error_j · R_jk / R_kk, which compensates the errors w_j − q_j before it; of its own squared error
     R_kk² remains. This is GPTQ without the inverse, whose factor is R⁻¹ (Chee et al. 2023, theorem 6). Factored in
-    float64. Raises ValueError on a moment that is not square, finite and positive semidefinite.
+    float64. `damping`: the least λ, relative to the mean diagonal. `least_clip`, `polish`: see `Feedback`. Raises
+    ValueError on a moment that is not square, finite and positive semidefinite.
     """
     if moment_II.ndim != 2:
         raise ValueError(f"moment: a matrix is needed, not shape {tuple(moment_II.shape)}")
@@ -80,10 +84,11 @@ def error_feedback(moment_II: Tensor) -> Feedback | None:
     scaled_II = moment_II.detach().to(torch.float64) / peak
     diagonal_I = scaled_II.diagonal().clamp_min(0.0)
     order_I = torch.argsort(diagonal_I, descending=True, stable=True)
-    factor_II, damping = _factor(scaled_II[order_I][:, order_I])
+    factor_II, damping = _factor(scaled_II[order_I][:, order_I], damping)
     diagonal_I = factor_II.diagonal().clone()
     remaining_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.square())
-    return Feedback(order_I, factor_II.div_(diagonal_I).to(torch.float32), remaining_I, damping, moment_II.detach())
+    share_II = factor_II.div_(diagonal_I).to(torch.float32)
+    return Feedback(order_I, share_II, remaining_I, damping, moment_II.detach(), least_clip, polish)
 
 
 def round_to_nearest(
@@ -100,11 +105,11 @@ def round_to_nearest(
     `importance_I`: weights of the columns in the search for scales (None: equal). Raises ValueError on NaN or infinity,
     a group that does not divide the columns, or a scale beyond this dtype.
     """
-    _check(weight_OI, bits, group)
-    scales_OS, levels_n = _scales_and_levels(weight_OI, bits, group, dtype, importance_I, levels)
+    check_rounding(weight_OI, bits, group)
+    scales_OS, levels_n = _scales_and_levels(weight_OI, bits, group, dtype, levels, importance_I)
     steps_OS = scales_OS.to(torch.float64)[..., None]
     grouped_OSg = weight_OI.detach().to(torch.float64).unflatten(1, (scales_OS.shape[1], -1))
-    codes_OI = _Nearest(bits, levels_n, torch.float64).codes(grouped_OSg / steps_OS).to(torch.int8).flatten(1)
+    codes_OI = Nearest(bits, levels_n, torch.float64).codes(grouped_OSg / steps_OS).to(torch.int8).flatten(1)
     return Rounded(codes_OI, scales_OS, 0.0, levels_n)
 
 
@@ -120,26 +125,32 @@ def round_with_feedback(
 
     Columns are rounded one after another, and later ones compensate each error: within a block of BLOCK columns at
     once, in all later blocks by one float32 product. Scales are chosen first, by groups of neighbouring columns, so
-    that the order need not be stored; the search weights errors by what remains of them. Codes and scales of a table of
-    levels are polished afterwards. Without feedback every number goes to the nearest level. Raises ValueError as
+    that the order need not be stored; the search weights errors by what remains of them. Codes and scales are polished
+    afterwards. Without feedback every number goes to the nearest level. Raises ValueError as
     `round_to_nearest`, and on feedback of another width.
     """
     if feedback is None:
         return round_to_nearest(weight_OI, bits, group, dtype, levels=levels)
-    _check(weight_OI, bits, group)
+    check_rounding(weight_OI, bits, group, feedback)
     columns = weight_OI.shape[1]
-    if len(feedback.order) != columns:
-        width = len(feedback.order)
-        raise ValueError(f"moment ({width}, {width}) does not fit a weight {tuple(weight_OI.shape)}")
-    scales_OS, levels_n = _scales_and_levels(weight_OI, bits, group, dtype, feedback.remaining, levels)
-    rows, nearest = max(1, FED_NUMBERS // columns), _Nearest(bits, levels_n, torch.float32)
+    scales_OS, levels_n = fed_scales(weight_OI, feedback, bits, group, dtype, levels)
+    rows, nearest = max(1, FED_NUMBERS // columns), Nearest(bits, levels_n, torch.float32)
     parts = zip(weight_OI.detach().split(rows), scales_OS.split(rows), strict=True)
     codes_OI = torch.cat([_fed_codes(weight_oI, scales_oS, feedback, nearest) for weight_oI, scales_oS in parts])
-    if levels_n is not None:
-        codes_OI, scales_OS = polish(
-            weight_OI.detach(), codes_OI, scales_OS, levels_n, feedback.moment, feedback.damping
-        )
+    sweeps, table_n = TABLE_SWEEPS, levels_n
+    if table_n is None:
+        sweeps, table_n = feedback.polish, uniform_levels(bits, dtype, weight_OI.device)
+    how = Polishing(sweeps, feedback.damping, signed=levels_n is not None)
+    codes_OI, scales_OS = polish(weight_OI.detach(), codes_OI, scales_OS, table_n, feedback.moment, how)
     return Rounded(codes_OI, scales_OS, feedback.damping, levels_n)
+
+
+def fed_scales(
+    weight_OI: Tensor, feedback: Feedback, bits: int, group: int | None, dtype: torch.dtype, levels: LevelKind
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scales (O, S) for rounding with feedback, and the table of levels; None for uniform ones."""
+    importance_I, least_clip = feedback.remaining, feedback.least_clip
+    return _scales_and_levels(weight_OI, bits, group, dtype, levels, importance_I, least_clip)
 
 
 def _scales_and_levels(
@@ -147,28 +158,33 @@ def _scales_and_levels(
     bits: int,
     group: int | None,
     dtype: torch.dtype,
-    importance_I: Tensor | None,
     levels: LevelKind,
+    importance_I: Tensor | None = None,
+    least_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     if levels == "uniform":
-        return choose_scales(weight_OI, bits, group, dtype, importance_I), None
-    table = choose_table(weight_OI, bits, group, dtype, levels, importance_I)
+        return choose_scales(weight_OI, bits, group, dtype, importance_I, least_clip), None
+    table = choose_table(weight_OI, bits, group, dtype, levels, importance_I, least_clip)
     return table.scales, table.levels
 
 
 def choose_scales(
-    weight_OI: Tensor, bits: int, group: int | None, dtype: torch.dtype, importance_I: Tensor | None = None
+    weight_OI: Tensor,
+    bits: int,
+    group: int | None,
+    dtype: torch.dtype,
+    importance_I: Tensor | None = None,
+    least_clip: float = 0.0,
 ) -> Tensor:
     """Choose scales (O, S) of `dtype`, one for each row and group, of least Σ importance · error².
 
-    Candidates clip the largest magnitude by up to a half; with the importance of error feedback by up to an eighth; at
-    8 bits not at all. Groups of zeros get the scale 1. Errors are compared in float32, relative to the largest
-    magnitude.
+    Candidates are the `CLIPS` from 1 down to `least_clip`; at 8 bits 1 alone. Groups of zeros get the scale 1. Errors
+    are compared in float32, relative to the largest magnitude.
     """
     low, high = code_range(bits)
     columns = weight_OI.shape[1]
     width = columns if group is None else group
-    clips = CLIPS[: len(CLIPS) if importance_I is None else FED_CLIPS] if bits < CLIPPED_BELOW else CLIPS[:1]
+    clips = clips_from(CLIPS, least_clip) if bits < CLIPPED_BELOW else CLIPS[:1]
     importance_Sg = None
     if importance_I is not None:
         importance_Sg = (importance_I / importance_I.max()).to(torch.float32).reshape(-1, width)
@@ -219,19 +235,22 @@ def rounding_error(weight_OI: Tensor, rounded_OI: Tensor, moment_II: Tensor | No
     return max(0.0, _energy(change_OI)) / whole if whole > 0.0 else 0.0
 
 
-def _check(weight_OI: Tensor, bits: int, group: int | None) -> None:
+def check_rounding(weight_OI: Tensor, bits: int, group: int | None, feedback: Feedback | None = None) -> None:
+    """Raise the ValueErrors of `round_to_nearest`, and on feedback of another width."""
     code_range(bits)
     if weight_OI.ndim != 2 or 0 in weight_OI.shape:
         raise ValueError(f"weight: a matrix is needed, not shape {tuple(weight_OI.shape)}")
     require_finite("weight", weight_OI)
     if group is not None and (group < 1 or weight_OI.shape[1] % group):
         raise ValueError(f"groups of {group} do not divide {weight_OI.shape[1]} columns")
+    if feedback is not None and len(feedback.order) != weight_OI.shape[1]:
+        width = len(feedback.order)
+        raise ValueError(f"moment ({width}, {width}) does not fit a weight {tuple(weight_OI.shape)}")
 
 
-def _factor(moment_II: Tensor) -> tuple[Tensor, float]:
+def _factor(moment_II: Tensor, damping: float) -> tuple[Tensor, float]:
     """Return the upper triangular R of M + λI = R Rᵀ and λ / mean diagonal, which is raised until R exists."""
     mean = moment_II.diagonal().mean()
-    damping = DAMPING
     if not mean > 0.0:
         raise ValueError(f"moment {tuple(moment_II.shape)} is far from positive semidefinite")
     while damping <= MOST_DAMPING:
@@ -243,7 +262,7 @@ def _factor(moment_II: Tensor) -> tuple[Tensor, float]:
     raise ValueError(f"moment {tuple(moment_II.shape)} is far from positive semidefinite")
 
 
-class _Nearest:
+class Nearest:
     """The nearest codes to numbers in units of their scales."""
 
     def __init__(self, bits: int, levels_n: Tensor | None, dtype: torch.dtype) -> None:
@@ -264,7 +283,7 @@ class _Nearest:
         return codes if self.levels_n is None else self.levels_n[codes.to(torch.int64) - self.limits[0]]
 
 
-def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, nearest: _Nearest) -> Tensor:
+def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, nearest: Nearest) -> Tensor:
     """Return the codes with error feedback. Works on the transposed weight, so that a column is contiguous."""
     order_I, share_II = feedback.order, feedback.share
     weight_IO = weight_OI.T.to(torch.float32)[order_I]

@@ -17,7 +17,7 @@ from pipeline.kernels.packing import code_range, stored_scales
 TableKind = Literal["normal", "learned"]
 LevelKind = Literal["uniform", "normal", "learned"]
 CLIPS = tuple(1.0 - 0.03 * step for step in range(18))  # of the largest magnitude, tried as scales, of either sign
-FED_CLIPS = 1.0, 0.91  # tried with error feedback, because stronger clipping burdens the later columns
+FED_CLIPS = tuple(1.0 - 0.09 * step for step in range(6))  # tried with error feedback, fewer because both signs are
 LLOYD_STEPS = 25
 EVEN_BITS = 8  # from here on fits begin at evenly spaced levels, which are better when there are many
 FITS = 2  # fits of levels to scaled numbers, each followed by a search for scales
@@ -30,6 +30,11 @@ class Table(NamedTuple):
 
     levels: Tensor
     scales: Tensor
+
+
+def clips_from(clips: tuple[float, ...], least: float) -> tuple[float, ...]:
+    """Return the clips, which begin at 1, that are at least `least`."""
+    return clips[:1] + tuple(clip for clip in clips[1:] if clip >= least)
 
 
 def normal_levels(bits: int) -> Tensor:
@@ -49,6 +54,12 @@ def normal_levels(bits: int) -> Tensor:
         for steps in (count // 2, count // 2 + 1)
     )
     return torch.cat((-lower_n.flip(0) / lower_n[-1], upper_n[1:] / upper_n[-1]))
+
+
+def uniform_levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uniform levels as a table (n): the codes themselves."""
+    low, high = code_range(bits)
+    return torch.arange(low, high + 1, dtype=dtype, device=device)
 
 
 def fitted_levels(numbers_N: Tensor, weights_N: Tensor, levels_n: Tensor) -> Tensor:
@@ -73,15 +84,22 @@ def borders(levels_n: Tensor) -> Tensor:
 
 
 def choose_table(
-    weight_OI: Tensor, bits: int, group: int | None, dtype: torch.dtype, kind: TableKind, importance_I: Tensor | None
+    weight_OI: Tensor,
+    bits: int,
+    group: int | None,
+    dtype: torch.dtype,
+    kind: TableKind,
+    importance_I: Tensor | None,
+    least_clip: float = 0.0,
 ) -> Table:
     """Choose levels, and a scale for each row and group, of small Σ importance · error².
 
     Learned levels are fitted to numbers divided by the largest of their group, sign included, then FITS - 1 times to
-    numbers divided by their scales. `importance_I`: weights of the columns (None: equal).
+    numbers divided by their scales. `importance_I`: weights of the columns (None: equal). `least_clip`: the least share
+    of a group's largest magnitude that is tried as a scale, with an importance.
     """
     weight_OI, columns = weight_OI.detach(), weight_OI.shape[1]
-    clips = CLIPS if importance_I is None else FED_CLIPS
+    clips = CLIPS if importance_I is None else clips_from(FED_CLIPS, least_clip)
     importance_I = weight_OI.new_ones(columns, dtype=torch.float64) if importance_I is None else importance_I
     importance_I = importance_I / importance_I.max()
     width = columns if group is None else group

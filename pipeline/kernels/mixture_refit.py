@@ -25,10 +25,24 @@ RIDGE = 1e-4  # of the mean diagonal of an expert's moment
 
 
 class Served(NamedTuple):
-    """The tokens (t,) that an expert serves, ascending, and its weighted channels (t, k) on them."""
+    """The tokens (t,) that an expert serves, ascending, and its weighted channels (t, k) on them.
+
+    `others`: channels (m, k) on tokens of other experts, which complete the moment of an expert with few tokens. A
+    refit leaves its outputs on them as they are. `scale`: of sums over both, so that they count as the tokens alone.
+    """
 
     tokens: Tensor
     values: Tensor
+    others: Tensor | None = None
+    scale: float = 1.0
+
+    def moment(self, product_dtype: torch.dtype) -> Tensor:
+        """Return the sum (k, k) of v vᵀ over the tokens and the others, float64."""
+        width = self.values.shape[1]
+        moment_kk = torch.zeros(width, width, dtype=torch.float64, device=self.values.device)
+        for values in (self.values,) if self.others is None else (self.values, self.others):
+            add_head_moment_(moment_kk[None], values, product_dtype=product_dtype)
+        return moment_kk
 
 
 class MixtureResidual:
@@ -102,8 +116,7 @@ def _subtract_(residual_TD: Tensor, part: Served, weight_Dk: Tensor) -> None:
 def _sums(residual_TD: Tensor, part: Served) -> tuple[Tensor, Tensor]:
     """Return E[r vᵀ] (D, k) and E[v vᵀ] (k, k), as means over all tokens."""
     tokens, width = len(residual_TD), part.values.shape[1]
-    moment_kk = part.values.new_zeros(width, width, dtype=torch.float64)
-    add_head_moment_(moment_kk[None], part.values, product_dtype=residual_TD.dtype)
+    moment_kk = part.moment(residual_TD.dtype)
     cross_Dk = moment_kk.new_zeros(residual_TD.shape[1], width)
     for tokens_r, values_rk in zip(
         part.tokens.split(ROWS_PER_PRODUCT), part.values.split(ROWS_PER_PRODUCT), strict=True

@@ -4,34 +4,43 @@ Legend: O outputs (rows), I inputs (columns), S groups of columns with a scale e
 a block, o rows at a time, n levels, B borders between levels.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pipeline.kernels.levels import borders
 from pipeline.kernels.packing import code_range, levels_of
 
-SWEEPS = 4
 PLAIN_BITS = 8  # codes of 8 bits or more have errors too small to polish
 BLOCK = 128  # columns whose changes are propagated together
 POLISHED_NUMBERS = 2**28  # numbers in float32 that are polished at a time
 
 
+class Polishing(NamedTuple):
+    """The number of sweeps, λ relative to the mean diagonal of M, and whether scales may become negative."""
+
+    sweeps: int
+    damping: float
+    signed: bool
+
+
 def polish(
-    weight_OI: Tensor, codes_OI: Tensor, scales_OS: Tensor, levels_n: Tensor, moment_II: Tensor, damping: float
+    weight_OI: Tensor, codes_OI: Tensor, scales_OS: Tensor, levels_n: Tensor, moment_II: Tensor, how: Polishing
 ) -> tuple[Tensor, Tensor]:
     """Return codes and scales with smaller tr(Δ (M + λI) Δᵀ), where Δ is the change of the weight by rounding.
 
     With P = Δ (M + λI), the best value of a number q_oj is q_oj - P_oj / M_jj, replaced by its nearest level. The best
     scale of a row and group with levels a is s - a·P / a M aᵀ, rounded to the dtype of scales. No step increases the
-    error, except by rounding in float32. `damping`: λ, relative to the mean diagonal of M.
+    error, except by rounding in float32.
     """
-    if len(levels_n) >= 2**PLAIN_BITS:
+    if len(levels_n) >= 2**PLAIN_BITS or not how.sweeps:
         return codes_OI, scales_OS
     moment_II = (moment_II / moment_II.abs().max()).to(torch.float32)
-    moment_II.diagonal().add_(damping * moment_II.diagonal().mean())
+    moment_II.diagonal().add_(how.damping * moment_II.diagonal().mean())
     rows = max(1, POLISHED_NUMBERS // weight_OI.shape[1])
     parts = zip(weight_OI.split(rows), codes_OI.split(rows), scales_OS.split(rows), strict=True)
-    polished = [_Rows(*part, levels_n, moment_II).polished() for part in parts]
+    polished = [_Rows(*part, levels_n, moment_II, how).polished() for part in parts]
     codes, scales = zip(*polished, strict=True)
     return torch.cat(codes), torch.cat(scales)
 
@@ -40,9 +49,15 @@ class _Rows:
     """Some rows of a weight, transposed so that a column is contiguous. They are polished in place."""
 
     def __init__(
-        self, weight_oI: Tensor, codes_oI: Tensor, scales_oS: Tensor, levels_n: Tensor, moment_II: Tensor
+        self,
+        weight_oI: Tensor,
+        codes_oI: Tensor,
+        scales_oS: Tensor,
+        levels_n: Tensor,
+        moment_II: Tensor,
+        how: Polishing,
     ) -> None:
-        self.dtype, self.moment_II = scales_oS.dtype, moment_II
+        self.dtype, self.moment_II, self.how = scales_oS.dtype, moment_II, how
         self.levels_n = levels_n.to(torch.float32)
         self.borders_B = borders(self.levels_n)
         self.numbers_Io = levels_of(codes_oI.T.contiguous(), self.levels_n)  # levels, in units of the scales
@@ -53,7 +68,7 @@ class _Rows:
 
     def polished(self) -> tuple[Tensor, Tensor]:
         """Return codes (o, I) and scales (o, S)."""
-        for _ in range(SWEEPS):
+        for _ in range(self.how.sweeps):
             for place in range(len(self.scales_So)):
                 self._polish_group(place)
         low, _ = code_range((len(self.levels_n) - 1).bit_length())
@@ -70,7 +85,8 @@ class _Rows:
         curvature_o = (numbers_go * (moment_gg @ numbers_go)).sum(dim=0)
         best_o = scale_o + (numbers_go * pull_go).sum(dim=0) / curvature_o
         best_o = best_o.to(self.dtype).to(torch.float32)
-        usable_o = torch.isfinite(best_o) & (best_o.abs() >= torch.finfo(self.dtype).tiny)
+        size_o = best_o.abs() if self.how.signed else best_o
+        usable_o = torch.isfinite(best_o) & (size_o >= torch.finfo(self.dtype).tiny)
         scale_o.copy_(torch.where(usable_o, best_o, scale_o))
         self.pull_Io.addmm_(self.moment_II[:, group], numbers_go * scale_o - before_go, alpha=-1.0)
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
+from pipeline.kernels.refit import evenly_spread
 
+OTHERS = 4  # tokens of other experts, for each channel of an expert with few tokens
 _TINY = 1e-20  # added to the sum that divides the weights, as in the models' own code
 
 
@@ -44,6 +46,22 @@ class RoutingRule:
             raise ValueError("weights that multiply inputs are not normalised: another choice would change outputs")
 
 
+class Others(NamedTuple):
+    """Tokens of other experts that stand for those that an expert with few tokens lacks. docs/methods.md#few-tokens.
+
+    Attributes:
+        tokens: (m,), ascending.
+        weight: the routing weight that they would have: the root mean square of the weights of all choices.
+        factor: of each one's channels, besides the weight, so that all m count as the lacking tokens.
+        scale: of sums over own and lacking tokens, so that they count as the own ones, or as one if there are none.
+    """
+
+    tokens: Tensor
+    weight: float
+    factor: float
+    scale: float
+
+
 class Routing(NamedTuple):
     """The experts of each token (T, k), the best first, and their weights (T, k). A weight of 0 means no expert."""
 
@@ -58,6 +76,20 @@ class Routing(NamedTuple):
         """Return the tokens (t,) that choose an expert, ascending, and its weights (t,) on them."""
         chosen_Tk = (self.experts == expert) & (self.weights != 0.0)
         return chosen_Tk.any(dim=1).nonzero()[:, 0], self.weights[chosen_Tk]
+
+    def others(self, expert: int, width: int, passed: int) -> Others | None:
+        """Return evenly spread tokens that do not choose an expert of `width` channels.
+
+        Return None if as many tokens as it has channels `passed` it, or if all do.
+        """
+        own_T = ((self.experts == expert) & (self.weights != 0.0)).any(dim=1)
+        rest_t = (~own_T).nonzero()[:, 0]
+        if passed >= width or not len(rest_t):
+            return None
+        tokens_m = rest_t[evenly_spread(0, len(rest_t), len(rest_t), OTHERS * width).to(rest_t.device)]
+        chosen = self.weights[self.weights != 0.0].double()
+        weight = float(chosen.square().mean().sqrt()) if len(chosen) else 0.0
+        return Others(tokens_m, weight, ((width - passed) / len(tokens_m)) ** 0.5, max(1, passed) / width)
 
     def tokens(self, num_experts: int) -> Tensor:
         """Return the number of tokens (E,) that choose each expert."""

@@ -71,6 +71,20 @@ class Moment:
         return f"{kind}{point}-{self.heads}-{self.groups}{'-diagonal' if self.diagonal else ''}"
 
 
+class OtherInputs(NamedTuple):
+    """Tokens of other experts that stand for those that an expert with few tokens lacks.
+
+    Attributes:
+        inputs: (m, D), of its readers.
+        factor: of its channels, so that all m count as the lacking tokens.
+        scale: of sums over own and lacking tokens, so that they count as the own ones.
+    """
+
+    inputs: Tensor
+    factor: float
+    scale: float
+
+
 @dataclass(frozen=True)
 class Statistics:
     """The statistics of a layer on the calibration text, as methods receive them.
@@ -86,6 +100,7 @@ class Statistics:
             its mean.
         offload: stores a tensor until it is read again, for the results of solves of many experts.
         sources: the sources of the calibration text, for the report.
+        others: block name -> the tokens by which the moments of an expert with few tokens have been completed.
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)
@@ -95,11 +110,17 @@ class Statistics:
     factors: dict[Moment, tuple[Tensor, Factored]] = field(default_factory=dict, compare=False, repr=False)
     offload: Offload = field(default=in_memory, compare=False, repr=False)
     sources: TextSources = NO_SOURCES
+    others: Mapping[str, OtherInputs] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Return the points that no token passed."""
-        return tuple(moment.point for moment, tokens in self.passed.items() if not tokens)
+        """Return the points that no token passed, without moments completed by tokens of others."""
+        completed = tuple(f"{name}." for name in self.others)
+        return tuple(
+            moment.point
+            for moment, tokens in self.passed.items()
+            if not tokens and not (moment.kind == "value" and moment.point.startswith(completed))
+        )
 
     def mean(self, moment: Moment) -> Tensor:
         """Return a moment per calibration token, float64."""

@@ -329,14 +329,15 @@ def _prediction(
     keys = [Task.of(position, group).key for group in groups]
     smallest = (method.least_numbers(group, geometry.layers[group.layer]) for group in groups)
     least = sum(weights.get(key, 1.0) * numbers for key, numbers in zip(keys, smallest, strict=True))
-    curves = None
+    curves, guarded = None, frozenset[str]()
     if scores.curves is not None:
+        guarded = frozenset(key for key in keys if scores.curves[key].few)
         curves = {
             key: [replace(p, numbers=weights.get(key, 1.0) * p.numbers) for p in from_columns(curve)]
             for key in keys
             for curve in (scores.curves[key],)
         }
-    return Prediction(curves, least, method.cache_target(geometry))
+    return Prediction(curves, least, method.cache_target(geometry), guarded)
 
 
 def _most_numbers(method: Method, geometry: Geometry, scores: Scores) -> float:

@@ -26,11 +26,13 @@ class Prediction:
         curves: task -> points; None before they are computed.
         least: the numbers that its smallest points store.
         cache_target: the budget in cached numbers per token; None if the budget counts stored numbers.
+        guarded: tasks that lose no larger share than all together, because few tokens predict their losses.
     """
 
     curves: Mapping[str, Sequence[Point]] | None
     least: float
     cache_target: float | None = None
+    guarded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ def _tied_prediction(prediction: Prediction) -> Prediction:
     return replace(
         prediction,
         curves={tasks[0]: summed([prediction.curves[task] for task in tasks]) for tasks in by_group.values()},
+        guarded=frozenset(tasks[0] for tasks in by_group.values() if prediction.guarded.intersection(tasks)),
     )
 
 
@@ -247,7 +250,8 @@ def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget
         return {}, budget.target
     points = {key: line for by_task in curves if by_task is not None for key, line in by_task.items()}
     budget.require(sum(lower_hull(line)[0].numbers for line in points.values()), entries)
-    chosen = choose(points, budget.target)
+    guarded = frozenset(key for prediction in predictions for key in prediction.guarded)
+    chosen = choose(points, budget.target, guarded=guarded)
     return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from manifests.records import Curve
 
+GUARD = 20.0  # of the squared share that is lost: at 0.99 a guarded curve keeps 0.988, at 0.9 0.7, at 0.8 any share
 Cost = Callable[["Point"], float]
 T = TypeVar("T")
 
@@ -38,8 +39,8 @@ def cache_numbers(point: Point) -> float:
     return point.cache
 
 
-def to_columns(points: Sequence[Point], hint: str = "") -> Curve:
-    """Return the curve as the ledger stores it, with a hint for solves.
+def to_columns(points: Sequence[Point], hint: str = "", few: bool = False) -> Curve:
+    """Return the curve as the ledger stores it, with a hint for solves. `few`: as in `Curve`.
 
     Raises ValueError on a loss that is negative, NaN or infinite, or if there are no points.
     """
@@ -54,6 +55,7 @@ def to_columns(points: Sequence[Point], hint: str = "") -> Curve:
         cache=tuple(point.cache for point in points),
         loss=tuple(point.loss for point in points),
         hint=hint,
+        few=few,
     )
 
 
@@ -73,6 +75,21 @@ def frontier(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Point
         if not optimal or point.loss < optimal[-1].loss:
             optimal.append(point)
     return optimal
+
+
+def up_to_whole(points: Sequence[Point]) -> list[Point]:
+    """Return the frontier and, if a smaller choice loses no more than the dense one, the dense one as well.
+
+    Few tokens may predict no loss at all for a cut, which is no reason to cut where there is room.
+    """
+    optimal = frontier(points)
+    whole = _dearest(points, optimal[-1].loss, stored_numbers)
+    return optimal if whole.numbers <= optimal[-1].numbers else [*optimal, whole]
+
+
+def _dearest(points: Sequence[Point], loss: float, cost: Cost) -> Point:
+    """Return the point of the largest cost that loses at most `loss`."""
+    return max((point for point in points if point.loss <= loss), key=cost)
 
 
 def lower_hull(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
@@ -116,14 +133,29 @@ def summed(curves: Sequence[Sequence[Point]]) -> list[Point]:
     ]
 
 
-def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = stored_numbers) -> dict[str, Point]:
+def choose(
+    curves: Mapping[str, Sequence[Point]],
+    target: float,
+    cost: Cost = stored_numbers,
+    guarded: Collection[str] = (),
+) -> dict[str, Point]:
     """Choose one point of each curve, with the least total loss within `target`.
+
+    If the target leaves room for the dearest points of least loss, these are chosen: nothing is cut. If all curves
+    together lose a share c of their cost, those that are `guarded` lose at most c (1 + GUARD c), or one step more where
+    steps are coarse.
 
     First, segments of all hulls are taken in the order of saved loss per cost, as long as they fit. Then, as long as
     one fits, the step to the point that saves most is taken, on a hull or not. The result is deterministic: among equal
     steps, the first key is taken. Raises ValueError if even the cheapest points cost more than the target.
     """
     hulls = {key: lower_hull(points, cost) for key, points in curves.items()}
+    whole = {key: _dearest(points, hulls[key][-1].loss, cost) for key, points in curves.items()}
+    if sum(map(cost, whole.values())) <= target:
+        return whole
+    if guarded:
+        curves = _limited(curves, whole, target, cost, guarded)
+        hulls |= {key: lower_hull(curves[key], cost) for key in guarded}
     chosen = {key: hull[0] for key, hull in hulls.items()}
     least = sum(cost(point) for point in chosen.values())
     if not least <= target:
@@ -132,6 +164,35 @@ def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = st
     slack = _take_segments_(hulls, chosen, target - least, cost)
     _fill_({key: frontier(points, cost) for key, points in curves.items()}, chosen, slack, cost)
     return chosen
+
+
+def _limited(
+    curves: Mapping[str, Sequence[Point]],
+    whole: Mapping[str, Point],
+    target: float,
+    cost: Cost,
+    guarded: Collection[str],
+) -> Mapping[str, Sequence[Point]]:
+    """Return the curves, the guarded ones without the points that lose too large a share of their cost.
+
+    If these do not fit into the target, a guarded curve keeps the next smaller point, too, or else all.
+    """
+    lost = 1.0 - target / sum(map(cost, whole.values()))
+    share = 1.0 - lost * (1.0 + GUARD * lost)
+    for steps_below in (0, 1):
+        limited = {
+            key: _from(points, share * cost(whole[key]), cost, steps_below) if key in guarded else points
+            for key, points in curves.items()
+        }
+        if sum(min(map(cost, points)) for points in limited.values()) <= target:
+            return limited
+    return curves
+
+
+def _from(points: Sequence[Point], least: float, cost: Cost, steps_below: int) -> list[Point]:
+    """Return the points that cost `least` or more, and of those on the frontier below, the dearest `steps_below`."""
+    below = [point for point in frontier(points, cost) if cost(point) < least]
+    return [*below[len(below) - steps_below :], *(point for point in points if cost(point) >= least)]
 
 
 def most_numbers(lines: Sequence[Sequence[Point]], cache: float) -> float:

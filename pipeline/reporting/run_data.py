@@ -21,6 +21,7 @@ from pipeline.cost_model.estimate import MOMENT_BYTES, Plan, make_plan
 from pipeline.driver.ledger_keys import COMPLETE, RANKS
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.experts.completing import with_samples
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.reporting.unit_log import SUFFIX
@@ -78,7 +79,8 @@ class Run:
     def tasks(self) -> tuple[Task, ...]:
         """The tasks of the manifest."""
         tasks = claim_tasks(build_methods(self.manifest), self.geometry)
-        return tasks if self.manifest.quantize is None else rounded_tasks(tasks, self.manifest, self.geometry)
+        rounded = tasks if self.manifest.quantize is None else rounded_tasks(tasks, self.manifest, self.geometry)
+        return with_samples(rounded, self.geometry)
 
     @cached_property
     def plan(self) -> Plan:

@@ -22,7 +22,8 @@ from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, 
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.rounded_size import INDEX_BITS, rounded_share, rounding_overhead
 from pipeline.methods.unchanged import BITS
-from pipeline.ranks.curves import Point, from_columns, frontier, spread, to_columns
+from pipeline.ranks.curves import Point, from_columns, spread, to_columns, up_to_whole
+from pipeline.rounding.outputs import output_moments, outputs_moment
 from pipeline.rounding.solutions import (
     RIDGE,
     Feedbacks,
@@ -77,13 +78,15 @@ def with_bits(
     if not roles:
         return _with_bits_of_nothing(curve, choices[0], wider)
     scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
-    feedbacks = Feedbacks()
+    feedbacks = Feedbacks(quantize)
+    outputs = output_moments(roles, geometry) if quantize.feedback == "both" else {}
     predictors = {
         choice: _Predictor(group, geometry, weights, statistics, quantize, choice, feedbacks) for choice in choices
     }
 
     def rounding(solution: Solution, choice: int) -> RoundedSolution:
-        return round_solution(solution, quantize, choice, statistics.moments, weights, geometry.reads, feedbacks)
+        moments, reads = statistics.moments, geometry.reads
+        return round_solution(solution, quantize, choice, moments, weights, reads, feedbacks, outputs)
 
     points = []
     for line in _alike(from_columns(curve)):
@@ -110,7 +113,7 @@ def with_bits(
                 numbers = codes + min(unrounded, point.numbers) + wider + more
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
-    return to_columns(frontier(points), curve.hint)
+    return to_columns(up_to_whole(points), curve.hint, few=curve.few)
 
 
 def _with_bits_of_nothing(curve: Curve, bits: int, wider: int) -> Curve:
@@ -119,7 +122,7 @@ def _with_bits_of_nothing(curve: Curve, bits: int, wider: int) -> Curve:
         Point({**point.ranks, BITS: bits}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
         for point in from_columns(curve)
     ]
-    return to_columns(frontier(points), curve.hint)
+    return to_columns(up_to_whole(points), curve.hint, few=curve.few)
 
 
 def _counted_shape(weight_OI: Tensor, group: int | None, odd: bool) -> tuple[int, int]:
@@ -141,10 +144,11 @@ class _Predictor:
     """Predicts the loss of rounding solutions of a group, in nats per token: ½ tr(G Δ C Δᵀ).
 
     For a matrix that writes to the stream, the whole G is known. For readers, only the diagonal of G at the dense
-    outputs is known, which suffices if the errors of rows are independent, as in dense matrices and second factors. The
-    error of a first factor affects all outputs, so it is weighted by the gradient at their common input. If down was
-    refitted to the kept channels, these are weighted by the gain of down's columns. The G of value heads in another
-    basis is unknown; their loss is estimated from the lost share of their squares.
+    outputs is known, which suffices if the errors of rows are independent, as in dense matrices and second factors;
+    with feedback on both sides, where they are not, G is known in sections. The error of a first factor affects all
+    outputs, so it is weighted by the gradient at their common input. If down was refitted to the kept channels, these
+    are weighted by the gain of down's columns. The G of value heads in another basis is unknown; their loss is
+    estimated from the lost share of their squares.
     """
 
     def __init__(
@@ -194,6 +198,10 @@ class _Predictor:
                 continue
             if role in firsts:
                 change_OI = change_OI - before[roles] @ firsts[role].turn
+            sections_nss = self.statistics.moments.get(outputs_moment(matrix))
+            if sections_nss is not None and role not in solution.outputs and len(change_OI) == matrix.outputs:
+                total += 0.5 * _weighted(change_OI, moment_II, sections_nss)
+                continue
             errors_O = _squares(change_OI, moment_II)
             gradient_O = torch.cat([gradients[role] for role in roles])
             if len(gradient_O) == len(errors_O):
@@ -294,6 +302,12 @@ def _projection(first_rI: Tensor, moment_II: Tensor) -> Tensor:
     latents_rr.diagonal().add_(RIDGE * latents_rr.diagonal().mean())
     solved_rI: Tensor = torch.linalg.solve(latents_rr, first_rI)
     return read_Ir @ solved_rI
+
+
+def _weighted(change_OI: Tensor, moment_II: Tensor, gradient_nss: Tensor) -> float:
+    """Return tr(G Δ C Δᵀ), with G of n sections of s outputs."""
+    change_nsI = change_OI.unflatten(0, gradient_nss.shape[:2])
+    return float(((gradient_nss.to(torch.float64) @ change_nsI) * (change_nsI @ moment_II)).sum())
 
 
 def _squares(matrix_OI: Tensor, moment_II: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def round_by_expert(
     One expert is in memory at a time; `offload` stores its codes and scales. The router is never rounded.
     `solution`: its keys are ordered by expert. The other arguments and the errors are those of `round_solution`.
     """
-    feedbacks, tensors, schemes = Feedbacks(), dict[str, Callable[[], Tensor]](), dict[str, Scheme]()
+    feedbacks, tensors, schemes = Feedbacks(quantize), dict[str, Callable[[], Tensor]](), dict[str, Scheme]()
     parts = []
     for expert, keys in groupby(solution.tensors, _expert):
         one = replace(solution, tensors={key: solution.tensors[key] for key in keys}, report={})

@@ -18,7 +18,9 @@ from manifests.records import LevelKind, Scheme
 from pipeline.kernels.gptq import Feedback, Rounded, error_feedback, round_with_feedback, rounding_error
 from pipeline.kernels.packing import scaled
 from pipeline.kernels.pivoted import Pivoted, expand
+from pipeline.kernels.two_sided import OutputFeedback, round_both_sides
 from pipeline.methods.method import Moment, Solution, Weights, stored_dtype
+from pipeline.rounding.outputs import feedback_of_outputs
 from pipeline.rounding.schemes import WEIGHT, packed_tensors
 
 FIRST, SECOND, ROWS, COEFFICIENTS = (
@@ -58,7 +60,8 @@ class RoundedSolution(NamedTuple):
 class Feedbacks:
     """Caches error feedback by the moment of the matrices' input."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantize: Quantize) -> None:
+        self.quantize = quantize
         self.cached: dict[Moment, Feedback | None] = {}
 
     def of(self, point: Moment | None, moment_II: Tensor | None) -> Feedback | None:
@@ -66,10 +69,14 @@ class Feedbacks:
         if moment_II is None:
             return None
         if point is None:
-            return error_feedback(moment_II)
+            return self._computed(moment_II)
         if point not in self.cached:
-            self.cached[point] = error_feedback(moment_II)
+            self.cached[point] = self._computed(moment_II)
         return self.cached[point]
+
+    def _computed(self, moment_II: Tensor) -> Feedback | None:
+        quantize = self.quantize
+        return error_feedback(moment_II, quantize.damping, quantize.least_clip, quantize.polish)
 
 
 def input_moments(roles: Sequence[str], reads: Reads) -> tuple[Moment, ...]:
@@ -100,6 +107,7 @@ def round_solution(
     weights: Weights,
     reads: Reads,
     feedbacks: Feedbacks | None = None,
+    outputs: Mapping[str, Moment] | None = None,
 ) -> RoundedSolution:
     """Round every matrix of a solution.
 
@@ -108,7 +116,8 @@ def round_solution(
     first factors, B' = B A C Âᵀ (Â C Âᵀ)⁻¹, and rounded with the moment Â C Âᵀ of these latents. Without a moment, or
     with `feedback: false`, numbers are rounded to the nearest code. Tensors outside of linear modules and tables
     (biases, norms, factors per head, Tucker cores) are not rounded. `weights`: dense, in the dtype of the scales.
-    `feedbacks`: a cache of error feedback.
+    `feedbacks`: a cache of error feedback. `outputs`: role -> `outputs_moment`, for `feedback: both`: whole matrices
+    and second factors with such a moment are rounded with feedback on both sides.
 
     Raises ValueError with the matrix's name if no group fits its columns, or on NaN or infinity.
     """
@@ -116,7 +125,8 @@ def round_solution(
     schemes: dict[str, Scheme] = {}
     by_key: dict[str, Rounded] = {}
     nearest: list[str] = []
-    feedbacks, fed = Feedbacks() if feedbacks is None else feedbacks, quantize.feedback is not False
+    one_sided: list[str] = []
+    feedbacks, fed = Feedbacks(quantize) if feedbacks is None else feedbacks, quantize.feedback is not False
     for together in _reading_the_same(rounded_matrices(solution, quantize.skip), solution, weights, reads):
         first = together[0]
         dtype = stored_dtype(first.key, solution.tensors[first.key], weights, solution.forms)
@@ -128,21 +138,25 @@ def round_solution(
         try:
             group = fitting_group(read[0][0].shape[1], quantize.group)
             feedback = feedbacks.of(_read_by(first, solution, reads), moment_II)
-            rounded = _round(read, feedback, quantize.kinds_of_levels, bits, group, dtype)
+            sections = [_sections(matrix, solution, moments, outputs or {}) for matrix in together]
+            rounded = _round(read, feedback, sections, quantize.kinds_of_levels, bits, group, dtype)
         except ValueError as error:
             raise ValueError(f"{', '.join(matrix.key for matrix in together)}: {error}") from error
-        for matrix, part in zip(together, rounded, strict=True):
+        for matrix, part, section in zip(together, rounded, sections, strict=True):
             path, scheme = matrix.key.removesuffix(WEIGHT), Scheme(bits=bits, group=group, levels=part.levels)
             del tensors[matrix.key]
             tensors |= packed_tensors(path, part.rounded.codes, part.rounded.scales, scheme, part.rounded.levels)
             schemes[path], by_key[matrix.key] = scheme, part.rounded
             worst = max(worst, part.error)
             nearest += [path] if moment_II is None else []
+            one_sided += [path] if section is None and moment_II is not None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if kinds := sorted({scheme.levels for scheme in schemes.values()} - {"uniform"}):
         report["levels"] = kinds
     if nearest and moments and fed:
         report["nearest"] = sorted(nearest)
+    if one_sided and quantize.feedback == "both":
+        report["one_sided"] = sorted(one_sided)
     return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, by_key)
 
 
@@ -157,19 +171,28 @@ class _Candidate(NamedTuple):
 def _round(
     read: Sequence[tuple[Tensor, Tensor | None]],
     feedback: Feedback | None,
+    sections: Sequence[Sequence[OutputFeedback] | None],
     kinds: Sequence[LevelKind],
     bits: int,
     group: int | None,
     dtype: torch.dtype,
 ) -> list[_Candidate]:
-    """Round matrices with a common input, each to the kind of levels with the least error; the first of equal ones."""
+    """Round matrices with a common input, each to the kind of levels with the least error; the first of equal ones.
+
+    `sections`: the feedback of each matrix's outputs, if it is rounded with feedback on both sides.
+    """
     weights = [weight_oI for weight_oI, _ in read]
     candidates = []
     for kind in kinds:
-        if kind == "uniform":
+        if kind == "uniform" and not any(sections):
             rounded = _round_together(weights, feedback, bits, group, dtype)
-        else:  # each has its own table
-            rounded = [round_with_feedback(weight_oI, feedback, bits, group, dtype, kind) for weight_oI in weights]
+        else:  # each has its own table, or its own outputs
+            rounded = [
+                round_both_sides(weight_oI, feedback, each, bits, group, dtype, kind)
+                if each and feedback is not None
+                else round_with_feedback(weight_oI, feedback, bits, group, dtype, kind)
+                for weight_oI, each in zip(weights, sections, strict=True)
+            ]
         errors = [_error(weight_oI, each, moment) for (weight_oI, moment), each in zip(read, rounded, strict=True)]
         candidates.append([_Candidate(kind, *pair) for pair in zip(rounded, errors, strict=True)])
     return [min(each, key=lambda candidate: candidate.error) for each in zip(*candidates, strict=True)]
@@ -279,6 +302,19 @@ def _as_read(
     read_Ir = input_II @ rounded_rI.T
     latents_rr = rounded_rI @ read_Ir
     return _refit(weight_OI.to(torch.float64), before_rI @ read_Ir, latents_rr), latents_rr
+
+
+def _sections(
+    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], outputs: Mapping[str, Moment]
+) -> tuple[OutputFeedback, ...] | None:
+    """Return the feedback of a matrix's outputs. None if its moment is unknown, or its rows are no dense outputs."""
+    role = matrix.roles[0]
+    gradient_nss = moments.get(outputs[role]) if role in outputs else None
+    # A dense matrix of a form has other inputs, fewer of its outputs, or (value heads in a basis) other outputs.
+    known = role not in solution.forms or role in solution.inputs or role in solution.outputs
+    if gradient_nss is None or not (matrix.key == f"{role}.{SECOND}" or (known and matrix.key == f"{role}{WEIGHT}")):
+        return None
+    return feedback_of_outputs(role, len(solution.tensors[matrix.key]), solution, gradient_nss)
 
 
 def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> float:

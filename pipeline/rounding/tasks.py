@@ -16,6 +16,7 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.experts.method import ROUTER
 from pipeline.methods.method import Task
 from pipeline.rounding.choices import gradient_moments
+from pipeline.rounding.outputs import output_moments
 from pipeline.rounding.solutions import LEAST_GROUP, input_moments
 
 
@@ -41,6 +42,8 @@ def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
         return task
     roles = [role for role in task.roles if not manifest.quantize.skips(role)]
     needed = input_moments([role for role in roles if not _sampled(role, task, layer)], layer.reads)
+    if manifest.quantize.feedback == "both":
+        needed += tuple(output_moments(roles, layer).values())
     if manifest.quantize.bits == "auto" and roles:
         needed += gradient_moments(task.roles, layer)  # a skipped role may share a rounded factor
     return replace(task, moments=tuple(dict.fromkeys((*task.moments, *needed))))

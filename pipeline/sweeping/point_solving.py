@@ -18,7 +18,7 @@ from manifests.entries import PointEntry, TokensEntry
 from manifests.errors import CorruptError
 from manifests.records import ArrayRecord
 from pipeline.checkpoint.compression_record import SEAL
-from pipeline.checkpoint.counting import count_sizes, stored_tensors
+from pipeline.checkpoint.counting import committed_sizes
 from pipeline.console.signals import catch_signals
 from pipeline.cost_model.rates import known_rates
 from pipeline.driver.job_spec import staged_layer
@@ -146,12 +146,12 @@ def _solve(
     job, started = sweep.of(point), time.monotonic()
     own = _workers_of(point, workers)
     scored = _compress_and_score(job, own, windows, compared=point.point.save)
-    tensors, forms = stored_tensors(job.inputs, job.ledger)
+    counts = committed_sizes(job.inputs, job.ledger)
     compression = assemble_output(job) if point.point.save else None
     catch_signals(job.stop)
     entry = PointEntry(
         text=sweep.text,
-        counts=count_sizes(job.inputs, tensors, forms),
+        counts=counts,
         loss=scored.loss / scored.tokens if scored else None,
         held_out=job.ledger.get(HELD_OUT_SCORE),
         predicted=predicted_at_ranks(job),

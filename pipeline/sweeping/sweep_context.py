@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from manifests.entries import PointsEntry
+from manifests.entries import PointEntry, PointsEntry
 from manifests.errors import InputError
 from manifests.records import SourceFile
 from manifests.strict_yaml import write_yaml
 from manifests.sweep import SWEEP_VERSION, Point, Sweep
 from pipeline.checkpoint.compression_record import quick_faults
+from pipeline.checkpoint.counting import source_sizes
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.console.eta import read_paces
@@ -95,12 +96,18 @@ class SweepContext:
         check_entries(ledger, driver_job(job.inputs), job.inputs.config, job.inputs.source.tensors)
         job.run_dir.storage.replace(SWEEP, write_yaml(self.sweep.model_dump(mode="json")).encode())
 
+    def _counts_alike(self, entry: PointEntry) -> bool:
+        """True if a result counts the source's numbers as this version does, and can stand beside others in a table."""
+        inputs = self.job.inputs
+        sizes = source_sizes(inputs.source, inputs.geometry.layers_path, inputs.dtype.itemsize)
+        return entry.counts["parameters"]["dense"] == sizes["parameters"]
+
     def is_done(self, point: SweptPoint) -> bool:
         """True if a point has a result on this text, and an undamaged checkpoint if the sweep saves it."""
         if not self.job.fingerprint_check.reuses_entries:
             return False
         entry = point.ledger(self.job.ledger).get(RESULT)
-        if entry is None or entry.text != self.text:
+        if entry is None or entry.text != self.text or not self._counts_alike(entry):
             return False
         if not point.point.save:
             return True

@@ -14,7 +14,7 @@ from torch import nn
 from lamina import LayersConfig
 from lamina.factored_lamina import stored_state
 from pipeline.checkpoint.compression_record import index_arguments
-from pipeline.checkpoint.counting import compressed_cache, dense_cache, stored_sizes
+from pipeline.checkpoint.counting import compressed_cache, dense_cache, source_sizes, stored_sizes
 from pipeline.families.latent_config import latent_form
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.checkpoints import build_on_meta, expected_tensors
@@ -113,24 +113,34 @@ def check_counts(
 
     `standard`: the dense model's config, if `original` is given.
     """
-    itemsize = getattr(torch, config["dtype"]).itemsize
-
-    def stored(counted: SourceCheckpoint) -> dict[str, int]:
-        tensors = [(name, record.dtype, record.shape) for name, record in counted.stored.items()]
-        return stored_sizes(tensors, config["block"]["layers"], itemsize)
-
-    compressed = stored(checkpoint) | compressed_cache(LayersConfig(**config), itemsize)
-    dense = {} if original is None else stored(original)
+    itemsize, layers = getattr(torch, config["dtype"]).itemsize, config["block"]["layers"]
+    compressed = source_sizes(checkpoint, layers, itemsize) | compressed_cache(LayersConfig(**config), itemsize)
+    dense = {} if original is None else source_sizes(original, layers, itemsize)
     if standard or not latent_form(recorded_forms(compression)):
         dense |= dense_cache(geometry_of(standard or config), itemsize)
-    faults = [
+    detail = f"{compressed['parameters']:,} numbers, {compressed['bytes']:,} bytes"
+    faults = _count_faults(compressed, dense, compression)
+    if faults:  # records of earlier versions count the codes of storage formats by their bytes
+        by_bytes = [_sizes_by_bytes(each, layers, itemsize) if each else {} for each in (checkpoint, original)]
+        if not _count_faults(compressed | by_bytes[0], dense | by_bytes[1], compression):
+            return Finding("counts", f"{detail}; compression.json counts weights in storage formats by their bytes")
+    return Finding("counts", detail, faults)
+
+
+def _count_faults(
+    compressed: Mapping[str, int], dense: Mapping[str, int], compression: Mapping[str, Any]
+) -> tuple[str, ...]:
+    return tuple(
         f"{name}.{side}: counted {size:,}, compression.json says {compression['counts'][name][side]:,}"
         for side, sizes in (("compressed", compressed), ("dense", dense))
         for name, size in sizes.items()
         if size != compression["counts"][name][side]
-    ]
-    detail = f"{compressed['parameters']:,} numbers, {compressed['bytes']:,} bytes"
-    return Finding("counts", detail, tuple(faults))
+    )
+
+
+def _sizes_by_bytes(counted: SourceCheckpoint, layers: str, itemsize: int) -> dict[str, int]:
+    tensors = [(name, record.dtype, record.shape) for name, record in counted.stored.items()]
+    return stored_sizes(tensors, layers, itemsize)
 
 
 def _is_plain_float(record: Any) -> bool:

@@ -29,10 +29,15 @@ def llama(deep_llama: Path) -> Path:
     return deep_llama
 
 
-def perplexity(model: Any, tokenizer: Any, text: str, window: int) -> tuple[float, int]:
-    """By the whole model in float32: windows that do not overlap, each token but a window's first; (value, tokens)."""
+def perplexity(model: Any, tokenizer: Any, text: str, window: int, prefix: bool = True) -> tuple[float, int]:
+    """By the whole model in float32: windows that do not overlap, each behind the BOS that the tokenizer puts before a
+    text, or, without it, each token but a window's first; (value, tokens)."""
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
-    ids_BT = ids[: len(ids) // window * window].view(-1, window)
+    room = window - prefix
+    ids_BT = ids[: len(ids) // room * room].view(-1, room)
+    if prefix:
+        assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+        ids_BT = torch.nn.functional.pad(ids_BT, (1, 0), value=tokenizer.bos_token_id)
     losses = []
     for batch_BT in ids_BT.split(32):
         logits_BTV = logits_of(model, batch_BT)[:, :-1].double()
@@ -75,6 +80,10 @@ def test_perplexity_of_dense_and_compressed(family: str, tmp_path: Path, scored:
         assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
         assert evaluate(path, scored, "--workers", "2")["loss"] == found["loss"]
         values.append(found["perplexity"])
+        expected, count = perplexity(model.eval(), tokenizer, scored.read_text(), WINDOW, prefix=False)
+        found = evaluate(path, scored, "--prefix", "none")
+        assert (found["tokens"], found["prefix"]) == (count, [])
+        assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
     assert abs(values[0] - values[1]) > 0.01
     assert summary["evaluation"]["perplexity"]["perplexity"] == values[1]
 
@@ -117,7 +126,7 @@ def test_trained_model_answers_to_compression(shared_dir: Path, tmp_path: Path, 
 @pytest.mark.usefixtures("shared_ray")
 def test_evaluate_for_people(llama: Path, scored: Path) -> None:
     ended = command("evaluate", str(llama), "--text", str(scored), "--window", str(WINDOW), "--dtype", "stored")
-    shown = re.search(r"perplexity ([0-9.]+) over ([0-9,]+) tokens, windows of 40", ended.out)
+    shown = re.search(r"perplexity ([0-9.]+) over ([0-9,]+) tokens, windows of 40 behind token [0-9]+", ended.out)
     assert ended.code == 0
     assert shown is not None
     assert float(shown[1]) == pytest.approx(evaluate(llama, scored)["perplexity"], abs=1e-4)

@@ -18,7 +18,7 @@ def play(arguments: list[str], log: str) -> None:
     raise SystemExit(fuzz.main(arguments))
 
 
-@pytest.mark.parametrize("cases", [10, pytest.param(30, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("cases", [11, pytest.param(30, marks=pytest.mark.nightly)])
 def test_hostile_input_ends_in_a_clear_error(cases: int, tmp_path: Path) -> None:
     from tools.soak.fuzz import KINDS  # which imports more than other tests need
 

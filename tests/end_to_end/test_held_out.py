@@ -19,6 +19,7 @@ from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TEXTS
 from stores.activations import ActivationStore
 from stores.corpus import draw_samples, read_documents
 from stores.ledger import Ledger
+from stores.special_tokens import text_prefix
 from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
@@ -42,7 +43,8 @@ def test_summary_tells_what_is_lost_beyond_the_samples(llama: Path, job: MakeJob
     made = job()
     found = made.run().json["held_out"]
     documents = read_documents(Text(files=(str(made.text),)))
-    ids_BT = draw_samples([documents], AutoTokenizer.from_pretrained(llama), 12, 2, 24, seed=3).held_out
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    ids_BT = draw_samples([documents], tokenizer, 12, 2, 24, 3, text_prefix(tokenizer)).held_out
     log_p = []
     for model in (llama, made.output):
         with torch.no_grad():

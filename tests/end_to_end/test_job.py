@@ -27,6 +27,7 @@ import workers.pool
 from manifests.calibration import Text
 from pipeline.units.units import Unit
 from stores.corpus import draw_samples, read_documents
+from stores.special_tokens import text_prefix
 from tests.end_to_end.jobs import (
     FLAT_LLM,
     Job,
@@ -306,7 +307,8 @@ def test_importance_and_errors_are_those_of_the_whole_model(llama: Path, job: Ma
     made.run().json  # noqa: B018 - asserts the exit code
     calibration = made.document()["calibration"]
     documents = read_documents(Text(files=tuple(calibration["text"]["files"])))
-    ids_BT = draw_samples([documents], AutoTokenizer.from_pretrained(llama), 8, 0, 24, seed=3).samples
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    ids_BT = draw_samples([documents], tokenizer, 8, 0, 24, 3, text_prefix(tokenizer)).samples
     assert len(set(made.ledger("ranks")["importance"].values())) == 3
     for layer in range(3):
         seen = watch(densified(llama, made.output, layers=0), layer, ids_BT)

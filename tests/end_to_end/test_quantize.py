@@ -121,6 +121,24 @@ def test_feedback_is_nearer_than_nearest(wide: Path, job: MakeJob) -> None:
     assert first[0] < 0.8 * first[1]
 
 
+@pytest.mark.parametrize("methods", [[], FACTORS], ids=["alone", "factors"])
+def test_feedback_on_both_sides(wide: Path, job: MakeJob, methods: list[Any]) -> None:
+    """By the gradients at their outputs; of first factors and of value heads in a basis there are none."""
+    made = job(wide, methods=methods, budget=None, **rounding(4, feedback="both"))
+    assert made.run().code == 0
+    verified = command("verify", str(made.output), "--source", str(wide), "--json")
+    assert verified.code == 0, verified.out + verified.err
+    groups = [group for layer in made.compression()["layers"] for group in layer["groups"].values()]
+    assert not any("nearest" in group for group in groups)
+    one_sided = {path for group in groups for path in group.get("one_sided", ())}
+    assert one_sided == ({"q.first", "v"} if methods else set())
+    before = file_digests(made.output)
+    for entry in (made.run_dir / "ledger").glob("layer.00001.*"):
+        entry.unlink()
+    assert made.run().code == 0
+    assert file_digests(made.output) == before
+
+
 def shards(output: Path) -> dict[str, str]:
     return {name: digest for name, digest in file_digests(output).items() if name.endswith(".safetensors")}
 
@@ -150,6 +168,12 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
     ("changes", "says"),
     [
         ({"calibration": None, "quantize.feedback": True}, "quantize.feedback: true needs calibration"),
+        ({"calibration": None, "quantize.feedback": "both"}, "quantize.feedback: both needs calibration"),
+        ({"quantize.feedback": "both", "calibration.propagate": "compressed"}, "set calibration.propagate: dense, not"),
+        (
+            {"quantize.feedback": "both", "methods": [{**PLAIN, "correct": "output", "keep": 0.8}]},
+            "methods.0 (loss_aware) rounds behind its corrected or trained layers",
+        ),
         ({"model.source": "thin"}, "has less than 16 in common with what is read: q reads 40 numbers, k reads"),
         ({"model.source": "tied", "quantize.what": "all"}, "quantize.what: all: this model ties its head"),
         ({"quantize.bits": 5}, "quantize.bits: should be 8, 4, 3, 2 or 'auto'"),

@@ -69,7 +69,7 @@ def test_while_ray_starts(number: signal.Signals, name: str, job: MakeJob) -> No
     made = job()
     with started(made) as process:
         family = psutil.Process(process.pid)
-        wait_until(lambda: name in {child.name() for child in family.children()}, process)
+        wait_until(lambda: name in {child.name() for child in family.children(recursive=True)}, process)
         process.send_signal(number)
         assert process.wait(WAIT_S) == 75
     said = (made.root / "log").read_text()

@@ -13,7 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
+from pipeline.checkpoint.counting import stored_sizes
+from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.inputs.sources import open_dense
+from pipeline.verification.output_checks import check_counts
+from stores.headers import DTYPE_NAMES
 from tests import factories
 from tests.encoders import ENCODERS, encode_model
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
@@ -221,6 +225,50 @@ def test_a_weight_that_stays_dense_stays_stored(job: MakeJob, models: Any) -> No
     output = read_tensors(run.output)
     for name, tensor in read_tensors(encoded).items():
         assert torch.equal(output[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4", "gptq"])
+@pytest.mark.parametrize("quantize", [None, {"bits": 4, "group": 32}], ids=["", "rounded"])
+def test_numbers_are_those_of_the_decoded_model(kind: str, quantize: Any, job: MakeJob, models: Any) -> None:
+    """In the record, the summary and the plan; kept codes count as the weights that they stand for."""
+    encoded, decoded = models(kind, hidden_size=64, intermediate_size=96)
+    methods = [{"method": "svd", "layers": [1]}]
+    made = [
+        job(each, methods=methods, calibration=None, quantize=quantize, **{"budget.keep": 0.97})
+        for each in (encoded, decoded)
+    ]
+    planned = command("plan", str(made[0].manifest), "--json", "--gpu", "H100").json
+    ended = [each.run() for each in made]
+    assert [each.code for each in ended] == [0, 0]
+    counts, plain = (each.compression()["counts"] for each in made)
+    for name in ("parameters", "decoder_parameters"):
+        assert counts[name] == plain[name]
+        assert counts[name]["compressed"] < counts[name]["dense"]
+    assert counts["parameters"]["dense"] == planned["dense_numbers"]
+    assert ended[0].json["counts"] == counts
+    verified = command("verify", str(made[0].output), "--source", str(encoded))
+    assert verified.code == 0, verified.out + verified.err
+    assert "counts weights in storage formats by their bytes" not in verified.out
+
+
+def test_records_of_earlier_versions_pass(job: MakeJob, models: Any) -> None:
+    """They count the codes of storage formats by their bytes."""
+    encoded, _ = models("int4")
+    run = job(encoded, methods=[{"method": "svd", "layers": [1]}], calibration=None)
+    assert run.run().code == 0
+    compression = run.compression()
+    for side, folder in (("dense", encoded), ("compressed", run.output)):
+        tensors = [
+            (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in read_tensors(folder).items()
+        ]
+        for name, size in stored_sizes(tensors, "model.layers", 2).items():
+            compression["counts"][name][side] = size
+    (original, standard), (checkpoint, config) = open_dense(str(encoded)), read_checkpoint(str(run.output))
+    found = check_counts(checkpoint, config, compression, original, standard)
+    assert not found.faults
+    assert found.detail.endswith("compression.json counts weights in storage formats by their bytes")
+    compression["counts"]["parameters"]["compressed"] += 1
+    assert check_counts(checkpoint, config, compression, original, standard).faults
 
 
 def damaged(encoded: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:

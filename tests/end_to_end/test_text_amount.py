@@ -16,6 +16,7 @@ from manifests.calibration import Text
 from pipeline.job.text_amount import enough, parts_of
 from pipeline.kernels.held_out import held_out_error
 from stores.corpus import draw_samples, read_documents
+from stores.special_tokens import text_prefix
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
 
@@ -56,7 +57,8 @@ def test_errors_are_those_of_fits_in_the_first_layer(llama: Path, job: MakeJob) 
     made = job(**AUTO)
     assert made.run().code == 0
     tokenizer = AutoTokenizer.from_pretrained(llama)
-    samples = draw_samples([read_documents(Text(files=(str(made.text),)))], tokenizer, 40, 0, 24, seed=3).samples
+    documents = read_documents(Text(files=(str(made.text),)))
+    samples = draw_samples([documents], tokenizer, 40, 0, 24, 3, text_prefix(tokenizer)).samples
     model, caught = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval(), []
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].double()))
     with torch.no_grad():

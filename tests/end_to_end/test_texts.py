@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pipeline.evaluate
 from manifests.calibration import Text
-from stores.corpus import draw_samples, evaluation_windows, read_documents
+from stores.corpus import cut_windows, draw_samples, evaluation_windows, read_documents
+from stores.special_tokens import text_prefix
 from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Ended, Job, command, file_digests
@@ -39,9 +40,11 @@ def test_both_texts_are_scored_in_windows_of_one_length(tmp_path: Path, llama: P
     made = job(**{"evaluation": {"perplexity": evaluation}})
     ended = made.run()
     texts, tokenizer = ended.json["texts"], AutoTokenizer.from_pretrained(llama)
-    samples = draw_samples([read_documents(Text(files=(str(made.text),)))], tokenizer, 12, 0, 24, seed=3).samples
-    ids = evaluation_windows(read_documents(Text(files=(str(other),))), tokenizer, 16).flatten()
-    windows = {"calibration": samples, "evaluation": ids[: len(ids) // 24 * 24].view(-1, 24)}
+    prefix, documents = text_prefix(tokenizer), read_documents(Text(files=(str(made.text),)))
+    assert len(prefix) == 1
+    samples = draw_samples([documents], tokenizer, 12, 0, 24, 3, prefix).samples
+    ids = evaluation_windows(read_documents(Text(files=(str(other),))), tokenizer, 16, prefix)[:, 1:].flatten()
+    windows = {"calibration": samples, "evaluation": cut_windows(ids, 24, prefix)}
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     for kind, ids_BT in windows.items():
         with torch.no_grad():
@@ -49,7 +52,7 @@ def test_both_texts_are_scored_in_windows_of_one_length(tmp_path: Path, llama: P
         expected = functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
         assert texts[kind]["loss"] == pytest.approx(expected.item(), rel=1e-5), kind
         assert texts[kind]["tokens"] == 23 * len(ids_BT)
-    line = "dense perplexity, in windows of 24 tokens: calibration samples"
+    line = f"dense perplexity, in windows of 24 tokens behind token {prefix[0]}: calibration samples"
     assert line in ended.err
     assert line in command("run", str(made.manifest)).out
     assert command("report", str(made.run_dir)).code == 0

@@ -8,9 +8,13 @@ import torch
 from pipeline.kernels import spectra
 from pipeline.kernels.elimination import prune
 from pipeline.kernels.exact_sums import MomentSum, choose_grid, sample_squares, whole_moment
+from pipeline.kernels.gptq import Rounded, error_feedback
+from pipeline.kernels.levels import LevelKind
 from pipeline.kernels.selection import nth_largest
 from pipeline.kernels.spectra import eigh_descending
+from pipeline.kernels.two_sided import output_feedback, round_both_sides
 from tests.kernels.test_nystrom import problem
+from tests.kernels.test_two_sided import problem as two_sided_problem
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -53,3 +57,18 @@ def test_sums_without_an_order() -> None:
 def test_nth_largest() -> None:
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     assert float(nth_largest(values.to(CUDA), 1234)) == float(nth_largest(values, 1234))
+
+
+@pytest.mark.parametrize("levels", ["uniform", "normal"])
+def test_feedback_on_both_sides(levels: LevelKind) -> None:
+    weight, inputs, gradients = two_sided_problem(40, 64, 2)
+
+    def rounded(device: str) -> Rounded:
+        feedback = error_feedback(inputs.to(device), 0.1)
+        assert feedback is not None
+        outputs = [output_feedback(gradient.to(device)) for gradient in gradients]
+        return round_both_sides(weight.to(device), feedback, outputs, 4, 32, torch.bfloat16, levels)
+
+    expected, found = rounded("cpu"), rounded(CUDA)
+    torch.testing.assert_close(found.scales.cpu(), expected.scales)
+    assert (found.codes.cpu() == expected.codes).double().mean() > 0.95  # sums of float32 in another order

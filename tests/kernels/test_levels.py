@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels.gptq import CLIPS as UNIFORM_CLIPS
 from pipeline.kernels.gptq import Rounded, error_feedback, round_to_nearest, round_with_feedback, rounding_error
-from pipeline.kernels.levels import CLIPS, TableKind, borders, choose_table, fitted_levels, normal_levels
+from pipeline.kernels.levels import (
+    CLIPS,
+    FED_CLIPS,
+    TableKind,
+    borders,
+    choose_table,
+    clips_from,
+    fitted_levels,
+    normal_levels,
+)
 from pipeline.kernels.packing import scaled
 
 NF4 = [  # bitsandbytes, csrc/kernels.cu
@@ -17,6 +27,7 @@ NF4 = [  # bitsandbytes, csrc/kernels.cu
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
+DAMPING = 0.1
 KINDS: tuple[TableKind, ...] = ("normal", "learned")
 
 
@@ -87,7 +98,7 @@ def test_levels_lose_less_than_uniform_ones(kind: TableKind, tokens: int, bits: 
     inputs = random(tokens, 96, seed=1) @ random(96, 96, seed=2)
     weight, moment = random(48, 96, seed=3) * random(48, 1, seed=4).exp(), inputs.T @ inputs
     before = weight.clone(), moment.clone()
-    feedback = error_feedback(moment)
+    feedback = error_feedback(moment, DAMPING)
 
     def error(rounded: Rounded) -> float:
         return rounding_error(weight, rounded.values, moment)
@@ -100,7 +111,9 @@ def test_levels_lose_less_than_uniform_ones(kind: TableKind, tokens: int, bits: 
     assert error(rounded) < 0.8 * error(round_to_nearest(weight, bits, 32, torch.bfloat16, levels=kind))
     assert torch.equal(weight, before[0])
     assert torch.equal(moment, before[1])
-    again = round_with_feedback(weight * 2.0**40, error_feedback(moment * 2.0**-60), bits, 32, torch.bfloat16, kind)
+    again = round_with_feedback(
+        weight * 2.0**40, error_feedback(moment * 2.0**-60, DAMPING), bits, 32, torch.bfloat16, kind
+    )
     assert torch.equal(again.codes, rounded.codes)
 
 
@@ -132,3 +145,10 @@ def test_wrong_input() -> None:
     weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
         round_to_nearest(weight, 4, 4, torch.float32, levels="learned")
+
+
+def test_clips_of_jobs_begun_before() -> None:
+    """A least clip of 0.875 tries the scales that were tried before it was a field."""
+    assert clips_from(FED_CLIPS, 0.875) == (1.0, 0.91)
+    assert clips_from(UNIFORM_CLIPS, 0.875) == (1.0, 0.975, 0.95, 0.925, 0.9, 0.875)
+    assert clips_from(FED_CLIPS, 1.0) == (1.0,)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from pipeline.kernels.levels import normal_levels
 from pipeline.kernels.packing import scaled
-from pipeline.kernels.polishing import polish
+from pipeline.kernels.polishing import Polishing, polish
 
 SHAPES = [(7, 32, 8), (5, 24, None), (3, 300, None), (4, 160, 32)]  # rows, columns, group
 DAMPING = 0.01
+POLISHING = Polishing(4, DAMPING, signed=True)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -52,7 +53,7 @@ def test_no_row_gets_worse_and_each_is_at_rest(
     for _ in range(40):
         last = error(codes, scales)
         before_step = codes, scales
-        codes, scales = polish(weight, codes, scales, levels, moment, DAMPING)
+        codes, scales = polish(weight, codes, scales, levels, moment, POLISHING)
         assert (error(codes, scales) <= last * (1 + 1e-4)).all()
         if torch.equal(codes, before_step[0]) and torch.equal(scales, before_step[1]):
             break
@@ -73,7 +74,9 @@ def test_groups_of_zero_levels_and_huge_weights_keep_finite_scales() -> None:
     tiny, levels = torch.finfo(torch.bfloat16).tiny, normal_levels(2).bfloat16()
     weight, codes, scales = torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.int8), torch.ones(2, 2).bfloat16()
     weight[1], scales[0] = 1e9, tiny
-    polished_codes, polished_scales = polish(weight, codes, scales, levels, torch.eye(8, dtype=torch.float64), DAMPING)
+    polished_codes, polished_scales = polish(
+        weight, codes, scales, levels, torch.eye(8, dtype=torch.float64), POLISHING
+    )
     values = scaled(polished_codes, polished_scales.double(), levels)
     assert values[0].abs().max() <= tiny
     assert values[1] == pytest.approx(1e9, rel=0.01)

@@ -189,7 +189,7 @@ def test_errors_of_a_first_factor_count_together() -> None:
     found = Statistics({input_moments(roles, LAYER.reads)[0]: moment[None] * TOKENS, **gradients}, TOKENS)
     before = multiplied(solution, {})
     rounded = round_solution(solution, QUANTIZE, 3, found.moments, dense, LAYER.reads)
-    predictor = _Predictor(Group(0, "query_key", roles), LAYER, dense, found, QUANTIZE, 3, Feedbacks())
+    predictor = _Predictor(Group(0, "query_key", roles), LAYER, dense, found, QUANTIZE, 3, Feedbacks(QUANTIZE))
     firsts = predictor._first_errors(solution, rounded, predictor._output_gradients(solution, before))
     change = second @ first @ firsts["k"].turn
     exact = 0.5 * float((felt @ change * (change @ moment)).sum())
@@ -213,7 +213,7 @@ def test_channels_behind_a_refitted_down_are_felt_by_its_columns() -> None:
     )
     kept = solution.outputs["up"]
     assert len(kept) == 32
-    predictor = _Predictor(group, where.layers[0], weights, found, QUANTIZE, 4, Feedbacks())
+    predictor = _Predictor(group, where.layers[0], weights, found, QUANTIZE, 4, Feedbacks(QUANTIZE))
     felt = predictor._output_gradients(solution, multiplied(solution, {}))["up"]
     metric = found.mean(Moment("out", kind="gradient"))[0]
     column = int(kept[3])

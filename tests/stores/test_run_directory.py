@@ -15,6 +15,7 @@ import torch
 from manifests.entries import DenseEntry
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
+from manifests.quantize import DAMPING, FORMER_CONSTANTS, LEAST_CLIP
 from manifests.records import Key
 from manifests.schema import completed
 from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, STAGED, RunDirectory
@@ -249,11 +250,11 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
     assert list(dict.fromkeys(owners)) == [0, 1]
 
 
-def semantic(**calibration: Any) -> dict[str, Any]:
+def semantic(quantize: dict[str, Any] | None = None, **calibration: Any) -> dict[str, Any]:
     text = {"text": {"files": ["a.txt"]}, "samples": 20}
     document = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.5}}
-    methods = [{"method": "flat_llm"}]
-    found = parse_manifest({**document, "methods": methods, "calibration": {**text, **calibration}}).semantic()
+    document |= {"methods": [{"method": "flat_llm"}], "quantize": quantize}
+    found = parse_manifest({**document, "calibration": {**text, **calibration}}).semantic()
     return {**found, "methods": [{**found["methods"][0], "rank_multiple": 1}]}  # as a fingerprint has it
 
 
@@ -282,6 +283,30 @@ def test_ranks_of_an_older_version_are_multiples_of_one(tmp_path: Path) -> None:
     assert "methods.0.rank_multiple: 1 -> 16" in refused(run, {"manifest": wide})
 
 
+@pytest.mark.parametrize("feedback", [None, True, False])
+def test_rounding_of_an_older_version_keeps_its_constants(tmp_path: Path, feedback: bool | None) -> None:
+    """They are fields now, of other defaults. Rounding to nearest has none."""
+    quantize = {"bits": 4, "feedback": feedback}
+    whole = semantic(quantize)
+    older = {
+        **whole,
+        "quantize": {name: v for name, v in whole["quantize"].items() if name not in FORMER_CONSTANTS},
+    }
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    assert bound(run, {"manifest": older})
+    if feedback is False:
+        assert not bound(run, {"manifest": whole})
+        return
+    assert not bound(run, {"manifest": semantic({**quantize, **FORMER_CONSTANTS})})
+    assert bound(run, {"manifest": older}, fresh=True)
+    fill(run, "m")
+    refusal = refused(run, {"manifest": whole})
+    assert f"quantize.damping: 0.01 -> {DAMPING}" in refusal
+    assert f"quantize.least_clip: 0.875 -> {LEAST_CLIP}" in refusal
+    assert "quantize.polish: 0 -> 1" in refusal
+
+
 def test_a_multiple_that_depends_on_layers_is_none_and_no_other(tmp_path: Path) -> None:
     whole = semantic()
     (entry,) = whole["methods"]
@@ -296,7 +321,7 @@ def test_a_multiple_that_depends_on_layers_is_none_and_no_other(tmp_path: Path) 
 
 def test_samples_of_a_version_without_prefixes(tmp_path: Path) -> None:
     """The same samples go on; others are refused by the field's name, because the default has changed them."""
-    now = semantic(calibration={"text": {"files": ["a.txt"]}})
+    now = semantic()
     before = {**now, "calibration": {name: value for name, value in now["calibration"].items() if name != "prefix"}}
     run = RunDirectory(tmp_path / "run")
     run.prepare()

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
@@ -349,3 +349,73 @@ def test_what_ray_calls_for_its_messages_is_there() -> None:
     """`connect` replaces the function by which Ray prints reports of its nodes on a driver's terminal."""
     assert list(inspect.signature(ray_worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
     assert list(inspect.signature(log_message).parameters) == ["data", "ignore_prefix"]
+
+
+@pytest.mark.parametrize(
+    ("address", "asked", "sent"),
+    [(None, None, False), (None, "1", False), ("10.0.0.1:6379", None, False), ("10.0.0.1:6379", "1", True)],
+)
+def test_the_environment_of_uv_run_is_sent_to_a_cluster_only_if_asked(
+    address: str | None, asked: str | None, sent: bool, starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local Ray has no agent for it, and its workers run on this Python anyway."""
+    monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", True)  # as Ray reads it, where it is not set
+    monkeypatch.setattr(cluster, "await_cluster", lambda *_: None)
+    monkeypatch.delenv(cluster.UV_SWITCH, raising=False)
+    if asked:
+        monkeypatch.setenv(cluster.UV_SWITCH, asked)
+    connect(address, Workers())
+    assert ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV is sent
+    assert len(starts) == 2
+
+
+def a_hook(environment: dict[str, Any] | None) -> dict[str, Any]:
+    """A user's hook: called by its name."""
+    assert environment is None
+    return {"env_vars": {"A": "b"}}
+
+
+def no_hook(environment: dict[str, Any] | None) -> None:
+    """A hook that leaves the environment as it is."""
+
+
+@pytest.mark.parametrize(("hook", "environment"), [(None, None), (a_hook, {"env_vars": {"A": "b"}}), (no_hook, None)])
+def test_a_local_ray_has_an_agent_for_environments_if_the_user_s_hook_returns_one(
+    hook: Callable[..., Any] | None,
+    environment: dict[str, Any] | None,
+    starts: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absent: list[tuple[str, ...]] = []
+    init = cluster.ray.init
+
+    def started(**options: Any) -> None:
+        absent.append(cluster._BareNode.absent)
+        init(**options)
+
+    monkeypatch.setattr(cluster.ray, "init", started)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"pip": ["x"]}}')  # of a cluster it runs on
+    if hook:
+        monkeypatch.setattr(cluster, "load_class", {"users.hook": hook}.__getitem__)
+        monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "users.hook")
+    connect(None, Workers())
+    assert starts[-1]["runtime_env"] == environment
+    assert starts[-1]["_skip_env_hook"]
+    assert "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ
+    assert absent == [tuple(cluster.AGENTS)[: 1 if environment else 2]]
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_a_hook_that_fails_is_named(
+    address: str | None, starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> None:
+        ray_worker._maybe_modify_runtime_env({}, _skip_env_hook=False)  # by which Ray's init calls it
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster, "await_cluster", lambda *_: None)
+    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "no_such_module.hook")
+    monkeypatch.setenv("RAY_ADDRESS", address or "")
+    message = r"RAY_RUNTIME_ENV_HOOK: no_such_module.hook fails \(ModuleNotFoundError: .*\); correct it, or unset it$"
+    with pytest.raises(InputError, match=message):
+        connect(None, Workers())

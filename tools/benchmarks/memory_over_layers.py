@@ -61,6 +61,7 @@ KINDS = (  # part of a command line -> kind of process; the raylet's holds those
     ("dashboard/dashboard.py", "dashboard"),
     ("dashboard/agent.py", "dashboard agent"),
     ("runtime_env/agent", "runtime env agent"),
+    ("pipeline.run", "driver"),
 )
 
 
@@ -94,7 +95,7 @@ class Watch:
             try:
                 peaks = self.processes.setdefault(process.pid, Peaks(""))
                 if peaks.kind in ("", "idle worker", "other"):  # an idle one may become a worker
-                    peaks.kind = "driver" if process.pid == command.pid else _kind(process)
+                    peaks.kind = "supervisor" if process.pid == command.pid else _kind(process)
                 memory_bytes, cpu = _memory_bytes(process.pid), process.cpu_times()
             except (psutil.Error, OSError):
                 continue  # it has ended

@@ -1,4 +1,4 @@
-"""Hostile inputs of a job: manifest, options, weights, index, config, tokenizer, text.
+"""Hostile inputs of a job: manifest, options, weights, index, config, codes, tokenizer, text.
 
 Each function damages the folder of `World.fresh` as its `Random` says, and returns the commands to run there.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import save_file
 
-from tools.soak.mutations import HOSTILE, RAW, mutate_bytes, mutate_json, mutate_yaml
+from tests.encoders import encode_model
+from tools.soak.mutations import HOSTILE, RAW, mutate_bytes, mutate_json, mutate_tree, mutate_yaml
 from tools.soak.world import INDEX, METHODS, PLAN, RUN, VERIFY, VERIFY_SOURCE, Case, Command, World, document, evaluate
 
 NAMES = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight", "../x", "", "a\0", "model.embed_tokens.weight")
@@ -197,6 +201,54 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+QUANTIZED = (
+    "fp8 blocks",
+    "fp8 plain",
+    "fp8 rows",
+    "float",
+    "int4",
+    "int4 zeros",
+    "int8",
+    "gptq",
+    "gptq ordered",
+    "awq",
+)
+QUANTIZATION_FIELDS: tuple[dict[str, Any], ...] = (
+    {"spin": 1}, {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, {"adapter": {"rank": 8}},
+    {"sparsity_config": {"format": "sparse-bitmask"}}, {"checkpoint_format": "gptq_v2"}, {"format": "gptq_v2"},
+    {"dynamic": {"-:.*q_proj": {}}}, {"dynamic": {"+:.*down": {"bits": 8}}}, {"dynamic": {"+:(": {}}}, {"bits": 3},
+    {"group_size": 0}, {"group_size": 10**30}, {"desc_act": True}, {"ignore": ["re:.*"]}, {"ignore": ["Linear"]},
+    {"config_groups": {"W8A8": ["Linear"]}}, {"config_groups": {"g": {"targets": ["Linear"]}}}, {"config_groups": []},
+    {"weight_block_size": [0, 128]}, {"weight_block_size": "16x16"}, {"quant_method": ["gptq"]}, {"version": "gemv"},
+)  # fmt: skip
+BESIDE = ("self_attn.q_proj.bias", "mlp.up_proj.lora_A.weight", "self_attn.k_scale", "mlp.down_proj.weight_zero_point")
+
+
+def _quantized(world: World, rng: Random) -> Case:
+    """Codes under a `quantization_config` with fields that are unknown, contradict the codes, or are no fields."""
+    work = world.fresh()
+    model, kind = work / "model", rng.choice(QUANTIZED)
+    encoded, decoded = encode_model(model, work / "tmp", kind)
+    for folder in (model, decoded):
+        shutil.rmtree(folder)
+    encoded.rename(model)
+    config = json.loads((model / "config.json").read_text())
+    if rng.random() < 0.5:
+        config["quantization_config"] |= rng.choice(QUANTIZATION_FIELDS)
+    else:
+        config["quantization_config"] = mutate_tree(config["quantization_config"], rng, HOSTILE)
+    (model / "config.json").write_text(json.dumps(config))
+    if rng.random() < 0.3:
+        _damage_shard(rng.choice(sorted(model.glob("*.safetensors"))), rng)
+    elif rng.random() < 0.3:
+        name = f"model.layers.0.{rng.choice(BESIDE)}"
+        save_file({name: torch.full((4,), rng.choice((0.0, 1.0)))}, model / "more.safetensors")
+        index = json.loads((model / INDEX).read_text())
+        index["weight_map"][name] = "more.safetensors"
+        (model / INDEX).write_text(json.dumps(index))
+    return Case(kind, (rng.choice((PLAN, PLAN, RUN, evaluate("model"))),))
+
+
 def _config(world: World, rng: Random) -> Case:
     work = world.fresh()
     path = work / "model" / "config.json"
@@ -284,6 +336,7 @@ KINDS: dict[str, Callable[[World, Random], Case]] = {
     "header": _header,
     "index": _index,
     "config": _config,
+    "quantized": _quantized,
     "tokenizer": _tokenizer,
     "text": _text,
 }

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from tests.factories import FAMILIES, make_tokenizer, randomise_
+from tests.factories import CLASSES, EXPERTS, FAMILIES
 
 TOKENIZER_SIZE = 261
 BOS, EOS = 0, 1
 UNGATED = {"opt", "gptj", "gpt_neox", "falcon", "starcoder2"}  # families whose MLP has no gate
-INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")  # the width of the MLP, by family
+INNER = (  # the widths of MLPs and experts, by family
+    "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
+CHOSEN = ("num_experts_per_tok", "moe_topk")  # experts of a token, by family
+FILES = "files"  # the names of tensors that `save_pretrained` writes
 DTYPES = ("float32", "float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "silu", "silu", "gelu", "relu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
 ROPE_TYPES = ("default", "default", "default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -30,6 +34,12 @@ class ModelSpec:
         dtype: of matrices.
         float_vectors: biases and norms are float32 whatever `dtype` is.
         shard_size: of a file, as `save_pretrained` takes it.
+        tokenizer: a key of `pair_writing.TOKENIZERS`.
+        naming: of the tensors, a key of `tests.renamed_models.RENAMED`, or FILES.
+        skewed: routers leave experts with few tokens, or with none.
+        encoded: the format of `tests.encoders` in which linears are stored; empty for none.
+        fields: further fields of config.json.
+        refused: a word in the message that refuses the model; empty for a model that may be taken.
     """
 
     family: str
@@ -38,6 +48,12 @@ class ModelSpec:
     float_vectors: bool
     shard_size: str
     seed: int
+    tokenizer: str = "bos"
+    naming: str = FILES
+    skewed: bool = False
+    encoded: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
 
     @property
     def gated(self) -> bool:
@@ -57,17 +73,27 @@ class ModelSpec:
     @property
     def _widths(self) -> list[int]:
         hidden, heads = self.config["hidden_size"], self.config["num_attention_heads"]
-        inner = [self.config.get(name) or 0 for name in INNER]
-        return [width for width in (hidden, heads * self.config.get("head_dim", 0), max(inner) or 4 * hidden) if width]
+        inner = [width for name in INNER if (width := self.config.get(name))] or [4 * hidden]
+        return [width for width in (hidden, heads * self.config.get("head_dim", 0), *inner) if width]
 
     @property
     def layers(self) -> int:
         """The number of layers."""
         return int(self.config["num_hidden_layers"])
 
+    @property
+    def is_mixture(self) -> bool:
+        """True if layers have experts."""
+        return self.family in EXPERTS
+
+    @property
+    def chosen_experts(self) -> int:
+        """The number of experts that a token passes."""
+        return int(next(self.config[name] for name in CHOSEN if name in self.config))
+
     def build(self) -> Any:
         """Build the model, on the default device."""
-        config_class, model_class = FAMILIES[self.family]
+        config_class, model_class = CLASSES[self.family]
         return model_class(config_class(**self.config))
 
 
@@ -78,23 +104,18 @@ def draw_model(random: Random) -> ModelSpec:
         config, dtype, float_vectors = _config(family, random), random.choice(DTYPES), random.random() < 0.25
         shard_size, seed = random.choice(("20KB", "5GB")), random.randrange(2**31)
         spec = ModelSpec(family, config, dtype, float_vectors, shard_size, seed)
-        try:
-            with torch.device("meta"):
-                spec.build()
-        except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, ZeroDivisionError, StrictDataclassError):
-            continue  # transformers itself has no such model
-        return spec
+        if builds(spec):
+            return spec
 
 
-def write_model(spec: ModelSpec, directory: Path) -> None:
-    """Write the checkpoint with a tokenizer."""
-    model, dtype = spec.build(), getattr(torch, spec.dtype)
-    model.to(dtype)
-    for parameter in randomise_(model, spec.seed).parameters():
-        if not (spec.float_vectors and parameter.ndim == 1):
-            parameter.data = parameter.data.to(dtype)
-    model.save_pretrained(directory, max_shard_size=spec.shard_size)
-    make_tokenizer(TOKENIZER_SIZE).save_pretrained(directory)
+def builds(spec: ModelSpec) -> bool:
+    """Return True if transformers builds the model."""
+    try:
+        with torch.device("meta"):
+            spec.build()
+    except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, ZeroDivisionError, StrictDataclassError):
+        return False
+    return True
 
 
 def _config(family: str, random: Random) -> dict[str, Any]:

@@ -36,9 +36,11 @@ import pipeline.job.stages
 import pipeline.verification.runner  # noqa: F401
 from tests.end_to_end.jobs import command, without_ray
 from tests.factories import make_tokenizer, write_text
-from tools.soak.pair_checks import Played, faults_of
+from tools.soak.pair_checks import PLAIN, Played, faults_of
 from tools.soak.pair_manifests import TEXT, draw_manifest
-from tools.soak.pair_models import TOKENIZER_SIZE, ModelSpec, draw_model, write_model
+from tools.soak.pair_models import TOKENIZER_SIZE, ModelSpec, draw_model
+from tools.soak.pair_sources import draw_methods, draw_source
+from tools.soak.pair_writing import write_model
 from tools.soak.sandbox import in_child
 
 SECONDS = 180  # after which a pair's child is ended
@@ -63,9 +65,11 @@ class Verdict:
 def draw(seed: int, number: int) -> tuple[ModelSpec, dict[str, Any]]:
     """Draw the pair of a number."""
     random = Random(f"{seed}/{number}")
-    spec = draw_model(random)
+    further = Random(f"{seed}/{number}/source")
+    spec = draw_source(further, draw_model(random))
     positions = spec.config["max_position_embeddings"]
-    return spec, draw_manifest(random, spec.layers, positions, spec.gated, spec.grouped)
+    document = draw_manifest(random, spec.layers, positions, spec.gated, spec.grouped)
+    return spec, draw_methods(further, spec, document)
 
 
 def judge(seed: int, number: int, folder: Path) -> Verdict:
@@ -101,17 +105,22 @@ def judge(seed: int, number: int, folder: Path) -> Verdict:
 
 def _play(verdict: Verdict, spec: ModelSpec, document: dict[str, Any]) -> None:
     """Play a pair in the working directory."""
-    write_model(spec, Path("model"))
+    write_model(spec, Path("model"), Path(PLAIN))
     write_text(TEXT, TEXT_BYTES)
     Path("manifest.yaml").write_text(yaml.safe_dump(document))
     with without_ray():
         ended = command("run", "manifest.yaml", "--json")
         verdict.message = ended.err[-SHOWN:]
+        if ended.code == 0 and spec.refused:
+            verdict.faults.append(f"run: takes a model with {spec.refused}")
+            return
         if ended.code == 0:
             verdict.faults += faults_of(Played(spec, document, ended.json))
             verdict.outcome = "faulty" if verdict.faults else "clean"
             return
     verdict.faults += _refusal_faults(ended.code, ended.err)
+    if spec.refused not in ended.err:
+        verdict.faults.append(f"run: the refusal does not name {spec.refused}")
     verdict.outcome = "faulty" if verdict.faults else "refused"
 
 

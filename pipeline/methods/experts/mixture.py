@@ -21,9 +21,8 @@ from torch import Tensor
 from pipeline.kernels.deferred import Deferred, Offload, in_memory
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.mixture_refit import MixtureResidual, Served, refit_mixture_
-from pipeline.kernels.moments import add_head_moment_
 from pipeline.kernels.nystrom import nested_losses, nested_outputs
-from pipeline.kernels.routing import Routing, RoutingRule, route
+from pipeline.kernels.routing import Others, Routing, RoutingRule, route
 from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.experts.scores import ExpertSums
 from pipeline.methods.tensors import channel_priority
@@ -57,6 +56,11 @@ class Mixture:
     channels: Callable[..., Tensor]
     logit_bias: Tensor | None = None
 
+    @property
+    def width(self) -> int:
+        """Return the number of channels of the first expert."""
+        return len(self.experts[0].readers[0])
+
     def logits(self, inputs_TD: Tensor) -> Tensor:
         """Return the router's logits (T, E), in float32 or better."""
         dtype = torch.promote_types(inputs_TD.dtype, torch.float32)
@@ -70,11 +74,11 @@ class Mixture:
 
     def hidden(self, expert: int, inputs_tD: Tensor) -> Tensor:
         """Return the channels (t, N) of one expert, in the dtype of the inputs."""
-        weights, dtype = self.experts[expert], inputs_tD.dtype
-        read = [inputs_tD @ weight.to(dtype).T for weight in weights.readers]
-        if weights.biases is not None:
-            read = [values + bias.to(dtype) for values, bias in zip(read, weights.biases, strict=False)]
-        return self.channels(*read)
+        return self.channels_of(self.experts[expert], inputs_tD)
+
+    def channels_of(self, weights: ExpertWeights, inputs_tD: Tensor) -> Tensor:
+        """Return the channels (t, N) of an expert with these weights, in the dtype of the inputs."""
+        return self.channels(*read_by(weights, inputs_tD))
 
     def outputs(self, expert: int, inputs_tD: Tensor) -> Tensor:
         """Return the outputs (t, D) of one expert, before the router's weight."""
@@ -83,12 +87,27 @@ class Mixture:
         return outputs_tD if weights.biases is None else outputs_tD + weights.biases[-1].to(dtype)
 
     def served(self, expert: int, inputs_TD: Tensor, routing: Routing) -> Served:
-        """Return the tokens of an expert and their channels p h(x), or h(p x) if routing weights multiply inputs."""
+        """Return the tokens of an expert and their channels p h(x), or h(p x) if routing weights multiply inputs.
+
+        With fewer tokens than channels, also return those of other tokens.
+        """
         tokens_t, weights_t = routing.of(expert)
-        weights_t1 = weights_t[:, None].to(inputs_TD.dtype)
+        weights_t1, weights = weights_t[:, None].to(inputs_TD.dtype), self.experts[expert]
         if self.rule.weighs_inputs:
-            return Served(tokens_t, self.hidden(expert, inputs_TD[tokens_t] * weights_t1))
-        return Served(tokens_t, self.hidden(expert, inputs_TD[tokens_t]) * weights_t1)
+            values_tN = self.channels_of(weights, inputs_TD[tokens_t] * weights_t1)
+        else:
+            values_tN = self.channels_of(weights, inputs_TD[tokens_t]) * weights_t1
+        others = routing.others(expert, values_tN.shape[1], len(tokens_t))
+        if others is None:
+            return Served(tokens_t, values_tN)
+        inputs_mD, factor = self.as_own(inputs_TD, others)
+        return Served(tokens_t, values_tN, self.channels_of(weights, inputs_mD) * factor, others.scale)
+
+    def as_own(self, inputs_TD: Tensor, others: Others) -> tuple[Tensor, float]:
+        """Return the inputs (m, D) of an expert on tokens of others, and the factor of its channels."""
+        if self.rule.weighs_inputs:
+            return inputs_TD[others.tokens] * others.weight, others.factor
+        return inputs_TD[others.tokens], others.weight * others.factor
 
     def weighed(self, inputs_tD: Tensor, weights_t: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of one expert on tokens with these signed weights, and the factors of its outputs.
@@ -131,7 +150,7 @@ class SolvedExpert:
         channels: (k,), the kept channels, ascending.
         dense: a function that returns the dense expert.
         writer: a function that returns the new writer (D, k).
-        tokens: the number of its sampled tokens. Without any, it keeps its first channels, without a refit.
+        tokens: the number of its sampled tokens.
     """
 
     channels: Tensor
@@ -150,6 +169,15 @@ class SolvedExpert:
         return ExpertWeights(tuple(reader_ND[self.channels] for reader_ND in dense.readers), self.writer(), biases)
 
 
+def read_by(weights: ExpertWeights, inputs_tD: Tensor) -> list[Tensor]:
+    """Return the outputs (t, N) of gate and up, or of up alone, in the dtype of the inputs."""
+    dtype = inputs_tD.dtype
+    read = [inputs_tD @ weight.to(dtype).T for weight in weights.readers]
+    if weights.biases is not None:
+        read = [values + bias.to(dtype) for values, bias in zip(read, weights.biases, strict=False)]
+    return read
+
+
 def expert_tokens(mixture: Mixture, inputs_TD: Tensor) -> Tensor:
     """Return the number of tokens that the router sends to each expert (E,)."""
     return mixture.route(inputs_TD).tokens(len(mixture.experts))
@@ -163,16 +191,27 @@ def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
         weights_t = weights_t.double()
         inputs_tD, factors_t = mixture.weighed(inputs_TD[tokens_t], weights_t)
         norms_t = mixture.outputs(number, inputs_tD).double().norm(dim=1)
-        rows.append((len(tokens_t), float(weights_t.sum()), float(norms_t.sum()), float((factors_t * norms_t).sum())))
+        sums = len(tokens_t), float(weights_t.sum()), float(norms_t.sum()), float((factors_t * norms_t).sum())
+        rows.append((*sums, *_other_sums(mixture, number, inputs_TD, routing, len(tokens_t))))
     return ExpertSums(*torch.tensor(rows, dtype=torch.float64).T)
+
+
+def _other_sums(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routing, passed: int) -> tuple[float, float]:
+    """Return the number of tokens that an expert with few tokens lacks, and Σ p‖f(m)‖ over as many tokens of others."""
+    width = mixture.experts[number].writer.shape[1]
+    others = routing.others(number, width, passed)
+    if others is None:
+        return 0.0, 0.0
+    inputs_mD, _ = mixture.as_own(inputs_TD, others)
+    norms_m = mixture.outputs(number, inputs_mD).double().norm(dim=1)
+    weight = 1.0 if mixture.rule.weighs_inputs else others.weight
+    return float(width - passed), (width - passed) * weight * float(norms_m.mean())
 
 
 def weighted_moment(part: Served, tokens: int) -> Tensor:
     """Return C_e (N, N): the sum of (p h)(p h)ᵀ over the expert's tokens, divided by the number of all `tokens`."""
-    width = part.values.shape[1]
-    moment_NN = torch.zeros(width, width, dtype=torch.float64, device=part.values.device)
-    add_head_moment_(moment_NN[None], part.values, product_dtype=torch.promote_types(part.values.dtype, torch.float32))
-    return moment_NN / tokens
+    moment_NN = part.moment(torch.promote_types(part.values.dtype, torch.float32))
+    return (moment_NN if part.others is None else moment_NN * part.scale) / tokens
 
 
 def channel_moment(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routing) -> Tensor:
@@ -184,7 +223,11 @@ def reader_moment(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Rou
     """Return E[(p x)(p x)ᵀ] (D, D) per token of all, x the tokens of an expert whose inputs the weights multiply."""
     tokens_t, weights_t = routing.of(number)
     inputs_tD, _ = mixture.weighed(inputs_TD[tokens_t], weights_t)
-    return weighted_moment(Served(tokens_t, inputs_tD), len(inputs_TD))
+    others = routing.others(number, mixture.experts[number].writer.shape[1], len(tokens_t))
+    if others is None:
+        return weighted_moment(Served(tokens_t, inputs_tD), len(inputs_TD))
+    inputs_mD, factor = mixture.as_own(inputs_TD, others)
+    return weighted_moment(Served(tokens_t, inputs_tD, inputs_mD * factor, others.scale), len(inputs_TD))
 
 
 def narrowed(mixture: Mixture, kept: Sequence[int], solved: Sequence[SolvedExpert]) -> Mixture:
@@ -287,7 +330,7 @@ def _narrowed(
     dense = partial(remaining.experts.__getitem__, number)
     part, down_DN = remaining.served(number, inputs_TD, routing), dense().writer.double()
     whole = part.values.shape[1]
-    if width >= whole or not len(part.tokens):
+    if width >= whole or not (len(part.tokens) or part.others is not None):
         channels_k = torch.arange(min(width, whole), device=down_DN.device)
         return SolvedExpert(channels_k, dense, offload(down_DN[:, channels_k]), len(part.tokens))
     weighted_DN = None if metric is None else metric.factor.T @ down_DN

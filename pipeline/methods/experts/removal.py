@@ -26,7 +26,10 @@ REFITTED = 4  # numbers of experts at which the refit is measured
 
 
 def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Tensor:
-    """Return the predicted loss of each expert's removal (E,), nats per token. Its tokens are rerouted without it."""
+    """Return the predicted loss of each expert's removal (E,), nats per token. Its tokens are rerouted without it.
+
+    An expert with few tokens loses the mean over them and over tokens of others, which lose its output.
+    """
     root_DD = metric.factor * metric.scale**0.5
     sums_E = torch.zeros(len(mixture.experts), dtype=torch.float64, device=inputs_TD.device)
     for span_TD in inputs_TD.split(removal_span(len(inputs_TD), mixture.rule.top_k)):
@@ -36,7 +39,19 @@ def removal_losses(mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> Ten
                 part.add_(mixture, number, root_DD)
         for part in parts:
             sums_E += removal_sums(part.without.experts, part.outputs, len(mixture.experts))
+    _complete_(sums_E, mixture, inputs_TD, metric)
     return sums_E / len(inputs_TD)
+
+
+def _complete_(sums_E: Tensor, mixture: Mixture, inputs_TD: Tensor, metric: Factored) -> None:
+    """Add ½ Σ fᵀ G f of the outputs, without biases, on tokens that stand for those that experts lack."""
+    routing, width = mixture.route(inputs_TD), mixture.width
+    for number in (routing.tokens(len(sums_E)) < width).nonzero()[:, 0].tolist():
+        part = mixture.served(number, inputs_TD, routing)
+        if part.others is not None:
+            outputs_mD = part.others.double() @ mixture.experts[number].writer.double().T
+            lost = change_loss(outputs_mD, metric) * len(outputs_mD)
+            sums_E[number] = part.scale * (sums_E[number] + lost)
 
 
 def removal_span(tokens: int, top_k: int) -> int:

@@ -11,22 +11,29 @@ import torch
 from torch import Tensor
 
 FEW_TOKENS = 32  # per channel
+SHARE_TOKENS = 16  # with fewer, the share of the tokens that pass an expert is not known to a quarter
 TOKENS_BY_EXPERT = "tokens_by_expert"  # fields of a solution's report: a number for each dense expert of the layer
 SALIENCY_BY_EXPERT, REMOVAL_LOSS_BY_EXPERT = "saliency_by_expert", "removal_loss_by_expert"
 
 
 class ExpertSums(NamedTuple):
-    """Sums over the tokens of each expert, (E,) float64: their number, Σ p, Σ ‖f(m)‖ and Σ p‖f(m)‖."""
+    """Sums over the tokens of each expert, (E,) float64: their number, Σ p, Σ ‖f(m)‖ and Σ p‖f(m)‖.
+
+    `lacking`, `weighted_others`: the number of tokens that an expert with few tokens lacks, and Σ p‖f(m)‖ over as many
+    tokens of other experts; else 0.
+    """
 
     tokens: Tensor
     weights: Tensor
     outputs: Tensor
     weighted_outputs: Tensor
+    lacking: Tensor
+    weighted_others: Tensor
 
 
 def reap_scores(sums: ExpertSums) -> Tensor:
-    """Return the mean of p‖f(m)‖ over each expert's tokens, 0 without tokens: the saliency of REAP."""
-    return sums.weighted_outputs / sums.tokens.clamp_min(1.0)
+    """Return the mean of p‖f(m)‖ over each expert's tokens, and over those of others that it lacks: REAP's saliency."""
+    return (sums.weighted_outputs + sums.weighted_others) / (sums.tokens + sums.lacking).clamp_min(1.0)
 
 
 def frequency_scores(sums: ExpertSums) -> Tensor:

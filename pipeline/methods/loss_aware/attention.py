@@ -35,7 +35,7 @@ from pipeline.methods.loss_aware.stacks import Stack
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pair
 from pipeline.methods.tensors import biases_of, encoded_values
-from pipeline.ranks.curves import Point, frontier, steps, to_columns
+from pipeline.ranks.curves import Point, steps, to_columns, up_to_whole
 
 VALUE, OUTPUT = "value", "output"
 CURVE_GAIN = 1e-2  # for curves, a fit stops after an iteration that gains less than this share of the loss
@@ -75,7 +75,7 @@ def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tenso
             Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, cache)
             for point in stack.points(losses, entry.multiple(geometry.hidden))
         ]
-    return to_columns(frontier(options))
+    return to_columns(up_to_whole(options))
 
 
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:

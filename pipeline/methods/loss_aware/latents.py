@@ -33,7 +33,7 @@ from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pair, pull
 from pipeline.methods.tensors import biases_of
 from pipeline.ranks.budget import RankVariable
-from pipeline.ranks.curves import Point, frontier, steps, to_columns
+from pipeline.ranks.curves import Point, frontier, steps, to_columns, up_to_whole
 
 VALUES = "latent_values"  # the group of the cached latent, its values, and the output projection
 LATENT, VALUE, OUTPUT = "latent", "value", "o_proj"  # ranks; a pivoted form is stored under the name of its rank
@@ -74,7 +74,7 @@ def curve(entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weig
         return to_columns(points)
     block = _block(geometry)
     choices = [*_value_points(entry, block, geometry, weights, statistics)]
-    return to_columns(frontier([_joined(block, point, choice) for point in points for choice in choices]))
+    return to_columns(up_to_whole([_joined(block, point, choice) for point in points for choice in choices]))
 
 
 def _joined(block: LatentAttentionBlock, point: Point, choice: Point) -> Point:

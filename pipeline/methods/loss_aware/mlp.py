@@ -21,7 +21,7 @@ from pipeline.methods.loss_aware.mlp_solver import CACHE_BYTES, Solver
 from pipeline.methods.loss_aware.pairs import carry, complete
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, output_gradient, pair
-from pipeline.ranks.curves import Point, frontier, merged, to_columns
+from pipeline.ranks.curves import Point, merged, to_columns, up_to_whole
 
 
 class EliminatedChannels(TypedDict):
@@ -99,8 +99,16 @@ def piece(
 def join(sizes: Sizes, elimination: EliminatedChannels, pieces: Sequence[Piece]) -> Curve:
     """Return the points of all widths, from all pieces in order."""
     by_width = dict(zip(_by_work(sizes), pieces, strict=True))
-    points = frontier(list(_options(sizes, elimination, by_width)))
+    points = up_to_whole([*_options(sizes, elimination, by_width), dense_point(sizes)])
     return to_columns(points, encode_widths(elimination["order"], sizes.widths))
+
+
+def dense_point(sizes: Sizes) -> Point:
+    """Return the dense MLP, which loses nothing."""
+    width = sizes.block.width
+    stacks = (sizes.reader_stack(width), sizes.writer_stack(width))
+    numbers = sum(stack.numbers(stack.full) for stack in stacks) + sizes.bias_numbers(width)
+    return Point({WIDTH: width, **{stack.name: stack.full for stack in stacks}}, numbers, 0.0)
 
 
 def _eliminated(solver: Solver) -> EliminatedChannels:
@@ -204,8 +212,10 @@ def correct(
     block = sizes.block
     read_pair, written_pair = corrections(block)
     if read_pair not in statistics.moments:
-        completed = complete(statistics, written_pair, before[block.writer.weight_key])
-        return Solver(sizes, weights, statistics, ranks[WIDTH]).written(completed.weight, completed.moment, ranks)
+        solver = Solver(sizes, weights, statistics, ranks[WIDTH])
+        others_kk = solver.others_moment(ranks[WIDTH])
+        completed = complete(statistics, written_pair, before[block.writer.weight_key], others_kk)
+        return solver.written(completed.weight, completed.moment, ranks)
     moved = carry(statistics, read_pair, weights, block.readers)
     compressed_statistics = statistics.with_mean(input_moment(block.readers[0]), moved.moment[None])
     solver = Solver(sizes, moved.weights, compressed_statistics, ranks[WIDTH])

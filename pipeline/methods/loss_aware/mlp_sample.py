@@ -51,6 +51,8 @@ class Sample(NamedTuple):
 def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
     """Return the sampled tokens that pass an MLP; for an expert, those with a routing weight.
 
+    For an expert with few tokens, they include the tokens of others that complete its moments.
+
     Raises ValueError if tokens and routing weights differ in number.
     """
     inputs_TD = statistics.moments[sample_of(block)][0]
@@ -60,10 +62,14 @@ def read_sample(block: MLPBlock, statistics: Statistics) -> Sample:
     if len(weights_T) != len(inputs_TD):
         raise ValueError(f"{block.name}: {len(weights_T)} routing weights for {len(inputs_TD)} sampled tokens")
     routed_t = weights_T.nonzero()[:, 0]
-    inputs_tD, weights_t, share = inputs_TD[routed_t], weights_T[routed_t], len(routed_t) / max(1, len(weights_T))
+    inputs_tD, weights_t = inputs_TD[routed_t], weights_T[routed_t]
     if block.weighed:
-        return Sample(inputs_tD * weights_t[:, None].to(inputs_tD.dtype), torch.ones_like(weights_t), share)
-    return Sample(inputs_tD, weights_t, share)
+        inputs_tD, weights_t = inputs_tD * weights_t[:, None].to(inputs_tD.dtype), torch.ones_like(weights_t)
+    if (others := statistics.others.get(block.name)) is not None:
+        factor = others.factor * (len(weights_T) / statistics.tokens) ** 0.5
+        inputs_tD = torch.cat((inputs_tD, others.inputs.to(inputs_tD.dtype)))
+        weights_t = torch.cat((weights_t, weights_t.new_full((len(others.inputs),), factor))) * others.scale**0.5
+    return Sample(inputs_tD, weights_t, len(weights_t) / max(1, len(weights_T)))
 
 
 def sample_of(block: MLPBlock) -> Moment:

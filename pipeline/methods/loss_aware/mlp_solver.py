@@ -321,6 +321,17 @@ class Solver:
         """Return the moment of the kept channels."""
         return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
 
+    def others_moment(self, width: int) -> Tensor | None:
+        """Return the part of the kept channels' moment that tokens of others add; None for an MLP with enough tokens.
+
+        Only from the dense readers: cut ones differ little.
+        """
+        if (others := self._statistics.others.get(self.block.name)) is None:
+            return None
+        hidden_mN = self._hidden(Sample(others.inputs, None, 1.0), self._whole).double() * others.factor
+        hidden_mk = hidden_mN[:, self.kept(width)]
+        return _square(hidden_mk) / self._statistics.tokens
+
     def _probe(self, width: int) -> Sample:
         """Return an evenly spread part of the sample."""
         return self.sample.at(slice(None, None, max(1, len(self.sample.inputs) // probe_tokens(width))))

@@ -43,9 +43,15 @@ def carry(statistics: Statistics, moment: Moment, weights: Mapping[str, Tensor],
     return Carried({**weights, **moved}, unit_DD + change_DD, moment_DD)
 
 
-def complete(statistics: Statistics, moment: Moment, weight_DF: Tensor) -> Completed:
-    """Add to a weight the least-squares fit of the error that remains in the residual stream after it."""
+def complete(statistics: Statistics, moment: Moment, weight_DF: Tensor, others_FF: Tensor | None = None) -> Completed:
+    """Add to a weight the least-squares fit of the error that remains in the residual stream after it.
+
+    `others_FF`: the moment of inputs at which the weight's outputs are to stay, on tokens that stand for those that an
+    expert lacks.
+    """
     moment_FF, error_DF = _sums(statistics, moment)
+    if others_FF is not None:
+        moment_FF = moment_FF + others_FF
     return Completed(weight_DF.double() + correction(error_DF, moment_FF, WRITERS_RIDGE), moment_FF)
 
 

@@ -20,7 +20,7 @@ from pipeline.methods.loss_aware.stacks import Stack
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import input_moment, pair, pull
 from pipeline.methods.tensors import biases_of
-from pipeline.ranks.curves import Point, frontier, to_columns
+from pipeline.ranks.curves import Point, to_columns, up_to_whole
 
 NAME = "query_key"
 
@@ -46,7 +46,7 @@ def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tenso
     biases, cache = _bias_numbers(block), block.key.outputs
     stacked = _stack(entry, geometry).points(losses, entry.multiple(geometry.hidden))
     points = [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in stacked]
-    return to_columns(frontier(points))
+    return to_columns(up_to_whole(points))
 
 
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:

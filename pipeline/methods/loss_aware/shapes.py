@@ -30,7 +30,7 @@ from pipeline.methods.loss_aware import latents
 from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.methods.moments import factored_mean
 from pipeline.ranks.budget import RankVariable
-from pipeline.ranks.curves import frontier, steps, to_columns
+from pipeline.ranks.curves import steps, to_columns, up_to_whole
 
 WIDTHS = 64  # how many widths are compared at most
 WIDE_EXPERT, FUSED_MULTIPLE = 512, 128  # widths of experts with at least 512 channels suit fused kernels
@@ -99,7 +99,7 @@ class ShapedExperts(ExpertsMethod[LossAware]):
             for point in points
         ]
         # The hint: the solve need not compute the losses of removal again.
-        return to_columns(counted if self.uniform else frontier(counted), json.dumps(removal_E.tolist()))
+        return to_columns(counted if self.uniform else up_to_whole(counted), json.dumps(removal_E.tolist()))
 
     def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
         """Return how often each expert is read.

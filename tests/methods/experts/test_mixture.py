@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.activation_lamina import Channels
+from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.routing import RoutingRule
 from pipeline.kernels.sensitivity import Factored, factored
 from pipeline.methods.experts.mixture import (
@@ -20,6 +21,7 @@ from pipeline.methods.experts.mixture import (
     expert_sums,
     narrowed,
     solve_shape,
+    weighted_moment,
     width_losses,
 )
 from pipeline.methods.experts.removal import remaining_shares, removal_losses
@@ -149,16 +151,51 @@ def test_shapes_of_full_width_are_predicted_with_their_refit(rule: str) -> None:
     assert points[-1].loss == 0.0
 
 
-def test_an_expert_that_no_token_reaches_goes_first_and_keeps_its_weights() -> None:
+def test_an_expert_that_no_token_reaches_goes_first_and_is_cut_by_tokens_of_others() -> None:
     mixture, inputs_TD, metric = make_mixture("sigmoid", unseen=True)
     losses_E = removal_losses(mixture, inputs_TD, metric)
-    assert float(losses_E[2]) == 0.0
+    assert float(losses_E[2]) > 0.0
     assert losses_E.argmin() == 2
     solved = solved_experts(mixture, inputs_TD, metric, range(EXPERTS), 4)
     assert solved[2].tokens == 0
-    assert torch.equal(solved[2].weights.writer, mixture.experts[2].writer[:, :4])
+    hidden_TN, writer_DN = mixture.hidden(2, inputs_TD), mixture.experts[2].writer
+    output_TD = hidden_TN @ writer_DN.T
+    cut_TD = hidden_TN[:, solved[2].channels] @ solved[2].weights.writer.T
+    first_TD = hidden_TN[:, :4] @ writer_DN[:, :4].T
+    assert float((output_TD - cut_TD).norm()) < 0.7 * float((output_TD - first_TD).norm())
     without = solved_experts(mixture, inputs_TD, metric, [0, 1, 3, 4], WIDTH)
     assert shape_loss(mixture, inputs_TD, metric, [0, 1, 3, 4], without) < 1e-20
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("passed", [0, 1, WIDTH - 1])
+def test_tokens_of_others_complete_the_moment_of_an_expert_with_few(rule: str, passed: int) -> None:
+    """(n M_e + (N - n) M_other) / N, for the first tokens that pass it and all others, counted as n tokens."""
+    mixture, inputs_TD, _ = make_mixture(rule)
+    routing = mixture.route(inputs_TD)
+    own_t, weights_t = routing.of(1)
+    last = int(own_t[passed])
+    inputs_TD, own_t, weights_t = inputs_TD[:last], own_t[:passed], weights_t[:passed]
+    routing = mixture.route(inputs_TD)
+    weight = float(routing.weights.square().mean().sqrt())
+    rest_m = torch.tensor([token for token in range(last) if token not in own_t.tolist()])
+    if len(rest_m) > 4 * WIDTH:
+        rest_m = rest_m[evenly_spread(0, len(rest_m), len(rest_m), 4 * WIDTH)]
+    inner, outer = (weight, 1.0) if mixture.rule.weighs_inputs else (1.0, weight)
+    others_mN = outer * mixture.hidden(1, inner * inputs_TD[rest_m])
+    own_tN = mixture.served(1, inputs_TD, routing).values
+    expected_NN = own_tN.T @ own_tN + (WIDTH - passed) / len(rest_m) * others_mN.T @ others_mN
+    found_NN = weighted_moment(mixture.served(1, inputs_TD, routing), last)
+    torch.testing.assert_close(found_NN, max(1, passed) / WIDTH * expected_NN / last, rtol=1e-6, atol=1e-12)
+
+
+def test_an_expert_with_as_many_tokens_as_channels_has_its_own_moment() -> None:
+    mixture, inputs_TD, _ = make_mixture("softmax")
+    routing = mixture.route(inputs_TD)
+    inputs_TD = inputs_TD[: int(routing.of(1)[0][WIDTH])]
+    part = mixture.served(1, inputs_TD, mixture.route(inputs_TD))
+    assert len(part.tokens) == WIDTH
+    assert part.others is None
 
 
 def test_every_token_at_one_expert() -> None:

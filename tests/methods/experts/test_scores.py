@@ -15,10 +15,11 @@ from pipeline.methods.experts.scores import (
 )
 
 
-def test_reap_is_the_mean_over_an_experts_tokens_and_unseen_experts_score_nothing() -> None:
-    sums = ExpertSums(*torch.tensor([[4.0, 0.0], [2.0, 0.0], [8.0, 0.0], [6.0, 0.0]], dtype=torch.float64))
-    assert reap_scores(sums).tolist() == [1.5, 0.0]
-    assert frequency_scores(sums).tolist() == [4.0, 0.0]
+def test_reap_is_the_mean_over_an_experts_tokens_and_over_those_of_others_that_it_lacks() -> None:
+    columns = [[4.0, 0.0, 1.0], [2.0, 0.0, 0.5], [8.0, 0.0, 8.0], [6.0, 0.0, 4.0], [0.0, 4.0, 3.0], [0.0, 2.0, 1.2]]
+    sums = ExpertSums(*torch.tensor(columns, dtype=torch.float64))
+    assert reap_scores(sums).tolist() == [1.5, 0.5, 1.3]
+    assert frequency_scores(sums).tolist() == [4.0, 0.0, 1.0]
     assert kept_experts(reap_scores(sums), 1).tolist() == [0]
 
 

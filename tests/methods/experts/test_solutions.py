@@ -94,7 +94,7 @@ def test_experts_with_few_tokens_or_none_are_named() -> None:
     mixture = mixture_from(BLOCKS, weights, RoutingRule("sigmoid", 2))
     inputs_TD = statistics.moments[sample_of(BLOCKS, TOKENS)][0]
     losses_E = removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(BLOCKS)))
-    assert losses_E[2:].tolist() == [0.0, 0.0]
+    assert max(losses_E[2:]) < min(losses_E[:2])
     report = solve(BLOCKS, mixture, statistics, TOKENS, range(EXPERTS), 4).report
     assert report["unseen"] == ["experts.2", "experts.3"]
     assert report["few_tokens"] == {}

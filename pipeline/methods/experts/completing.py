@@ -1,0 +1,167 @@
+"""Completes the moments of experts that fewer calibration tokens passed than they have channels.
+
+Tokens of other experts stand for those that are lacking. docs/methods.md#few-tokens.
+
+Legend: T sampled tokens of the mixture, m of them, D hidden, N channels of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.families.blocks import MLPBlock
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.refit import evenly_spread
+from pipeline.kernels.routing import OTHERS
+from pipeline.methods.experts.method import ROUTER, ROUTER_BIAS, mixture_of, routed
+from pipeline.methods.experts.mixture import Mixture, read_by
+from pipeline.methods.method import Group, Moment, OtherInputs, Statistics, Task, Weights
+from pipeline.methods.moments import input_moment, output_gradient, pull
+
+Read = Callable[[Sequence[str]], Weights]  # returns the dense weights of some roles of a layer
+
+
+def sample_of_others(block: MLPBlock) -> Moment:
+    """Return the sample of the mixture's inputs from which tokens of other experts are taken."""
+    return Moment(block.passing, kind="sample", tokens=OTHERS * block.width)
+
+
+def with_samples(tasks: Sequence[Task], geometry: Geometry) -> tuple[Task, ...]:
+    """Add that sample to tasks with a moment of single experts, unless they have a larger one."""
+    return tuple(_with_sample(task, geometry.layers[task.layer]) for task in tasks)
+
+
+def _with_sample(task: Task, layer: LayerGeometry) -> Task:
+    blocks = [block for block in routed(layer) if any(moment in task.moments for moment in _own(block))]
+    if not blocks or _sample(blocks[0], task.moments) is not None:
+        return task
+    return replace(task, moments=(*task.moments, sample_of_others(blocks[0])))
+
+
+def experts_with_few(
+    group: Group, layer: LayerGeometry, passed: Mapping[Moment, int], available: Sequence[Moment]
+) -> dict[str, int]:
+    """Map the blocks of a group's experts with fewer tokens than channels to their tokens.
+
+    `passed`: as in `Statistics`. `available`: all moments of the group. Without a sample of the mixture's inputs, no
+    moment can be completed.
+    """
+    few = {}
+    for block in routed(layer):
+        counts = [passed[moment] for moment in _own(block) if moment in passed and moment in group.moments]
+        if counts and counts[0] < block.width and _sample(block, available) is not None:
+            few[block.name] = counts[0]
+    return few
+
+
+def completed(group: Group, layer: LayerGeometry, statistics: Statistics, read: Read) -> Statistics:
+    """Return the statistics with the moments of experts with few tokens completed. Others are unchanged.
+
+    `read` is called for each such expert.
+    """
+    few = experts_with_few(group, layer, statistics.passed, [*statistics.moments])
+    for number, block in enumerate(routed(layer)):
+        if block.name in few:
+            roles = [*block.roles, ROUTER, *((ROUTER_BIAS,) if ROUTER_BIAS in layer.roles else ())]
+            mixture = mixture_of(layer, read(roles))
+            statistics = _completed(block, mixture, number, few[block.name], statistics)
+    return statistics
+
+
+def _completed(block: MLPBlock, mixture: Mixture, number: int, passed: int, statistics: Statistics) -> Statistics:
+    others = _others(block, mixture, number, passed, statistics)
+    if others is None:
+        return statistics
+    moments = dict(statistics.moments)
+    written, gradients = input_moment(block.writer), _Gradients.of(block, mixture, number, others, statistics)
+    if written in moments:
+        lacking = _square(mixture.hidden(number, others.inputs).double() * others.factor)
+        moments[written] = others.scale * (moments[written] + lacking)
+    if block.weighed and (inputs := input_moment(block.readers[0])) in moments:
+        moments[inputs] = others.scale * (moments[inputs] + _square(others.inputs.double() * others.factor))
+    if gradients is not None:
+        moments |= gradients.added(moments)
+    return replace(statistics, moments=moments, others={**statistics.others, block.name: others})
+
+
+def _others(block: MLPBlock, mixture: Mixture, number: int, passed: int, statistics: Statistics) -> OtherInputs | None:
+    sample = _sample(block, [*statistics.moments])
+    assert sample is not None
+    inputs_TD = statistics.moments[sample][0]
+    places_m = evenly_spread(0, len(inputs_TD), len(inputs_TD), OTHERS * block.width)
+    inputs_mD = inputs_TD[places_m.to(inputs_TD.device)]
+    others = mixture.route(inputs_mD).others(number, block.width, passed)
+    return None if others is None else OtherInputs(*mixture.as_own(inputs_mD, others), others.scale)
+
+
+class _Gradients(NamedTuple):
+    """The sums of squares (N,), per calibration token, that others add to the gradient at each reader's outputs, before
+    the sums are scaled.
+
+    E[g²] of channel j is taken as wᵀ G w, w the writer's column, times the mean square of the channel's derivative.
+    """
+
+    block: MLPBlock
+    weights: Sequence[Tensor]
+    squares: Sequence[Tensor]
+    scale: float
+
+    @classmethod
+    def of(
+        cls, block: MLPBlock, mixture: Mixture, number: int, others: OtherInputs, statistics: Statistics
+    ) -> _Gradients | None:
+        metric = output_gradient(block.writer)
+        if metric not in statistics.moments:
+            return None
+        expert = mixture.experts[number]
+        written_DN = expert.writer.double()
+        felt_N = ((statistics.moments[metric][0].double() @ written_DN) * written_DN).sum(dim=0)
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs_mD = others.inputs.clone().to(torch.promote_types(others.inputs.dtype, torch.float32))
+            with torch.no_grad():
+                read = read_by(expert, inputs_mD)
+            read = [each_mN.clone().requires_grad_() for each_mN in read]
+            slopes = torch.autograd.grad(mixture.channels(*read).sum(), read)
+        factor = others.factor**2 / statistics.tokens
+        squares = [slope_mN.double().square().sum(dim=0) * felt_N * factor for slope_mN in slopes]
+        return cls(block, [weight.double() for weight in expert.readers], squares, others.scale)
+
+    def added(self, moments: Mapping[Moment, Tensor]) -> dict[Moment, Tensor]:
+        """Return the changed moments: at the readers' outputs, and of the part that readers pull to their input."""
+        readers = [*zip(self.block.readers, self.weights, self.squares, strict=True)]
+        changed = {
+            moment: self.scale * (moments[moment] + squares_N)
+            for reader, _, squares_N in readers
+            if (moment := output_gradient(reader)) in moments
+        }
+        for some in (readers, *([each] for each in readers)):
+            if (moment := pull([reader for reader, _, _ in some])) in moments:
+                pulled = sum((weight_ND.T * squares_N @ weight_ND for _, weight_ND, squares_N in some), moments[moment])
+                changed[moment] = self.scale * pulled
+        return changed
+
+
+def _own(block: MLPBlock) -> tuple[Moment, ...]:
+    """Return the moments of values that only tokens of an expert pass."""
+    return (input_moment(block.writer), *((input_moment(block.readers[0]),) if block.weighed else ()))
+
+
+def _sample(block: MLPBlock, moments: Sequence[Moment]) -> Moment | None:
+    """Return the smallest sample of the mixture's inputs that is large enough."""
+    samples = [moment for moment in moments if (moment.point, moment.kind) == (block.passing, "sample")]
+    return min(
+        (moment for moment in samples if moment.tokens >= OTHERS * block.width),
+        key=lambda moment: moment.tokens,
+        default=None,
+    )
+
+
+def _square(values_mN: Tensor) -> Tensor:
+    square_NN: Tensor = values_mN.T @ values_mN
+    return square_NN

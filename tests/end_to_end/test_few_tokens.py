@@ -1,0 +1,94 @@
+"""Experts that fewer calibration tokens passed than they have channels. docs/methods.md#few-tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.sources import make_source
+from tests.end_to_end.test_mixtures import DENSE, EXPERTS_ALONE, one_sided
+
+MakeJob = Callable[..., Job]
+pytestmark = pytest.mark.usefixtures("inline")
+FEW = {**DENSE, "calibration.samples": 2, "calibration.sequence_length": 12, "calibration.micro_batch": 1}
+WIDTH = 28  # more channels than the 24 tokens of FEW
+
+
+def tokens_of_experts(made: Job, layer: int) -> dict[str, int]:
+    """Return the tokens of the experts that not all tokens passed."""
+    groups = made.ledger(f"layer/{layer:05d}")["groups"]
+    return {name: report["tokens"] for name, report in groups.items() if "tokens" in report}
+
+
+def forms_of(made: Job) -> list[dict[str, dict[str, Any]]]:
+    forms: list[dict[str, dict[str, Any]]] = json.loads((made.output / "config.json").read_text())["forms"]
+    return forms
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [EXPERTS_ALONE, {**EXPERTS_ALONE, "correct": "output"}, {"method": "flat_llm", "allocation": "loss"}],
+)
+def test_nothing_is_cut_at_a_keep_of_one(entry: dict[str, Any], tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2, moe_intermediate_size=WIDTH)
+    changes = {key: value for key, value in FEW.items() if not (entry.get("correct") and key in DENSE)}
+    made = job(source, methods=[entry], **changes, **{"budget.keep": 1.0})
+    made.run().json  # noqa: B018 - asserts the exit code
+    assert max(tokens_of_experts(made, 0).values()) < WIDTH
+    assert forms_of(made) == [{}, {}]
+    ids_BT = some_tokens(300)
+    assert relative_error(logits_of(load(made.output), ids_BT), logits_of(load(source), ids_BT)) < 1e-5
+
+
+def test_an_expert_that_is_hardly_seen_is_cut_no_further_than_all_together(tmp_path: Path, job: MakeJob) -> None:
+    """Each token passes the same two of six experts; at 0.99, the others stay whole, as a step is more than 1 %."""
+    source = one_sided(tmp_path / "source", moe_intermediate_size=WIDTH)
+    made = job(source, methods=[EXPERTS_ALONE], **DENSE, **{"budget.keep": 0.99})
+    made.run().json  # noqa: B018 - asserts the exit code
+    for layer, forms in enumerate(forms_of(made)):
+        unseen = tokens_of_experts(made, layer)
+        assert [*unseen.values()] == [0] * 4
+        assert not {role.rpartition(".")[0] for role in forms} & {*unseen}
+    assert any(forms_of(made))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("entry", "changes"),
+    [
+        (EXPERTS_ALONE, {}),
+        ({"method": "flat_llm"}, {"calibration.propagate": "compressed"}),
+        ({"method": "heapr", "refit": True}, {"statistics.keep": False}),
+        ({"method": "svd_llm"}, {"statistics.keep": False}),
+        (EXPERTS_ALONE, {"quantize": {"bits": "auto", "group": 32}, "budget": {"bytes": 0.7}}),
+    ],
+)
+def test_slices_shards_and_workers_change_no_byte(
+    entry: dict[str, Any], changes: dict[str, Any], tmp_path: Path, job: MakeJob
+) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
+    settings = {**FEW, **changes}
+    whole, sliced = (job(source, methods=[entry], **settings, **{"workers.experts": n}) for n in (100, 2))
+    whole.run().json  # noqa: B018 - asserts the exit code
+    sliced.run().json  # noqa: B018
+    assert file_digests(whole.output) == file_digests(sliced.output)
+
+
+def test_a_run_directory_of_the_former_rule_is_refused_by_name(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
+    made = job(source, methods=[EXPERTS_ALONE], **FEW)
+    made.run().json  # noqa: B018 - asserts the exit code
+    path = made.run_dir / "fingerprint.json"
+    content = json.loads(path.read_text())
+    del content["fields"]["experts_with_few_tokens"]
+    from stores.run_directory import _digest
+
+    path.write_text(json.dumps({**content, "sha256": _digest(content)}))
+    ended = command("run", str(made.manifest))
+    assert ended.code == 2
+    assert "experts_with_few_tokens: (none) ->" in ended.err

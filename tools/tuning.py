@@ -1,0 +1,249 @@
+"""How far is a model from itself when its matrices are rounded with other constants? For choosing them on real models.
+
+python -m tools.tuning CHECKPOINT --text PASSAGES.json:0-820 --score TEST.txt PASSAGES.json:838- --cache FOLDER \
+    bits=3 bits=3,damping=0.01,least_clip=0.875,polish=0 bits=3,levels=normal bits=3,feedback=both
+
+Each argument is a block `quantize` of a manifest. Moments of inputs, gradients at outputs (for `feedback=both` alone)
+and the dense model's final states are computed once and cached. Results are appended to FOLDER/results.jsonl, and
+blocks that have a result there are skipped, so that a killed run goes on. Each matrix is rounded by the product's
+`round_solution` and the moments of the dense model. Printed: the Kullback-Leibler divergence, in nats per token, on
+each scored text. Use one FOLDER for each model, text and number of windows. For dense models of transformers whose
+projections are named as Llama's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from manifests.quantize import Quantize
+from pipeline.families.blocks import Matrix
+from pipeline.methods.method import Moment, Solution
+from pipeline.rounding.outputs import outputs_moment
+from pipeline.rounding.solutions import multiplied, round_solution
+
+READS = {"q": "attention.in", "k": "attention.in", "v": "attention.in", "o": "o.in"}
+READS |= {"gate": "mlp.in", "up": "mlp.in", "down": "down.in"}
+LEADERS = ("q", "o", "gate", "down")  # one role for each point
+HEAD_TOKENS = 256  # at a time, whose logits are in memory
+STEP_TOKENS = 1024  # of a forward pass
+STRIDE = 2  # every second position is scored
+FIRST = 8  # position of a window that is scored
+
+
+def passages(place: str) -> str:
+    """Return the text of FILE.txt, or of a JSON list FILE.json or FILE.json:FROM-TO of passages."""
+    name, _, span = place.partition(":")
+    if not name.endswith(".json"):
+        return Path(name).read_text()
+    first, _, last = span.partition("-")
+    listed = json.loads(Path(name).read_text())
+    return "\n".join(listed[int(first or 0) : int(last) if last else None])
+
+
+def windows(tokenizer: Any, place: str, count: int, length: int, start_token: int | None) -> Tensor:
+    """Return the first `count` windows of a text's token ids, each behind the start token, if any."""
+    body = length - (start_token is not None)
+    ids = tokenizer(passages(place), add_special_tokens=False)["input_ids"][: count * body]
+    if len(ids) < count * body:
+        raise SystemExit(f"{place}: {len(ids)} tokens, where {count} windows of {body} are needed")
+    cut = torch.tensor(ids).view(count, body)
+    return cut if start_token is None else torch.cat((torch.full((count, 1), start_token), cut), dim=1)
+
+
+def steps(ids: Tensor) -> Iterator[Tensor]:
+    """Yield the windows of one forward pass."""
+    yield from ids.split(max(1, STEP_TOKENS // ids.shape[1]))
+
+
+def linears(model: Any) -> dict[tuple[int, str], nn.Linear]:
+    """Map layer and role to the projection."""
+    found = {}
+    for number, layer in enumerate(model.model.layers):
+        for name, module in layer.named_modules():
+            if (role := name.rpartition(".")[2].removesuffix("_proj")) in READS:
+                found[number, role] = module
+    return found
+
+
+def input_moments(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Return Σ x xᵀ at each point of each layer, float32."""
+    sums: dict[str, Tensor] = {}
+
+    def summed(key: str, values: Tensor) -> None:
+        rows = values.flatten(0, 1)
+        sums.setdefault(key, torch.zeros(rows.shape[1], rows.shape[1])).addmm_(rows.T, rows)
+
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, key=f"{layer}.{READS[role]}": summed(key, args[0]))
+        for (layer, role), module in linears(model).items()
+        if role in LEADERS
+    ]
+    with torch.no_grad():
+        for part in steps(ids):
+            model.model(part, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return sums
+
+
+def output_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Return the mean of g gᵀ at the outputs of each matrix, with labels drawn from the model, float32."""
+    sums: dict[str, Tensor] = {}
+
+    def summed(key: str, gradient: Tensor) -> None:
+        rows = gradient.flatten(0, 1)
+        sums.setdefault(key, torch.zeros(rows.shape[1], rows.shape[1])).addmm_(rows.T, rows, alpha=1.0 / ids.numel())
+
+    handles = [
+        module.register_full_backward_hook(lambda _, __, out, key=f"{layer}.{role}": summed(key, out[0]))
+        for (layer, role), module in linears(model).items()
+    ]
+    torch.manual_seed(0)
+    for part in steps(ids):
+        entered = model.get_input_embeddings()(part).detach().requires_grad_()
+        states = model.model(inputs_embeds=entered, use_cache=False).last_hidden_state
+        states.backward(_pulled(model, states.detach()))
+    for handle in handles:
+        handle.remove()
+    return sums
+
+
+def _pulled(model: Any, states: Tensor) -> Tensor:
+    """Return the gradient of −log p(drawn label) at the final states."""
+    pulled = torch.empty_like(states)
+    for rows, into in zip(
+        states.flatten(0, 1).split(HEAD_TOKENS), pulled.flatten(0, 1).split(HEAD_TOKENS), strict=True
+    ):
+        chances = model.lm_head(rows).softmax(-1)
+        chances[torch.arange(len(rows)), torch.multinomial(chances, 1)[:, 0]] -= 1.0
+        into.copy_(chances @ model.lm_head.weight)
+    return pulled
+
+
+def final_states(model: Any, ids: Tensor) -> Tensor:
+    """Return the final states at the scored positions."""
+    with torch.no_grad():
+        states = [model.model(part, use_cache=False).last_hidden_state[:, FIRST::STRIDE] for part in steps(ids)]
+    return torch.cat([each.flatten(0, 1) for each in states])
+
+
+def divergence(model: Any, dense: Tensor, states: Tensor) -> float:
+    """Return KL(dense ‖ rounded), nats per token."""
+    total = 0.0
+    with torch.no_grad():
+        for before, after in zip(dense.split(HEAD_TOKENS), states.split(HEAD_TOKENS), strict=True):
+            sure, now = (model.lm_head(rows).log_softmax(-1) for rows in (before, after))
+            total += float((sure.exp() * (sure - now)).sum())
+    return total / len(dense)
+
+
+def cached(path: Path, compute: Any) -> None:
+    """Write what `compute` returns, unless the file is there."""
+    if not path.exists():
+        save_file({key: tensor.contiguous() for key, tensor in compute().items()}, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+
+
+def round_layer(
+    layer: int, weights: Mapping[str, Tensor], quantize: Quantize, inputs: Any, gradients: Any
+) -> dict[str, Tensor]:
+    """Return the rounded weight of each role of a layer."""
+    moments = {Moment(point): inputs.get_tensor(f"{layer}.{point}")[None] for point in set(READS.values())}
+    outputs: dict[str, Moment] = {}
+    for role, weight_OI in weights.items():
+        if gradients is not None:
+            matrix = Matrix(role, *weight_OI.shape, bias=False, reads=READS[role])
+            outputs[role] = moment = outputs_moment(matrix)
+            size = matrix.outputs // moment.groups
+            whole_OO = gradients.get_tensor(f"{layer}.{role}")
+            starts = range(0, matrix.outputs, size)
+            moments[moment] = torch.stack([whole_OO[at : at + size, at : at + size] for at in starts])
+    stored = {f"{role}.weight": weight for role, weight in weights.items()}
+    assert quantize.bits != "auto"
+    solution = Solution(stored, {})
+    rounded = round_solution(solution, quantize, quantize.bits, moments, stored, READS, outputs=outputs)
+    return {roles[0]: values for roles, values in multiplied(solution, rounded.rounded).items()}
+
+
+def parsed(block: str) -> Quantize:
+    """Return the settings of an argument `field=value,...`."""
+    pairs = (pair.partition("=")[::2] for pair in block.split(","))
+    return Quantize.model_validate_json(json.dumps({name: _value(text) for name, text in pairs}))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compute what is not cached, and score each block."""
+    options = _parser().parse_args(arguments)
+    settings = {block: parsed(block) for block in options.blocks}
+    options.cache.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).eval().requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+
+    def cut(place: str, count: int, length: int) -> Tensor:
+        return windows(tokenizer, place, count, length, options.start_token)
+
+    text = cut(options.text, options.windows, options.length)
+    scored = {place: cut(place, options.scored_windows, options.scored_length) for place in options.score}
+    paths = [options.cache / f"{name}.safetensors" for name in ("inputs", "gradients", "dense")]
+    cached(paths[0], lambda: input_moments(model, text))
+    if any(quantize.feedback == "both" for quantize in settings.values()):
+        cached(paths[1], lambda: output_gradients(model, text[: options.gradient_windows]))
+    cached(paths[2], lambda: {place: final_states(model, ids) for place, ids in scored.items()})
+    dense, results = load_file(paths[2]), options.cache / "results.jsonl"
+    done = {json.loads(line)["quantize"] for line in results.read_text().splitlines()} if results.exists() else set()
+    modules = linears(model)
+    stored = {key: module.weight.data.to(torch.bfloat16) for key, module in modules.items()}
+    for block, quantize in settings.items():
+        if block in done:
+            continue
+        begun = time.monotonic()
+        with safe_open(paths[0], "pt") as inputs, torch.no_grad():
+            gradients = safe_open(paths[1], "pt") if quantize.feedback == "both" else None
+            for layer in range(len(model.model.layers)):
+                weights = {role: weight for (number, role), weight in stored.items() if number == layer}
+                for role, values in round_layer(layer, weights, quantize, inputs, gradients).items():
+                    modules[layer, role].weight.data.copy_(values)
+        seconds = time.monotonic() - begun
+        lost = {place: divergence(model, dense[place], final_states(model, ids)) for place, ids in scored.items()}
+        line = json.dumps({"quantize": block, "divergence": lost, "rounding_seconds": round(seconds, 1)})
+        print(line, flush=True)
+        with results.open("a") as file:
+            file.write(line + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="a Hugging Face folder")
+    parser.add_argument("blocks", nargs="+", metavar="FIELD=VALUE,...", help="a block `quantize` of a manifest")
+    parser.add_argument("--text", required=True, help="calibration: FILE.txt, or FILE.json:FROM-TO of passages")
+    parser.add_argument("--score", nargs="+", required=True, metavar="TEXT", help="texts whose windows are scored")
+    parser.add_argument("--cache", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--start-token", type=int, help="id that begins each window (Gemma's <bos>: 2)")
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--gradient-windows", type=int, default=16)
+    parser.add_argument("--scored-windows", type=int, default=4)
+    parser.add_argument("--scored-length", type=int, default=512)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
