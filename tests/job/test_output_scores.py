@@ -73,7 +73,12 @@ def test_a_dense_loss_above_that_of_guessing_ends_a_data_free_job_first(
     """It is entered, so that a job that goes on accepting it need not measure it again."""
     job, figures = job_of(), {**FIGURES, "loss": 6.1}
     job.manifest = job.manifest.model_copy(update={"model": Model(source="model", accept_loss=accepted)})
-    monkeypatch.setattr(output_scores, "score_tokens", lambda model, *_: scored.append(model) or figures)
+
+    def score_tokens(model: str, *_: Any) -> dict[str, Any]:
+        scored.append(model)
+        return figures
+
+    monkeypatch.setattr(output_scores, "score_tokens", score_tokens)
     for _ in range(2):
         with nullcontext() if accepted else pytest.raises(InputError, match=r"set model.accept_loss: true"):
             score_dense_first(job)
