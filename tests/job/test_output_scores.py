@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,20 @@ import pytest
 import torch
 
 from manifests.entries import CompleteEntry
+from manifests.errors import InputError
 from manifests.records import SourceFile
+from manifests.schema import Model
 from pipeline.driver.ledger_keys import COMPLETE
 from pipeline.inputs.calibration import EvaluationTokens
 from pipeline.job import output_scores
-from pipeline.job.output_scores import dense_score_key, missing_scores, score_entry, score_output, scores
+from pipeline.job.output_scores import (
+    dense_score_key,
+    missing_scores,
+    score_dense_first,
+    score_entry,
+    score_output,
+    scores,
+)
 from stores.ledger import Ledger
 from tests.families.geometries import manifest
 from tests.memory_storage import Memory
@@ -30,7 +40,8 @@ def job_of(dense: bool = True, ids: torch.Tensor | None = IDS, digest: str = OTH
     return SimpleNamespace(
         manifest=manifest(**evaluation), ledger=Ledger(Memory()), tokens=None, said=said, stop=None,
         evaluation=None if ids is None else EvaluationTokens(ids),
-        inputs=SimpleNamespace(source=SimpleNamespace(place="the source")), in_process=True,
+        inputs=SimpleNamespace(source=SimpleNamespace(place="the source"), geometry=SimpleNamespace(vocab=320)),
+        in_process=True,
         source_files={"model.safetensors": SourceFile(size=3, sha256=digest)},
         run_dir=SimpleNamespace(storage=SimpleNamespace(folder=None, folders=list)),
         observer=SimpleNamespace(say=lambda line, *_: said.append(line)),
@@ -53,6 +64,35 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(output_scores, "score_tokens", score_tokens)
     monkeypatch.setattr(output_scores, "catch_signals", lambda stop: None)
     return models
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_dense_loss_above_that_of_guessing_ends_a_data_free_job_first(
+    accepted: bool, monkeypatch: pytest.MonkeyPatch, scored: list[str]
+) -> None:
+    """It is entered, so that a job that goes on accepting it need not measure it again."""
+    job, figures = job_of(), {**FIGURES, "loss": 6.1}
+    job.manifest = job.manifest.model_copy(update={"model": Model(source="model", accept_loss=accepted)})
+
+    def score_tokens(model: str, *_: Any) -> dict[str, Any]:
+        scored.append(model)
+        return figures
+
+    monkeypatch.setattr(output_scores, "score_tokens", score_tokens)
+    for _ in range(2):
+        with nullcontext() if accepted else pytest.raises(InputError, match=r"set model.accept_loss: true"):
+            score_dense_first(job)
+    assert scored == ["the source"]
+    assert scores(job, SEAL)["dense"]["loss"] == 6.1
+
+
+@pytest.mark.parametrize("job", ["calibrated", "without the dense score", "without text"])
+def test_other_jobs_score_the_dense_model_later_or_never(job: str, scored: list[str]) -> None:
+    made = job_of(dense=job != "without the dense score", ids=None if job == "without text" else IDS)
+    if job == "calibrated":
+        made.tokens = IDS
+    score_dense_first(made)
+    assert scored == []
 
 
 def test_an_unfinished_job_and_one_without_an_evaluation_miss_nothing() -> None:
