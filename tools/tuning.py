@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,11 @@ def input_moments(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """Return Σ x xᵀ at each point of each layer, float32."""
     sums: dict[str, Tensor] = {}
 
-    def summed(key: str, values: Tensor) -> None:
-        rows = values.flatten(0, 1)
-        sums.setdefault(key, torch.zeros(rows.shape[1], rows.shape[1])).addmm_(rows.T, rows)
+    def hook(key: str, module: nn.Module, values: tuple[Tensor, ...]) -> None:
+        _add(sums, key, values[0])
 
     handles = [
-        module.register_forward_pre_hook(lambda _, args, key=f"{layer}.{READS[role]}": summed(key, args[0]))
+        module.register_forward_pre_hook(partial(hook, f"{layer}.{READS[role]}"))
         for (layer, role), module in linears(model).items()
         if role in LEADERS
     ]
@@ -101,12 +101,11 @@ def output_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """Return the mean of g gᵀ at the outputs of each matrix, with labels drawn from the model, float32."""
     sums: dict[str, Tensor] = {}
 
-    def summed(key: str, gradient: Tensor) -> None:
-        rows = gradient.flatten(0, 1)
-        sums.setdefault(key, torch.zeros(rows.shape[1], rows.shape[1])).addmm_(rows.T, rows, alpha=1.0 / ids.numel())
+    def hook(key: str, module: nn.Module, at_inputs: Any, at_outputs: Any) -> None:
+        _add(sums, key, at_outputs[0], 1.0 / ids.numel())
 
     handles = [
-        module.register_full_backward_hook(lambda _, __, out, key=f"{layer}.{role}": summed(key, out[0]))
+        module.register_full_backward_hook(partial(hook, f"{layer}.{role}"))
         for (layer, role), module in linears(model).items()
     ]
     torch.manual_seed(0)
@@ -117,6 +116,12 @@ def output_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
     for handle in handles:
         handle.remove()
     return sums
+
+
+def _add(sums: dict[str, Tensor], key: str, values: Tensor, weight: float = 1.0) -> None:
+    """Add the second moment of some values to a sum."""
+    rows = values.flatten(0, 1)
+    sums.setdefault(key, torch.zeros(rows.shape[1], rows.shape[1])).addmm_(rows.T, rows, alpha=weight)
 
 
 def _pulled(model: Any, states: Tensor) -> Tensor:
@@ -163,7 +168,7 @@ def round_layer(
     outputs: dict[str, Moment] = {}
     for role, weight_OI in weights.items():
         if gradients is not None:
-            matrix = Matrix(role, *weight_OI.shape, bias=False, reads=READS[role])
+            matrix = Matrix(role, len(weight_OI), weight_OI.shape[1], bias=False, reads=READS[role])
             outputs[role] = moment = outputs_moment(matrix)
             size = matrix.outputs // moment.groups
             whole_OO = gradients.get_tensor(f"{layer}.{role}")

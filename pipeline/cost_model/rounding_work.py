@@ -12,7 +12,7 @@ from manifests.schema import Manifest
 from pipeline.cost_model.rates import Rates
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.gptq import TABLE_SWEEPS
-from pipeline.kernels.two_sided import SECTION
+from pipeline.kernels.two_sided import POLISHED_ROWS, SECTION
 from pipeline.methods.method import Task
 
 TRIED_BYTES = 700  # moved per number to try twenty scales
@@ -47,9 +47,10 @@ def rounding_work(
     """Return the rounding work of every rounded task of the job; none without `quantize`.
 
     It is I³/3 for the factor of each input, whose readers are rounded together, and O I² for each matrix and each pass
-    over it: one of error feedback, and the sweeps of polishing. Feedback on both sides takes s² O/3 + s O I more, with
-    sections of s outputs, one matrix after another, and polishes nothing. Matrices are counted as dense; their factors
-    take less. `kept`: the share of an MLP's channels that a method keeps.
+    over it: one of error feedback, and the sweeps of polishing. Feedback on both sides takes s² O/3 and in each pass s
+    O I more, with sections of s outputs, one matrix after another; its sweeps take O I² more, and polish POLISHED_ROWS
+    of each section at a time. Matrices are counted as dense; their factors take less. `kept`: the share of an MLP's
+    channels that a method keeps.
     """
     if manifest.quantize is None:
         return ()
@@ -68,7 +69,7 @@ def rounding_work(
         inputs = {moment.point for moment in task.moments if moment.point in points and moment.kind == "value"}
         numbers = sum(rows * columns for rows, columns in sizes)
         if fed and inputs and quantize.feedback == "both":
-            works.append((task.name, *_both_sides(sizes, kinds, searched)))
+            works.append((task.name, *_both_sides(sizes, kinds, passes - kinds, searched)))
         elif fed and inputs:
             widths = {columns for _, columns in sizes}
             flops = sum(width**3 / 3 for width in widths)
@@ -84,16 +85,19 @@ def rounding_work(
     )
 
 
-def _both_sides(sizes: Sequence[tuple[int, int]], kinds: int, searched: int) -> tuple[float, float, int, float]:
+def _both_sides(
+    sizes: Sequence[tuple[int, int]], kinds: int, sweeps: int, searched: int
+) -> tuple[float, float, int, float]:
     """Return the numbers of a `RoundWork` with feedback on both sides, for matrices of these shapes."""
     sections = [-(-rows // SECTION) for rows, _ in sizes]
     flops = sum(width**3 / 3 for width in {columns for _, columns in sizes})
     fed_flops, steps, moved = 0.0, 0, 0.0
     for (rows, columns), count in zip(sizes, sections, strict=True):
         flops += rows**3 / count**2 / 3
-        fed_flops += kinds * rows * columns * (columns + rows / count)
-        steps += kinds * 2 * (rows + count * columns)
-        moved += rows * columns * float(TRIED_BYTES + searched + kinds * BOTH_BYTES)
+        fed_flops += rows * columns * ((kinds + 2 * sweeps) * columns + (kinds + sweeps) * rows / count)
+        turns = -(-rows // (count * POLISHED_ROWS))
+        steps += kinds * 2 * (rows + count * columns) + sweeps * turns * columns
+        moved += rows * columns * float(TRIED_BYTES + searched + kinds * BOTH_BYTES + sweeps * FED_BYTES)
     return flops, fed_flops, steps, moved
 
 

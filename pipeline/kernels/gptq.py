@@ -137,12 +137,19 @@ def round_with_feedback(
     rows, nearest = max(1, FED_NUMBERS // columns), Nearest(bits, levels_n, torch.float32)
     parts = zip(weight_OI.detach().split(rows), scales_OS.split(rows), strict=True)
     codes_OI = torch.cat([_fed_codes(weight_oI, scales_oS, feedback, nearest) for weight_oI, scales_oS in parts])
-    sweeps, table_n = TABLE_SWEEPS, levels_n
-    if table_n is None:
-        sweeps, table_n = feedback.polish, uniform_levels(bits, dtype, weight_OI.device)
-    how = Polishing(sweeps, feedback.damping, signed=levels_n is not None)
+    table_n, how = polished_table(levels_n, bits, dtype, feedback)
     codes_OI, scales_OS = polish(weight_OI.detach(), codes_OI, scales_OS, table_n, feedback.moment, how)
     return Rounded(codes_OI, scales_OS, feedback.damping, levels_n)
+
+
+def polished_table(
+    levels_n: Tensor | None, bits: int, dtype: torch.dtype, feedback: Feedback
+) -> tuple[Tensor, Polishing]:
+    """Return the levels (n) of codes as a table, and how they are polished."""
+    if levels_n is not None:
+        return levels_n, Polishing(TABLE_SWEEPS, feedback.damping, signed=True)
+    table_n = uniform_levels(bits, dtype, feedback.moment.device)
+    return table_n, Polishing(feedback.polish, feedback.damping, signed=False)
 
 
 def fed_scales(

@@ -36,13 +36,26 @@ def polish(
     """
     if len(levels_n) >= 2**PLAIN_BITS or not how.sweeps:
         return codes_OI, scales_OS
-    moment_II = (moment_II / moment_II.abs().max()).to(torch.float32)
-    moment_II.diagonal().add_(how.damping * moment_II.diagonal().mean())
+    moment_II = damped(moment_II, how.damping)
     rows = max(1, POLISHED_NUMBERS // weight_OI.shape[1])
     parts = zip(weight_OI.split(rows), codes_OI.split(rows), scales_OS.split(rows), strict=True)
-    polished = [_Rows(*part, levels_n, moment_II, how).polished() for part in parts]
+    polished = [polish_rows(*part, levels_n, moment_II, how) for part in parts]
     codes, scales = zip(*polished, strict=True)
     return torch.cat(codes), torch.cat(scales)
+
+
+def damped(moment_II: Tensor, damping: float) -> Tensor:
+    """Return M + λI in units of the largest magnitude of M, float32."""
+    damped_II = (moment_II / moment_II.abs().max()).to(torch.float32)
+    damped_II.diagonal().add_(damping * damped_II.diagonal().mean())
+    return damped_II
+
+
+def polish_rows(
+    weight_oI: Tensor, codes_oI: Tensor, scales_oS: Tensor, levels_n: Tensor, damped_II: Tensor, how: Polishing
+) -> tuple[Tensor, Tensor]:
+    """Polish some rows at once, with the moment of `damped`."""
+    return _Rows(weight_oI, codes_oI, scales_oS, levels_n, damped_II, how).polished()
 
 
 class _Rows:

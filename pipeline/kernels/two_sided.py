@@ -7,16 +7,28 @@ blocks of an antidiagonal, e entries of an antidiagonal of blocks.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.kernels.gptq import Feedback, Nearest, Rounded, check_rounding, error_feedback, fed_scales
+from pipeline.kernels.gptq import (
+    Feedback,
+    Nearest,
+    Rounded,
+    check_rounding,
+    error_feedback,
+    fed_scales,
+    polished_table,
+)
 from pipeline.kernels.levels import LevelKind
+from pipeline.kernels.packing import scaled
+from pipeline.kernels.polishing import PLAIN_BITS, Polishing, damped, polish_rows
 
 BLOCK = 32  # rows and columns of a block
 SECTION = 1024  # most rows of a section
+POLISHED_ROWS = 32  # rows of a section that are polished at once
 OUTPUT_DAMPING = 3.0  # of the gradients' moment, by its mean diagonal: few tokens say little about many outputs
 
 
@@ -25,12 +37,14 @@ class OutputFeedback(NamedTuple):
 
     Attributes:
         order: (s,) the rows in the order of rounding.
-        share: (s, s) float32, rows and columns in this order: V above its diagonal, of G = V D' Vᵀ; the rest is
+        share: (s, s) float32, rows and columns in this order: V above its diagonal, of G + μI = V D' Vᵀ; the rest is
             undefined.
+        damped: (s, s) float32, in the order of the weight: G + μI in units of the largest magnitude of G.
     """
 
     order: Tensor
     share: Tensor
+    damped: Tensor
 
 
 def output_feedback(gradient_ss: Tensor, damping: float = OUTPUT_DAMPING) -> OutputFeedback:
@@ -38,10 +52,11 @@ def output_feedback(gradient_ss: Tensor, damping: float = OUTPUT_DAMPING) -> Out
 
     If G is zero, rows do not compensate each other. `damping`, errors: those of `error_feedback`.
     """
-    feedback, size = error_feedback(gradient_ss, damping), len(gradient_ss)
+    feedback, size, device = error_feedback(gradient_ss, damping), len(gradient_ss), gradient_ss.device
     if feedback is None:
-        return OutputFeedback(torch.arange(size, device=gradient_ss.device), torch.zeros_like(gradient_ss).float())
-    return OutputFeedback(feedback.order, feedback.share)
+        alone_ss = torch.eye(size, dtype=torch.float32, device=device)
+        return OutputFeedback(torch.arange(size, device=device), torch.zeros_like(alone_ss), alone_ss)
+    return OutputFeedback(feedback.order, feedback.share, damped(feedback.moment, feedback.damping))
 
 
 def round_both_sides(
@@ -57,8 +72,8 @@ def round_both_sides(
 
     With damped M = U D Uᵀ and G = V D' Vᵀ, U and V unit upper triangular in the orders of the feedbacks, the error is
     Σ_ij D'_i D_j (Vᵀ Δ U)_ij². Entry (i, j) becomes the level nearest to w_ij − (Vᵀ Δ U)_ij, over the entries above it
-    and to the left, rounded before. Scales and levels are those of one side; codes are not polished. Raises ValueError
-    as `round_with_feedback`, and on sections that do not fit the rows.
+    and to the left, rounded before. Scales and levels are those of one side. Codes and scales are polished afterwards
+    (`_polish_`). Raises ValueError as `round_with_feedback`, and on sections that do not fit the rows.
     """
     check_rounding(weight_OI, bits, group, inputs)
     rows = [len(section.order) for section in outputs]
@@ -69,7 +84,47 @@ def round_both_sides(
     nearest = Nearest(bits, levels_n, torch.float32)
     parts = zip(weight_OI.split(rows), scales_OS.split(rows), outputs, strict=True)
     codes = [_section_codes(weight_sI, scales_sS, inputs, section, nearest) for weight_sI, scales_sS, section in parts]
-    return Rounded(torch.cat(codes), scales_OS, inputs.damping, levels_n)
+    rounded = Rounded(torch.cat(codes), scales_OS, inputs.damping, levels_n)
+    table_n, how = polished_table(levels_n, bits, dtype, inputs)
+    if bits < PLAIN_BITS and how.sweeps:
+        _polish_(rounded, weight_OI, table_n, inputs, outputs, how)
+    return rounded
+
+
+def _polish_(
+    rounded: Rounded,
+    weight_OI: Tensor,
+    table_n: Tensor,
+    inputs: Feedback,
+    outputs: Sequence[OutputFeedback],
+    how: Polishing,
+) -> None:
+    """Change codes and scales so that tr(G Δ M Δᵀ) of damped moments falls, or stays.
+
+    In turns, POLISHED_ROWS rows B of each section are polished together. With a_o = Σ_k∈B |G_ok|, the error is at most
+    Σ_o a_o ‖q_o − t_o‖²_M and a constant, with equality at the present rows q_o, for targets t_o = q_o − (G Δ)_o / a_o.
+    So rows that come nearer to their targets lower the error.
+    """
+    damped_II, sweep = damped(inputs.moment, inputs.damping), how._replace(sweeps=1)
+    stored_OI = scaled(rounded.codes, rounded.scales.to(torch.float32), rounded.levels)
+    starts = [0, *accumulate(len(section.order) for section in outputs)]
+    for _ in range(how.sweeps):
+        for first in range(0, max(len(section.order) for section in outputs), POLISHED_ROWS):
+            rows, targets = [], []
+            for start, section in zip(starts, outputs, strict=False):
+                part = slice(first, min(first + POLISHED_ROWS, len(section.order)))
+                if part.start >= part.stop:
+                    continue
+                whole, own = slice(start, start + len(section.order)), slice(start + part.start, start + part.stop)
+                change_sI = stored_OI[whole] - weight_OI[whole].to(torch.float32)
+                bound_b1 = section.damped[part, part].abs().sum(dim=1, keepdim=True)
+                targets.append(stored_OI[own] - section.damped[part] @ change_sI / bound_b1)
+                rows.append(torch.arange(own.start, own.stop, device=weight_OI.device))
+            rows_o = torch.cat(rows)
+            codes_oI, scales_oS = rounded.codes[rows_o], rounded.scales[rows_o]
+            codes_oI, scales_oS = polish_rows(torch.cat(targets), codes_oI, scales_oS, table_n, damped_II, sweep)
+            rounded.codes[rows_o], rounded.scales[rows_o] = codes_oI, scales_oS
+            stored_OI[rows_o] = scaled(codes_oI, scales_oS.to(torch.float32), rounded.levels)
 
 
 def _section_codes(

@@ -524,3 +524,21 @@ def test_a_worker_needs_no_more_memory_for_more_experts(entry: dict[str, Any]) -
         job = manifest(entry, keep=0.8, calibration=cut)
         peaks.append(plan_of(job, geometry).worker_host_bytes)
     assert peaks[0] < peaks[1] < 1.05 * peaks[0]
+
+
+def test_what_feedback_on_both_sides_takes() -> None:
+    """Factors, products and columns of outputs, more than one side's."""
+    both, one = (
+        manifest(calibration=calibration(propagate="dense"), quantize={"bits": 4, "feedback": feedback}, methods=[])
+        for feedback in ("both", True)
+    )
+    where = llama(hidden_size=64, intermediate_size=128)
+    found = []
+    for job in (both, one):
+        tasks = [with_moments(task, job, where.layers[task.layer]) for task in claim_tasks(build_methods(job), where)]
+        found.append({each.name: each for each in layer_work(job, where, tasks, 2).rounding})
+    assert found[0].keys() == found[1].keys() != set()
+    for name, work in found[0].items():
+        assert work.flops > found[1][name].flops
+        assert work.fed_flops > found[1][name].fed_flops
+        assert work.steps > found[1][name].steps

@@ -334,7 +334,7 @@ def test_corrections_make_up_for_rounding(wide: Path, job: MakeJob) -> None:
     asked = {**rounding(3, what="all"), "budget": {"keep": 0.8}, "calibration.samples": 48}  # fewer: noise
     corrected, plain = (job(wide, methods=[{**PLAIN, "correct": correct}], **asked) for correct in ("output", "none"))
     lost = [made.run().json["held_out"]["divergence"] for made in (corrected, plain)]
-    assert lost[0] < 0.95 * lost[1]
+    assert lost[0] < 0.98 * lost[1]
     layers = corrected.compression()["layers"]
     assert all(found["rounding_error"] > 0.0 for layer in layers for found in layer["groups"].values())
     assert not any("nearest" in found for layer in layers for found in layer["groups"].values())

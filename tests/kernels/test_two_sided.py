@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels import gptq
 from pipeline.kernels.gptq import Feedback, Rounded, error_feedback, round_with_feedback
 from pipeline.kernels.levels import LevelKind
 from pipeline.kernels.two_sided import OutputFeedback, output_feedback, round_both_sides
@@ -29,8 +30,8 @@ def problem(rows: int, columns: int, sections: int, tokens: int | None = None) -
     return random(rows, columns, seed=3), moment(columns, tokens or 4 * columns, seed=1), torch.stack(gradients)
 
 
-def feedback_of(inputs: Tensor, damping: float = 0.01) -> Feedback:
-    feedback = error_feedback(inputs, damping)
+def feedback_of(inputs: Tensor, damping: float = 0.01, polish: int = 0) -> Feedback:
+    feedback = error_feedback(inputs, damping, polish=polish)
     assert feedback is not None
     return feedback
 
@@ -80,8 +81,15 @@ def by_hand(weight: Tensor, inputs: Tensor, gradients: Tensor, found: Rounded, d
 @pytest.mark.parametrize("levels", ["uniform", "normal"])
 @pytest.mark.parametrize(("rows", "columns", "group", "sections"), SHAPES)
 def test_codes_are_those_of_the_sum_written_out(
-    rows: int, columns: int, group: int | None, sections: int, levels: LevelKind, bits: int
+    rows: int,
+    columns: int,
+    group: int | None,
+    sections: int,
+    levels: LevelKind,
+    bits: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gptq, "TABLE_SWEEPS", 0)  # of polishing, which is tested below
     weight, inputs, gradients = problem(rows, columns, sections)
     before = weight.clone(), inputs.clone(), gradients.clone()
     feedback = feedback_of(inputs, 0.1)
@@ -103,6 +111,34 @@ def test_both_sides_beat_one(rows: int, columns: int, sections: int, tokens: int
     one = round_with_feedback(weight, feedback, 3, 32, torch.float32)
     both = round_both_sides(weight, feedback, outputs, 3, 32, torch.float32)
     assert loss(weight, both.values, inputs, gradients) < 0.8 * loss(weight, one.values, inputs, gradients)
+
+
+@pytest.mark.parametrize("levels", ["uniform", "learned"])
+@pytest.mark.parametrize(
+    ("tokens", "damping", "gain"), [(500, 3.0, 0.98), (500, 0.1, 1.0), (1, 0.1, 1.0)], ids=["damped", "full", "one"]
+)
+@pytest.mark.parametrize("sections", [1, 2])
+def test_polishing_adds_no_error(
+    sections: int, tokens: int, damping: float, gain: float, levels: LevelKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However closely the rows depend on each other: with one token, G has rank one."""
+    weight, inputs, _ = problem(128, 64, 1)
+    gradients = torch.stack([moment(128 // sections, tokens, seed=20 + number) for number in range(sections)])
+
+    def polished(sweeps: int) -> float:
+        monkeypatch.setattr(gptq, "TABLE_SWEEPS", sweeps)
+        feedback = feedback_of(inputs, 0.1, polish=sweeps)
+        rounded = round_both_sides(weight, feedback, sections_of(gradients, damping), 3, 32, torch.bfloat16, levels)
+        return loss(weight, rounded.values, damped_moment(inputs, 0.1), damped_moment(gradients, damping))
+
+    losses = [polished(sweeps) for sweeps in (0, 1, 3)]
+    assert losses[1] <= gain * losses[0] * (1 + 1e-5)
+    assert losses[2] <= losses[1] * (1 + 1e-5)
+
+
+def damped_moment(moments: Tensor, damping: float) -> Tensor:
+    mean = moments.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[..., None, None]
+    return moments + damping * mean * torch.eye(moments.shape[-1])
 
 
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
