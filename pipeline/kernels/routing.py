@@ -61,6 +61,14 @@ class Others(NamedTuple):
     factor: float
     scale: float
 
+    def matched(self, own: float, values_mN: Tensor, passed: int) -> float:
+        """Return the factor by which values on others get the mean square of `passed` own tokens, and of one other.
+
+        `own`: the sum of the own tokens' squares. Experts with few tokens mostly get small weights.
+        """
+        other = float(values_mN.double().square().sum()) / len(values_mN) / self.factor**2
+        return ((own + other) / ((passed + 1) * other)) ** 0.5 if other > 0.0 else 1.0
+
 
 class Routing(NamedTuple):
     """The experts of each token (T, k), the best first, and their weights (T, k). A weight of 0 means no expert."""

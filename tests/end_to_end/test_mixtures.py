@@ -197,7 +197,7 @@ def one_sided(directory: Path, family: str = "qwen3_moe", **sizes: Any) -> Path:
 
 
 @inline
-def test_an_expert_without_tokens_stays_dense_and_is_named(tmp_path: Path, job: MakeJob) -> None:
+def test_an_expert_without_tokens_is_named_and_cut_by_tokens_of_others(tmp_path: Path, job: MakeJob) -> None:
     source = one_sided(tmp_path / "source")
     made = job(source, methods=[EXPERTS_ALONE], **DENSE, **{"budget.keep": 0.8})
     made.run().json  # noqa: B018 - asserts the exit code
@@ -209,12 +209,11 @@ def test_an_expert_without_tokens_stays_dense_and_is_named(tmp_path: Path, job: 
     page = (made.run_dir / "report.html").read_text()
     for caption in ("Calibration tokens that the router sent", "Share of its channels", "chosen size of each expert"):
         assert caption in page
-    dense = [role for role in (f"experts.{expert}.down" for expert in range(6)) if role not in written["forms"][0]]
-    assert len(dense) >= 4
-    before, after = read_tensors(source), read_tensors(made.output)
-    for role in dense:
-        name = f"model.layers.0.mlp.{role}_proj.weight"
-        assert torch.equal(before[name], after[name])
+    stored = sum(tensor.numel() for tensor in read_tensors(made.output).values())
+    whole = sum(tensor.numel() for tensor in read_tensors(source).values())
+    outside = sum(tensor.numel() for name, tensor in read_tensors(source).items() if ".layers." not in name)
+    assert any(written["forms"])
+    assert stored - outside <= 0.8 * (whole - outside), "experts without tokens count within the budget"
 
 
 @inline

@@ -18,6 +18,7 @@ from pipeline.ranks.curves import (
     predicted_loss,
     steps,
     to_columns,
+    up_to_whole,
 )
 
 
@@ -121,3 +122,31 @@ def test_steps(limit: int, multiple: int) -> None:
     assert found == sorted(set(found))
     assert all(step % multiple == 0 for step in found[:-1])
     assert len(found) <= 258
+
+
+def tied(key: str) -> list[Point]:
+    """Return a curve that predicts no loss for a cut, as few tokens do."""
+    return up_to_whole([Point({key: size}, 10 * size, loss) for size, loss in ((1, 0.5), (2, 0.0), (3, 0.0), (4, 0.0))])
+
+
+def test_a_budget_that_holds_the_whole_model_cuts_nothing() -> None:
+    """Even where a smaller size loses as little."""
+    curves = {"a": tied("a"), "b": [Point({"b": 1}, 10, 1.0), Point({"b": 2}, 20, 0.0)]}
+    assert [point.numbers for point in curves["a"]] == [10, 20, 40]
+    assert {key: point.numbers for key, point in choose(curves, 60).items()} == {"a": 40, "b": 20}
+    assert {key: point.numbers for key, point in choose(curves, 59).items()} == {"a": 20, "b": 20}
+
+
+def test_guarded_curves_lose_little_at_nearly_the_full_size() -> None:
+    """If all lose a share c, at most c (1 + GUARD c), or one step more where that does not fit."""
+    fine = {
+        "a": [Point({"a": size}, size, 1e-9 * (100 - size) ** 2) for size in range(1, 101)],
+        "b": [Point({"b": size}, size, 1e-3 * (100 - size) ** 2) for size in range(1, 101)],
+    }
+    assert choose(fine, 198)["a"].numbers == 98
+    assert choose(fine, 198, guarded={"a"})["a"].numbers == 99  # 1 - 0.01 · 1.2 = 0.988
+    assert choose(fine, 180)["a"].numbers == 80
+    assert choose(fine, 180, guarded={"a"})["a"].numbers == 80  # 1 - 0.1 · 3 = 0.7
+    assert choose(fine, 110, guarded={"a"})["a"].numbers == 10
+    coarse = {"a": [Point({"a": 1}, 50, 0.1), Point({"a": 2}, 100, 0.0)]}
+    assert choose(coarse, 99, guarded={"a"})["a"].numbers == 50

@@ -97,7 +97,13 @@ def _others(block: MLPBlock, mixture: Mixture, number: int, passed: int, statist
     places_m = evenly_spread(0, len(inputs_TD), len(inputs_TD), OTHERS * block.width)
     inputs_mD = inputs_TD[places_m.to(inputs_TD.device)]
     others = mixture.route(inputs_mD).others(number, block.width, passed)
-    return None if others is None else OtherInputs(*mixture.as_own(inputs_mD, others), others.scale)
+    if others is None:
+        return None
+    inputs_mD, factor = mixture.as_own(inputs_mD, others)
+    if (written := input_moment(block.writer)) in statistics.moments:
+        own = float(statistics.moments[written].diagonal(dim1=-2, dim2=-1).sum())
+        factor *= others.matched(own, mixture.hidden(number, inputs_mD) * factor, passed)
+    return OtherInputs(inputs_mD, factor, others.scale)
 
 
 class _Gradients(NamedTuple):

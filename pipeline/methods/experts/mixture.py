@@ -101,7 +101,9 @@ class Mixture:
         if others is None:
             return Served(tokens_t, values_tN)
         inputs_mD, factor = self.as_own(inputs_TD, others)
-        return Served(tokens_t, values_tN, self.channels_of(weights, inputs_mD) * factor, others.scale)
+        others_mN = self.channels_of(weights, inputs_mD) * factor
+        matched = others.matched(float(values_tN.double().square().sum()), others_mN, len(tokens_t))
+        return Served(tokens_t, values_tN, others_mN * matched, others.scale)
 
     def as_own(self, inputs_TD: Tensor, others: Others) -> tuple[Tensor, float]:
         """Return the inputs (m, D) of an expert on tokens of others, and the factor of its channels."""
@@ -197,7 +199,7 @@ def expert_sums(mixture: Mixture, inputs_TD: Tensor) -> ExpertSums:
 
 
 def _other_sums(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routing, passed: int) -> tuple[float, float]:
-    """Return the number of tokens that an expert with few tokens lacks, and Σ p‖f(m)‖ over as many tokens of others."""
+    """Return 1 and the mean of p‖f(m)‖ over tokens of others, for an expert with few tokens; else zeros."""
     width = mixture.experts[number].writer.shape[1]
     others = routing.others(number, width, passed)
     if others is None:
@@ -205,7 +207,7 @@ def _other_sums(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Routi
     inputs_mD, _ = mixture.as_own(inputs_TD, others)
     norms_m = mixture.outputs(number, inputs_mD).double().norm(dim=1)
     weight = 1.0 if mixture.rule.weighs_inputs else others.weight
-    return float(width - passed), (width - passed) * weight * float(norms_m.mean())
+    return 1.0, weight * float(norms_m.mean())
 
 
 def weighted_moment(part: Served, tokens: int) -> Tensor:
@@ -227,7 +229,9 @@ def reader_moment(mixture: Mixture, number: int, inputs_TD: Tensor, routing: Rou
     if others is None:
         return weighted_moment(Served(tokens_t, inputs_tD), len(inputs_TD))
     inputs_mD, factor = mixture.as_own(inputs_TD, others)
-    return weighted_moment(Served(tokens_t, inputs_tD, inputs_mD * factor, others.scale), len(inputs_TD))
+    inputs_mD = inputs_mD * factor
+    inputs_mD = inputs_mD * others.matched(float(inputs_tD.double().square().sum()), inputs_mD, len(tokens_t))
+    return weighted_moment(Served(tokens_t, inputs_tD, inputs_mD, others.scale), len(inputs_TD))
 
 
 def narrowed(mixture: Mixture, kept: Sequence[int], solved: Sequence[SolvedExpert]) -> Mixture:

@@ -19,21 +19,21 @@ SALIENCY_BY_EXPERT, REMOVAL_LOSS_BY_EXPERT = "saliency_by_expert", "removal_loss
 class ExpertSums(NamedTuple):
     """Sums over the tokens of each expert, (E,) float64: their number, Σ p, Σ ‖f(m)‖ and Σ p‖f(m)‖.
 
-    `lacking`, `weighted_others`: the number of tokens that an expert with few tokens lacks, and Σ p‖f(m)‖ over as many
-    tokens of other experts; else 0.
+    `others`, `weighted_others`: for an expert with few tokens, 1 and the mean of p‖f(m)‖ over tokens of other experts;
+    else 0.
     """
 
     tokens: Tensor
     weights: Tensor
     outputs: Tensor
     weighted_outputs: Tensor
-    lacking: Tensor
+    others: Tensor
     weighted_others: Tensor
 
 
 def reap_scores(sums: ExpertSums) -> Tensor:
-    """Return the mean of p‖f(m)‖ over each expert's tokens, and over those of others that it lacks: REAP's saliency."""
-    return (sums.weighted_outputs + sums.weighted_others) / (sums.tokens + sums.lacking).clamp_min(1.0)
+    """Return the mean of p‖f(m)‖ over each expert's tokens, with few over one of others as well: REAP's saliency."""
+    return (sums.weighted_outputs + sums.weighted_others) / (sums.tokens + sums.others).clamp_min(1.0)
 
 
 def frequency_scores(sums: ExpertSums) -> Tensor:

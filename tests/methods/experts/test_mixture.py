@@ -184,6 +184,8 @@ def test_tokens_of_others_complete_the_moment_of_an_expert_with_few(rule: str, p
     inner, outer = (weight, 1.0) if mixture.rule.weighs_inputs else (1.0, weight)
     others_mN = outer * mixture.hidden(1, inner * inputs_TD[rest_m])
     own_tN = mixture.served(1, inputs_TD, routing).values
+    energy = others_mN.square().sum(dim=1).mean()
+    others_mN *= ((own_tN.square().sum() + energy) / ((passed + 1) * energy)).sqrt()
     expected_NN = own_tN.T @ own_tN + (WIDTH - passed) / len(rest_m) * others_mN.T @ others_mN
     found_NN = weighted_moment(mixture.served(1, inputs_TD, routing), last)
     torch.testing.assert_close(found_NN, max(1, passed) / WIDTH * expected_NN / last, rtol=1e-6, atol=1e-12)

@@ -15,12 +15,12 @@ from pipeline.methods.experts.scores import (
 )
 
 
-def test_reap_is_the_mean_over_an_experts_tokens_and_over_those_of_others_that_it_lacks() -> None:
-    columns = [[4.0, 0.0, 1.0], [2.0, 0.0, 0.5], [8.0, 0.0, 8.0], [6.0, 0.0, 4.0], [0.0, 4.0, 3.0], [0.0, 2.0, 1.2]]
+def test_reap_is_the_mean_over_an_experts_tokens_and_with_few_over_one_of_others() -> None:
+    columns = [[4.0, 0.0, 1.0], [2.0, 0.0, 0.5], [8.0, 0.0, 8.0], [6.0, 0.0, 4.0], [0.0, 1.0, 1.0], [0.0, 0.5, 1.2]]
     sums = ExpertSums(*torch.tensor(columns, dtype=torch.float64))
-    assert reap_scores(sums).tolist() == [1.5, 0.5, 1.3]
+    assert reap_scores(sums).tolist() == [1.5, 0.5, 2.6]
     assert frequency_scores(sums).tolist() == [4.0, 0.0, 1.0]
-    assert kept_experts(reap_scores(sums), 1).tolist() == [0]
+    assert kept_experts(reap_scores(sums), 1).tolist() == [2]
 
 
 @pytest.mark.parametrize(("count", "groups", "expected"), [(3, 1, [1, 2, 3]), (2, 2, [1, 3]), (4, 2, [1, 2, 3, 5])])
