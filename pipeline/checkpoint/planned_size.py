@@ -49,20 +49,20 @@ def planned_size(inputs: Inputs) -> Size | None:
     if ranks is None or claimed.keys() & inputs.source.stored_bytes().keys():  # unchanged weights keep their format
         return None
     itemsize, tensors = inputs.dtype.itemsize, inputs.source.tensors.items()
-    copied = [
-        part
+    sizes = [
+        Size(stored_numbers(record.dtype, record.shape, itemsize), _copied_bytes(record))
         for name, record in tensors
         if name not in claimed
-        for part in (record.stored if keeps(record) else (record,))
     ]
-    sizes = [Size(stored_numbers(each.dtype, each.shape, itemsize), _num_bytes(each)) for each in copied]
     sizes += _claimed_sizes(inputs, ranks)
     return Size(sum(size.numbers for size in sizes), sum(size.num_bytes for size in sizes))
 
 
-def _num_bytes(record: TensorRecord) -> int:
-    """Return the bytes of a tensor, decoded from its storage format."""
-    return math.prod(record.shape) * record.torch_dtype.itemsize
+def _copied_bytes(record: TensorRecord) -> int:
+    """Return the bytes of a copied tensor in OUTPUT: in its storage format, or decoded if OUTPUT cannot keep that."""
+    return sum(
+        math.prod(each.shape) * each.torch_dtype.itemsize for each in (record.stored if keeps(record) else (record,))
+    )
 
 
 def known_ranks(inputs: Inputs) -> Ranks | None:

@@ -129,11 +129,12 @@ def stored_weight(name: str, owner: str, shape: tuple[int, int]) -> TensorRecord
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_copied_weights_in_a_stored_format(kept: bool) -> None:
-    """With their own names the parts are copied: a byte for each number, and the scales; else they are decoded."""
+    """With their own names the parts are copied: a byte for each number, and the scales; else they are decoded. Numbers
+    are those of the decoded weight, as in `dense_numbers`."""
     path = "model.layers.0.mlp.up_proj"
     weight = stored_weight(f"{path}.weight", path if kept else "elsewhere", (80, 48))
     job = manifest({"layers": [1], "ranks": {"value": 16, "mlp": 80}})
-    expected = (MODEL + 80, 2 * MODEL - 80 * 48 + 2 * 80) if kept else (MODEL, 2 * MODEL)
+    expected = (MODEL, 2 * MODEL - 80 * 48 + 2 * 80) if kept else (MODEL, 2 * MODEL)
     assert sizes(inputs_of(job, extra={weight.name: weight})) == expected
 
 
