@@ -196,7 +196,7 @@ KEPT_AND_CHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changed", KEPT_AND_CHANGED)
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_the_plan_counts_bytes_as_they_are_stored(kind: str, changed: str, job: MakeJob, models: Any) -> None:
-    """Of the source, of what is read of it, and of OUTPUT, which keeps formats beside the weights that a job changes."""
+    """Of the source, of what is read of it, and of OUTPUT, which keeps formats beside changed weights."""
     family = "gpt_oss" if kind == "mxfp4" else "llama"
     encoded, _ = models(kind, family, hidden_size=64, intermediate_size=32 if kind == "mxfp4" else 96)
     run = job(encoded, calibration=None, **KEPT_AND_CHANGED[changed])
