@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size, bounded_by, size_bound
 from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.phases import Pass
 from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import refine_bytes, settings_of
 from pipeline.cost_model.solve_work import moment_width, solve_work
+from pipeline.cost_model.vocabulary import TOKENIZER_BYTES, outer_bytes, window_bytes
 from pipeline.cost_model.work import forward_flops, pair_bytes
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
@@ -28,7 +30,9 @@ from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_moments, layers_of
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
-PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
+PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up
+KEPT_BYTES = 64 * 2**20  # freed memory that its heap keeps (`workers.memory`: TRIMMED_BYTES)
+DRIVER_BYTES = 600 * 2**20  # the driver's process, with the buffers in which it checks files
 MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
@@ -89,6 +93,7 @@ def make_plan(
     sequence = calibration.sequence_length if calibration else 0
     tokens = calibration.samples * sequence if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
+    tasks = [_with_samples_of(task, tokens) for task in tasks]
     claimed, experts = layers_of(tasks), manifest.workers.experts
     moments = [(geometry.layers[layer], moment) for layer in claimed for moment in layer_moments(tasks, layer)]
     by_layer = {layer: _statistics_bytes(geometry, tasks, layer) for layer in claimed}
@@ -111,7 +116,10 @@ def make_plan(
         solving += sum(_layer_bytes(manifest, geometry, itemsize)) + summed
     sliced = geometry.streams(experts)
     between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
-    host, device = _worker_peak(manifest, geometry, itemsize, (summed, solving), between // max(1, workers))
+    held_out, texts = window_bytes(manifest, geometry, workers)
+    held = max(between // max(1, workers) + held_out, texts)
+    host, device = _worker_peak(manifest, geometry, tasks, itemsize, (summed, solving), held)
+    host += shared_bytes(walk, summed, max(each.stored_bytes() for each in geometry.layers)) if device == 0 else 0
     host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30)) if refined else 0  # the targets
     reads = read_phases(manifest, geometry, tasks, size, source_bytes, walk)
     return Plan(
@@ -125,7 +133,7 @@ def make_plan(
         worker_peak_bytes=host + device,
         worker_host_bytes=host,
         worker_device_bytes=device,
-        driver_peak_bytes=PROCESS_BYTES + tokens * 8,
+        driver_peak_bytes=DRIVER_BYTES + (TOKENIZER_BYTES * geometry.vocab if calibration else 0) + tokens * 8,
         statistics_bytes_per_layer=statistics,
         activation_bytes=activations,
         run_dir_bytes=states * activations + stored_statistics + tokens * TOKEN_BYTES + (1 + drafts) * size.num_bytes,
@@ -141,6 +149,26 @@ def make_plan(
         calibration_tokens=tokens,
         workers=workers,
     )
+
+
+def _with_samples_of(task: Task, tokens: int) -> Task:
+    """Return a task whose samples have at most all calibration `tokens`."""
+    most = [
+        replace(moment, tokens=min(moment.tokens, tokens)) if moment.kind == "sample" else moment
+        for moment in task.moments
+    ]
+    return replace(task, moments=tuple(most))
+
+
+def shared_bytes(walk: Pass, summed: int, layer_bytes: int) -> int:
+    """Return the pages of Ray's object store that a worker's process touches, which count as its memory, too.
+
+    They hold its own sums (triangles), those that it adds, and their total, for the layers whose sums are in flight, the
+    sums of layers that wait to be solved, and the factors of some layers. `summed`: bytes of a layer's whole moments.
+    """
+    sums, in_flight = (3 if walk.workers > 1 else 1), 1 if walk.compressed else 2 if walk.in_pass else 1 + walk.ahead
+    waiting = min(2 * walk.workers, walk.layers) if walk.in_pass else 0
+    return (in_flight * sums + waiting) * summed // 2 + (1 if walk.compressed else 2) * layer_bytes
 
 
 def _statistics_bytes(geometry: Geometry, tasks: Sequence[Task], layer: int) -> int:
@@ -293,7 +321,12 @@ def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> in
 
 
 def _worker_peak(
-    manifest: Manifest, geometry: Geometry, itemsize: int, moments: tuple[int, int], activations: int
+    manifest: Manifest,
+    geometry: Geometry,
+    tasks: Sequence[Task],
+    itemsize: int,
+    moments: tuple[int, int],
+    activations: int,
 ) -> tuple[int, int]:
     """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
 
@@ -302,7 +335,6 @@ def _worker_peak(
     reduced moments.
     """
     calibration = manifest.calibration
-    largest = max(each.numbers(each.held_roles(manifest.workers.experts)) for each in geometry.layers)
     widest = max(block.width for each in geometry.layers for block in each.mlps)
     layer, placed = _layer_bytes(manifest, geometry, itemsize)
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
@@ -314,13 +346,16 @@ def _worker_peak(
     statistics, solving = moments
     # Values of several micro-batches are joined for one product. The widest points determine the size.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
-    waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + widest) * itemsize
-    passing = layer + placed + 2 * statistics + batch * features * 4 + waiting
-    scoring = largest * max(4, itemsize) + batch * features * 4 if calibration else 0
-    computing = max(passing, solving, scoring)
+    rows = max(batch, min(ROWS_PER_PRODUCT, shard))
+    waiting = (rows - batch) * (geometry.hidden + widest) * itemsize
+    product = rows * widest * 4 if statistics else 0  # its rows are scaled first
+    embedding = geometry.hidden * geometry.vocab * itemsize if calibration else 0  # beside the first layer
+    passing = layer + placed + embedding + statistics + batch * features * 4 + waiting + product
+    outside = layer + placed + outer_bytes(manifest, geometry, tasks, itemsize, batch)
+    computing = max(passing, solving, outside + batch * features * 4)
     if manifest.workers.gpus == 0:
-        return PROCESS_BYTES + hidden_states + computing, 0
-    return PROCESS_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
+        return PROCESS_BYTES + KEPT_BYTES + hidden_states + computing, 0
+    return PROCESS_BYTES + KEPT_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
 
 
 def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
