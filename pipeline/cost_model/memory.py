@@ -1,0 +1,161 @@
+"""The memory of a worker: what its process takes, and the largest of what the steps of a job hold at a time.
+
+Legend: D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manifests.schema import Manifest
+from pipeline.cost_model.phases import Pass
+from pipeline.cost_model.refinement_work import refine_bytes
+from pipeline.cost_model.solve_work import moment_width
+from pipeline.cost_model.vocabulary import outer_bytes
+from pipeline.cost_model.work import pair_bytes
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.moments import ROWS_PER_PRODUCT
+from pipeline.methods.experts.removal import REFITTED
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import layer_moments, layers_of
+
+DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
+PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up
+KEPT_BYTES = 64 * 2**20  # freed memory that its heap keeps (`workers.memory`: TRIMMED_BYTES)
+MOMENT_BYTES = 8  # float64
+SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
+CURVE_COPIES = 4  # one more for the kept channels, with its factor
+SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
+CURVE_SAMPLE_BYTES = 4 * (1 + REFITTED)  # the same, if a curve measures refits
+
+
+def worker_peak(
+    manifest: Manifest,
+    geometry: Geometry,
+    tasks: Sequence[Task],
+    itemsize: int,
+    moments: tuple[int, int],
+    activations: int,
+) -> tuple[int, int]:
+    """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
+
+    `moments`: bytes of the moments that are summed at a time, and of solving one task. `activations`: bytes of its
+    hidden states. With a GPU, host memory holds the process, a layer that is read ahead, hidden states, and a layer's
+    reduced moments.
+    """
+    calibration = manifest.calibration
+    widest = max(block.width for each in geometry.layers for block in each.mlps)
+    layer, placed = layer_bytes(manifest, geometry, itemsize)
+    batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
+    features = 6 * geometry.hidden + max(
+        3 * round(sum(block.share * block.width for block in each.mlps)) + 4 * each.query_features
+        for each in geometry.layers
+    )
+    hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
+    statistics, solving = moments
+    # Values of several micro-batches are joined for one product. The widest points determine the size.
+    shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
+    rows = max(batch, min(ROWS_PER_PRODUCT, shard))
+    waiting = (rows - batch) * (geometry.hidden + widest) * itemsize
+    product = rows * widest * 4 if statistics else 0  # its rows are scaled first
+    embedding = geometry.hidden * geometry.vocab * itemsize if calibration else 0  # beside the first layer
+    passing = layer + placed + embedding + statistics + batch * features * 4 + waiting + product
+    outside = layer + placed + outer_bytes(manifest, geometry, tasks, itemsize, batch)
+    computing = max(passing, solving, outside + batch * features * 4)
+    if manifest.workers.gpus == 0:
+        return PROCESS_BYTES + KEPT_BYTES + hidden_states + computing, 0
+    return PROCESS_BYTES + KEPT_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
+
+
+def layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of the largest layer as it is read ahead (onto the GPU, if there is one) and as it is computed.
+
+    If a layer has more experts than a worker holds, only one slice of them counts.
+    """
+    held = [(each, each.held_roles(manifest.workers.experts)) for each in geometry.layers]
+    largest = max(each.numbers(roles) for each, roles in held)
+    stored = max(each.num_bytes(roles) for each, roles in held)
+    gpu = manifest.workers.gpus > 0
+    return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
+
+
+def shared_bytes(walk: Pass, summed: int, stored: int) -> int:
+    """Return the pages of Ray's object store that a worker's process touches, which count as its memory, too.
+
+    They hold its own sums (triangles), those that it adds, and their total, for the layers whose sums are in flight,
+    the sums of layers that wait to be solved, and factors. `summed`: bytes of a layer's whole moments.
+    """
+    sums, in_flight = (3 if walk.workers > 1 else 1), 1 if walk.compressed else 2 if walk.in_pass else 1 + walk.ahead
+    waiting = min(2 * walk.workers, walk.layers) if walk.in_pass else 0
+    return (in_flight * sums + waiting) * summed // 2 + (1 if walk.compressed else 2) * stored
+
+
+def part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
+    """Return the bytes of the sums that a worker holds at a time: moments of a slice of experts and of points outside
+    of experts, or the pairs of one step of a correction."""
+    roles = frozenset(layer.held_roles(experts))
+    inside = [(block, (block.writer.reads, block.input if block.weighed else "")) for block in layer.mlps]
+    held = {point for block, points in inside if roles.issuperset(block.roles) for point in points}
+    passing = {point for _, points in inside for point in points} - held
+    moments = (moment for moment in layer_moments(tasks, layer.index) if moment.point not in passing)
+    pairs = {moment for task in tasks if task.layer == layer.index for moment in task.corrections}
+    return max(sum(moment_bytes(moment, layer) for moment in moments), *pair_bytes(sorted(pairs), layer), 0)
+
+
+def solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
+    """Return the memory of the largest solve or training of a layer."""
+    calibration, held = manifest.calibration, manifest.workers.experts
+    tokens = calibration.samples * calibration.sequence_length if calibration else 0
+    solves = (
+        _streamed_bytes(task, geometry.layers[task.layer], tokens)
+        if geometry.layers[task.layer].num_experts > held and _experts_of(task, geometry.layers[task.layer]) > held
+        else solve_bytes(task, geometry.layers[task.layer])
+        for task in tasks
+    )
+    trainings = (refine_bytes(manifest, geometry.layers[layer]) for layer in layers_of(tasks))
+    return max((*solves, *trainings), default=0)
+
+
+def solve_bytes(task: Task, geometry: LayerGeometry) -> int:
+    """Return the memory of a task on a worker: moments and their copies, samples, and weights, also in float64."""
+    samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
+    moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
+    copies = CURVE_COPIES if samples else SOLVE_COPIES
+    return copies * moments + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
+
+
+def _experts_of(task: Task, layer: LayerGeometry) -> int:
+    """Count the experts that a task compresses together."""
+    return len({block.name for block in layer.mlps if block.routing and block.roles[0] in task.roles})
+
+
+def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
+    """Return the memory of a task whose experts are read one at a time.
+
+    Memory holds two experts and the one that is being read, one expert in float64 with its moment, the sampled inputs,
+    and more vectors per token in float32: the output to fit and its residual, or as many bytes of changes. A curve,
+    which needs the gradient's moment, holds a residual for each refit that it measures.
+    """
+    expert = next(block for block in geometry.mlps if block.routing and block.roles[0] in task.roles)
+    routed = {role for block in geometry.mlps if block.routing for role in block.roles}
+    outside = [role for role in task.roles if role not in routed]
+    extra = SAMPLE_BYTES if all(moment.kind == "sample" for moment in task.moments) else CURVE_SAMPLE_BYTES
+    samples = sum(
+        min(1.0, tokens / moment.tokens) * moment_bytes(moment, geometry)
+        + min(moment.tokens, tokens) * extra * moment_width(moment, geometry)
+        for moment in task.moments
+        if moment.kind == "sample"
+    )
+    moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
+    moments += MOMENT_BYTES * expert.width**2
+    weights = 3 * geometry.num_bytes(expert.roles) + 8 * geometry.numbers(expert.roles) + geometry.num_bytes(outside)
+    return round(SOLVE_COPIES * moments + samples + weights)
+
+
+def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
+    """Return the size of a moment in memory."""
+    width = moment_width(moment, geometry)
+    if moment.kind == "sample":
+        return moment.tokens * width * geometry.bits // 8
+    return moment.groups * width * (1 if moment.diagonal else width) * MOMENT_BYTES
