@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manifests.schema import Manifest
+from pipeline.cost_model.passes import gradient_tokens
 from pipeline.cost_model.phases import Pass
-from pipeline.cost_model.refinement_work import refine_bytes
+from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
 from pipeline.cost_model.solve_work import moment_width
-from pipeline.cost_model.vocabulary import outer_bytes
+from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.experts.removal import REFITTED
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import layer_moments, layers_of
+from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
 PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up
@@ -54,18 +55,54 @@ def worker_peak(
     )
     hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     statistics, solving = moments
-    # Values of several micro-batches are joined for one product. The widest points determine the size.
+    # Values of several micro-batches are joined for one product.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
     rows = max(batch, min(ROWS_PER_PRODUCT, shard))
-    waiting = (rows - batch) * (geometry.hidden + widest) * itemsize
+    waiting = (rows - batch) * _summed_features(geometry, tasks) * itemsize
     product = rows * widest * 4 if statistics else 0  # its rows are scaled first
     embedding = geometry.hidden * geometry.vocab * itemsize if calibration else 0  # beside the first layer
     passing = layer + placed + embedding + statistics + batch * features * 4 + waiting + product
-    outside = layer + placed + outer_bytes(manifest, geometry, tasks, itemsize, batch)
-    computing = max(passing, solving, outside + batch * features * 4)
+    outside = layer + placed + batch * features * 4 + outer_bytes(manifest, geometry, itemsize, batch)
+    pulling = layer + placed + gradient_bytes(manifest, geometry, tasks, itemsize)
+    computing = max(passing, solving, outside, pulling)
     if manifest.workers.gpus == 0:
         return PROCESS_BYTES + KEPT_BYTES + hidden_states + computing, 0
     return PROCESS_BYTES + KEPT_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
+
+
+def _summed_features(geometry: Geometry, tasks: Sequence[Task]) -> int:
+    """Count the numbers of a token, with even routing, at the points whose values are summed, in the widest layer."""
+    each = (
+        sum(layer.share(moment.point) * moment.heads * moment_width(moment, layer) for moment in moments)
+        for layer in (geometry.layers[index] for index in layers_of(tasks))
+        if (moments := [moment for moment in layer_moments(tasks, layer.index) if moment.kind == "value"])
+    )
+    return round(max(each, default=0))
+
+
+def gradient_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int) -> int:
+    """Return the memory of the backward pass of a sample beside its layer; 0 without gradients.
+
+    It holds the values that a layer's backward pass needs, with the scores of attention, and what is summed: gradients
+    of several samples that wait for one product, and triangles. Behind the last layer the head is differentiated while
+    these values wait; then two more copies of the scores are needed.
+    """
+    asking = [geometry.layers[index] for index in layers_of(tasks) if layer_gradients(tasks, index)]
+    if manifest.calibration is None or not asking:
+        return 0
+    sequence = manifest.calibration.sequence_length
+    tokens = -(-gradient_tokens(manifest, geometry, tasks) // manifest.calibration.shards)
+    rows, most = max(sequence, min(ROWS_PER_PRODUCT, tokens)), 0
+    for layer in asking:
+        moments = layer_gradients(tasks, layer.index)
+        waiting = rows * sum(layer.share(each.point) * each.heads * moment_width(each, layer) for each in moments)
+        sums = sum(moment_bytes(each, layer) for each in moments) // 2
+        widths = sum(block.share * block.width for block in layer.mlps)
+        values = sequence * (12 * layer.hidden + 6 * layer.query_features + 5 * widths)
+        scores = VALUE_BYTES * layer.query_heads * sequence**2
+        pulled = max((SCORES - 1) * scores, pulled_logits_bytes(manifest, geometry, itemsize))
+        most = max(most, round(VALUE_BYTES * (waiting + values)) + sums + scores + pulled)
+    return most
 
 
 def layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:

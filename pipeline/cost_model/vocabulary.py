@@ -6,14 +6,11 @@ Legend: V vocabulary, D hidden, T tokens whose logits are computed together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from manifests.schema import Manifest
 from pipeline.cost_model.work import COMPARED_TOKENS
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.gradients import NUMBERS_AT_ONCE
-from pipeline.methods.method import Task
-from pipeline.methods.registry import layer_gradients, layers_of
 from pipeline.units.sharding import TEXT_TOKENS, held_out_windows
 
 ROWS = 256  # as `ROWS_PER_LOGITS` and `ROWS_PER_HEAD` of workers
@@ -24,26 +21,41 @@ SKETCHED_BYTES = 22  # per logit that is compared: itself, random signs, both in
 TOKENIZER_BYTES = 1900  # per word, while a tokenizer of a hub is parsed, with its merges
 
 
-def outer_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int, window: int) -> int:
-    """Return the most memory that embedding or head take with the logits of a step. `window`: tokens of a micro-batch.
+def pulled_logits_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> int:
+    """Return the memory of the head and its logits where the gradient of the model's loss is computed."""
+    if manifest.calibration is None or manifest.calibration.gradient.kind == "local":
+        return 0
+    logits = min(ROWS, manifest.calibration.sequence_length) * geometry.vocab
+    pulling = (
+        FLOAT * geometry.hidden * geometry.vocab + PULLED_BYTES * logits + COPIED_BYTES * _copied(manifest, logits)
+    )
+    return max(_loading(geometry, itemsize), pulling)
 
-    The embedding is held beside the first layer and the head beside the last, each in the dtype of its pass. Both are
-    read in the source's dtype, and converted.
+
+def _loading(geometry: Geometry, itemsize: int) -> int:
+    """Return the memory to read an embedding or a head in the source's dtype, and to convert it to float32."""
+    return (FLOAT + (itemsize if itemsize < FLOAT else 0)) * geometry.hidden * geometry.vocab
+
+
+def _copied(manifest: Manifest, logits: int) -> int:
+    """Return how many of the logits are copied at a time."""
+    return min(logits, NUMBERS_AT_ONCE) if manifest.workers.gpus == 0 else logits
+
+
+def outer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int, window: int) -> int:
+    """Return the most memory of embedding or head, and of logits, where models are scored and compared.
+
+    `window`: tokens of a micro-batch. The embedding is held beside the first layer and the head beside the last.
     """
-    numbers, vocab, tokens = geometry.hidden * geometry.vocab, geometry.vocab, min(ROWS, window)
-    wide = FLOAT * numbers
-    loading = wide + (itemsize * numbers if itemsize < FLOAT else 0)
+    numbers, vocab, loading = geometry.hidden * geometry.vocab, geometry.vocab, _loading(geometry, itemsize)
+    wide, logits = FLOAT * numbers, min(ROWS, window) * vocab
     heads = 2 if manifest.quantize is not None and "head" in manifest.quantize.outer_roles and not geometry.tied else 1
-    copied = min(tokens * vocab, max(vocab, NUMBERS_AT_ONCE)) if manifest.workers.gpus == 0 else tokens * vocab
     compared = COMPARED_TOKENS * vocab
     comparing = max(loading, wide + 2 * FLOAT * compared, SKETCHED_BYTES * compared)
     if manifest.calibration is None:
         return comparing
-    scoring = (heads - 1) * wide + max(loading, wide + 2 * FLOAT * tokens * vocab + COPIED_BYTES * copied)
-    pulling = 0
-    if manifest.calibration.gradient.kind == "model" and any(layer_gradients(tasks, at) for at in layers_of(tasks)):
-        pulling = max(loading, wide + PULLED_BYTES * tokens * vocab + COPIED_BYTES * copied)
-    return max(comparing, scoring, pulling)
+    scored = wide + 2 * FLOAT * logits + COPIED_BYTES * _copied(manifest, logits)
+    return max(comparing, (heads - 1) * wide + max(loading, scored))
 
 
 def window_bytes(manifest: Manifest, geometry: Geometry, workers: int) -> tuple[int, int]:
