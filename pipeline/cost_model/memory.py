@@ -5,6 +5,7 @@ Legend: D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from manifests.schema import Manifest
@@ -16,6 +17,7 @@ from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.gptq import FED_NUMBERS
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.experts.removal import REFITTED
 from pipeline.methods.method import Moment, Task
@@ -27,6 +29,7 @@ KEPT_BYTES = 64 * 2**20  # freed memory that its heap keeps (`workers.memory`: T
 MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
+FED_BYTES = 24  # per number that is rounded with error feedback at a time: in float32 and float64, errors, codes
 SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
 CURVE_SAMPLE_BYTES = 4 * (1 + REFITTED)  # the same, if a curve measures refits
 
@@ -147,7 +150,10 @@ def solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task])
     solves = (
         _streamed_bytes(task, geometry.layers[task.layer], tokens)
         if geometry.layers[task.layer].num_experts > held and _experts_of(task, geometry.layers[task.layer]) > held
-        else solve_bytes(task, geometry.layers[task.layer])
+        else max(
+            solve_bytes(task, geometry.layers[task.layer]),
+            rounding_bytes(manifest, task, geometry.layers[task.layer]),
+        )
         for task in tasks
     )
     trainings = (refine_bytes(manifest, geometry.layers[layer]) for layer in layers_of(tasks))
@@ -160,6 +166,21 @@ def solve_bytes(task: Task, geometry: LayerGeometry) -> int:
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
     return copies * moments + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
+
+
+def rounding_bytes(manifest: Manifest, task: Task, geometry: LayerGeometry) -> int:
+    """Return the memory to round a task's matrices with error feedback: moments, a factor, and the matrices that are
+    rounded together because they read the same input; 0 without feedback."""
+    if manifest.quantize is None or not manifest.rounds_by_feedback:
+        return 0
+    moments = [moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample"]
+    together: dict[str, int] = {}
+    for role in task.roles:
+        if role in geometry.reads and not manifest.quantize.skips(role):
+            point = geometry.reads[role]
+            together[point] = together.get(point, 0) + math.prod(geometry.weight_shape(role))
+    fed = min(FED_NUMBERS, max(together.values(), default=0))
+    return sum(moments) + 2 * max(moments, default=0) + geometry.num_bytes(task.roles) + FED_BYTES * fed
 
 
 def _experts_of(task: Task, layer: LayerGeometry) -> int:
