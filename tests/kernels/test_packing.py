@@ -73,8 +73,13 @@ def test_rows_are_packed_a_few_at_a_time(bits: int, monkeypatch: pytest.MonkeyPa
     codes = torch.randint(low, high + 1, (50, 48), generator=torch.Generator().manual_seed(bits))
     words = pack(codes, bits)
     made: list[int] = []
-    full = torch.nn.functional.pad
-    monkeypatch.setattr(torch.nn.functional, "pad", lambda tensor, by: made.append(len(tensor)) or full(tensor, by))
+    pad = torch.nn.functional.pad
+
+    def counted(tensor: torch.Tensor, by: tuple[int, int]) -> torch.Tensor:
+        made.append(len(tensor))
+        return pad(tensor, by)
+
+    monkeypatch.setattr(torch.nn.functional, "pad", counted)
     monkeypatch.setattr("pipeline.kernels.packing.NUMBERS_AT_ONCE", 7 * 48)
     assert torch.equal(pack(codes, bits), words)
     assert torch.equal(unpack(words, bits, 48), codes)
