@@ -136,7 +136,8 @@ def compare_heads(
 
 def norm_of(tensor: Tensor) -> float:
     """Return ‖tensor‖, in float64."""
-    return tensor.double().norm().item()
+    norm: float = tensor.double().norm().item()
+    return norm
 
 
 def relative(error: Tensor, whole: float) -> float:

@@ -37,10 +37,11 @@ def summed_loss(parts: Iterable[LogitRows]) -> Scored:
     """Sum the losses of tokens under one model."""
     total, count = 0.0, 0
     for (logits_TV,), target_T in parts:
-        losses = [functional.cross_entropy(*rows, reduction="none") for rows in cut_logits(logits_TV, target_T)]
+        rows = cut_logits(logits_TV, target_T)
+        losses = [functional.cross_entropy(rows_TV, rows_T, reduction="none") for rows_TV, rows_T in rows]
         total += torch.cat(losses).double().sum().item()
         count += len(target_T)
-        del logits_TV  # before the next are computed
+        del logits_TV, rows  # before the next are computed
     return Scored(total, count)
 
 

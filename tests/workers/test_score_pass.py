@@ -224,9 +224,7 @@ def test_a_compressed_layer_is_read_ahead_and_held_against_its_digest(llama: Pat
 class CopiedBytes(TorchDispatchMode):
     """Records the largest tensor that an operation returns, other than random numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
+    num_bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
