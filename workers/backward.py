@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord
-from pipeline.kernels.gradients import draw_labels
+from pipeline.kernels.gradients import cut_logits, draw_labels
 from pipeline.methods.method import Moment
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.units import Backward
@@ -273,7 +273,9 @@ class BackwardPass:
         except ValueError as error:
             raise NumericsError(f"head: {error}") from error
         label_T = label_T.to(logits_TV.device)
-        residue_TV = -torch.softmax(logits_TV.detach(), dim=1)  # d log p(ŷ) / d logits = onehot(ŷ) − p
+        residue_TV = logits_TV.detach()  # becomes d log p(ŷ) / d logits = onehot(ŷ) − p, in the memory of the logits
+        for (rows_TV,) in cut_logits(residue_TV):
+            torch.neg(torch.softmax(rows_TV, dim=1), out=rows_TV)
         residue_TV[torch.arange(len(label_T), device=label_T.device), label_T] += 1.0
         (gradient_TD,) = torch.autograd.grad(logits_TV, hidden_TD, residue_TV)
         return gradient_TD

@@ -67,7 +67,7 @@ def compare_some(unit: Compare, setup: WorkerConfig, device: torch.device, trans
     dense, packed = (LayerReader(replace(setup, dtype=torch.float32), device) for _ in range(2))
     if unit.before is None:
         ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=device)
-        states = embedded(dense, packed, unit.staged[0], ids_BS)
+        states = embedded(dense, dense, unit.staged[0], ids_BS)
     else:
         before = transfer.get(unit.before)
         states = before["dense"].to(device), before["packed"].to(device)
@@ -76,13 +76,19 @@ def compare_some(unit: Compare, setup: WorkerConfig, device: torch.device, trans
     if not unit.head:
         return CompareDone(figures, transfer.put(dict(zip(("dense", "packed"), states, strict=True))))
     layers = unit.first + len(unit.staged)
-    error, logits_sketch = compare_heads(dense, packed, unit.staged[-1], states, layers)
+    error, logits_sketch = compare_heads(dense, dense, unit.staged[-1], states, layers)
     return CompareDone({**figures, "error": error, "logits_sketch": logits_sketch})
 
 
 def embedded(dense: LayerReader, packed: LayerReader, first: StagedLayer | None, ids_BS: Tensor) -> States:
-    """Return the inputs of the first layer of both models."""
-    return embedding(dense)(ids_BS), embedding(packed, first)(ids_BS)
+    """Return the inputs of the first layer of both models.
+
+    `packed` may be `dense`, if `first` has all that differs. In any case one table is held at a time.
+    """
+    dense_BSD = embedding(dense)(ids_BS)
+    if packed is not dense:
+        dense.release()
+    return dense_BSD, embedding(packed, first)(ids_BS)
 
 
 def compare_layers(
@@ -100,9 +106,9 @@ def compare_layers(
         both_BSD = _run(block.run(torch.cat((dense_BSD, packed_BSD))))  # one batch reads slices of experts once
         alone_BSD, packed_BSD = both_BSD.chunk(2)
         packed.current = None
-        update_BSD = after_BSD - dense_BSD
-        errors.append(relative(alone_BSD - after_BSD, update_BSD))
-        sketches.append(sketch(alone_BSD - dense_BSD, update_BSD, layer))
+        update = norm_of(after_BSD - dense_BSD)
+        errors.append(relative(alone_BSD - after_BSD, update))
+        sketches.append(sketch(alone_BSD - dense_BSD, update, layer))
         dense_BSD = after_BSD
     dense.release_layer()
     return tuple(errors), tuple(sketches), (dense_BSD, packed_BSD)
@@ -111,23 +117,38 @@ def compare_layers(
 def compare_heads(
     dense: LayerReader, packed: LayerReader, last: StagedLayer | None, states: States, layers: int
 ) -> tuple[float, tuple[float, ...]]:
-    """Return error and sketch of the logits of models with `layers` layers."""
+    """Return error and sketch of the logits of models with `layers` layers. `packed`: as in `embedded`.
+
+    With a large vocabulary, head and logits are the largest tensors of a job, so that each is freed after its last use.
+    """
     dense_BSD, packed_BSD = states
     logits_TV = head(dense)(dense_BSD.flatten(0, 1))
+    if packed is not dense:
+        dense.release()
     packed_TV = head(packed, last)(packed_BSD.flatten(0, 1))
-    spread_TV = logits_TV - logits_TV.mean(dim=0)
-    return relative(packed_TV - logits_TV, spread_TV), sketch(packed_TV - logits_TV.mean(dim=0), spread_TV, layers)
+    packed.release()
+    mean_V = logits_TV.mean(dim=0)
+    spread = norm_of(logits_TV - mean_V)
+    error = relative(packed_TV - logits_TV, spread)
+    del logits_TV
+    return error, sketch(packed_TV.sub_(mean_V), spread, layers)
 
 
-def relative(error: Tensor, whole: Tensor) -> float:
-    """Return ‖error‖ / ‖whole‖; 0 if the error is 0."""
-    lost = error.double().norm().item()
-    return lost / max(whole.double().norm().item(), _NOTHING) if lost != 0.0 else 0.0
+def norm_of(tensor: Tensor) -> float:
+    """Return ‖tensor‖, in float64."""
+    norm: float = tensor.double().norm().item()
+    return norm
 
 
-def sketch(tensor: Tensor, unit: Tensor, layer: int) -> tuple[float, ...]:
-    """Return ⟨random signs, tensor⟩ / ‖unit‖ for K tensors of signs, seeded by the layer's number."""
-    norm = max(unit.double().norm().item(), _NOTHING)
+def relative(error: Tensor, whole: float) -> float:
+    """Return ‖error‖ / whole; 0 if the error is 0."""
+    lost = norm_of(error)
+    return lost / max(whole, _NOTHING) if lost != 0.0 else 0.0
+
+
+def sketch(tensor: Tensor, unit: float, layer: int) -> tuple[float, ...]:
+    """Return ⟨random signs, tensor⟩ / unit for K tensors of signs, seeded by the layer's number."""
+    norm = max(unit, _NOTHING)
     generator = torch.Generator().manual_seed(SEED + layer)
     flat = tensor.double().flatten().cpu()
     projections = []

@@ -17,6 +17,7 @@ from torch.nn import functional
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.kernels.checks import all_finite
+from pipeline.kernels.gradients import cut_logits
 from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from pipeline.units.units import ShardDone
 from stores.activations import ActivationStore
@@ -36,8 +37,11 @@ def summed_loss(parts: Iterable[LogitRows]) -> Scored:
     """Sum the losses of tokens under one model."""
     total, count = 0.0, 0
     for (logits_TV,), target_T in parts:
-        total += functional.cross_entropy(logits_TV, target_T, reduction="none").double().sum().item()
+        rows = cut_logits(logits_TV, target_T)
+        losses = [functional.cross_entropy(rows_TV, rows_T, reduction="none") for rows_TV, rows_T in rows]
+        total += torch.cat(losses).double().sum().item()
         count += len(target_T)
+        del logits_TV, rows  # before the next are computed
     return Scored(total, count)
 
 
@@ -45,14 +49,22 @@ def summed_divergence(parts: Iterable[LogitRows]) -> Scored:
     """Sum the divergence of the second model from the first, which is dense, and the losses under both."""
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for (dense_TV, compressed_TV), target_T in parts:
-        dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
-        losses = [-log_p.gather(1, target_T[:, None]).double().sum() for log_p in (dense_TV, compressed_TV)]
-        gain_TV = compressed_TV.sub_(dense_TV)  # in place, because these tensors are the largest
-        divergence_T = -gain_TV.mul_(dense_TV.exp_()).sum(dim=1, dtype=torch.float64)
-        sums += torch.stack([divergence_T.sum(), *losses]).cpu()
+        rows = cut_logits(dense_TV, compressed_TV, target_T)
+        figures_3T = torch.cat([_divergence_and_losses(*part) for part in rows], dim=1)
+        sums += torch.stack([figure_T.sum() for figure_T in figures_3T]).cpu()
         count += len(target_T)
+        del dense_TV, compressed_TV, rows  # before the next are computed
     divergence, dense_loss, compressed_loss = sums.tolist()
     return Scored(compressed_loss, count, dense_loss, divergence)
+
+
+def _divergence_and_losses(dense_TV: Tensor, compressed_TV: Tensor, target_T: Tensor) -> Tensor:
+    """Return the divergence (3, T) of each token in float64, and its losses under the dense and the other model."""
+    dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
+    losses = [-log_p.gather(1, target_T[:, None])[:, 0].double() for log_p in (dense_TV, compressed_TV)]
+    gain_TV = compressed_TV.sub_(dense_TV)  # in place, because these tensors are the largest
+    divergence_T = -gain_TV.mul_(dense_TV.exp_()).sum(dim=1, dtype=torch.float64)
+    return torch.stack([divergence_T, *losses])
 
 
 class ScorePass:
@@ -187,6 +199,7 @@ class _Shard:
                 if not all(all_finite(logits_TV) for logits_TV in logits):
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
                 yield logits, target_T[part]
+                del logits
 
     def _embedded(self) -> HiddenReader:
         first = self.unit.replay[0] if self.unit.layer else self.unit.staged

@@ -67,5 +67,8 @@ class WrittenTensors(Mapping[str, Tensor]):
 
 
 def _unchanged(source: SourceCheckpoint, name: str, tensor: Tensor) -> bool:
-    """Return True for a weight that equals the one decoded from the source's storage format."""
-    return keeps(source.tensors[name]) and torch.equal(tensor.cpu(), source.read([name])[name])
+    """Return True for a weight that equals the one decoded from the source's storage format, which is read only if it
+    has the same shape."""
+    record = source.tensors[name]
+    alike = keeps(record) and tuple(tensor.shape) == record.shape
+    return alike and torch.equal(tensor.cpu(), source.read([name])[name])

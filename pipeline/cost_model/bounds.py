@@ -88,6 +88,8 @@ def _most_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], n
     decoded_bytes = geometry.model_bytes() + sum(
         layer.grown_bytes(roles_of.get(layer.index, ())) for layer in geometry.layers
     )
+    outside = [(layer, role) for layer, roles in roles_of.items() for role in roles if role in OUTER_ROLES]
+    decoded_bytes += geometry.grown_outer_bytes([f"{geometry.layers[at].path(role)}.weight" for at, role in outside])
     remaining, bits = numbers - (geometry.model_numbers() - dense), 0.0
     for each in claimed:
         stored = min(remaining, each.numbers)

@@ -9,32 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size, bounded_by, size_bound
-from pipeline.cost_model.completion_work import completion_bytes, without_others
+from pipeline.cost_model.memory import (
+    layer_bytes,
+    moment_bytes,
+    part_bytes,
+    shared_bytes,
+    solving_bytes,
+    worker_peak,
+)
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.reads import read_phases
-from pipeline.cost_model.refinement_work import refine_bytes, settings_of
+from pipeline.cost_model.refinement_work import settings_of
 from pipeline.cost_model.solve_work import moment_width, solve_work
-from pipeline.cost_model.work import forward_flops, pair_bytes
+from pipeline.cost_model.vocabulary import TOKENIZER_BYTES, window_bytes
+from pipeline.cost_model.work import forward_flops
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.kernels.moments import ROWS_PER_PRODUCT
-from pipeline.methods.experts.removal import REFITTED
 from pipeline.methods.experts.scores import FEW_TOKENS
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_moments, layers_of
 
-DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
-PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
-MOMENT_BYTES = 8  # float64
-SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
-CURVE_COPIES = 4  # one more for the kept channels, with its factor
-SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
-CURVE_SAMPLE_BYTES = 4 * (1 + REFITTED)  # the same, if a curve measures refits
+DRIVER_BYTES = 600 * 2**20  # the driver's process, with the buffers in which it checks files
 TOKEN_BYTES = 4
 ONE_TEXT_KEEP = 0.7  # share of the experts' numbers below which one calibration text is too little
 
@@ -90,6 +90,7 @@ def make_plan(
     sequence = calibration.sequence_length if calibration else 0
     tokens = calibration.samples * sequence if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
+    tasks = [_with_samples_of(task, tokens) for task in tasks]
     claimed, experts = layers_of(tasks), manifest.workers.experts
     moments = [(geometry.layers[layer], moment) for layer in claimed for moment in layer_moments(tasks, layer)]
     by_layer = {layer: _statistics_bytes(geometry, tasks, layer) for layer in claimed}
@@ -106,13 +107,16 @@ def make_plan(
     size = size or size_bound(manifest, geometry, tasks, source_bytes)
     all_stored = walk.keep_statistics or not (compressed or walk.in_pass)  # statistics of all layers at once
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
-    solving = _solving_bytes(manifest, geometry, tasks)
-    summed = max((_part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
+    solving = solving_bytes(manifest, geometry, tasks)
+    summed = max((part_bytes(geometry.layers[layer], tasks, experts) for layer in claimed), default=0)
     if walk.in_pass:  # in memory at the same time: two layers of the pass, and the sums (triangles) of two layers
-        solving += sum(_layer_bytes(manifest, geometry, itemsize)) + summed
+        solving += sum(layer_bytes(manifest, geometry, itemsize)) + summed
     sliced = geometry.streams(experts)
     between = activations * (2 * itemsize + max(4, itemsize)) // itemsize if sliced else activations
-    host, device = _worker_peak(manifest, geometry, itemsize, (summed, solving), between // max(1, workers))
+    held_out, texts = window_bytes(manifest, geometry, workers)
+    held = max(between // max(1, workers) + held_out, texts)
+    host, device = worker_peak(manifest, geometry, tasks, itemsize, (summed, solving), held)
+    host += shared_bytes(walk, summed, layer_bytes(manifest, geometry, itemsize)[0]) if device == 0 else 0
     host += min(2 * activations, int(manifest.workers.activation_memory_gb * 2**30)) if refined else 0  # the targets
     reads = read_phases(manifest, geometry, tasks, size, source_bytes, walk)
     return Plan(
@@ -126,7 +130,7 @@ def make_plan(
         worker_peak_bytes=host + device,
         worker_host_bytes=host,
         worker_device_bytes=device,
-        driver_peak_bytes=PROCESS_BYTES + tokens * 8,
+        driver_peak_bytes=DRIVER_BYTES + (TOKENIZER_BYTES * geometry.vocab if calibration else 0) + tokens * 8,
         statistics_bytes_per_layer=statistics,
         activation_bytes=activations,
         run_dir_bytes=states * activations + stored_statistics + tokens * TOKEN_BYTES + (1 + drafts) * size.num_bytes,
@@ -144,23 +148,18 @@ def make_plan(
     )
 
 
+def _with_samples_of(task: Task, tokens: int) -> Task:
+    """Return a task whose samples have at most all calibration `tokens`."""
+    most = [
+        replace(moment, tokens=min(moment.tokens, tokens)) if moment.kind == "sample" else moment
+        for moment in task.moments
+    ]
+    return replace(task, moments=tuple(most))
+
+
 def _statistics_bytes(geometry: Geometry, tasks: Sequence[Task], layer: int) -> int:
     """Return the bytes of a layer's moments."""
     return sum(moment_bytes(moment, geometry.layers[layer]) for moment in layer_moments(tasks, layer))
-
-
-def _solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
-    """Return the memory of the largest solve or training of a layer."""
-    calibration, held = manifest.calibration, manifest.workers.experts
-    tokens = calibration.samples * calibration.sequence_length if calibration else 0
-    solves = (
-        _streamed_bytes(task, geometry.layers[task.layer], tokens)
-        if geometry.layers[task.layer].num_experts > held and _experts_of(task, geometry.layers[task.layer]) > held
-        else _solve_bytes(task, geometry.layers[task.layer])
-        for task in tasks
-    )
-    trainings = (refine_bytes(manifest, geometry.layers[layer]) for layer in layers_of(tasks))
-    return max((*solves, *trainings), default=0)
 
 
 def expert_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
@@ -235,110 +234,6 @@ def rank_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) 
         f"columns of {point}: its statistics are rank-deficient, and directions outside of them are lost; raise "
         "calibration.samples or calibration.sequence_length",
     )
-
-
-def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
-    """Return the size of a moment in memory."""
-    width = moment_width(moment, geometry)
-    if moment.kind == "sample":
-        return moment.tokens * width * geometry.bits // 8
-    return moment.groups * width * (1 if moment.diagonal else width) * MOMENT_BYTES
-
-
-def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
-    """Return the memory of a task on a worker: moments and their copies, samples, and weights, also in float64.
-
-    Moments are completed before they are copied.
-    """
-    samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
-    moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
-    fits = any(moment.kind == "sample" for moment in without_others(task, geometry).moments)
-    copies = (CURVE_COPIES if fits else SOLVE_COPIES) * moments
-    solving = max(copies, 2 * moments + completion_bytes(task, geometry))
-    return solving + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
-
-
-def _experts_of(task: Task, layer: LayerGeometry) -> int:
-    """Count the experts that a task compresses together."""
-    return len({block.name for block in layer.mlps if block.routing and block.roles[0] in task.roles})
-
-
-def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
-    """Return the memory of a task whose experts are read one at a time.
-
-    Memory holds two experts and the one that is being read, one expert in float64 with its moment, the sampled inputs,
-    and more vectors per token in float32: the output to fit and its residual, or as many bytes of changes. A curve,
-    which needs the gradient's moment, holds a residual for each refit that it measures.
-    """
-    expert = next(block for block in geometry.mlps if block.routing and block.roles[0] in task.roles)
-    routed = {role for block in geometry.mlps if block.routing for role in block.roles}
-    outside = [role for role in task.roles if role not in routed]
-    extra = SAMPLE_BYTES if all(moment.kind == "sample" for moment in task.moments) else CURVE_SAMPLE_BYTES
-    samples = sum(
-        min(1.0, tokens / moment.tokens) * moment_bytes(moment, geometry)
-        + min(moment.tokens, tokens) * extra * moment_width(moment, geometry)
-        for moment in task.moments
-        if moment.kind == "sample"
-    )
-    moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
-    moments += MOMENT_BYTES * expert.width**2
-    weights = 3 * geometry.num_bytes(expert.roles) + 8 * geometry.numbers(expert.roles) + geometry.num_bytes(outside)
-    return round(SOLVE_COPIES * moments + samples + weights)
-
-
-def _part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
-    """Return the bytes of the sums that a worker holds at a time: moments of a slice of experts and of points outside
-    of experts, or the pairs of one step of a correction."""
-    roles = frozenset(layer.held_roles(experts))
-    inside = [(block, (block.writer.reads, block.input if block.weighed else "")) for block in layer.mlps]
-    held = {point for block, points in inside if roles.issuperset(block.roles) for point in points}
-    passing = {point for _, points in inside for point in points} - held
-    moments = (moment for moment in layer_moments(tasks, layer.index) if moment.point not in passing)
-    pairs = {moment for task in tasks if task.layer == layer.index for moment in task.corrections}
-    return max(sum(moment_bytes(moment, layer) for moment in moments), *pair_bytes(sorted(pairs), layer), 0)
-
-
-def _worker_peak(
-    manifest: Manifest, geometry: Geometry, itemsize: int, moments: tuple[int, int], activations: int
-) -> tuple[int, int]:
-    """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
-
-    `moments`: bytes of the moments that are summed at a time, and of solving one task. `activations`: bytes of its
-    hidden states. With a GPU, host memory holds the process, a layer that is read ahead, hidden states, and a layer's
-    reduced moments.
-    """
-    calibration = manifest.calibration
-    largest = max(each.numbers(each.held_roles(manifest.workers.experts)) for each in geometry.layers)
-    widest = max(block.width for each in geometry.layers for block in each.mlps)
-    layer, placed = _layer_bytes(manifest, geometry, itemsize)
-    batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
-    features = 6 * geometry.hidden + max(
-        3 * round(sum(block.share * block.width for block in each.mlps)) + 4 * each.query_features
-        for each in geometry.layers
-    )
-    hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
-    statistics, solving = moments
-    # Values of several micro-batches are joined for one product. The widest points determine the size.
-    shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
-    waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + widest) * itemsize
-    passing = layer + placed + 2 * statistics + batch * features * 4 + waiting
-    scoring = largest * max(4, itemsize) + batch * features * 4 if calibration else 0
-    computing = max(passing, solving, scoring)
-    if manifest.workers.gpus == 0:
-        return PROCESS_BYTES + hidden_states + computing, 0
-    return PROCESS_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
-
-
-def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of the largest layer as it is read ahead (onto the GPU, if there is one) and as it is computed.
-
-    If a layer has more experts than a worker holds, only one slice of them counts.
-    """
-    held = [(each, each.held_roles(manifest.workers.experts)) for each in geometry.layers]
-    largest = max(each.numbers(roles) for each, roles in held)
-    stored = max(each.num_bytes(roles) for each, roles in held)
-    gpu = manifest.workers.gpus > 0
-    return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
 
 
 def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:

@@ -174,7 +174,7 @@ def read_seconds(work: LayerWork, rates: Rates, walk: Pass, *, shared: bool = Tr
 
 def pass_on_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
     """Return the time to receive the parts of a layer that other nodes have read."""
-    return work.weight_bytes * (1 - 1 / walk.nodes(rates)) / rates.network
+    return work.decoded_bytes * (1 - 1 / walk.nodes(rates)) / rates.network
 
 
 def collect_seconds(work: LayerWork, rates: Rates) -> float:
@@ -366,7 +366,7 @@ def object_store_bytes(work: LayerWork, rates: Rates, walk: Pass) -> int:
     in_flight = 1 if walk.compressed else 2 if walk.in_pass else 1 + walk.ahead
     passing = in_flight * sums * work.moment_bytes + work.sample_bytes
     gradients = (2 + walk.workers // AHEAD) * sums * work.gradient_bytes
-    read = (1 + LAYERS_AHEAD) * work.weight_bytes if nodes > 1 else 0
+    read = (1 + LAYERS_AHEAD) * work.decoded_bytes if nodes > 1 else 0
     pairs = sums * max(work.pair_bytes, default=0)
     in_hand = walk.workers if walk.in_pass else layers_written_together(walk.workers, len(work.solves))
     solved = 1 if walk.compressed or work.pair_bytes else math.ceil(2 * (in_hand + 1) / nodes)

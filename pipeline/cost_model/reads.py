@@ -1,5 +1,7 @@
 """The bytes that a job reads, by phase: weights of the source, compressed layers and moments. docs/plan.md#bytes-read.
 
+Weights of the source count as it stores them; they are decoded after they are read.
+
 The workers of a node read a layer at about the same time, so that it counts once for all of them. Nothing is assumed to
 stay in the page cache from one phase to the next.
 """
@@ -33,7 +35,7 @@ def read_phases(
     """
     model, decoder = geometry.model_bytes(), geometry.decoder_bytes()
     outer, layers = model - decoder, [geometry.layers[layer] for layer in layers_of(tasks)]
-    copied = {layer.index: layer.stored_bytes() - layer.num_bytes(_roles(tasks, layer.index)) for layer in layers}
+    copied = {layer.index: layer.stored_bytes() - layer.stored_bytes(_roles(tasks, layer.index)) for layer in layers}
     rest = model - sum(layer.stored_bytes() for layer in layers)
     staged = max(0, size.num_bytes - rest)
     moments = any(task.moments for task in tasks)
@@ -86,7 +88,7 @@ def _gradient_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task
 
 
 def _experts_bytes(layer: LayerGeometry) -> int:
-    return layer.num_bytes(tuple(role for block in layer.mlps if block.routing for role in block.roles))
+    return layer.stored_bytes(tuple(role for block in layer.mlps if block.routing for role in block.roles))
 
 
 def _solving_phases(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], walk: Pass) -> dict[str, int]:
@@ -111,12 +113,12 @@ def _weight_bytes(
     task: Task, methods: Sequence[Method], layer: LayerGeometry, held: int, tokens: int, phase: str
 ) -> int:
     """Return the bytes of a task's weights, those of streamed experts as often as they are visited."""
-    whole, method = layer.num_bytes(task.roles), methods[task.method] if task.method < len(methods) else None
+    whole, method = layer.stored_bytes(task.roles), methods[task.method] if task.method < len(methods) else None
     experts = [block for block in layer.mlps if block.routing and block.roles[0] in task.roles]
     if len(experts) <= held or not isinstance(method, VisitingExperts):
         return whole
     visits = method.visits(layer, tokens)
-    routed = layer.num_bytes(tuple(role for block in experts for role in block.roles))
+    routed = layer.stored_bytes(tuple(role for block in experts for role in block.roles))
     return whole + round(((visits.curve if phase == "curves" else visits.solve) - 1) * routed)
 
 

@@ -57,7 +57,8 @@ class LayerWork:
     """The operations and bytes of a layer for all calibration tokens.
 
     Attributes:
-        largest_bytes: size of its largest tensor.
+        weight_bytes: size of the dense layer as the source stores it; `decoded_bytes`: as workers exchange it.
+        largest_bytes: size of its largest tensor in the source.
         forward_flops: of a forward pass; `statistics_flops`: of one that ends at the last tap; `packed_flops`: of one
             through the compressed layer.
         built_bytes: moved to build the layer in float32.
@@ -80,6 +81,7 @@ class LayerWork:
     """
 
     weight_bytes: int
+    decoded_bytes: int
     largest_bytes: int
     written_bytes: int
     hidden_bytes: int
@@ -130,11 +132,12 @@ def layer_work(
         for block in layer.mlps
         if any(moment.point == block.writer.reads for moment in moments)
     )
-    weight_bytes = layer.numbers() * itemsize
+    decoded_bytes = layer.numbers() * itemsize
     return LayerWork(
-        weight_bytes=weight_bytes,
-        largest_bytes=max((layer.numbers((role,)) for role in layer.roles), default=0) * itemsize,
-        written_bytes=int(keep * weight_bytes),
+        weight_bytes=layer.stored_bytes(),
+        decoded_bytes=decoded_bytes,
+        largest_bytes=max((layer.stored_bytes((role,)) for role in layer.roles), default=0),
+        written_bytes=int(keep * decoded_bytes),
         hidden_bytes=tokens * layer.hidden * itemsize,
         forward_flops=tokens * forward,
         packed_flops=tokens * packed,

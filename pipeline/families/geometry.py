@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipeline.families.layer_geometry import LayerGeometry
 
@@ -16,7 +18,8 @@ class Geometry:
         layers: the layers in order; sizes may differ from layer to layer.
         outer: (name, shape) of every tensor outside of the layers.
         outer_bits: name -> bits of a number, for outer tensors in another dtype than the layers.
-        outer_bytes: name -> bytes in the source, for outer weights in a storage format.
+        outer_bytes: for outer weights in a storage format: name, bytes in the source, and whether OUTPUT may keep the
+            format.
         latent_faults: the properties that DeepSeek's class with latent attention and dense MLPs cannot express.
     """
 
@@ -28,7 +31,7 @@ class Geometry:
     layers: tuple[LayerGeometry, ...]
     outer: tuple[tuple[str, tuple[int, ...]], ...]
     outer_bits: tuple[tuple[str, int], ...] = ()
-    outer_bytes: tuple[tuple[str, int], ...] = ()
+    outer_bytes: tuple[tuple[str, int, bool], ...] = ()
     latent_faults: tuple[str, ...] = ()
 
     @property
@@ -73,9 +76,21 @@ class Geometry:
         if scope == "experts":
             return sum(layer.saved_bytes(layer.routed_roles) for layer in self.layers)
         saved = sum(layer.saved_bytes() for layer in self.layers)
+        return saved + sum(self._outer_saved.values()) if scope == "model" else saved
+
+    def grown_outer_bytes(self, claimed: Collection[str]) -> int:
+        """Count the bytes by which outer weights grow if the claimed ones, given by name, and those in formats that
+        OUTPUT cannot keep, are decoded."""
+        kept = {name for name, _, keeps in self.outer_bytes if keeps} - {*claimed}
+        return sum(saved for name, saved in self._outer_saved.items() if name not in kept)
+
+    @cached_property
+    def _outer_saved(self) -> dict[str, int]:
+        """Map each outer weight in a storage format to the saved bytes."""
         bits, shapes = dict(self.outer_bits), dict(self.outer)
-        outer = (math.prod(shapes[name]) * bits.get(name, self.bits) // 8 - own for name, own in self.outer_bytes)
-        return saved + sum(outer) if scope == "model" else saved
+        return {
+            name: math.prod(shapes[name]) * bits.get(name, self.bits) // 8 - own for name, own, _ in self.outer_bytes
+        }
 
     def streams(self, held: int) -> bool:
         """Return True if a layer has more experts than the `held` ones that a worker holds at a time."""
@@ -87,6 +102,6 @@ class Geometry:
 
     def model_bytes(self) -> int:
         """Count the bytes of the whole dense model in the source, tied embeddings once."""
-        bits, stored = dict(self.outer_bits), dict(self.outer_bytes)
+        bits, stored = dict(self.outer_bits), {name: own for name, own, _ in self.outer_bytes}
         sizes = {name: math.prod(shape) * bits.get(name, self.bits) // 8 for name, shape in self.outer}
         return self.decoder_bytes() + sum((sizes | stored).values())

@@ -197,7 +197,7 @@ def geometry_of(
         ),
         outer=tuple(outer),
         outer_bits=tuple((name, own) for name, _ in outer if (own := stored_bits.get(name, bits)) != bits),
-        outer_bytes=tuple((name, stored_bytes[name][0]) for name, _ in outer if name in stored_bytes),
+        outer_bytes=tuple((name, *stored_bytes[name]) for name, _ in outer if name in stored_bytes),
         latent_faults=latent_faults(standard),
     )
 

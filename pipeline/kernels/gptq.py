@@ -22,6 +22,7 @@ BLOCK = 128  # columns whose errors are propagated together
 CLIPS = tuple(1.0 - step / 40 for step in range(20))  # shares of the largest magnitude, tried below CLIPPED_BELOW bits
 CLIPPED_BELOW = 8
 TABLE_SWEEPS = 4  # of polishing, with tables of levels
+NEAREST_NUMBERS = 2**22  # float64 numbers rounded at a time without feedback: an embedding has many rows
 FED_NUMBERS = 2**28  # float32 numbers rounded at a time
 TRIED_NUMBERS = 2**18, 2**26  # numbers whose scales are searched at a time: on a CPU (its cache), on other devices
 
@@ -107,10 +108,12 @@ def round_to_nearest(
     """
     check_rounding(weight_OI, bits, group)
     scales_OS, levels_n = _scales_and_levels(weight_OI, bits, group, dtype, levels, importance_I)
-    steps_OS = scales_OS.to(torch.float64)[..., None]
-    grouped_OSg = weight_OI.detach().to(torch.float64).unflatten(1, (scales_OS.shape[1], -1))
-    codes_OI = Nearest(bits, levels_n, torch.float64).codes(grouped_OSg / steps_OS).to(torch.int8).flatten(1)
-    return Rounded(codes_OI, scales_OS, 0.0, levels_n)
+    nearest, codes = Nearest(bits, levels_n, torch.float64), []
+    rows = max(1, NEAREST_NUMBERS // weight_OI.shape[1])
+    for weight_oI, scales_oS in zip(weight_OI.detach().split(rows), scales_OS.split(rows), strict=True):
+        grouped_oSg = weight_oI.to(torch.float64).unflatten(1, (scales_oS.shape[1], -1))
+        codes.append(nearest.codes(grouped_oSg / scales_oS.to(torch.float64)[..., None]).to(torch.int8).flatten(1))
+    return Rounded(torch.cat(codes), scales_OS, 0.0, levels_n)
 
 
 def round_with_feedback(

@@ -3,12 +3,15 @@
 S tokens of one sample, F features, H heads, G groups of heads, d = F / H, R = S · H / G rows of a group, V vocabulary.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
 
 _CHUNK = 512
+NUMBERS_AT_ONCE = 1 << 21  # of logits, of which copies are made
 
 
 def sample_square_norms(values_SF: Tensor, heads: int = 1, groups: int = 1, diagonal: bool = False) -> Tensor:
@@ -42,6 +45,21 @@ def draw_labels(logits_TV: Tensor, uniform_T: Tensor) -> Tensor:
     ValueError on NaN or infinity.
     """
     require_finite("logits", logits_TV)
+    return torch.cat([_drawn(*rows) for rows in cut_logits(logits_TV, uniform_T)])
+
+
+def cut_logits(logits_TV: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield rows of logits, and of tensors that belong to the same tokens, a few at a time.
+
+    With a large vocabulary logits are the largest tensors of a job, and copies of a few rows take little memory beside
+    them. A CPU computes the figures of a row alike among any others. A GPU might not: its rows stay together.
+    """
+    tokens, vocab = logits_TV.shape
+    count = max(1, tokens if logits_TV.is_cuda else NUMBERS_AT_ONCE // vocab)
+    return zip(*(tensor.split(count) for tensor in (logits_TV, *more)), strict=True)
+
+
+def _drawn(logits_TV: Tensor, uniform_T: Tensor) -> Tensor:
     tokens, vocab = logits_TV.shape
     weights_TV = torch.exp(logits_TV.detach().float() - logits_TV.detach().float().amax(dim=1, keepdim=True))
     padded_TV = torch.nn.functional.pad(weights_TV, (0, -vocab % _CHUNK))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 WORD_BITS = 32
+NUMBERS_AT_ONCE = 1 << 22  # packed at a time, in int64: an embedding of 262,144 rows would take 30 bytes a number
 
 
 def words_of(columns: int, bits: int) -> int:
@@ -28,6 +29,14 @@ def pack(codes_OI: Tensor, bits: int) -> Tensor:
         raise ValueError(f"codes: a matrix of integers is needed, not {codes_OI.dtype} {tuple(codes_OI.shape)}")
     if codes_OI.numel() and not low <= int(codes_OI.min()) <= int(codes_OI.max()) <= high:
         raise ValueError(f"codes of {bits} bits lie within {low}..{high}, not {codes_OI.min()}..{codes_OI.max()}")
+    return torch.cat([_packed(rows_OI, bits, low) for rows_OI in codes_OI.split(_rows_at_once(codes_OI.shape[1]))])
+
+
+def _rows_at_once(columns: int) -> int:
+    return max(1, NUMBERS_AT_ONCE // max(1, columns))
+
+
+def _packed(codes_OI: Tensor, bits: int, low: int) -> Tensor:
     rows, columns = codes_OI.shape
     blocks = math.ceil(columns / WORD_BITS)
     padded_OI = torch.nn.functional.pad(codes_OI.to(torch.int64) - low, (0, blocks * WORD_BITS - columns))
@@ -50,6 +59,11 @@ def unpack(words_OW: Tensor, bits: int, columns: int) -> Tensor:
             f"{columns} numbers of {bits} bits are {words_of(columns, bits)} int32 words a row, "
             f"not {words_OW.dtype} {tuple(words_OW.shape)}"
         )
+    parts = words_OW.split(_rows_at_once(columns))
+    return torch.cat([_unpacked(rows_OW, bits, columns, low) for rows_OW in parts])
+
+
+def _unpacked(words_OW: Tensor, bits: int, columns: int, low: int) -> Tensor:
     rows, blocks = words_OW.shape[0], math.ceil(columns / WORD_BITS)
     padded_OW = torch.nn.functional.pad(words_OW.to(torch.int64) & 0xFFFFFFFF, (0, blocks * bits - words_OW.shape[1]))
     words_OBb = padded_OW.reshape(rows, blocks, bits)

@@ -17,7 +17,8 @@ from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, LayerEntry
 from manifests.errors import InputError, StorageError
 from manifests.records import Curve
 from manifests.schema import Manifest
-from pipeline.cost_model.estimate import MOMENT_BYTES, Plan, make_plan
+from pipeline.cost_model.estimate import Plan, make_plan
+from pipeline.cost_model.memory import MOMENT_BYTES
 from pipeline.driver.ledger_keys import COMPLETE, RANKS
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config

@@ -11,11 +11,13 @@ import pytest
 
 from manifests.schema import Manifest
 from pipeline.console.amounts import duration
-from pipeline.cost_model.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes, rank_remarks
+from pipeline.cost_model.estimate import DRIVER_BYTES, Plan, make_plan, rank_remarks
+from pipeline.cost_model.memory import KEPT_BYTES, PROCESS_BYTES, moment_bytes, solve_bytes
 from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, phase_seconds
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
 from pipeline.cost_model.solve_work import solve_work
+from pipeline.cost_model.vocabulary import TOKENIZER_BYTES
 from pipeline.cost_model.work import layer_work
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -76,12 +78,17 @@ def test_a_small_job_by_hand() -> None:
     assert plan.solve_flops == 6 * (10 * 2 * 16**3 + eliminated)
     statistics = plan.statistics_bytes_per_layer
     assert plan.run_dir_bytes == 2 * plan.activation_bytes + statistics + 320 * 4 + plan.output_bytes
-    # A layer as it is read, and as it is placed: a CPU may multiply in float32.
-    streaming = LAYER * (2 + 4) + 2 * statistics + 2 * 32 * (6 * 48 + 3 * 80 + 4 * 64) * 4
-    streaming += (3 - 2) * 32 * (48 + 80) * 2  # what waits for the third sample of a shard
+    # A layer as it is read, and as it is placed: a CPU may multiply in float32. The embedding is beside the first.
+    batch = 2 * 32 * (6 * 48 + 3 * 80 + 4 * 64) * 4
+    streaming = LAYER * (2 + 4) + 320 * 48 * 2 + statistics + batch
+    streaming += (3 - 2) * 32 * (48 + 80) * 2 + 3 * 32 * 80 * 4  # what waits for the third sample; a product's rows
     solving = 3 * 8 * 80 * 80 + 8 * 2 * 16 * 16 + 3 * 80 * 48 * (8 + 2)  # the values' moments may be there, too
-    assert plan.worker_peak_bytes == PROCESS_BYTES + plan.activation_bytes // 3 + max(streaming, solving)
-    assert plan.driver_peak_bytes == PROCESS_BYTES + 320 * 8
+    comparing = LAYER * (2 + 4) + 128 * 320 * (4 + 8 + 8 + 2) + batch  # logits of 128 tokens, and random signs
+    assert comparing > streaming > solving
+    texts = 320 * 48 * 4 // 2  # more than samples and a held-out window; two of three workers take them
+    shared = 3 * statistics // 2 + 2 * LAYER
+    assert plan.worker_peak_bytes == PROCESS_BYTES + KEPT_BYTES + shared + texts + comparing
+    assert plan.driver_peak_bytes == DRIVER_BYTES + TOKENIZER_BYTES * 320 + 320 * 8
 
 
 def test_the_plan_says_how_often_layers_are_gone_through() -> None:
@@ -123,7 +130,7 @@ def test_what_following_the_loss_takes() -> None:
     tasks = claim_tasks(build_methods(job), llama())
     (mlp,) = (task for task in tasks if (task.layer, task.name) == (0, "mlp"))
     square = 8 * (80 * 80 + 2 * 48 * 48 + 2 * 80)  # of what down reads; of what gate and up read, and the metric
-    assert _solve_bytes(mlp, llama().layers[0]) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
+    assert solve_bytes(mlp, llama().layers[0]) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
     one = layer_work(job, llama(), tasks, 2, gradient_tokens=100)
     forward = 2 * LAYER + 2 * 32 * 64
     through = 2 * 48 * (64 + 32)
@@ -268,7 +275,8 @@ def test_activations_in_memory_are_bounded() -> None:
         return plan_of(job, llama()).worker_peak_bytes
 
     assert peak(0.5) - peak(0.25) == GIB // 4
-    assert peak(100) - peak(0.25) == 100_000 * 64 * 48 * 2 - GIB // 4
+    held_out = 32_768 * 48 * 4  # in float32
+    assert peak(100) - peak(0.25) == 100_000 * 64 * 48 * 2 + held_out - GIB // 4
 
 
 def test_growing_the_number_of_layers_grows_nobody_s_peak_memory() -> None:

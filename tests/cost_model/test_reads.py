@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -204,3 +205,27 @@ def test_moments_of_streamed_experts_are_read_even_if_layers_are_solved_in_the_p
     entry = {"method": "flat_llm", "attention": False, "uniform": True}
     whole, sliced = (phases(mixture_job(entry, held), geometry)["solve"] for held in (6, 3))
     assert sliced - whole == 6 * 6 * 8 * 24**2
+
+
+def test_weights_in_a_stored_format_count_as_they_are_stored() -> None:
+    """Each in a byte a number and a scale of two bytes for each row, in every phase."""
+    plain = llama()
+    stored = {
+        name: (math.prod(shape) + 2 * shape[0], True)
+        for layer in plain.layers
+        for name, shape in layer.tensors(layer.linear_roles).values()
+    }
+    geometry = llama(stored_bytes=stored)
+    linears = sum(own for own, _ in stored.values()) // 6
+    layer, source = NORMS + linears, 6 * (NORMS + linears) + OUTER
+    assert (geometry.model_bytes(), geometry.layers[0].stored_bytes()) == (source, layer)
+    of = job([{"method": "loss_aware", "layers": [1, 4]}], budget={"keep": 0.9})
+    tasks = claim_tasks(build_methods(of), geometry)
+    read = read_phases(of, geometry, tasks, OUTPUT, source, pass_of(of, geometry, tasks))
+    rest = source - 2 * layer
+    assert read["digests"] == source + rest + 2 * NORMS
+    assert (read["texts"], read["statistics"], read["assemble"]) == (source, source, rest)
+    plain_read = read_phases(of, plain, tasks, OUTPUT, MODEL, pass_of(of, plain, tasks))
+    assert plain_read["curves"] - read["curves"] == plain_read["solve"] - read["solve"] == 2 * (LAYER - layer)
+    assert plain_read["gradient"] - read["gradient"] == 5 * (LAYER - layer)
+    assert min(read.values()) > 0

@@ -190,6 +190,58 @@ def test_bytes_are_a_share_of_the_stored_ones(kind: str, quantize: Any, job: Mak
     load(run.output)
 
 
+KEPT_AND_CHANGED: dict[str, dict[str, Any]] = {
+    "factors": {"methods": [{"method": "svd", "layers": [1]}], "budget.keep": 0.9},
+    "codes": {"methods": [], "budget": None, "quantize": {"bits": 8, "group": 32, "feedback": False, "skip": ["o"]}},
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("changed", KEPT_AND_CHANGED)
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_the_plan_counts_bytes_as_they_are_stored(kind: str, changed: str, job: MakeJob, models: Any) -> None:
+    """Of the source, of what is read of it, and of OUTPUT, which keeps formats beside changed weights."""
+    family = "gpt_oss" if kind == "mxfp4" else "llama"
+    encoded, _ = models(kind, family, hidden_size=64, intermediate_size=32 if kind == "mxfp4" else 96)
+    run = job(encoded, calibration=None, **KEPT_AND_CHANGED[changed])
+    planned = command("plan", str(run.manifest), "--json", "--gpu", "H100").json
+    assert run.run().code == 0
+    source, output = (
+        sum(tensor.nbytes for tensor in read_tensors(folder).values()) for folder in (encoded, run.output)
+    )
+    assert planned["source_bytes"] == source
+    assert planned["read_phases"]["digests"] >= source
+    assert min(planned["read_phases"].values()) > 0
+    assert planned["expected_numbers"] <= planned["dense_numbers"]
+    assert output <= planned["output_bytes"] <= 1.05 * output
+
+
+def test_a_stored_head_is_counted_as_it_is_stored(job: MakeJob, models: Any, tmp_path: Path) -> None:
+    """It becomes a rounded one. Its bytes were once taken away decoded from a sum in which they were stored."""
+    encoded, _ = models("float", hidden_size=64, intermediate_size=96)
+    shutil.copytree(encoded, source := tmp_path / "source")
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        if (head_VD := tensors.pop("lm_head.weight", None)) is not None:
+            scales_V1 = (head_VD.float().abs().amax(dim=1, keepdim=True) / 448).to(head_VD.dtype)
+            tensors["lm_head.weight"] = (head_VD / scales_V1).float().to(torch.float8_e4m3fn)
+            tensors["lm_head.weight_scale"] = scales_V1
+            save_file(tensors, file, {"format": "pt"})
+            index = json.loads((source / "model.safetensors.index.json").read_text())
+            index["weight_map"]["lm_head.weight_scale"] = file.name
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (source / "config.json").write_text(json.dumps(config))
+    quantize = {"bits": 8, "group": 32, "feedback": False, "what": "all"}
+    run = job(source, calibration=None, methods=[], budget=None, quantize=quantize)
+    planned = command("plan", str(run.manifest), "--json", "--gpu", "H100").json
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    output = sum(tensor.nbytes for tensor in read_tensors(run.output).values())
+    assert output <= planned["output_bytes"] <= 1.05 * output
+
+
 @pytest.mark.parametrize("kind", ["fp8 blocks", "int4", "gptq", "mxfp4"])
 def test_a_result_that_may_not_be_smaller_is_announced(kind: str, job: MakeJob, models: Any) -> None:
     """Against the stored source; a share of its bytes is smaller."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from manifests.schema import Manifest
@@ -11,6 +13,7 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
 from tests import factories
 
+NO_BYTES: Mapping[str, tuple[int, bool]] = MappingProxyType({})
 SIZES: dict[str, dict[str, Any]] = {
     # D, N, L, H, G, d: d is D / H in some, not in others.
     "mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -21,13 +24,15 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def llama(name: str = "gqa", bits: int = 16, **overrides: Any) -> Geometry:
-    """Return a small Llama geometry: D 48, N 80, L 6."""
+def llama(
+    name: str = "gqa", bits: int = 16, stored_bytes: Mapping[str, tuple[int, bool]] = NO_BYTES, **overrides: Any
+) -> Geometry:
+    """Return a small Llama geometry: D 48, N 80, L 6. `stored_bytes`: as `SourceCheckpoint.stored_bytes`."""
     sizes = {
         name: value for name, value in factories.GEOMETRY.items() if name not in ("head_dim", "num_key_value_heads")
     }
     config = {**sizes, "model_type": "llama", "num_hidden_layers": 6, "max_position_embeddings": 64}
-    return geometry_of(standard_config({**config, **SIZES[name], **overrides}), bits)
+    return geometry_of(standard_config({**config, **SIZES[name], **overrides}), bits, stored_bytes=stored_bytes)
 
 
 def other(model_type: str, bits: int = 16) -> Geometry:

@@ -64,3 +64,23 @@ def test_wrong_input() -> None:
         unpack(torch.zeros(1, 1, dtype=torch.int32), 4, 9)
     with pytest.raises(ValueError, match="do not divide codes"):
         scaled(torch.zeros(2, 8, dtype=torch.int8), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_rows_are_packed_a_few_at_a_time(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the copies in int64 do not grow with the rows of a matrix; the words are the same."""
+    low, high = code_range(bits)
+    codes = torch.randint(low, high + 1, (50, 48), generator=torch.Generator().manual_seed(bits))
+    words = pack(codes, bits)
+    made: list[int] = []
+    pad = torch.nn.functional.pad
+
+    def counted(tensor: torch.Tensor, by: tuple[int, int]) -> torch.Tensor:
+        made.append(len(tensor))
+        return pad(tensor, by)
+
+    monkeypatch.setattr(torch.nn.functional, "pad", counted)
+    monkeypatch.setattr("pipeline.kernels.packing.NUMBERS_AT_ONCE", 7 * 48)
+    assert torch.equal(pack(codes, bits), words)
+    assert torch.equal(unpack(words, bits, 48), codes)
+    assert made == 2 * ([7] * 7 + [1])

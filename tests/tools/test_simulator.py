@@ -46,7 +46,8 @@ RATES = Rates(
     workers_per_node=2,
 )
 WORK = LayerWork(
-    weight_bytes=100, largest_bytes=60, written_bytes=80, hidden_bytes=0, forward_flops=800, statistics_flops=400,
+    weight_bytes=100, decoded_bytes=100, largest_bytes=60, written_bytes=80, hidden_bytes=0, forward_flops=800,
+    statistics_flops=400,
     packed_flops=600, moment_flops=400, added_bytes=0, cosine_bytes=0, moment_bytes=200, gradient_flops=0,
     solves=(SolveWork("a", 30, 2), SolveWork("b", 10, 0)),
 )  # fmt: skip

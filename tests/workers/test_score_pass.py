@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifests.errors import CorruptError
 from pipeline.driver.scoring import window_units
+from pipeline.kernels.gradients import NUMBERS_AT_ONCE
 from pipeline.units.scores import Score, WindowForward, Windows
 from pipeline.units.sharding import expert_parts
 from pipeline.units.units import Forward
@@ -33,6 +37,7 @@ from tests.workers.bench import (
 from workers.config import WorkerConfig
 from workers.embedding_and_head import head
 from workers.layers import LayerReader
+from workers.score_pass import LogitRows, summed_divergence, summed_loss
 
 pytestmark = pytest.mark.sample(3)
 
@@ -227,3 +232,48 @@ def test_a_compressed_layer_is_read_ahead_and_held_against_its_digest(llama: Pat
     make_worker(setup).execute(first)
     with pytest.raises(CorruptError, match="is not what was committed"):
         make_worker(setup).execute(last)
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Records the largest tensor that an operation returns, other than random numbers."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not function.is_view and "rand" not in str(function):
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+def test_scores_copy_few_rows_of_logits_and_hold_one_part() -> None:
+    """With a vocabulary of 262,144 a part is 256 MiB; copies and an earlier part once took four more. All bits stay."""
+    tokens, vocab = 24, 1 << 18
+    generator = torch.Generator().manual_seed(1)
+    made: list[weakref.ref[Tensor]] = []
+
+    def parts(models: int) -> Iterator[LogitRows]:
+        generator.manual_seed(1)
+        for _ in range(2):
+            assert not any(reference() is not None for reference in made)
+            logits = tuple(torch.randn(tokens, vocab, generator=generator) for _ in range(models))
+            made.extend(map(weakref.ref, logits))
+            yield logits, torch.randint(0, vocab, (tokens,), generator=generator)
+            del logits
+
+    rows = max(1, NUMBERS_AT_ONCE // vocab)
+    for models, summed in ((1, summed_loss), (2, summed_divergence)):
+        made.clear()
+        with CopiedBytes() as copied:
+            scored = summed(parts(models))
+        assert 0 < copied.num_bytes <= 8 * rows * vocab, "of a sum in float64"
+        total, losses = 0.0, [0.0, 0.0]
+        for logits, target_T in parts(models):
+            log_p = [each.log_softmax(dim=1) for each in logits]
+            for place, each in enumerate(log_p):
+                losses[place] -= each.gather(1, target_T[:, None]).double().sum().item()
+            if models == 2:
+                gain_TV = log_p[1] - log_p[0]
+                total += (-(gain_TV * log_p[0].exp()).sum(dim=1, dtype=torch.float64)).sum().item()
+            del logits, log_p
+        assert (scored.loss, scored.divergence if models == 2 else 0.0) == (losses[models - 1], total)

@@ -1,0 +1,225 @@
+"""The memory of a worker: what its process takes, and the largest of what the steps of a job hold at a time.
+
+Legend: D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from manifests.schema import Manifest
+from pipeline.cost_model.completion_work import completion_bytes, without_others
+from pipeline.cost_model.passes import gradient_tokens
+from pipeline.cost_model.phases import Pass
+from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
+from pipeline.cost_model.solve_work import moment_width
+from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
+from pipeline.cost_model.work import pair_bytes
+from pipeline.families.geometry import Geometry
+from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.kernels.gptq import FED_NUMBERS
+from pipeline.kernels.moments import ROWS_PER_PRODUCT
+from pipeline.methods.experts.removal import REFITTED
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
+
+DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
+PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up
+KEPT_BYTES = 64 * 2**20  # freed memory that its heap keeps (`workers.memory`: TRIMMED_BYTES)
+MOMENT_BYTES = 8  # float64
+SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
+CURVE_COPIES = 4  # one more for the kept channels, with its factor
+FED_BYTES = 24  # per number that is rounded with error feedback at a time: in float32 and float64, errors, codes
+SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
+CURVE_SAMPLE_BYTES = 4 * (1 + REFITTED)  # the same, if a curve measures refits
+
+
+def worker_peak(
+    manifest: Manifest,
+    geometry: Geometry,
+    tasks: Sequence[Task],
+    itemsize: int,
+    moments: tuple[int, int],
+    activations: int,
+) -> tuple[int, int]:
+    """Return a worker's peak of host and of device memory, at the largest layer. Without a GPU, the latter is 0.
+
+    `moments`: bytes of the moments that are summed at a time, and of solving one task. `activations`: bytes of its
+    hidden states. With a GPU, host memory holds the process, a layer that is read ahead, hidden states, and a layer's
+    reduced moments.
+    """
+    calibration = manifest.calibration
+    widest = max(block.width for each in geometry.layers for block in each.mlps)
+    layer, placed = layer_bytes(manifest, geometry, itemsize)
+    batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
+    features = 6 * geometry.hidden + max(
+        3 * round(sum(block.share * block.width for block in each.mlps)) + 4 * each.query_features
+        for each in geometry.layers
+    )
+    hidden_states = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
+    statistics, solving = moments
+    # Values of several micro-batches are joined for one product.
+    shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
+    rows = max(batch, min(ROWS_PER_PRODUCT, shard))
+    waiting = (rows - batch) * _summed_features(geometry, tasks) * itemsize
+    product = rows * widest * 4 if statistics else 0  # its rows are scaled first
+    embedding = geometry.hidden * geometry.vocab * itemsize if calibration else 0  # beside the first layer
+    passing = layer + placed + embedding + statistics + batch * features * 4 + waiting + product
+    outside = layer + placed + batch * features * 4 + outer_bytes(manifest, geometry, itemsize, batch)
+    pulling = layer + placed + gradient_bytes(manifest, geometry, tasks, itemsize)
+    computing = max(passing, solving, outside, pulling)
+    if manifest.workers.gpus == 0:
+        return PROCESS_BYTES + KEPT_BYTES + hidden_states + computing, 0
+    return PROCESS_BYTES + KEPT_BYTES + DEVICE_PROCESS_BYTES + hidden_states + layer + statistics, computing
+
+
+def _summed_features(geometry: Geometry, tasks: Sequence[Task]) -> int:
+    """Count the numbers of a token, with even routing, at the points whose values are summed, in the widest layer."""
+    each = (
+        sum(layer.share(moment.point) * moment.heads * moment_width(moment, layer) for moment in moments)
+        for layer in (geometry.layers[index] for index in layers_of(tasks))
+        if (moments := [moment for moment in layer_moments(tasks, layer.index) if moment.kind == "value"])
+    )
+    return round(max(each, default=0))
+
+
+def gradient_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int) -> int:
+    """Return the memory of the backward pass of a sample beside its layer; 0 without gradients.
+
+    It holds the values that a layer's backward pass needs, with the scores of attention, and what is summed: gradients
+    of several samples that wait for one product, and triangles. Behind the last layer the head is differentiated while
+    these values wait; then two more copies of the scores are needed.
+    """
+    asking = [geometry.layers[index] for index in layers_of(tasks) if layer_gradients(tasks, index)]
+    if manifest.calibration is None or not asking:
+        return 0
+    sequence = manifest.calibration.sequence_length
+    tokens = -(-gradient_tokens(manifest, geometry, tasks) // manifest.calibration.shards)
+    rows, most = max(sequence, min(ROWS_PER_PRODUCT, tokens)), 0
+    for layer in asking:
+        moments = layer_gradients(tasks, layer.index)
+        waiting = rows * sum(layer.share(each.point) * each.heads * moment_width(each, layer) for each in moments)
+        sums = sum(moment_bytes(each, layer) for each in moments) // 2
+        widths = sum(block.share * block.width for block in layer.mlps)
+        values = sequence * (12 * layer.hidden + 6 * layer.query_features + 5 * widths)
+        scores = VALUE_BYTES * layer.query_heads * sequence**2
+        pulled = max((SCORES - 1) * scores, pulled_logits_bytes(manifest, geometry, itemsize))
+        most = max(most, round(VALUE_BYTES * (waiting + values)) + sums + scores + pulled)
+    return most
+
+
+def layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of the largest layer as it is read ahead (onto the GPU, if there is one) and as it is computed.
+
+    If a layer has more experts than a worker holds, only one slice of them counts.
+    """
+    held = [(each, each.held_roles(manifest.workers.experts)) for each in geometry.layers]
+    largest = max(each.numbers(roles) for each, roles in held)
+    stored = max(each.num_bytes(roles) for each, roles in held)
+    gpu = manifest.workers.gpus > 0
+    return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
+
+
+def shared_bytes(walk: Pass, summed: int, stored: int) -> int:
+    """Return the pages of Ray's object store that a worker's process touches, which count as its memory, too.
+
+    They hold its own sums (triangles), those that it adds, and their total, for the layers whose sums are in flight,
+    the sums of layers that wait to be solved, and factors. `summed`: bytes of a layer's whole moments.
+    """
+    sums, in_flight = (3 if walk.workers > 1 else 1), 1 if walk.compressed else 2 if walk.in_pass else 1 + walk.ahead
+    waiting = min(2 * walk.workers, walk.layers) if walk.in_pass else 0
+    return (in_flight * sums + waiting) * summed // 2 + (1 if walk.compressed else 2) * stored
+
+
+def part_bytes(layer: LayerGeometry, tasks: Sequence[Task], experts: int) -> int:
+    """Return the bytes of the sums that a worker holds at a time: moments of a slice of experts and of points outside
+    of experts, or the pairs of one step of a correction."""
+    roles = frozenset(layer.held_roles(experts))
+    inside = [(block, (block.writer.reads, block.input if block.weighed else "")) for block in layer.mlps]
+    held = {point for block, points in inside if roles.issuperset(block.roles) for point in points}
+    passing = {point for _, points in inside for point in points} - held
+    moments = (moment for moment in layer_moments(tasks, layer.index) if moment.point not in passing)
+    pairs = {moment for task in tasks if task.layer == layer.index for moment in task.corrections}
+    return max(sum(moment_bytes(moment, layer) for moment in moments), *pair_bytes(sorted(pairs), layer), 0)
+
+
+def solving_bytes(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
+    """Return the memory of the largest solve or training of a layer."""
+    calibration, held = manifest.calibration, manifest.workers.experts
+    tokens = calibration.samples * calibration.sequence_length if calibration else 0
+    solves = (
+        _streamed_bytes(task, geometry.layers[task.layer], tokens)
+        if geometry.layers[task.layer].num_experts > held and _experts_of(task, geometry.layers[task.layer]) > held
+        else max(
+            solve_bytes(task, geometry.layers[task.layer]),
+            rounding_bytes(manifest, task, geometry.layers[task.layer]),
+        )
+        for task in tasks
+    )
+    trainings = (refine_bytes(manifest, geometry.layers[layer]) for layer in layers_of(tasks))
+    return max((*solves, *trainings), default=0)
+
+
+def solve_bytes(task: Task, geometry: LayerGeometry) -> int:
+    """Return the memory of a task on a worker: moments and their copies, samples, and weights, also in float64.
+
+    Moments are completed before they are copied.
+    """
+    samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
+    moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
+    fits = any(moment.kind == "sample" for moment in without_others(task, geometry).moments)
+    copies = (CURVE_COPIES if fits else SOLVE_COPIES) * moments
+    solving = max(copies, 2 * moments + completion_bytes(task, geometry))
+    return solving + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
+
+
+def rounding_bytes(manifest: Manifest, task: Task, geometry: LayerGeometry) -> int:
+    """Return the memory to round a task's matrices with error feedback: moments, a factor, and the matrices that are
+    rounded together because they read the same input; 0 without feedback."""
+    if manifest.quantize is None or not manifest.rounds_by_feedback:
+        return 0
+    moments = [moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample"]
+    together: dict[str, int] = {}
+    for role in task.roles:
+        if role in geometry.reads and not manifest.quantize.skips(role):
+            point = geometry.reads[role]
+            together[point] = together.get(point, 0) + math.prod(geometry.weight_shape(role))
+    fed = min(FED_NUMBERS, max(together.values(), default=0))
+    return sum(moments) + 2 * max(moments, default=0) + geometry.num_bytes(task.roles) + FED_BYTES * fed
+
+
+def _experts_of(task: Task, layer: LayerGeometry) -> int:
+    """Count the experts that a task compresses together."""
+    return len({block.name for block in layer.mlps if block.routing and block.roles[0] in task.roles})
+
+
+def _streamed_bytes(task: Task, geometry: LayerGeometry, tokens: int) -> int:
+    """Return the memory of a task whose experts are read one at a time.
+
+    Memory holds two experts and the one that is being read, one expert in float64 with its moment, the sampled inputs,
+    and more vectors per token in float32: the output to fit and its residual, or as many bytes of changes. A curve,
+    which needs the gradient's moment, holds a residual for each refit that it measures.
+    """
+    expert = next(block for block in geometry.mlps if block.routing and block.roles[0] in task.roles)
+    routed = {role for block in geometry.mlps if block.routing for role in block.roles}
+    outside = [role for role in task.roles if role not in routed]
+    extra = SAMPLE_BYTES if all(moment.kind == "sample" for moment in task.moments) else CURVE_SAMPLE_BYTES
+    samples = sum(
+        min(1.0, tokens / moment.tokens) * moment_bytes(moment, geometry)
+        + min(moment.tokens, tokens) * extra * moment_width(moment, geometry)
+        for moment in task.moments
+        if moment.kind == "sample"
+    )
+    moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
+    moments += MOMENT_BYTES * expert.width**2
+    weights = 3 * geometry.num_bytes(expert.roles) + 8 * geometry.numbers(expert.roles) + geometry.num_bytes(outside)
+    return round(SOLVE_COPIES * moments + samples + weights)
+
+
+def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
+    """Return the size of a moment in memory."""
+    width = moment_width(moment, geometry)
+    if moment.kind == "sample":
+        return moment.tokens * width * geometry.bits // 8
+    return moment.groups * width * (1 if moment.diagonal else width) * MOMENT_BYTES
