@@ -92,8 +92,10 @@ class Routing(NamedTuple):
         """
         own_T = ((self.experts == expert) & (self.weights != 0.0)).any(dim=1)
         rest_t = (~own_T).nonzero()[:, 0]
-        if passed >= width or not len(rest_t):
+        if passed >= min(width, len(own_T)):
             return None
+        if not len(rest_t):  # of equal scores, the model chose others than this rule does
+            rest_t = torch.arange(len(own_T), device=own_T.device)
         tokens_m = rest_t[evenly_spread(0, len(rest_t), len(rest_t), OTHERS * width).to(rest_t.device)]
         chosen = self.weights[self.weights != 0.0].double()
         weight = float(chosen.square().mean().sqrt()) if len(chosen) else 0.0
