@@ -62,6 +62,17 @@ def draw_methods(random: Random, spec: ModelSpec, document: dict[str, Any]) -> d
     }
 
 
+def draw_prefixes(random: Random, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document with prefixes of its windows by chance. The loss of random weights is accepted."""
+    drawn = {**document, "model": {**document["model"], "accept_loss": True}}
+    if "calibration" in drawn and random.random() < 0.5:
+        drawn["calibration"] = {**drawn["calibration"], "prefix": random.choice(("tokenizer", "none"))}
+    if "evaluation" in drawn and random.random() < 0.5:
+        perplexity = {**drawn["evaluation"]["perplexity"], "prefix": random.choice(("tokenizer", "none"))}
+        drawn["evaluation"] = {"perplexity": perplexity}
+    return drawn
+
+
 def _mixture(random: Random, other: ModelSpec) -> ModelSpec:
     """Draw a mixture in float32: a router's choice between equal experts depends on rounding."""
     while True:

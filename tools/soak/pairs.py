@@ -39,7 +39,7 @@ from tests.factories import make_tokenizer, write_text
 from tools.soak.pair_checks import PLAIN, Played, faults_of
 from tools.soak.pair_manifests import TEXT, draw_manifest
 from tools.soak.pair_models import TOKENIZER_SIZE, ModelSpec, draw_model
-from tools.soak.pair_sources import draw_methods, draw_source
+from tools.soak.pair_sources import draw_methods, draw_prefixes, draw_source
 from tools.soak.pair_writing import write_model
 from tools.soak.sandbox import in_child
 
@@ -69,7 +69,7 @@ def draw(seed: int, number: int) -> tuple[ModelSpec, dict[str, Any]]:
     spec = draw_source(further, draw_model(random))
     positions = spec.config["max_position_embeddings"]
     document = draw_manifest(random, spec.layers, positions, spec.gated, spec.grouped)
-    return spec, draw_methods(further, spec, document)
+    return spec, draw_prefixes(further, draw_methods(further, spec, document))
 
 
 def judge(seed: int, number: int, folder: Path) -> Verdict:
