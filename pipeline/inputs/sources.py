@@ -61,7 +61,7 @@ def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[Sour
     source, config = as_loaded(without_further_layers(opened, config), config, weights)
     expected, hint = geometry_of(config).expected_tensors(), foreign_prefix(source.tensors, config["block"]["layers"])
     source.require(expected, hint)
-    refuse_unread(source, {*expected, f"{config['block']['head']}.weight"}, weights)
+    refuse_unread(source, {*expected, f"{config['block']['head']}.weight"}, bool(config.get("wrapper")), weights)
     return source, config
 
 

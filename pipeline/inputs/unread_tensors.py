@@ -22,14 +22,14 @@ HARMLESS: Mapping[str, str] = {  # ends of names -> the reason why such a tensor
 ADDED = (".bias", ".weight_zero_point")  # of a linear whose model, or whose scheme, has none: they must be zeros
 
 
-def refuse_unread(source: SourceCheckpoint, expected: Collection[str], weights: bool = True) -> None:
+def refuse_unread(source: SourceCheckpoint, expected: Collection[str], wrapped: bool, weights: bool = True) -> None:
     """Raise InputError for tensors that no module reads in a source with weights in stored formats.
 
-    `expected`: the tensors of the model. `weights`: allow reading those that must be zeros.
+    `expected`: the tensors of the model. `wrapped`: it has towers. `weights`: allow reading those that must be zeros.
     """
     if not any(record.parts for record in source.tensors.values()):
         return
-    unread = _unread(source, expected)
+    unread = _unread(source, expected, wrapped)
     added = [name for name in unread if name.endswith(ADDED)]
     faults = [f"{name}: no module of the model reads it" for name in unread if name not in added]
     if weights:
@@ -42,7 +42,7 @@ def unread_remarks(source: SourceCheckpoint, expected: Collection[str], wrapped:
     """Return a remark for a dense source with tensors that no module reads. `wrapped`: its model has towers."""
     if any(record.parts for record in source.tensors.values()):
         return ()
-    unread = [name for name in _unread(source, expected) if not (wrapped and is_tower(name))]
+    unread = _unread(source, expected, wrapped)
     if not unread:
         return ()
     return (
@@ -51,5 +51,6 @@ def unread_remarks(source: SourceCheckpoint, expected: Collection[str], wrapped:
     )
 
 
-def _unread(source: SourceCheckpoint, expected: Collection[str]) -> list[str]:
-    return sorted(name for name in source.tensors.keys() - {*expected} if not name.endswith(tuple(HARMLESS)))
+def _unread(source: SourceCheckpoint, expected: Collection[str], wrapped: bool) -> list[str]:
+    others = (name for name in source.tensors.keys() - {*expected} if not name.endswith(tuple(HARMLESS)))
+    return sorted(name for name in others if not (wrapped and is_tower(name)))

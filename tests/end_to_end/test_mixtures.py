@@ -282,7 +282,7 @@ def test_the_report_divides_tokens_of_experts_over_sources(
 @inline
 def test_a_dense_export_is_the_source_s_own_class(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen2_moe", layers=2)
-    made = job(source, methods=[{"method": "flat_llm"}])
+    made = job(source, methods=[{"method": "flat_llm", "layers": [1]}])
     made.run().json  # noqa: B018 - asserts the exit code
     assert command("export", "--to", "dense", str(made.output), str(tmp_path / "dense")).code == 0
     ids_BT = some_tokens(300)

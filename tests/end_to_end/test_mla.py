@@ -36,7 +36,9 @@ def test_a_model_of_the_deepseek_type(tmp_path: Path, job: MakeJob) -> None:
     assert type(model) is DeepseekV3ForCausalLM
     text, window = tmp_path / "text.txt", 32
     factories.write_text(text, 4000, seed=3)
-    scored = command("evaluate", str(made.output), "--text", str(text), "--window", str(window), "--json").json
+    scored = command(
+        "evaluate", str(made.output), "--text", str(text), "--window", str(window), "--prefix", "none", "--json"
+    ).json
     assert scored["perplexity"] == pytest.approx(perplexity(model, made.output, text, window), rel=1e-4)
     ids_BT = some_tokens(320)[:, :24]
     with torch.inference_mode():

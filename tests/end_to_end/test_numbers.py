@@ -176,7 +176,8 @@ def test_neurons_that_are_never_active(name: str, tmp_path: Path, job: MakeJob) 
     """They go first: 40 of 80 may be left out without an error."""
     source = edited(make_source(tmp_path / "source", "opt", layers=2), never_active)
     entry = {key: value for key, value in METHODS[name].items() if key not in ("keep", "query_key")}
-    made = job(source, methods=[{**entry, "attention": False, **ONE_LAYER, "ranks": {"mlp": 40}}], budget=None)
+    enough: dict[str, Any] = {"calibration.samples": 40, "budget": None}  # so that the others are active
+    made = job(source, methods=[{**entry, "attention": False, **ONE_LAYER, "ranks": {"mlp": 40}}], **enough)
     finite(made)
     assert error_of(made) < 1e-5
     kept = {tensor: value for tensor, value in read_tensors(made.output).items() if "layers.1.fc1.bias" in tensor}

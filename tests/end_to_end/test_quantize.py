@@ -118,7 +118,7 @@ def test_feedback_is_nearer_than_nearest(wide: Path, job: MakeJob) -> None:
     for made in (fed, nearest):
         config = json.loads((made.output / "config.json").read_text())
         first.append(relative_error(hidden_states(load_plain(made.output, config), ids), dense))
-    assert first[0] < 0.8 * first[1]
+    assert first[0] < 0.9 * first[1]
 
 
 @pytest.mark.parametrize("methods", [[], FACTORS], ids=["alone", "factors"])
