@@ -20,7 +20,7 @@ from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, CountedRecord, GradientRecord, StagedLayer
 from pipeline.kernels.moments import cosine_sums
 from pipeline.methods.capabilities import Measuring
-from pipeline.methods.experts.completing import completed
+from pipeline.methods.experts.completing import completed, needed_records
 from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
@@ -342,7 +342,8 @@ class Worker:
         """Return the statistics for a task, with the moments of experts with few tokens completed."""
         layer = self.setup.geometry.layers[task.layer]
         read = partial(self.layers.group_weights, task.layer)
-        return completed(task, layer, self._statistics(task.layer, records, hint), read)
+        needed = needed_records(task, layer, records)
+        return completed(task, layer, self._statistics(task.layer, needed, hint), read)
 
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,11 @@ Read = Callable[[Sequence[str]], Weights]  # returns the dense weights of some r
 
 
 def sample_of_others(block: MLPBlock) -> Moment:
-    """Return the sample of the mixture's inputs from which tokens of other experts are taken."""
-    return Moment(block.passing, kind="sample", tokens=OTHERS * block.width)
+    """Return the sample of the mixture's inputs from which tokens of other experts are taken.
+
+    It has one token more than are needed, so that it is never the same as a method's own sample.
+    """
+    return Moment(block.passing, kind="sample", tokens=OTHERS * block.width + 1)
 
 
 def with_samples(tasks: Sequence[Task], geometry: Geometry) -> tuple[Task, ...]:
@@ -42,6 +45,15 @@ def _with_sample(task: Task, layer: LayerGeometry) -> Task:
     if not blocks or _sample(blocks[0], task.moments) is not None:
         return task
     return replace(task, moments=(*task.moments, sample_of_others(blocks[0])))
+
+
+def needed_records(task: Task, layer: LayerGeometry, records: Mapping[Moment, Any]) -> Mapping[Moment, Any]:
+    """Return the records of a task's moments without the sample of others, unless an expert has few tokens."""
+    counts = {moment: record.tokens for moment, record in records.items() if hasattr(record, "tokens")}
+    added = {sample_of_others(block) for block in routed(layer)}
+    if added.isdisjoint(records) or experts_with_few(task, layer, counts, [*records]):
+        return records
+    return {moment: record for moment, record in records.items() if moment not in added}
 
 
 def experts_with_few(

@@ -147,7 +147,7 @@ def test_only_tasks_with_moments_of_single_experts_get_a_sample(entry: dict[str,
     geometry = geometry_of(standard_config(factories.make_config("mixtral", num_hidden_layers=2).to_dict()))
     tasks = claim_tasks(build_methods(manifest(entry, keep=0.9, calibration=TEXT)), geometry)
     sample = sample_of_others(routed(geometry.layers[0])[0])
-    assert sample.tokens == 4 * 24
+    assert sample.tokens == 4 * 24 + 1
     completed_tasks = with_samples(tasks, geometry)
     assert any(sample in task.moments for task in completed_tasks) == added
     for task, before in zip(completed_tasks, tasks, strict=True):
