@@ -62,7 +62,8 @@ def test_a_mixture_reads_what_its_plan_says(
 ) -> None:
     source = make_source(tmp_path / "source", "qwen3_moe", layers=2, **SIZES)
     read.clear()
-    sizes = {"samples": 16, "sequence_length": 128, "shards": 4, "micro_batch": 2, "propagate": "dense"}
+    # Enough for every expert: those with few tokens read a sample of the layer's inputs, too.
+    sizes = {"samples": 64, "sequence_length": 128, "shards": 4, "micro_batch": 4, "propagate": "dense"}
     changes = {f"calibration.{name}": value for name, value in sizes.items()}
     made = job(
         source, methods=[entry], **changes, **{"workers.experts": 4, "budget": {"keep": 0.8, "scope": "experts"}}
