@@ -27,6 +27,7 @@ from pipeline.units.scores import Score, Scored, Windows
 from pipeline.units.sharding import expert_parts
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
+from stores.text_rows import SkippedRows, skipped_lines
 from workers.config import WorkerConfig
 from workers.pools import worker_pool
 
@@ -80,14 +81,17 @@ def measure_perplexity(
         Interrupted: `stop` was set.
     """
     source, config = _open_checkpoint(model, asked.window, trust_remote_code)
-    tokens = window_tokens(source.storage, asked, config["vocab_size"], trust_remote_code)
+    skipped: SkippedRows = {}
+    tokens = window_tokens(source.storage, asked, config["vocab_size"], trust_remote_code, skipped)
+    for line in skipped_lines(skipped):
+        scoring.observer.say(line)
     start()
     figures = _score(source, config, replace(tokens, ids=tokens.ids[:limit]), scoring)
     if not scoring.accept_loss and config.get("model_type") != "lamina":
         check_dense_loss(
             figures["loss"], config["vocab_size"], "the text", "if its weights are random, add --accept-loss"
         )
-    return figures
+    return {**figures, "skipped_rows": skipped}
 
 
 def score_tokens(model: str, tokens: EvaluationTokens, scoring: Scoring) -> dict[str, Any]:

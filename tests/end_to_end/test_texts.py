@@ -137,6 +137,12 @@ def test_rows_without_text_are_counted(tmp_path: Path, text: Path, job: MakeJob)
     assert ended.err.count(line) == 1
     assert command("run", str(some.manifest)).out.count(line) == 1
     assert file_digests(whole.output) == file_digests(some.output)
+    options = ["--text", str(files[1]), "--field", "body", "--window", "24"]
+    scored = command("evaluate", str(whole.source), *options)
+    assert scored.err.count(line) == 1
+    assert command("evaluate", str(whole.source), *options, "--json").json["skipped_rows"] == {
+        f"text file {files[1]}": 2
+    }
 
 
 def test_init_names_the_field_and_counts_rows_without_text(tmp_path: Path, text: Path, llama: Path) -> None:
