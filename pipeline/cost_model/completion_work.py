@@ -10,7 +10,7 @@ from dataclasses import replace
 from pipeline.families.blocks import MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.routing import OTHERS
-from pipeline.methods.experts.completing import sample_of_others
+from pipeline.methods.experts.completing import samples_of_others
 from pipeline.methods.experts.method import routed
 from pipeline.methods.method import Task
 from pipeline.methods.moments import input_moment
@@ -21,7 +21,7 @@ ROUTED = 3  # float32 arrays (m, E): logits, scores, their order
 
 def without_others(task: Task, layer: LayerGeometry) -> Task:
     """Return a task without the sample from which tokens of others are taken, which only completes its moments."""
-    added = {sample_of_others(block) for block in routed(layer)}
+    added = samples_of_others(layer)
     return replace(task, moments=tuple(moment for moment in task.moments if moment not in added))
 
 

@@ -35,6 +35,11 @@ def sample_of_others(block: MLPBlock) -> Moment:
     return Moment(block.passing, kind="sample", tokens=OTHERS * block.width + 1)
 
 
+def samples_of_others(layer: LayerGeometry) -> set[Moment]:
+    """Return these samples of a layer, which only complete moments."""
+    return {sample_of_others(block) for block in routed(layer)}
+
+
 def with_samples(tasks: Sequence[Task], geometry: Geometry) -> tuple[Task, ...]:
     """Add that sample to tasks with a moment of single experts, unless they have a larger one."""
     return tuple(_with_sample(task, geometry.layers[task.layer]) for task in tasks)
@@ -50,7 +55,7 @@ def _with_sample(task: Task, layer: LayerGeometry) -> Task:
 def needed_records(task: Task, layer: LayerGeometry, records: Mapping[Moment, Any]) -> Mapping[Moment, Any]:
     """Return the records of a task's moments without the sample of others, unless an expert has few tokens."""
     counts = {moment: record.tokens for moment, record in records.items() if hasattr(record, "tokens")}
-    added = {sample_of_others(block) for block in routed(layer)}
+    added = samples_of_others(layer)
     if added.isdisjoint(records) or experts_with_few(task, layer, counts, [*records]):
         return records
     return {moment: record for moment, record in records.items() if moment not in added}
