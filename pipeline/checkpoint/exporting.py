@@ -66,6 +66,8 @@ from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, Storage, contains, matching, open_storage
 from workers.checkpoint_reader import cpu_reader
 
+ALIGNED = 16  # bytes, as torch's grouped product wants rows
+
 
 def export_checkpoint(
     output: Place, target: Target, destination: Place, say: Callable[[str], None], multiply_out: bool = False
@@ -104,6 +106,8 @@ def _write(
     widths: Mapping[str, int] = {}
     if target == "stock":
         widths = stock_widths(config) if is_mixture(config) else {"mlp": mlp_widths(LayersConfig(**config))[0]}
+    if is_mixture(config):
+        note_uneven_experts(config, widths.get("width"), say)
     reader = cpu_reader(checkpoint, config, torch.float64, whole=True)
     towers = [name for name in checkpoint.tensors if config.get("wrapper") and is_tower(name)]
     total, numbers = geometry.num_layers + 1 + bool(towers), 0
@@ -157,6 +161,21 @@ def _write(
     write_index(storage, weight_map, size, numbers)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": storage.at(INDEX_FILE)}
+
+
+def note_uneven_experts(config: Mapping[str, Any], width: int | None, say: Callable[[str], None]) -> None:
+    """Say how to load experts whose rows are no whole number of ALIGNED bytes.
+
+    `width`: of each expert in the export; None: the source's. Rows of one width are what transformers' grouped product
+    of experts needs, on CPUs and GPUs.
+    """
+    itemsize = getattr(torch, config["dtype"]).itemsize
+    if width is not None and width * itemsize % ALIGNED:
+        say(
+            f"experts are {width} channels wide, and transformers' default product of experts needs rows of a multiple "
+            f'of {ALIGNED} bytes: load with experts_implementation="eager", or compress with budget.multiple: '
+            f"{ALIGNED // itemsize}"
+        )
 
 
 def _packed(
