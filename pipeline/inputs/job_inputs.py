@@ -41,7 +41,7 @@ STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STORED_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that what is computed of a job's inputs can be kept
 class Inputs:
     """The inputs of a job, checked as far as headers and configs allow."""
 

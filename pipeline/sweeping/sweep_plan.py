@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from manifests.sweep import Point, Sweep
@@ -127,6 +128,7 @@ def _scoring(seconds: dict[str, float]) -> float:
     return seconds["held-out"] + seconds.get("evaluate", 0.0)
 
 
+@lru_cache(maxsize=256)  # the plan of a point is wanted in several places
 def _plan(inputs: Inputs) -> Plan:
     return bounded_plan(inputs) if isinstance(inputs, SharedInputs) else plan_of(inputs)
 

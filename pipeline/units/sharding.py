@@ -8,7 +8,7 @@ TOKENS_PER_HIDDEN = 16
 GRID_TOKENS = 128  # tokens of a sample from which the grids of a layer's sums are chosen
 HELD_OUT = 10  # samples per held-out window
 HELD_OUT_TOKENS = 32_768  # at most, in all texts: a divergence to 3 % (docs/results.md#choices-that-were-measured)
-TEXT_TOKENS = 32_768  # at most, of each text on which the dense model is scored before the job's passes
+TEXT_TOKENS = 8_192  # at most, of each text on which the dense model is scored before the job's passes
 LEAST_TOKENS = 16_384  # 16 tokens per hidden number are too few for a narrow model, whose gradients cost little
 
 
@@ -61,5 +61,5 @@ def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
 
 
 def text_windows(windows: int, length: int) -> int:
-    """Return the number of a text's windows on which the dense model is scored: all, or those of 32,768 tokens."""
+    """Return the number of a text's windows on which the dense model is scored: all, or those of 8,192 tokens."""
     return min(windows, -(-TEXT_TOKENS // length))

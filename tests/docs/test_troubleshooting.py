@@ -16,6 +16,7 @@ OTHERS = {  # messages of the system, of transformers and of vLLM
     "pip install compressed-tensors",
     "Unsupported CPU attention configuration",
     "No package metadata was found for vllm",
+    "strides should be multiple of 16 bytes",
 }
 
 
