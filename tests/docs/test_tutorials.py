@@ -43,6 +43,7 @@ def _lint(tree: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_they_add_passes_its_tests(tmp_path: Path) -> None:
     """All in one tree, and its tests in one run, as pytest takes seconds to start."""
     tree = copy_of_the_repository(tmp_path)

@@ -70,6 +70,7 @@ def test_killed_again_and_again_it_ends_the_same(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["statistics.zarr/layer-00001/gradient-*", "activations.zarr/inputs/layer-00001"])
+@pytest.mark.nightly
 def test_damage_is_repaired(kind: str, job: MakeJob, reference: dict[str, str]) -> None:
     """Stopped in the middle of the backward pass; then a sum of gradients, or a layer's stored input, is damaged."""
     made = job(**LOSS)
@@ -114,6 +115,7 @@ def test_the_channels_of_an_mlp_are_eliminated_once(
     assert len(eliminated) == len(layers)
 
 
+@pytest.mark.nightly
 def test_another_budget_takes_no_pass(job: MakeJob, inline: None) -> None:
     """Neither forwards nor backwards; an allocation is a budget, too."""
     made, clean = (job(**LOSS) for _ in range(2))
@@ -128,7 +130,7 @@ def test_another_budget_takes_no_pass(job: MakeJob, inline: None) -> None:
     assert file_digests(second) == file_digests(clean.output)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*((family, "model") for family in FAMILIES), *((family, "local") for family in ("qwen3", "opt", "gptj"))],

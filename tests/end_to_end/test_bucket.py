@@ -66,7 +66,7 @@ def test_everything_in_a_bucket(propagate: str, job: MakeJob, address: str, scor
     assert verified.code == 0, verified.out + verified.err
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["model.source", "calibration.text.files", "output", "run_dir"])
 def test_any_mix(place: str, job: MakeJob, address: str, inline: None) -> None:
     local = job()

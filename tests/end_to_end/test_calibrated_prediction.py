@@ -28,6 +28,7 @@ def weights(job: Job) -> dict[str, str]:
     return {name: digest for name, digest in file_digests(job.output).items() if name.endswith(".safetensors")}
 
 
+@pytest.mark.nightly
 def test_two_other_sizes_calibrate_the_prediction(job: MakeJob) -> None:
     plain, made, smaller = job(**PLAIN), job(**CALIBRATED), job(**{**PLAIN, "budget": {"keep": 0.5}})
     expected, summary = plain.run().json, made.run().json

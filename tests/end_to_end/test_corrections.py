@@ -93,7 +93,7 @@ def test_every_family_is_the_source_at_full_size(family: str, tmp_path: Path, jo
     assert relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1e-5
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", family, layers=2)

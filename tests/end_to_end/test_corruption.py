@@ -70,6 +70,7 @@ def test_run_dir(tmp_path: Path, text: Path) -> None:
     assert told >= {"statistics: chunk", "tokens: chunk", "ledger: dense", "fingerprint.json"}, told
 
 
+@pytest.mark.nightly
 def test_output(whole: Job, expected: dict[str, str]) -> None:
     """Every kind of file, every tensor of a form: `verify` names it, and `run` puts it right where it can see it."""
     results = Results()
@@ -79,6 +80,7 @@ def test_output(whole: Job, expected: dict[str, str]) -> None:
     assert len(results.table) == len({output_kind(name) for name in expected}) + 1
 
 
+@pytest.mark.nightly
 def test_edits_that_fit(whole: Job) -> None:
     results = Results()
     check_edits(whole, results, "finished")

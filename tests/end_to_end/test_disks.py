@@ -70,7 +70,7 @@ def check_message(ended: Ended, fault: Fault) -> None:
     assert "internal error" not in ended.err
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("match", "nth", "code"), PLACES)
 def test_the_job_goes_on(match: str, nth: int, code: int, job: MakeJob, reference: dict[str, str]) -> None:
     made = job(**{"statistics.keep": True})  # or a walk stores none
@@ -99,6 +99,7 @@ def test_log_and_heartbeat_are_not_worth_a_job(
         assert file_digests(made.output) == reference
 
 
+@pytest.mark.nightly
 def test_short_and_slow_writes(job: MakeJob, reference: dict[str, str]) -> None:
     made = job()
     slow = Fault((made.run_dir / "ledger", made.output), slow=True)

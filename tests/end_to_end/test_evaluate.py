@@ -63,7 +63,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "opt", "gptj"])
 def test_perplexity_of_dense_and_compressed(family: str, tmp_path: Path, scored: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
@@ -90,6 +90,7 @@ def test_perplexity_of_dense_and_compressed(family: str, tmp_path: Path, scored:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
+@pytest.mark.nightly
 def test_trained_model_answers_to_compression(shared_dir: Path, tmp_path: Path, job: MakeJob) -> None:
     """The published figure of the trained model, and what is left of it; the budget to 0.1 %."""
     source = shared_dir / "models" / "babyllama-361"

@@ -41,7 +41,7 @@ def stock(directory: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("name", METHODS)
 def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> None:
@@ -60,7 +60,7 @@ def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> No
     assert not (destination / "compression.json").exists()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize(
     ("family", "overrides"),

@@ -72,7 +72,7 @@ def export(output: Path, target: str, destination: Path) -> Ended:
     return command("export", str(output), "--to", target, str(destination))
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @needs_gguf
 @pytest.mark.parametrize(("family", "fields", "in_gguf"), CASES, ids=str)
 def test_each_export_computes_what_transformers_does(

@@ -78,7 +78,7 @@ def own_tensor(name: str, stock: dict[str, Tensor], family: str, heads: dict[str
     return tensor
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_file_holds_the_tensors_of_a_stock_checkpoint(family: str, tmp_path: Path, job: MakeJob) -> None:
     architecture, options = FAMILIES[family]

@@ -61,7 +61,7 @@ def test_an_expert_that_no_token_passed_is_cut_little_at_nearly_the_full_size(tm
     assert sum(tensor.numel() for tensor in after.values()) < sum(tensor.numel() for tensor in before.values())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("entry", "changes"),
     [
@@ -84,6 +84,7 @@ def test_slices_of_experts_change_no_byte(
     assert file_digests(whole.output) == file_digests(sliced.output)
 
 
+@pytest.mark.nightly
 def test_a_run_directory_of_the_former_rule_is_refused_by_name(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen3_moe", layers=2)
     made = job(source, methods=[EXPERTS_ALONE], **FEW)

@@ -45,7 +45,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(JOBS))
 def test_a_job(name: str, job: MakeJob, sources: dict[str, Path]) -> None:
     family, changes = JOBS[name]
@@ -75,7 +75,7 @@ def test_a_job(name: str, job: MakeJob, sources: dict[str, Path]) -> None:
     assert 1e-3 < relative_error(logits_of(model, ids), logits_of(load(source), ids)) < 1.5
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(MIXTURES))
 def test_a_job_on_a_mixture(name: str, job: MakeJob, tmp_path: Path) -> None:
     family, changes = MIXTURES[name]
@@ -96,6 +96,7 @@ def test_a_job_on_a_mixture(name: str, job: MakeJob, tmp_path: Path) -> None:
     assert relative_error(logits, logits_of(load(source), ids)) < 1.5
 
 
+@pytest.mark.nightly
 def test_layers_that_predict_further_tokens_are_left_out(job: MakeJob, tmp_path: Path) -> None:
     """As transformers leaves them out. It is said before the job begins and on the card."""
     source = factories.make_model(tmp_path / "source", "deepseek_v3", max_shard_size="1GB")

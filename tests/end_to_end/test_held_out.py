@@ -110,6 +110,7 @@ def test_killed_in_the_midst_of_scoring_it_goes_on_there(job: MakeJob) -> None:
     assert Ledger(made.run_dir / "ledger").keys("scored/") == []
 
 
+@pytest.mark.nightly
 def test_damaged_outputs_of_the_dense_model_are_made_again(job: MakeJob) -> None:
     """And so are the tokens beside them."""
     made, clean = (job(**{"calibration.propagate": "dense"}) for _ in range(2))
@@ -123,6 +124,7 @@ def test_damaged_outputs_of_the_dense_model_are_made_again(job: MakeJob) -> None
         assert "repairing" in again.err
 
 
+@pytest.mark.nightly
 def test_tokens_of_another_text_are_not_scored_again(job: MakeJob) -> None:
     """What was entered of other held-out tokens: the samples, and so the fingerprint, are the same."""
     made, clean = (job(**{"calibration.propagate": "dense"}) for _ in range(2))

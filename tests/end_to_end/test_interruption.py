@@ -161,7 +161,7 @@ def test_killed_while_old_data_is_dropped(job: MakeJob, reference: dict[str, dic
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stop_before", "damaged"),
     [
@@ -278,7 +278,7 @@ def test_the_raylet_dies(job: MakeJob, reference: dict[str, dict[str, str]]) -> 
     assert file_digests(made.output) == reference["compressed"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("number", "key"),
     [(signal.SIGTERM, "dense/00001"), (signal.SIGINT, "activations/00001"), (signal.SIGTERM, "layer/00001")],
@@ -408,6 +408,7 @@ def weights(output: Path) -> dict[str, str]:
     return {name: digest for name, digest in file_digests(output).items() if name.endswith(".safetensors")}
 
 
+@pytest.mark.nightly
 def test_fresh_starts_over(finished: Job, job: MakeJob) -> None:
     before = weights(finished.output)
     assert finished.run("--set", "budget.keep=0.8").code == 2

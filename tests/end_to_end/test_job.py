@@ -94,7 +94,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, text: Path, shared_ray: None)
 # -- the same function -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "propagate"), list(zip(FAMILIES, itertools.cycle(("compressed", "dense")), strict=False))
 )
@@ -139,7 +139,7 @@ def test_trained_model_in_one_file(name: str, shared_dir: Path, job: MakeJob) ->
     assert relative_error(found, logits_of(dense, ids_BT)) > 1e-3
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "dtype", "overrides"),
     [

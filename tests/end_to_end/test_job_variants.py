@@ -75,7 +75,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {  # each way to pass the lay
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_second_worker_changes_no_byte(schedule: str, tmp_path: Path, job: MakeJob) -> None:
     """Of a mixture each worker holds two experts, and one process all of them."""

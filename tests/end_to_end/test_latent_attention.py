@@ -181,6 +181,7 @@ def test_queries_without_a_latent_stay_and_the_rest_shrinks(family: str, job: Ma
     assert relative_error(logits_of(load(tmp_path / "dense"), ids), logits) < 1e-4
 
 
+@pytest.mark.nightly
 def test_corrections_of_attention_alone_know_mixtures(job: MakeJob, sources: dict[str, Path]) -> None:
     """Each matrix is rounded with its correction, or with the first where it has none of its own."""
     run = job(

@@ -69,7 +69,7 @@ def test_each_layer_has_a_geometry_of_its_own(model: tuple[Path, Any]) -> None:
     assert geometry.model_numbers() == dense.num_parameters()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["flat_llm", "lorc", "lestd", pytest.param("loss_aware", marks=pytest.mark.slow)])
 def test_a_job(name: str, job: MakeJob, model: tuple[Path, Any]) -> None:
     """What is stored meets the budget, counted from the files, and verifies against the source."""

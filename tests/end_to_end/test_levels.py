@@ -60,7 +60,7 @@ def plain_model(output: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("methods", "bits", "levels", "more"),
     [

@@ -73,7 +73,7 @@ def checked(job: Job) -> Any:
 PAIRS = [(name, family) for i, name in enumerate(ENTRIES) for j, family in enumerate(FAMILIES) if (i + j) % 2 == 0]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "family"), PAIRS)
 def test_random_model(name: str, family: str, tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
@@ -85,7 +85,7 @@ def test_random_model(name: str, family: str, tmp_path: Path, job: MakeJob) -> N
     decodes_as_it_prefills(model, source)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "name"),
     [
@@ -109,7 +109,7 @@ def test_full_rank_is_the_source(method: str, name: str, shared_dir: Path, tmp_p
     assert relative_error(logits_of(load(made.output), ids_BT), logits_of(model.eval(), ids_BT)) < 1e-5
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("method", "family"), FULL_PAIRS)
 def test_full_rank_of_a_random_model_is_the_source(method: str, family: str, tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", family, layers=2)

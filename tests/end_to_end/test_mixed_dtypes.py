@@ -99,7 +99,7 @@ def check_job(run: Job, source: Path, mixture: str) -> None:
     assert verified.code == 0, verified.out + verified.err
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mixture", ["vectors float32", "vectors float16", "a layer float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
@@ -120,7 +120,7 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mixture", ["vectors float32", "a layer float32"])
 @pytest.mark.parametrize("name", FIXED)
 def test_planned_bytes_are_those_written(name: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
@@ -182,7 +182,7 @@ def test_verify_reads_the_dtypes_of_groups(name: str, shared: str, job: MakeJob,
 SLOW = ("flat_llm by loss", "loss_aware", "loss_aware plain")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "mixture"),
     [
@@ -212,7 +212,7 @@ OTHER_FAMILIES = {"opt": "vectors float32", "gptj": "queries float32"}
 PLAIN_MLP = METHODS | {"joint_rank_k": {"method": "joint_rank_k", "mlp": False}}  # gate and up are what it stacks
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in METHODS])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_other_blocks(family: str, name: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
@@ -255,7 +255,7 @@ EXPORTS: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [  # family, m
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "mixture", "changes", "targets"), EXPORTS)
 def test_exports(
     family: str,

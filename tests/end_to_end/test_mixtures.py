@@ -43,7 +43,7 @@ LATENT_KEYS = {"lorc": [{"method": "lorc"}]}
 FULL = ("loss_aware", "flat_llm", "svd", "svd_llm", "magnitude")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @inline
 @pytest.mark.parametrize(
     ("name", "family"),
@@ -72,7 +72,7 @@ def test_a_method_on_a_mixture(name: str, family: str, tmp_path: Path, job: Make
     assert all(torch.equal(before[name], after[name]) for name in untouched), "a router is never changed"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @inline
 @pytest.mark.parametrize(("method", "family"), [*zip(FULL, FAMILIES, strict=True), *zip(FULL, LATER, strict=False)])
 def test_full_rank_is_the_source(method: str, family: str, tmp_path: Path, job: MakeJob) -> None:
@@ -147,7 +147,7 @@ SLICED = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @inline
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("entry", "propagate", "family"), SLICED)
@@ -238,7 +238,7 @@ def test_one_text_alone_for_a_small_budget_is_a_warning(tmp_path: Path, job: Mak
         assert said not in command("plan", str(changed.manifest)).out
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @inline
 @pytest.mark.parametrize(
     "entry",
@@ -383,7 +383,7 @@ SCORED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @inline
 @pytest.mark.parametrize(
     ("name", "family"),

@@ -142,7 +142,7 @@ def error_of(job: Job) -> float:
 # -- zeros, singular moments, equal eigenvalues ------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -284,7 +284,7 @@ def test_magnitudes_at_full_rank(name: str, up: float, down: float, tmp_path: Pa
     assert error_of(made) < 1e-5
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_all_weights_of_1e_30(name: str, tmp_path: Path, job: MakeJob) -> None:
     """Their products vanish beside the residual stream; their errors do not."""

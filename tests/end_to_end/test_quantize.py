@@ -62,7 +62,7 @@ def multiplied_out(output: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("methods", "bits"), [([], 8), ([], 4), ([], 3), (FACTORS, 4), ([PLAIN], 8)], ids=["8", "4", "3", "factors", "loss"]
 )

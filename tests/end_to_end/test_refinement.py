@@ -188,7 +188,7 @@ def test_nothing_changes_at_full_size(family: str, tmp_path: Path, job: MakeJob,
     assert relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1e-5
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "method"), list(zip(factories.MIXTURES, ("loss_aware", "magnitude", "flat_llm"), strict=False))
 )

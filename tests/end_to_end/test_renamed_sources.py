@@ -34,7 +34,7 @@ def exported(made: Job, target: str, folder: Path) -> dict[str, torch.Tensor] | 
     return read_tensors(folder) if command("export", str(made.output), "--to", target, str(folder)).code == 0 else None
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("case", CASES)
 def test_the_result_is_that_of_the_usual_files(case: str, tmp_path: Path, job: MakeJob, scored: Path) -> None:

@@ -32,7 +32,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "family", "levels", "bits"),
     [
@@ -133,7 +133,7 @@ def exported(made: Job, name: str, *options: str) -> Any:
 OTHERS_SKIPPED = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "sizes", "quantize"),
     [
@@ -167,7 +167,7 @@ def test_transformers_own_classes_read_codes_of_experts(
     assert "--to stock DEST" in (made.output / "README.md").read_text()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "quantize", "reason"),
     [

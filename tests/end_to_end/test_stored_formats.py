@@ -63,7 +63,7 @@ def check_pair(encoded: Path, decoded: Path, job: MakeJob, **changes: Any) -> Jo
     return ran
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [kind for kind in ENCODERS if kind != "mxfp4"])
 def test_untouched_weights_stay_as_they_are(kind: str, job: MakeJob, models: Any) -> None:
     encoded, decoded = models(kind)
@@ -153,7 +153,7 @@ def test_fused_experts_stay_one_by_one(job: MakeJob, models: Any) -> None:
     assert torch.equal(logits_of(load(ran.output), ids), logits_of(load(plain.output), ids))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 ragged", "fp8 tensor", "float", "int4", "gptq", "awq"])
 def test_fused_weights(kind: str, job: MakeJob, models: Any) -> None:
     """Phi-3: q, k and v in one weight, gate and up in another."""
@@ -196,7 +196,7 @@ KEPT_AND_CHANGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changed", KEPT_AND_CHANGED)
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_the_plan_counts_bytes_as_they_are_stored(kind: str, changed: str, job: MakeJob, models: Any) -> None:

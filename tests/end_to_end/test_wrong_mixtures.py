@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", WRONG)
 def test_a_damaged_mixture_is_refused(case: str, mixture: Path, tmp_path: Path, job: MakeJob) -> None:
     damage, words = WRONG[case]
