@@ -50,8 +50,13 @@ def _check_rope(family: Family, rope: Mapping[str, Any], head_dim: int) -> None:
     theta, share = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
     if not isinstance(theta, float | int) or not 0.0 < theta < math.inf:
         raise InputError(f"config.json: rope_theta: {theta!r} is not a positive number")
-    if share == 1.0:
-        return
+    if share != 1.0:
+        _check_share(family, share, head_dim)
+    if rope["rope_type"] == "longrope" and family.foreign is None:
+        _check_factors(rope, round(head_dim * share) // 2)
+
+
+def _check_share(family: Family, share: Any, head_dim: int) -> None:
     if not family.partial_rotary:  # transformers' own models of these families disagree on it
         raise InputError(f"config.json: partial_rotary_factor is not supported for {family.model_type}")
     width = head_dim * share if isinstance(share, float | int) and not isinstance(share, bool) else 0.0
@@ -59,3 +64,15 @@ def _check_rope(family: Family, rope: Mapping[str, Any], head_dim: int) -> None:
         raise InputError(
             f"config.json: partial_rotary_factor: {share!r} of {head_dim} is not an even number within 2 to {head_dim}"
         )
+
+
+def _check_factors(rope: Mapping[str, Any], pairs: int) -> None:
+    """Check the factors of a longrope, one for each pair of rotated numbers."""
+    for name in ("short_factor", "long_factor"):
+        factors = rope.get(name)
+        if not isinstance(factors, list) or len(factors) != pairs:
+            found = f"a list of {len(factors)}" if isinstance(factors, list) else repr(factors)
+            raise InputError(
+                f"config.json: rope_parameters.{name}: {found:.80} is not a list of {pairs} numbers, one for each "
+                "rotated pair"
+            )

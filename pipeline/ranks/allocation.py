@@ -6,7 +6,7 @@ docs/methods.md#budget, #allocation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -96,11 +96,15 @@ class Budget:
         """Return the smallest `keep`, to three digits, that leaves room for `numbers` numbers."""
         return math.ceil((self.reserved + numbers) / self.total * 1000 - 1e-9) / 1000
 
-    def require(self, least: float, entries: Sequence[Entry]) -> None:
-        """Raise InputError with the reachable range if even the smallest ranks of the entries do not fit."""
+    def require(self, least: float, entries: Sequence[Entry], dense: Sized = ()) -> None:
+        """Raise InputError with the reachable range if even the smallest ranks of the entries do not fit.
+
+        `dense`: parts whose curves have no smaller size.
+        """
         if self.target < least:
             dense_numbers = sum(entry.dense_numbers for entry in entries)
             reasons = [f" ({entry.where}: {entry.least_reason})" for entry in entries if entry.least_reason]
+            reasons += [f" ({len(dense)} parts stay dense, such as experts that no token passed)"] if dense else []
             raise InputError(
                 f"{self.field}: {self.keep:g} leaves {max(0, self.target):,} numbers for the claimed tensors, which "
                 f"take at least {least:,.0f} ({dense_numbers:,} dense){''.join(reasons)}; claim more tensors or keep "
@@ -249,7 +253,8 @@ def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget
         budget.require(least, entries)
         return {}, budget.target
     points = {key: line for by_task in curves if by_task is not None for key, line in by_task.items()}
-    budget.require(sum(lower_hull(line)[0].numbers for line in points.values()), entries)
+    dense = [key for key, line in points.items() if len(line) == 1]
+    budget.require(sum(lower_hull(line)[0].numbers for line in points.values()), entries, dense)
     guarded = frozenset(key for prediction in predictions for key in prediction.guarded)
     chosen = choose(points, budget.target, guarded=guarded)
     return _ranks(chosen), sum(stored_numbers(point) for point in chosen.values())

@@ -64,7 +64,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": "x", "l
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rope_parameters": LONG_ROPE}, ["config.json: no layer can be built"]),
+        ({"rope_parameters": LONG_ROPE}, ["config.json: rope_parameters.short_factor: 'x'"]),
         ({"tie_word_embeddings": "no"}, ["config.json", "tie_word_embeddings"]),
         ({"hidden_act": ["silu"]}, ["config.json", "hidden_act"]),
         ({"rms_norm_eps": float("nan")}, ["config.json", "NaN is not a JSON number"]),

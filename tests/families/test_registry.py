@@ -203,6 +203,7 @@ def test_no_model_type_at_all() -> None:
         standard_config({})
 
 
+LONG = {"rope_type": "longrope", "rope_theta": 1.0, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 HOSTILE: list[tuple[str, str, Any, str]] = [
     ("llama", "hidden_size", "48", "hidden_size"),
     ("llama", "hidden_size", 48.0, "hidden_size"),
@@ -235,6 +236,13 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
     ("llama", "rms_norm_eps", float("nan"), "norm epsilon: nan"),
     ("llama", "rms_norm_eps", "tiny", "rms_norm_eps"),
     ("llama", "rope_parameters", {"rope_type": "spiral", "rope_theta": 1.0}, "rope_type: 'spiral'"),
+    ("llama", "rope_parameters", {**LONG, "short_factor": [1.0] * 3}, "rope_parameters.short_factor: a list of 3"),
+    (
+        "gpt_neox",
+        "rope_parameters",
+        {**LONG, "partial_rotary_factor": 0.5},
+        "rope_parameters.short_factor: a list of 6",
+    ),
     ("llama", "rope_theta", -3.0, "rope_theta: -3.0"),
     ("llama", "rope_theta", "a", "rope_theta: 'a'"),
     ("llama", "rope_scaling", {"type": "linear"}, "factor"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from manifests.errors import InputError
 from pipeline.ranks.allocation import Budget
 
 
@@ -30,3 +31,12 @@ def test_whole_shares_of_large_models_lose_nothing() -> None:
     for percent in range(1, 100):
         for total in (100, 6_738_415_600, 68_976_648_100, 405_853_388_800):
             assert Budget("budget.keep", percent / 100, total, 0).target == percent * total // 100
+
+
+def test_parts_that_stay_dense_are_the_reason_for_a_least_size() -> None:
+    budget = Budget("budget.keep", 0.5, 100.0, 0.0)
+    budget.require(50.0, [])
+    with pytest.raises(
+        InputError, match=r"at least 80 \(0 dense\) \(2 parts stay dense, such as experts that no token"
+    ):
+        budget.require(80.0, [], [(0, "0", "experts.2"), (0, "0", "experts.3")])
