@@ -66,6 +66,7 @@ from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, Storage, contains, matching, open_storage
 from workers.checkpoint_reader import cpu_reader
 
+HEAD = "lm_head"  # a model's head in transformers
 ALIGNED = 16  # bytes, as torch's grouped product wants rows
 
 
@@ -272,7 +273,8 @@ def coarsest(layer: LayerGeometry, dtype_of: Callable[[str], torch.dtype]) -> to
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
     """Return the paths of all linear modules of the family's model, fused ones in place of their parts.
 
-    Routers and gates are among them, which are linear modules in some families.
+    Routers and gates are among them, which are linear modules in some families, and the head by the names of its
+    tensor and of transformers' module, which differ for GPT-NeoX.
     """
     paths = [
         layer.path(role)
@@ -286,7 +288,7 @@ def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
             weights[name] = name.removesuffix(WEIGHT)
         for part in whole.parts:
             weights.pop(part.name, None)
-    return [*weights.values(), config["block"]["head"]]
+    return [*dict.fromkeys((*weights.values(), config["block"]["head"], HEAD))]
 
 
 def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceCheckpoint, Mapping[str, Any]]:

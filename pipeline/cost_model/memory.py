@@ -30,7 +30,7 @@ KEPT_BYTES = 64 * 2**20  # freed memory that its heap keeps (`workers.memory`: T
 MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # of a moment: C, its inverse and W_down's gram, the panels (tests/kernels/test_elimination.py)
 CURVE_COPIES = 4  # one more for the kept channels, with its factor
-FED_BYTES = 24  # per number that is rounded with error feedback at a time: in float32 and float64, errors, codes
+FED_BYTES = 30  # per number that is rounded with error feedback at a time: in float32 and float64, errors, codes
 SAMPLE_BYTES = 8  # per number of a sample, in addition to the sample, if experts are solved together
 CURVE_SAMPLE_BYTES = 4 * (1 + REFITTED)  # the same, if a curve measures refits
 

@@ -69,10 +69,3 @@ def window_bytes(manifest: Manifest, geometry: Geometry, workers: int) -> tuple[
     texts = min(samples * length, TEXT_TOKENS) + (TEXT_TOKENS if manifest.evaluation.perplexity else 0)
     token = FLOAT * geometry.hidden
     return token * length * held_out_windows(samples, samples, length), token * texts // math.ceil(workers / 2)
-
-
-def rounded_outer_bytes(manifest: Manifest, geometry: Geometry, copies: int) -> int:
-    """Return the memory to round an embedding or a head, with as many bytes for each of its numbers."""
-    if manifest.quantize is None or geometry.tied or not manifest.quantize.outer_roles:
-        return 0
-    return copies * math.prod((geometry.hidden, geometry.vocab))

@@ -228,6 +228,16 @@ def test_a_budget_of_bytes_is_kept(wide: Path, job: MakeJob, methods: list[Any])
     assert 0.1 < layer_bytes(made.output) / layer_bytes(wide) <= 0.14
 
 
+@pytest.mark.skipif(not find_spec("compressed_tensors"), reason="transformers reads codes by compressed-tensors")
+def test_a_head_that_transformers_names_otherwise_is_no_code(tmp_path: Path, job: MakeJob) -> None:
+    source = make_source(tmp_path / "source", "gpt_neox", layers=2)
+    made = job(source, methods=[], budget=None, **rounding(4))
+    assert made.run().code == 0
+    assert command("export", str(made.output), "--to", "stock", str(tmp_path / "stock")).code == 0
+    ids = some_tokens(320)
+    assert relative_error(logits_of(load(tmp_path / "stock"), ids), logits_of(load(made.output), ids)) < 1e-5
+
+
 @pytest.mark.parametrize("methods", [[], FACTORS], ids=["none", "factors"])
 def test_exports(wide: Path, job: MakeJob, methods: list[Any]) -> None:
     """`dense` has the weights multiplied out; `stock` keeps the codes of what is whole or pruned."""
