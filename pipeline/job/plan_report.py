@@ -34,7 +34,6 @@ from pipeline.job.context import with_samples
 from pipeline.methods.method import Task
 from pipeline.ranks.calibration import OTHER_SIZES
 from stores.run_directory import RunDirectory
-from stores.text_rows import SkippedRows, skipped_lines
 from workers.hardware import machine_cores, thread_fault
 from workers.memory import map_large_tensors
 
@@ -77,8 +76,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     rates = rates_from(source, manifest, geometry, dtype)
     work, way = planned_work(manifest, geometry, tasks, dtype, plan), pass_of(manifest, geometry, tasks)
     phases = phase_seconds(work, rates, way)
-    skipped: SkippedRows = {}
-    tokens = evaluation_tokens(inputs, skipped) if inputs else None
+    tokens = evaluation_tokens(inputs) if inputs else None
     evaluation = 0 if tokens is None else tokens.ids.numel()
     texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, way)}
     if manifest.evaluation.calibrate_prediction:
@@ -90,7 +88,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     if inputs is not None and tokens is not None:
         phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, way.workers)
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
-    remarks += [*chosen, *_not_counted(manifest, inputs), *skipped_lines(skipped)]
+    remarks += [*chosen, *_not_counted(manifest, inputs), *(tokens.read.left_out() if tokens else ())]
     return report | verdict(manifest, report, source, remarks)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from manifests.calibration import Text
 from manifests.schema import MANIFEST_VERSION
 from pipeline.recommendation.settings import ACTIVATION_GB, CORRECTED_BELOW, Goal, Settings
 
@@ -21,13 +23,12 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Places:
-    """The addresses of a job's files. `field`: of the rows of its texts; None: `text`."""
+    """The addresses of a job's files, and its text."""
 
     model: str
-    texts: Sequence[str]
+    text: Text
     output: str
     run_dir: str
-    field: str | None = None
 
 
 def commented_manifest(command: str, places: Places, goal: Goal, settings: Settings) -> str:
@@ -43,8 +44,7 @@ def quoted(text: str) -> str:
 
 def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iterator[str]:
     use = settings.text
-    field = f", field: {quoted(places.field)}" if places.field is not None else ""
-    files = f"files: [{', '.join(map(quoted, places.texts))}]{field}"
+    files = ", ".join(_text_fields(places.text))
     yield f"# Written by: {' '.join(command.split())}"
     yield f"version: {MANIFEST_VERSION}"
     yield f"model: {{source: {quoted(places.model)}}}"
@@ -69,6 +69,23 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
     yield f"    window: {use.length}"
     yield "    dense: true  # the dense model's perplexity, too"
     yield f"workers: {{{_workers(settings)}}}  # cpus: threads of each; `max` changes no byte of the output"
+
+
+def _text_fields(text: Text) -> Iterator[str]:
+    """Yield the fields of a text that are given, as YAML."""
+    for name in ("files", "field", "messages", "tools", "template"):
+        value = getattr(text, name)
+        if value is not None:
+            yield f"{name}: {_flow(value)}"
+
+
+def _flow(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_flow, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{quoted(name)}: {_flow(child)}' for name, child in value.items())}}}"
+    return quoted(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _method(goal: Goal) -> Iterator[str]:

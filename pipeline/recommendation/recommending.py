@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from manifests.calibration import Text
 from manifests.errors import InputError
-from manifests.loading import decode_document, parse_block, parse_manifest
+from manifests.loading import decode_document, parse_manifest
 from manifests.quantize import Quantize
 from manifests.schema import Manifest, Workers
 from pipeline.checkpoint.engines import planned_engines
@@ -24,12 +24,11 @@ from pipeline.job.plan_report import RateSource, plan_report
 from pipeline.recommendation.commented_manifest import Places, commented_manifest
 from pipeline.recommendation.nodes import Node, cluster_nodes, this_machine
 from pipeline.recommendation.settings import USUAL_SHARE, Goal, Settings, choose_settings
-from pipeline.recommendation.text_use import choose_text_use
+from pipeline.recommendation.text_use import choose_text_use, text_remarks
 from pipeline.recommendation.verdict import Verdict
 from pipeline.rounding.schemes import FIELD
 from pipeline.rounding.tasks import unfit_inputs
 from stores.corpus import load_tokenizer
-from stores.text_rows import SkippedRows, skipped_lines
 
 DRIVER_BYTES = 2 * 2**30  # reserved for the driver if it shares a machine with workers
 
@@ -41,16 +40,14 @@ class Request:
     Attributes:
         goal: the size or the loss to reach; None for the usual one, which follows from the source.
         folder: the folder of the manifest, the output and the run directory.
-        field: the field of the texts' rows that holds the text; None: `text`.
     """
 
     model: str
-    texts: Sequence[str]
+    text: Text
     goal: Goal | None
     folder: str
     address: str | None = None
     connect_timeout_s: float = 30.0
-    field: str | None = None
 
 
 def recommend(request: Request, command: str) -> tuple[str, Verdict]:
@@ -61,10 +58,8 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     source, config = open_dense(request.model, weights=False)
     tokenizer = load_tokenizer(source.storage)
     geometry = geometry_of(config)
-    text = parse_block(Text, {"files": tuple(request.texts), "field": request.field}, "--text, --field")
-    skipped: SkippedRows = {}
     longest, channels = sequence_limit(config)[1], _channels(geometry)
-    use = choose_text_use(text, tokenizer, longest, channels, geometry.vocab, skipped)
+    use, read = choose_text_use(request.text, tokenizer, longest, channels, geometry.vocab)
     asked = request.goal or usual_goal(bool(source.stored_bytes()))
     places, goal = _places(request, asked), _fitted(asked, geometry)
 
@@ -83,7 +78,7 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     inputs = read_inputs(manifest, weights=False)
     stays_stored = bool(inputs.source.stored_bytes()) and not manifest.quantize
     engines = planned_engines(_planned_config(inputs), stays_stored)
-    verdict = Verdict(report, goal, engines, skipped_lines(skipped))
+    verdict = Verdict(report, goal, engines, text_remarks(tokenizer, read))
     return commented_manifest(command, places, goal, settings), verdict
 
 
@@ -122,7 +117,7 @@ def _channels(geometry: Geometry) -> int:
 def _places(request: Request, goal: Goal) -> Places:
     name = PurePath(request.model.rstrip("/")).name or "model"
     output = str(PurePath(request.folder, f"{name}-{goal.label}"))
-    return Places(request.model, request.texts, output, f"{output}.run", request.field)
+    return Places(request.model, request.text, output, f"{output}.run")
 
 
 def _parsed(text: str) -> Manifest:

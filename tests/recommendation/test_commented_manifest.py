@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from manifests.calibration import Text
 from manifests.loading import decode_document, parse_manifest
 from pipeline.recommendation.commented_manifest import Places, commented_manifest
 from pipeline.recommendation.settings import Goal, Settings
@@ -26,7 +27,7 @@ NAMES = (
     "goal", [Goal("keep", 0.7), Goal("bytes", 0.25), Goal("bytes", 0.3, ("down", "o")), Goal("max_loss", 0.02)]
 )
 def test_what_is_written_is_read(goal: Goal, name: str) -> None:
-    places = Places(name, [name, "second.txt"], f"out/{name}", f"out/{name}.run")
+    places = Places(name, Text(files=(name, "second.txt")), f"out/{name}", f"out/{name}.run")
     text = commented_manifest(f"init {name}\n--force", places, goal, SETTINGS)
     manifest = parse_manifest(decode_document(text.encode(), "it"), "it")
     calibration, perplexity = manifest.calibration, manifest.evaluation.perplexity
@@ -47,7 +48,7 @@ def test_what_is_written_is_read(goal: Goal, name: str) -> None:
 
 
 def test_the_training_of_layers_takes_the_place_of_corrections() -> None:
-    text = commented_manifest("init", Places("model", ["text"], "out", "run"), Goal("keep", 0.6), SETTINGS)
+    text = commented_manifest("init", Places("model", Text(files=("text",)), "out", "run"), Goal("keep", 0.6), SETTINGS)
     text = text.replace("  - {method", "  # - {corrected", 1).replace("  # - {method", "  - {method", 1)
     (entry,) = parse_manifest(decode_document(text.encode(), "it"), "it").methods
     assert entry.refine is not None
