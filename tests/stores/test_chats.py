@@ -28,7 +28,7 @@ TEMPLATE = """<s> {% if tools %}{{ tools | tojson }} {% endif %}{% for message i
 PLAIN = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' ' }}{% endfor %}"
 PARTS = "{% for m in messages %}{% for part in m.content %}{{ part['text'] }} {% endfor %}{% endfor %}"
 CHAT = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "required": ["at"]}}}
 
 
 def tokenizer_with(template: str | None = TEMPLATE) -> Any:
@@ -133,7 +133,7 @@ def test_tools_that_the_template_does_not_write(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no field of conversations; set `messages` to one of 'a'"):
         [*read_documents(Text(files=(str(write_rows(path, [{"a": "b"}])),), tools="tools"), tokenizer_with())]
     (tmp_path / "a.txt").write_text("w1")
-    with pytest.raises(InputError, match="plain text; conversations are read from .jsonl"):
+    with pytest.raises(InputError, match="plain text; conversations are read from"):
         [*read_documents(Text(files=(str(tmp_path / "a.txt"),), template={}), tokenizer_with())]
 
 

@@ -33,7 +33,7 @@ CASES = {
     "b.jsonl": (b'{"text": "a"}\n{"text": 3}', "line 2: field 'text' is int, expected text"),
     "c.json": (
         json.dumps([{"messages": [{"role": "user", "content": "a"}]}]).encode(),
-        "field 'messages' holds conversations",
+        "'messages' holds",
     ),
     "d.parquet": (_parquet([*ROWS, *[None] * 30]), "row 100: field 'text' is null; .* 30 of 130 rows hold no text"),
     "e.parquet": (_parquet(ROWS)[:-20], "not Parquet, or damaged"),
