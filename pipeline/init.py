@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import manifests
+from manifests.engines import ENGINES
 from manifests.errors import InputError, StorageError, reason
 from pipeline.console.arguments import add_address, add_text, parser, run_command, text_of
 from pipeline.console.calling import as_called
@@ -41,6 +42,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
     goal.add_argument("--max-loss", type=float, metavar="NATS", help="most loss per token; finds the smallest size")
+    options.add_argument(
+        "--for",
+        dest="engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="the engine that will serve; default: %(default)s",
+    )
     options.add_argument("-o", "--output", default="job.yaml", metavar="FILE", help="default: %(default)s")
     options.add_argument("--force", action="store_true", help="overwrite the file")
     options.add_argument("--list", action="store_true", help="list the manifests and sweeps that come with Lamina")
@@ -61,7 +69,7 @@ def _body(arguments: Any, words: list[str]) -> int:
     goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss)
     folder = os.path.relpath(path.parent)
     place = arguments.address, arguments.connect_timeout
-    request = Request(arguments.model, text_of(arguments), goal, folder, *place)
+    request = Request(arguments.model, text_of(arguments), goal, folder, *place, arguments.engine)
     text, verdict = recommend(request, as_called(f"python -m pipeline.init {shlex.join(words)}"))
     try:
         path.write_text(text, encoding="utf-8")

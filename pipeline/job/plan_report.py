@@ -15,6 +15,7 @@ import torch
 
 from manifests.errors import InputError, reason
 from manifests.schema import Manifest
+from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
 from pipeline.cost_model.commits import committed_bytes, layers_per_commit
@@ -89,7 +90,8 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, way.workers)
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
     remarks += [*chosen, *_not_counted(manifest, inputs), *(tokens.read.left_out() if tokens else ())]
-    return report | verdict(manifest, report, source, remarks)
+    engines = {} if inputs is None else {"engines": planned_lines(inputs)}
+    return report | verdict(manifest, report, source, remarks) | engines
 
 
 def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:

@@ -14,6 +14,7 @@ from pipeline.recommendation.settings import ACTIVATION_GB, CORRECTED_BELOW, Goa
 
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # text that YAML reads as text without quotes, in a list as well
 WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+KERNELS = "bits for which the engine has kernels; `auto` would choose 3, too"
 GOALS = {
     "keep": "share of the decoder's numbers that stays",
     "bytes": "share of the decoder's bytes that stays; ranks and bits are chosen together",
@@ -53,7 +54,8 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
     yield f"budget: {{{goal.field}: {goal.value:g}}}  # {GOALS[goal.field]}"
     if goal.field == "bytes":
         skip = f", skip: [{', '.join(goal.unrounded)}]" if goal.unrounded else ""
-        yield f"quantize: {{bits: auto{skip}}}  # transformers loads these with compressed-tensors"
+        reader = "transformers loads these with compressed-tensors"
+        yield f"quantize: {{bits: {goal.bits}{skip}}}  # {reader if goal.bits == 'auto' else KERNELS}"
     yield from _method(goal)
     yield "calibration:"
     yield "  # Give text like the text that the model will serve: compression first removes what this text never uses."
@@ -89,7 +91,11 @@ def _flow(value: Any) -> str:
 
 
 def _method(goal: Goal) -> Iterator[str]:
-    if goal.corrected:
+    if goal.engine == "llama.cpp":
+        yield "methods:"
+        yield "  # A GGUF file keeps narrower MLPs, and multiplies factors out."
+        yield "  - {method: flat_llm, attention: false, allocation: loss}"
+    elif goal.corrected:
         yield "methods:"
         yield "  # Each layer compensates the error of the layers before it: slower, and better at this size."
         yield "  - {method: loss_aware, correct: output}"
