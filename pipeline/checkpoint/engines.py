@@ -117,12 +117,10 @@ def _lost(inputs: Inputs) -> dict[str, str]:
     quantize, mlps = inputs.manifest.quantize, _mlp_roles(inputs)
     bits = {*quantize.choices} - FAST_BITS if quantize else set()
     lost: dict[str, list[str]] = {"vllm": [], "llama.cpp": []}
-    if bits or (quantize and quantize.may_have_tables):
-        kinds = (
-            f"{' and '.join(map(str, sorted(bits)))} bits" if bits else f"{quantize.levels} levels" if quantize else ""
-        )
+    if quantize and (bits or quantize.may_have_tables):
+        slow = f"{' and '.join(map(str, sorted(bits)))} bits" if bits else f"{quantize.levels} levels"
         for reasons in lost.values():
-            reasons.append(f"has no kernel for {kinds}, which are multiplied out")
+            reasons.append(f"has no kernel for {slow}, which are multiplied out")
     if any(role not in mlps for task in inputs.tasks for role in task.roles):
         lost["llama.cpp"].append("factors of attention are multiplied out; narrower MLPs stay")
     return {engine: "; ".join(reasons) for engine, reasons in lost.items() if reasons}

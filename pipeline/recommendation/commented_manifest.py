@@ -91,7 +91,9 @@ def _flow(value: Any) -> str:
 
 
 def _method(goal: Goal) -> Iterator[str]:
-    if goal.engine == "llama.cpp":
+    if goal.engine == "llama.cpp" and goal.mixture:
+        yield "methods: [{method: loss_aware, shapes: stock}]  # one number and width of experts, as in a GGUF file"
+    elif goal.engine == "llama.cpp":
         yield "methods:"
         yield "  # A GGUF file keeps narrower MLPs, and multiplies factors out."
         yield "  - {method: flat_llm, attention: false, allocation: loss}"

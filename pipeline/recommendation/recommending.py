@@ -63,7 +63,7 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     longest, channels = sequence_limit(config)[1], _channels(geometry)
     use, read = choose_text_use(request.text, tokenizer, longest, channels, geometry.vocab)
     asked = request.goal or usual_goal(bool(source.stored_bytes()))
-    places, goal = _places(request, asked), replace(_fitted(asked, geometry), engine=request.engine)
+    places, goal = _places(request, asked), _fitted(asked, geometry, request.engine)
 
     def manifest_of(settings: Settings) -> Manifest:
         """Return the manifest with these settings."""
@@ -91,12 +91,13 @@ def _nodes(request: Request) -> list[Node]:
     return cluster_nodes(request.address, request.connect_timeout_s)
 
 
-def _fitted(goal: Goal, geometry: Geometry) -> Goal:
+def _fitted(goal: Goal, geometry: Geometry, engine: Engine) -> Goal:
     """Return the goal with this model's limits: why it has no corrections, and the roles that cannot be rounded.
 
     Raises InputError for a goal of bytes if experts have widths that no group of scales fits.
     """
-    goal = replace(goal, uncorrected=_uncorrected(geometry))
+    mixture = any(layer.num_experts for layer in geometry.layers)
+    goal = replace(goal, uncorrected=_uncorrected(geometry), engine=engine, mixture=mixture)
     if goal.field != "bytes":
         return goal
     unfit = dict(unfit_inputs(Quantize(bits="auto"), geometry))

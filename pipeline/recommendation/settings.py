@@ -28,6 +28,7 @@ class Goal:
         unrounded: roles that keep their dtype where bits are chosen, because no group of scales fits their inputs.
         uncorrected: why the model's layers cannot be solved on outputs of compressed layers; empty if they can.
         engine: the engine that will load the output.
+        mixture: some layers are mixtures of experts.
     """
 
     field: Literal["keep", "bytes", "max_loss"]
@@ -35,6 +36,7 @@ class Goal:
     unrounded: tuple[str, ...] = ()
     uncorrected: str = ""
     engine: Engine = "transformers"
+    mixture: bool = False
 
     @property
     def label(self) -> str:

@@ -47,6 +47,37 @@ def test_what_is_written_is_read(goal: Goal, name: str) -> None:
     assert manifest.methods[0].model_dump()["correct"] == ("output" if goal.corrected else "none")
 
 
+@pytest.mark.parametrize(
+    ("goal", "method", "bits"),
+    [
+        (Goal("bytes", 0.3, engine="vllm"), {"correct": "output"}, 4),
+        (Goal("bytes", 0.7, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, 8),
+        (Goal("keep", 0.6, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, None),
+        (Goal("keep", 0.6, engine="llama.cpp", mixture=True), {"shapes": "stock"}, None),
+        (Goal("bytes", 0.3), {"correct": "output"}, "auto"),
+    ],
+)
+def test_an_engine_gets_what_it_keeps(goal: Goal, method: dict[str, object], bits: object) -> None:
+    text = commented_manifest("init", Places("model", Text(files=("text",)), "out", "run"), goal, SETTINGS)
+    manifest = parse_manifest(decode_document(text.encode(), "it"), "it")
+    assert {name: getattr(manifest.methods[0], name) for name in method} == method
+    assert (manifest.quantize and manifest.quantize.bits) == bits
+
+
+def test_all_that_describes_a_text_is_written() -> None:
+    texts = (
+        Text(files=("a.jsonl.gz",), field=("prefix", "gold completion")),
+        Text(files=("b.jsonl",), messages="no", tools="t: x", template={"enable_thinking": False, "on": [1, "a, b"]}),
+    )
+    for text in texts:
+        written = commented_manifest("init", Places("m", text, "out", "run"), Goal("keep", 0.8), SETTINGS)
+        manifest = parse_manifest(decode_document(written.encode(), "it"), "it")
+        assert manifest.calibration is not None
+        assert manifest.evaluation.perplexity is not None
+        assert manifest.calibration.text == text.model_copy(update={"end": 0.987654})
+        assert manifest.evaluation.perplexity.text == text.model_copy(update={"begin": 0.987654})
+
+
 def test_the_training_of_layers_takes_the_place_of_corrections() -> None:
     text = commented_manifest("init", Places("model", Text(files=("text",)), "out", "run"), Goal("keep", 0.6), SETTINGS)
     text = text.replace("  - {method", "  # - {corrected", 1).replace("  # - {method", "  - {method", 1)
