@@ -43,11 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
     goal.add_argument("--max-loss", type=float, metavar="NATS", help="most loss per token; finds the smallest size")
     options.add_argument(
-        "--for",
-        dest="engine",
-        choices=ENGINES,
-        default=ENGINES[0],
-        help="the engine that will serve; default: %(default)s",
+        "--for", dest="engine", choices=ENGINES, help="the engine that will serve the output, and what it keeps"
     )
     options.add_argument("-o", "--output", default="job.yaml", metavar="FILE", help="default: %(default)s")
     options.add_argument("--force", action="store_true", help="overwrite the file")

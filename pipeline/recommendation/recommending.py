@@ -40,7 +40,7 @@ class Request:
     Attributes:
         goal: the size or the loss to reach; None for the usual one, which follows from the source.
         folder: the folder of the manifest, the output and the run directory.
-        engine: the engine that will load the output.
+        engine: the engine that will load the output; None: any.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Request:
     folder: str
     address: str | None = None
     connect_timeout_s: float = 30.0
-    engine: Engine = "transformers"
+    engine: Engine | None = None
 
 
 def recommend(request: Request, command: str) -> tuple[str, Verdict]:
@@ -81,7 +81,9 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     rates = RateSource(None, None, request.address is not None, request.address, request.connect_timeout_s)
     report = plan_report(manifest, None, rates)
     engines = planned_engines(planned_config(inputs), stays_stored)
-    verdict = Verdict(report, goal, engines, text_remarks(tokenizer, read), planned_lines(inputs))
+    verdict = Verdict(
+        report, goal, engines, text_remarks(tokenizer, read), planned_lines(inputs) if request.engine else ()
+    )
     return commented_manifest(command, places, goal, settings), verdict
 
 
@@ -91,7 +93,7 @@ def _nodes(request: Request) -> list[Node]:
     return cluster_nodes(request.address, request.connect_timeout_s)
 
 
-def _fitted(goal: Goal, geometry: Geometry, engine: Engine) -> Goal:
+def _fitted(goal: Goal, geometry: Geometry, engine: Engine | None) -> Goal:
     """Return the goal with this model's limits: why it has no corrections, and the roles that cannot be rounded.
 
     Raises InputError for a goal of bytes if experts have widths that no group of scales fits.
@@ -129,9 +131,9 @@ def _parsed(text: str) -> Manifest:
     return parse_manifest(decode_document(text.encode(), origin), origin)
 
 
-def _refuse_engine(engine: Engine, config: Mapping[str, Any], stays_stored: bool) -> None:
+def _refuse_engine(engine: Engine | None, config: Mapping[str, Any], stays_stored: bool) -> None:
     """Raise InputError if an engine loads no compressed checkpoint of this model."""
-    if reason := planned_refusals(config, stays_stored).get(engine):
+    if engine and (reason := planned_refusals(config, stays_stored).get(engine)):
         possible = ", ".join(planned_engines(config, stays_stored))
         raise InputError(f"--for {engine}: it will not load the output: {reason}; these will: {possible}")
 

@@ -27,7 +27,7 @@ class Goal:
     Attributes:
         unrounded: roles that keep their dtype where bits are chosen, because no group of scales fits their inputs.
         uncorrected: why the model's layers cannot be solved on outputs of compressed layers; empty if they can.
-        engine: the engine that will load the output.
+        engine: the engine that will load the output; None: any.
         mixture: some layers are mixtures of experts.
     """
 
@@ -35,7 +35,7 @@ class Goal:
     value: float
     unrounded: tuple[str, ...] = ()
     uncorrected: str = ""
-    engine: Engine = "transformers"
+    engine: Engine | None = None
     mixture: bool = False
 
     @property
@@ -55,8 +55,8 @@ class Goal:
 
     @property
     def bits(self) -> str:
-        """The bits of rounded weights: any for transformers, else those for which engines have kernels."""
-        if self.engine == "transformers":
+        """The bits of rounded weights: any, or for an engine with kernels those that it has."""
+        if self.engine not in ("vllm", "llama.cpp"):
             return "auto"
         return "8" if self.value >= EIGHT_BITS_FROM else "4"
 
