@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import IO, Any
+from typing import Any
 
 from manifests.errors import InputError, reason
 from stores.backend import PIECE_BYTES
@@ -24,7 +24,7 @@ class UnpackedFile:
         self._path, self._kind, self._open_packed = path, kind, open_packed
 
     @contextmanager
-    def stream(self) -> Iterator[IO[bytes]]:
+    def stream(self) -> Iterator[io.BufferedIOBase]:
         """Open the unpacked bytes. Inside, faults of the file raise InputError."""
         try:
             with UNPACKERS[self._kind](self._open_packed()) as stream:
@@ -66,12 +66,12 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
-def _gunzip(packed: io.RawIOBase) -> IO[bytes]:
+def _gunzip(packed: io.RawIOBase) -> io.BufferedIOBase:
     return gzip.GzipFile(fileobj=io.BufferedReader(packed, PIECE_BYTES))
 
 
-def _unzstd(packed: io.RawIOBase) -> IO[bytes]:
+def _unzstd(packed: io.RawIOBase) -> io.BufferedIOBase:
     return io.BufferedReader(_Unpacked(packed), PIECE_BYTES)
 
 
-UNPACKERS: dict[str, Callable[[io.RawIOBase], IO[bytes]]] = {".gz": _gunzip, ".zst": _unzstd}
+UNPACKERS: dict[str, Callable[[io.RawIOBase], io.BufferedIOBase]] = {".gz": _gunzip, ".zst": _unzstd}

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from manifests.calibration import Text
 from manifests.errors import InputError, reason
@@ -110,7 +110,7 @@ class _Plain:
         return self.file.read(0, self.file.size)
 
     @contextmanager
-    def stream(self) -> Iterator[IO[bytes]]:
+    def stream(self) -> Iterator[io.BufferedIOBase]:
         """Open the bytes."""
         yield io.BufferedReader(_Stream(self.file), PIECE_BYTES)
 

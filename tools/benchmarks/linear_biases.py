@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.linear_biases MODEL --text FILE [--windows 28] [--scored 6] [--length 256]
 
-The class to which `method: mla` leads has no biases in vLLM and llama.cpp (docs/methods.md#mla). A bias b becomes b uᵀx, where
-uᵀx is the best prediction of 1 from a layer's input, by least squares over the first windows. Prints the model's
-loss on the windows after them, with biases and without.
+The class to which `method: mla` leads has no biases in vLLM and llama.cpp (docs/methods.md#mla). A bias b becomes
+b uᵀx, where uᵀx is the best prediction of 1 from a layer's input, by least squares over the first windows. Prints the
+model's loss on the windows after them, with biases and without.
 """
 
 from __future__ import annotations
