@@ -105,7 +105,10 @@ def _tokenizer(
         say(f"{checkpoint.place}: has no tokenizer; llama.cpp will read and print token ids")
         return None
     tokenizer = load_tokenizer(checkpoint.storage)
-    if vocabulary_of(tokenizer, checkpoint.config["vocab_size"]).single_spaces:
+    vocabulary = vocabulary_of(tokenizer, checkpoint.config["vocab_size"])
+    if vocabulary.composed:
+        say("tokenizer: composes letters and their marks (NFC), which llama.cpp does not; most text is so already")
+    if vocabulary.single_spaces:
         say("tokenizer: merges several spaces into one, which llama.cpp does not; give it text with single spaces")
     return tokenizer
 

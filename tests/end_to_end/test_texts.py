@@ -172,10 +172,12 @@ def test_conversations_from_the_file_to_the_summary(tmp_path: Path, text: Path, 
     shutil.copytree(llama, source)
     (source / "chat_template.jinja").write_text(TEMPLATE)
     lines = text.read_text().splitlines()
-    rows = [{"talk": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in pairwise(lines)]
-    rows[3] = {"talk": [{"role": "user", "content": None}]}
+    talks: list[Any] = [
+        [{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in pairwise(lines)
+    ]
+    talks[3] = [{"role": "user", "content": None}]
     path = tmp_path / "chat.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    path.write_bytes(gzip.compress("\n".join(json.dumps({"talk": talk}) for talk in talks).encode()))
     raw = command("init", str(source), "--text", str(text), "-o", str(written))
     assert "plain, and the tokenizer has a chat template: an instruct model is compressed for text" in raw.out
     options = ["--text", str(path), "--messages", "talk", "--template", "sign=yes"]

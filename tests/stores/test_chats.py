@@ -187,7 +187,7 @@ def test_templates_of_real_models(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     template = ChatTemplate(tokenizer)
     chat = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, {"role": "assistant", "content": "Hello!"}]
-    plain = [{"role": "user", "content": "Hi"}, chat[1]]
+    plain: list[Any] = [{"role": "user", "content": "Hi"}, chat[1]]
     assert template.write(chat) == tokenizer.apply_chat_template(plain, tokenize=False)
     assert "<|im_start|>system\n" in template.write(chat)  # the template's own
     qwen = name.startswith("qwen")

@@ -204,8 +204,8 @@ def test_compressed_files_are_read_as_they_are_unpacked(kind: str, packing: str,
     path = tmp_path / f"stories{kind}"
     KINDS[kind](path)
     small = packed(path, packing)
-    for part in ({}, {"begin": 0.3}, {"end": 0.55}, {"begin": 0.2, "end": 0.7}):
-        texts = [Text(files=(str(each),), **part) for each in (path, small)]
+    for begin, end in ((0.0, 1.0), (0.3, 1.0), (0.0, 0.55), (0.2, 0.7)):
+        texts = [Text(files=(str(each),), begin=begin, end=end) for each in (path, small)]
         plain, unpacked = ([document.text for document in file_documents(text)] for text in texts)
         assert plain == unpacked
 
