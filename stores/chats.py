@@ -52,7 +52,12 @@ class ChatTemplate:
         if not isinstance(turns, list) or not turns:
             raise DamagedError("holds no list of messages")
         checked = [self._message(number, turn) for number, turn in enumerate(turns)]
-        written = self._render(checked, _parsed(tools) or None)
+        described = _parsed(tools) or None
+        if described is not None and not (
+            isinstance(described, list) and all(isinstance(t, Mapping) for t in described)
+        ):
+            raise DamagedError("its tools are no list of objects")
+        written = self._render(checked, described)
         for name in _called(checked):
             if name not in written:
                 raise DamagedError(f"calls the tool {name!r}, and the chat template writes no calls")

@@ -62,6 +62,13 @@ def test_the_template_writes_all_of_a_conversation() -> None:
     assert written([{"role": "critic", "content": "w1"}]) == "<s> critic w1 w99"
 
 
+def test_tools_are_objects() -> None:
+    for tools in ("look", ["look"], {"name": "look"}):
+        with pytest.raises(DamagedError, match="its tools are no list of objects"):
+            written(CHAT, tools)
+    assert written(CHAT, []) == written(CHAT, "[]") == written(CHAT)
+
+
 def test_contents_are_texts_or_parts() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]}]
     assert written(parts) == "<s> w1\nw2 w99"
