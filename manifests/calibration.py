@@ -11,20 +11,44 @@ from manifests.blocks import Block, Count, Listed, Location, Share
 
 Prefix = Literal["tokenizer", "none"]  # what a window begins with: what the tokenizer puts before a text, or nothing
 PARTS = 4  # `samples: auto` chooses a quarter, a half or all
+FIELD_TAGS = ("one field", "several fields")  # parts of pydantic's error locations
+NOT_OF_TEMPLATES = (  # arguments of `apply_chat_template` that templates do not receive
+    "conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "add_generation_prompt",
+    "continue_final_message", "messages",
+)  # fmt: skip
 
 
 class Text(Block):
-    """Text from `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or from a `datasets` dataset.
+    """Text from `files` (.txt, .jsonl, .json, .parquet; all but the last also as .gz or .zst) or from a `datasets`
+    dataset.
 
-    Rows whose text is null or missing are left out and counted, but at most 5 % of a file's rows. Empty texts are
-    documents.
+    `field`: the column with the text, `text` by default. The texts of several columns are joined, with a line break
+    between two that have no white space there.
+
+    `messages`: the column with conversations, which the model's own chat template writes as text. Rows without the
+    field `text` need no name if a single field holds conversations. `tools`: the column with their tools, `tools` by
+    default. `template`: arguments of the template, such as `{enable_thinking: false}`. docs/running-jobs.md#texts.
+
+    Rows whose text is null or missing, and damaged conversations, are left out and counted, but at most 5 % of a file's
+    rows. Empty texts are documents.
 
     `begin`, `end`: only the text between these shares of each file, so that calibration and evaluation can use
-    different parts of one file.
+    different parts of one file. In .gz and .zst files, which are read forward, they are of the unpacked length, which
+    is counted first.
     """
 
     files: Annotated[tuple[Location, ...], Listed] | None = None
-    field: str | None = None
+    field: (
+        Annotated[
+            Annotated[str, Tag(FIELD_TAGS[0])] | Annotated[tuple[str, ...], Listed, Tag(FIELD_TAGS[1])],
+            Discriminator(lambda field: FIELD_TAGS[isinstance(field, list | tuple)]),
+        ]
+        | None
+    ) = None
+    messages: str | None = None
+    tools: str | None = None
+    template: Mapping[str, Any] | None = None
     dataset: str | None = None
     name: str | None = None
     split: str = "train"
@@ -40,6 +64,26 @@ class Text(Block):
         if self.dataset and (self.begin, self.end) != (0.0, 1.0):
             raise ValueError("begin and end cut `files`; for a dataset, give another `split`")
         return self
+
+    @model_validator(mode="after")
+    def _texts_or_conversations(self) -> Self:
+        if self.field is not None and self.has_conversations:
+            raise ValueError("field is of texts; messages, tools and template are of conversations; give one of both")
+        if self.field is not None and (not self.fields or len({*self.fields}) < len(self.fields)):
+            raise ValueError(f"field: {list(self.fields)} should be different names, one at least")
+        if taken := [name for name in self.template or {} if name in NOT_OF_TEMPLATES]:
+            raise ValueError(f"template.{taken[0]}: is no argument of a chat template; leave it out")
+        return self
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The named columns of text; empty: the default."""
+        return (self.field,) if isinstance(self.field, str) else self.field or ()
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if a field is given that only conversations have."""
+        return self.messages is not None or self.tools is not None or self.template is not None
 
     @property
     def sources(self) -> dict[str, Text]:

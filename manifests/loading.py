@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from manifests.blocks import Block
-from manifests.calibration import TEXT_TAGS
+from manifests.calibration import FIELD_TAGS, TEXT_TAGS
 from manifests.errors import InputError, reason
 from manifests.method_entry import MethodEntry
 from manifests.schema import Manifest
@@ -201,7 +201,7 @@ def _without_tag(loc: Sequence[str | int]) -> tuple[str | int, ...]:
     """Return a location as the user wrote it: `methods.0.ridge` for pydantic's `methods.0.flat_llm.ridge`."""
     parts = enumerate(loc)
     named = (part for at, part in parts if at < 2 or loc[at - 2] != "methods" or not isinstance(loc[at - 1], int))
-    return tuple(part for part in named if part not in TEXT_TAGS)
+    return tuple(part for part in named if part not in (*TEXT_TAGS, *FIELD_TAGS))
 
 
 def _describe_method(where: str, fault: Any) -> str:

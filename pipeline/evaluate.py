@@ -18,12 +18,20 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, get_args
 
-from manifests.calibration import Prefix, Text
+from manifests.calibration import Prefix
 from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.records import Record
 from manifests.schema import Perplexity, Workers
-from pipeline.console.arguments import add_address, add_in_process, check_in_process, parser, run_command
+from pipeline.console.arguments import (
+    add_address,
+    add_in_process,
+    add_text,
+    check_in_process,
+    parser,
+    run_command,
+    text_of,
+)
 from pipeline.console.paths import prepare_folder
 from pipeline.console.wrapping import say
 from pipeline.evaluation.losses import score_extent, shown_perplexity
@@ -37,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = parser("evaluate", "Measures perplexity, one layer in memory at a time, and scores of lm-eval's tasks.")
     options.add_argument("model", help="directory of a dense or compressed checkpoint, or a hub id")
-    options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet: perplexity")
+    add_text(options, ": perplexity")
     options.add_argument(
         "--tasks",
         nargs="+",
@@ -55,7 +63,6 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--accept-loss", action="store_true", help="score a dense model with random weights, however large its loss"
     )
-    options.add_argument("--field", help="the column of .jsonl, .json or .parquet files with the text")
     options.add_argument("--window", type=int, default=2048, help="tokens in a window, those of the prefix included")
     options.add_argument(
         "--prefix",
@@ -126,8 +133,7 @@ def _scored_tasks(arguments: Any, model: str) -> Any:
 
 
 def _perplexity(arguments: Any) -> dict[str, Any]:
-    text = parse_block(Text, {"files": tuple(arguments.text), "field": arguments.field}, "--text")
-    asked = Perplexity(text=text, window=arguments.window, prefix=arguments.prefix)
+    asked = Perplexity(text=text_of(arguments), window=arguments.window, prefix=arguments.prefix)
     workers = parse_block(
         Workers, {"max": arguments.workers, "cpus": arguments.cpus, "gpus": arguments.gpus}, "--workers, --cpus, --gpus"
     )

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import manifests
+from manifests.engines import ENGINES
 from manifests.errors import InputError, StorageError, reason
-from pipeline.console.arguments import add_address, parser, run_command
+from pipeline.console.arguments import add_address, add_text, parser, run_command, text_of
 from pipeline.console.calling import as_called
 from pipeline.console.wrapping import say
 
@@ -31,8 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = parser("init", "Writes a manifest for a model, a text and this machine, and prints its cost.")
     options.add_argument("model", nargs="?", help="the dense model: a directory, a hub id, or s3://BUCKET/FOLDER")
-    options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet files")
-    options.add_argument("--field", help="of the rows of .jsonl, .json or .parquet files; default: text")
+    add_text(options, "")
     goal = options.add_mutually_exclusive_group()
     goal.add_argument(
         "--keep",
@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
     goal.add_argument("--max-loss", type=float, metavar="NATS", help="most loss per token; finds the smallest size")
+    options.add_argument(
+        "--for", dest="engine", choices=ENGINES, help="the engine that will serve the output, and what it keeps"
+    )
     options.add_argument("-o", "--output", default="job.yaml", metavar="FILE", help="default: %(default)s")
     options.add_argument("--force", action="store_true", help="overwrite the file")
     options.add_argument("--list", action="store_true", help="list the manifests and sweeps that come with Lamina")
@@ -62,7 +65,7 @@ def _body(arguments: Any, words: list[str]) -> int:
     goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss)
     folder = os.path.relpath(path.parent)
     place = arguments.address, arguments.connect_timeout
-    request = Request(arguments.model, arguments.text, goal, folder, *place, arguments.field)
+    request = Request(arguments.model, text_of(arguments), goal, folder, *place, arguments.engine)
     text, verdict = recommend(request, as_called(f"python -m pipeline.init {shlex.join(words)}"))
     try:
         path.write_text(text, encoding="utf-8")

@@ -28,7 +28,7 @@ from pipeline.console.wrapping import say
 if TYPE_CHECKING:
     from pipeline.job.plan_report import RateSource
 
-NOT_IN_TABLE = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds", "read_phases")
+NOT_IN_TABLE = ("engines", "fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds", "read_phases")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,6 +114,8 @@ def _print(plan: Mapping[str, Any]) -> None:
     Console().print(table)
     if "points" in plan:
         _print_points(plan["points"])
+    for line in plan.get("engines", ()):
+        say(line)
     for remark in plan["remarks"]:
         if remark not in plan["limits"]:
             say(remark)

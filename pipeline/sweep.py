@@ -34,7 +34,6 @@ from pipeline.console.arguments import (
 )
 from pipeline.console.paths import prepare_folder
 from stores.storage import Storage
-from stores.text_rows import skipped_lines
 
 
 def run_sweep(
@@ -72,7 +71,7 @@ def run_sweep(
             with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
                 for remark, labels in opened.remarks().items():
                     job.observer.say(f"{', '.join(labels)}: {remark}", logging.WARNING)
-                for line in skipped_lines(job.skipped_rows):
+                for line in job.left_out():
                     job.observer.say(line)
                 stages.join_cluster(job, address, connect_timeout_s)
                 opened = opened.begin()

@@ -12,11 +12,12 @@ import torch
 
 from manifests.calibration import Text
 from manifests.errors import InputError
+from stores.chats import ChatTemplate, Conversation
 from stores.model_files import CONFIG_FILE, TOKENIZERS, companions
 from stores.special_tokens import text_end
 from stores.storage import Place, matching, on_this_machine, open_storage
 from stores.text_files import file_documents
-from stores.text_rows import DEFAULT_FIELD, Document, Row, SkippedRows, documents_of
+from stores.text_rows import Document, Reading, Row, RowTexts, documents_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,21 +30,28 @@ TRUST_ADVICE = (
 )
 
 
-def read_documents(text: Text, skipped: SkippedRows | None = None) -> Iterator[str]:
+def read_documents(
+    text: Text, tokenizer: PreTrainedTokenizerBase | None = None, readings: list[Reading] | None = None
+) -> Iterator[str]:
     """Yield the documents of a manifest's `text`, in order; empty ones too, whose separators count in an evaluation.
 
-    `skipped`: gets the number of rows without text, by file or dataset.
+    `tokenizer`: its chat template writes conversations; without one they are refused. `readings`: gets the counts of
+    each file or dataset.
 
     Raises:
         InputError: as `file_documents`; no such dataset.
         StorageError: a file cannot be read.
     """
-    return (document.text for document in placed_documents(text, skipped))
+    return (document.text for document in placed_documents(text, tokenizer, readings))
 
 
-def placed_documents(text: Text, skipped: SkippedRows | None = None) -> Iterator[Document]:
+def placed_documents(
+    text: Text, tokenizer: PreTrainedTokenizerBase | None = None, readings: list[Reading] | None = None
+) -> Iterator[Document]:
     """Yield the documents as `read_documents` does, each with its place."""
-    return _dataset_documents(text, skipped) if text.dataset else file_documents(text, skipped)
+    template = None if tokenizer is None else ChatTemplate(tokenizer, text.template)
+    read = _dataset_documents if text.dataset else file_documents
+    return read(text, readings, template)
 
 
 def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -96,11 +104,13 @@ class Drawn(NamedTuple):
         samples: (samples, sequence_length) int64.
         held_out: (at most `held_out`, sequence_length) int64.
         sources: the index of each sample's source.
+        tokens: the number that was read of the text.
     """
 
     samples: torch.Tensor
     held_out: torch.Tensor
     sources: tuple[int, ...]
+    tokens: int
 
 
 def draw_samples(
@@ -118,21 +128,21 @@ def draw_samples(
     the ids of `prefix`, which count in its length. Each non-empty document ends as the tokenizer ends a text, or with
     its EOS, if it has one. The seed chooses among the first 32 * samples windows (all, in most corpora), and the choice
     keeps their order; the rest of the corpus is not read. The samples do not depend on `held_out`. A sample belongs to
-    the source of its first token behind the prefix.
+    the source of its first token behind the prefix. Conversations end as their template ends them.
 
     Raises InputError: fewer tokens than the samples need, or a tokenizer that fails on the text.
     """
     chosen, others = _Reservoir(samples, seed), _Reservoir(held_out, f"held out {seed}")
     room = _room("calibration.sequence_length", sequence_length, prefix)
-    num_tokens, begins, ends = 0, list[int](), list[int]()
+    num_tokens, read, begins, ends = 0, 0, list[int](), list[int]()
 
     def pieces() -> Iterator[torch.Tensor]:
-        count = 0
+        nonlocal read
         for documents in sources:
             for piece in _token_pieces(documents, tokenizer):
-                count += len(piece)
+                read += len(piece)
                 yield piece
-            ends.append(count)
+            ends.append(read)
 
     for position, (begin, window) in enumerate(_windows(pieces(), sequence_length, prefix)):
         num_tokens += len(window) - len(prefix)
@@ -150,7 +160,7 @@ def draw_samples(
     places = tuple(
         bisect_right(ends, begins[position]) for position in sorted(position for position, _ in chosen.windows)
     )
-    return Drawn(chosen.stacked(sequence_length), others.stacked(sequence_length), places)
+    return Drawn(chosen.stacked(sequence_length), others.stacked(sequence_length), places, read)
 
 
 def count_tokens(
@@ -202,21 +212,29 @@ class _Reservoir:
 def evaluation_windows(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int, prefix: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Return windows (n, window) int64 of the documents, joined by blank lines and tokenised without special tokens.
+    """Return the windows (n, window) int64 of `evaluation_ids`, as `cut_windows`."""
+    return cut_windows(evaluation_ids(documents, tokenizer), window, prefix)
 
-    This is the usual text of perplexity scores: a .txt file unchanged, or a dataset's rows joined by two newlines. Each
-    window begins with the ids of `prefix`, which count in its length. The last incomplete window is dropped.
 
-    Raises InputError if the text is shorter than one window.
+def evaluation_ids(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Return the ids (T,) int64 of the documents, joined by blank lines and tokenised without special tokens.
+
+    This is the usual text of perplexity scores: a .txt file unchanged, or a dataset's rows joined by two newlines.
+    Conversations follow each other as their template ends them.
     """
-    ids = torch.tensor(_encode(tokenizer, ["\n\n".join(documents)])[0], dtype=torch.int64)
-    return cut_windows(ids, window, prefix)
+    texts: list[str] = []
+    for document in documents:
+        if texts and not isinstance(document, Conversation):
+            texts.append("\n\n")
+        texts.append(document)
+    return torch.tensor(_encode(tokenizer, ["".join(texts)])[0], dtype=torch.int64)
 
 
 def cut_windows(ids: torch.Tensor, window: int, prefix: Sequence[int] = ()) -> torch.Tensor:
-    """Return the complete windows (n, window) of an evaluation text's ids (T,) int64, behind `prefix`.
+    """Return the complete windows (n, window) of an evaluation text's ids (T,) int64, behind `prefix`, whose ids count
+    in their length. The last incomplete window is dropped.
 
-    Raises InputError if there is none.
+    Raises InputError if the text is shorter than one window.
     """
     room = _room("window", window, prefix)
     complete = [each for _, each in _windows([ids], window, prefix) if len(each) == window]
@@ -305,28 +323,32 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, ends a document); long documents are cut after a newline, or, without one, anywhere."""
+    """Yield (text, ends a document that needs an end); long documents are cut after a newline, or, without one,
+    anywhere. Conversations have their end."""
     for document in documents:
-        start = 0
+        start, ended = 0, isinstance(document, Conversation)
         while start < len(document):
             stop = start + PIECE_CHARACTERS
             if stop < len(document):
                 stop = document.rfind("\n", start, stop) + 1 or stop
-            yield document[start:stop], stop >= len(document)
+            yield document[start:stop], stop >= len(document) and not ended
             start = stop
 
 
-def _dataset_documents(text: Text, skipped: SkippedRows | None) -> Iterator[Document]:
+def _dataset_documents(text: Text, readings: list[Reading] | None, template: ChatTemplate | None) -> Iterator[Document]:
     import datasets
 
     origin = f"dataset {text.dataset}{f' ({text.name})' if text.name else ''}, split {text.split}"
+    reading = Reading(origin)
+    if readings is not None:
+        readings.append(reading)
     try:
         rows = iter(datasets.load_dataset(text.dataset, text.name, split=text.split, streaming=True))
         first = next(rows, None)
         if first is None:
             raise InputError(f"{origin}: empty")
-        numbered = (Row(f"row {number}", row) for number, row in enumerate(chain([first], rows)))
-        yield from documents_of(numbered, origin, text.field or DEFAULT_FIELD, skipped)
+        numbered = (Row(f"row {number}", row, null_filled=True) for number, row in enumerate(chain([first], rows)))
+        yield from documents_of(numbered, RowTexts(text, template, objects=True), reading)
     except InputError:
         raise
     except Exception as error:  # datasets, its readers and its network clients have no common error

@@ -1,7 +1,8 @@
 """Reads documents from .txt, .jsonl, .json and .parquet files, whole or a part of each file.
 
 A .txt file is one document, read whole; a part of it begins and ends after a line break. The other kinds hold one
-document in each line, item or row; a part has the documents that begin in it.
+document in each line, item or row; a part has the documents that begin in it. All but .parquet may be compressed
+(.jsonl.gz, .jsonl.zst), and are read forward then.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
 from manifests.calibration import Text
 from manifests.errors import InputError, reason
 from stores.backend import PIECE_BYTES
+from stores.chats import ChatTemplate
+from stores.compressed_text import UNPACKERS, UnpackedFile
 from stores.storage import Readable, Storage, open_file
-from stores.text_rows import DEFAULT_FIELD, Document, Row, SkippedRows, documents_of, missing_field
+from stores.text_rows import Document, Fields, Reading, Row, RowTexts, documents_of, fields_of, missing_field
 
 BYTE_ORDER_MARK = "\ufeff"
+FIRST_ROWS = 16  # of a Parquet file, which show the fields to read
 
 
 class Part(NamedTuple):
@@ -28,36 +33,59 @@ class Part(NamedTuple):
     begin: float
     end: float
 
+    @property
+    def is_whole(self) -> bool:
+        """True for a whole file."""
+        return (self.begin, self.end) == (0.0, 1.0)
+
     def has(self, position: int, length: int) -> bool:
         """True if a document that begins at `position` of `length` is in this part."""
         return self.begin <= position / length < self.end
 
 
-def file_documents(text: Text, skipped: SkippedRows | None = None) -> Iterator[Document]:
+def file_documents(
+    text: Text, readings: list[Reading] | None = None, template: ChatTemplate | None = None
+) -> Iterator[Document]:
     """Yield the documents of `text.files` between `text.begin` and `text.end` of each file, in order.
 
-    `skipped`: gets the number of rows without text, as in `documents_of`.
+    `readings`: gets the counts of each file. `template`: writes conversations; without one they are refused.
 
     Raises:
-        InputError: a file is missing, of an unknown kind, not UTF-8, has no text in this part, or lacks the field.
+        InputError: a file is missing, damaged, of an unknown kind, not UTF-8, has no text in this part, or lacks the
+            field.
         StorageError: a file cannot be read.
     """
     part = Part(text.begin, text.end)
-    where = "" if part == (0.0, 1.0) else f" between {part.begin:g} and {part.end:g} of its length"
+    where = "" if part.is_whole else f" between {part.begin:g} and {part.end:g} of its length"
     for name in text.files or ():
         storage, file_name = open_file(name)
         _check_exists(name, storage, file_name)
-        suffix = os.path.splitext(name)[1]
-        reader = READERS.get(suffix.lower())
-        if reader is None:
-            raise InputError(f"text file {name}: unknown kind {suffix!r}; known are {', '.join(READERS)}")
-        has_text, field = False, None if reader is _read_txt else text.field
+        reader, packing = _kind_of(name)
+        reading = Reading(f"text file {name}{where}")
+        if readings is not None:
+            readings.append(reading)
         with storage.reader(file_name) as file:
-            for document in documents_of(reader(name, file, field, part), f"text file {name}{where}", field, skipped):
-                has_text = has_text or bool(document.text.strip())
-                yield document
-        if not has_text:
+            opened = _Packed(name, packing, file) if packing else _Plain(file)
+            rows = reader(name, opened, text, part)
+            plain = text.model_copy(update={"field": None}) if reader is _read_txt else text
+            yield from documents_of(rows, RowTexts(plain, template), reading)
+        if reading.documents == reading.empty:
             raise InputError(f"text file {name}: empty{where}")
+
+
+def _kind_of(name: str) -> tuple[_Reader, str]:
+    """Return the reader of a file, and how it is compressed: `.gz`, `.zst`, or an empty text. Raises InputError."""
+    root, suffix = os.path.splitext(name)
+    packing = suffix.lower() if suffix.lower() in UNPACKERS else ""
+    kind = os.path.splitext(root)[1] if packing else suffix
+    reader = READERS.get(kind.lower())
+    if reader is None:
+        inside = f" of unpacked text in a {packing} file" if packing else ""
+        packed = f", and {' or '.join(UNPACKERS)} behind one of them"
+        raise InputError(f"text file {name}: unknown kind {kind!r}{inside}; known are {', '.join(READERS)}{packed}")
+    if packing and reader is _read_parquet:
+        raise InputError(f"text file {name}: Parquet, which is not read forward; unpack it")
+    return reader, packing
 
 
 def _check_exists(path: str, storage: Storage, name: str) -> None:
@@ -70,9 +98,43 @@ def _check_exists(path: str, storage: Storage, name: str) -> None:
         raise InputError(f"text file {path}: {error}; give files of text") from error
 
 
-def _read_txt(path: str, file: Readable, _field: str | None, part: Part) -> Iterator[Row]:
-    text = _decode(path, file.read(0, file.size)).replace("\r\n", "\n").replace("\r", "\n")
-    yield Row("", text[_line_end(text, part.begin) : _line_end(text, part.end)])
+class _Plain:
+    """A file as it is."""
+
+    def __init__(self, file: Readable) -> None:
+        self.file = file
+        self.size = file.size
+
+    def whole(self) -> bytes:
+        """Return all bytes."""
+        return self.file.read(0, self.file.size)
+
+    @contextmanager
+    def stream(self) -> Iterator[io.BufferedIOBase]:
+        """Open the bytes."""
+        yield io.BufferedReader(_Stream(self.file), PIECE_BYTES)
+
+
+class _Packed(UnpackedFile):
+    """A compressed file."""
+
+    def __init__(self, path: str, kind: str, file: Readable) -> None:
+        super().__init__(path, kind, lambda: _Stream(file))
+
+    def whole(self) -> bytes:
+        """Return all unpacked bytes."""
+        with self.stream() as stream:
+            return stream.read()
+
+
+_Reader = Callable[[str, "_Plain | _Packed", Text, Part], Iterator[Row]]
+
+
+def _read_txt(path: str, file: _Plain | _Packed, text: Text, part: Part) -> Iterator[Row]:
+    if text.has_conversations:
+        raise InputError(f"text file {path}: plain text; conversations are read from .jsonl, .json and .parquet files")
+    content = _decode(path, file.whole()).replace("\r\n", "\n").replace("\r", "\n")
+    yield Row("", content[_line_end(content, part.begin) : _line_end(content, part.end)])
 
 
 def _line_end(text: str, share: float) -> int:
@@ -81,18 +143,19 @@ def _line_end(text: str, share: float) -> int:
     return position if position in (0, len(text)) else text.find("\n", position) + 1 or position
 
 
-def _read_jsonl(path: str, file: Readable, _field: str | None, part: Part) -> Iterator[Row]:
-    offset = 0
-    for number, line in enumerate(io.BufferedReader(_Stream(file), PIECE_BYTES), start=1):
-        where = f"line {number}"
-        text = _decode(path, line, offset)
-        begin, offset = offset, offset + len(line)
-        if text.strip() and part.has(begin, file.size):
-            yield Row(where, _parse(path, where, text))
+def _read_jsonl(path: str, file: _Plain | _Packed, _text: Text, part: Part) -> Iterator[Row]:
+    offset, size = 0, 0 if part.is_whole else file.size
+    with file.stream() as stream:
+        for number, line in enumerate(stream, start=1):
+            where = f"line {number}"
+            text = _decode(path, line, offset)
+            begin, offset = offset, offset + len(line)
+            if text.strip() and (part.is_whole or part.has(begin, size)):
+                yield Row(where, _parse(path, where, text))
 
 
-def _read_json(path: str, file: Readable, _field: str | None, part: Part) -> Iterator[Row]:
-    content = _parse(path, "the file", _decode(path, file.read(0, file.size)))
+def _read_json(path: str, file: _Plain | _Packed, _text: Text, part: Part) -> Iterator[Row]:
+    content = _parse(path, "the file", _decode(path, file.whole()))
     if not isinstance(content, list):
         raise InputError(f"text file {path}: a JSON {type(content).__name__}, expected a list of strings or objects")
     for number, item in enumerate(content):
@@ -100,25 +163,51 @@ def _read_json(path: str, file: Readable, _field: str | None, part: Part) -> Ite
             yield Row(f"item {number}", item)
 
 
-def _read_parquet(path: str, source: Readable, field: str | None, part: Part) -> Iterator[Row]:
+def _read_parquet(path: str, source: _Plain | _Packed, text: Text, part: Part) -> Iterator[Row]:
     import pyarrow.parquet
 
-    column = field or DEFAULT_FIELD
+    assert isinstance(source, _Plain)
     try:
-        with pyarrow.parquet.ParquetFile(_Stream(source)) as file:
-            if column not in file.schema_arrow.names:
-                first = next(file.iter_batches(batch_size=1), None)
-                fields = first.to_pylist()[0] if first else dict.fromkeys(file.schema_arrow.names)
-                raise missing_field(f"text file {path}", column, fields)
+        with pyarrow.parquet.ParquetFile(_Stream(source.file)) as file:
+            columns = _columns(path, file, text)
             rows = count()
-            for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                for value, number in zip(batch.column(0), rows, strict=False):
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                for place, number in zip(range(batch.num_rows), rows, strict=False):
                     if part.has(number, file.metadata.num_rows):
-                        yield Row(f"row {number}", {column: _python_value(path, number, value)})
+                        values = zip(batch.schema.names, batch.columns, strict=True)
+                        item = {name: _python_value(path, number, column[place]) for name, column in values}
+                        yield Row(f"row {number}", item, null_filled=True)
     except InputError:
         raise
     except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises OSError for a damaged page
         raise InputError(f"text file {path}: not Parquet, or damaged: {reason(error)}") from error
+
+
+def _columns(path: str, file: Any, text: Text) -> list[str]:
+    """Return the columns of a Parquet file that are read. Raises InputError if there are none."""
+    import pyarrow
+
+    schema, types = file.schema_arrow, pyarrow.types
+    lists = [field.name for field in schema if types.is_list(field.type) or types.is_large_list(field.type)]
+    found = fields_of(text, dict.fromkeys(schema.names)) or _fields_of_first(file, text, lists)
+    wanted = (*found.texts, *filter(None, (found.messages, text.tools))) if found else ()
+    absent = [name for name in wanted if name not in schema.names]
+    if found is None or absent:
+        (*_, first), name = _first_rows(file, schema.names, 1), absent[0] if absent else None
+        raise missing_field(f"text file {path}", text, first, name)
+    return [*wanted, *([found.tools] if found.messages and found.tools in schema.names and not text.tools else [])]
+
+
+def _fields_of_first(file: Any, text: Text, columns: list[str]) -> Fields | None:
+    """Return the fields that the first rows of these columns show."""
+    return next(filter(None, (fields_of(text, row) for row in _first_rows(file, columns, FIRST_ROWS))), None)
+
+
+def _first_rows(file: Any, columns: list[str], most: int) -> list[dict[str, Any]]:
+    """Return the first rows of a Parquet file, one without values if there are none."""
+    batch = next(file.iter_batches(batch_size=most, columns=columns), None) if columns else None
+    rows: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []
+    return rows or [dict.fromkeys(columns)]
 
 
 def _python_value(path: str, row: int, value: Any) -> Any:
@@ -175,7 +264,7 @@ def _parse(path: str, where: str, text: str) -> Any:
         raise InputError(f"text file {path}: {where} is not JSON: {error}") from error
 
 
-READERS: dict[str, Callable[[str, Readable, str | None, Part], Iterator[Row]]] = {
+READERS: dict[str, _Reader] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".json": _read_json,

@@ -1,23 +1,89 @@
-"""Takes the text out of the rows of files and datasets; skips and counts rows without text, and refuses too many."""
+"""Takes the text out of the rows of files and datasets; counts rows without text, and refuses too many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from manifests.calibration import Text
 from manifests.errors import InputError
+from stores.chats import ChatTemplate, Conversation, DamagedError, is_chat, no_template
 
 DEFAULT_FIELD = "text"
+TOOLS_FIELD = "tools"
 MOST_SKIPPED = 0.05  # share of rows without text; with more of them the field is probably the wrong one
 JUDGED_FROM = 1000  # rows from which the share is judged while more may follow
-TURN_FIELDS = ({"role", "content"}, {"from", "value"})  # of a turn of a chat
-
-SkippedRows = dict[str, int]  # file or dataset -> rows without text
 
 
-def skipped_lines(skipped: SkippedRows) -> list[str]:
-    """Return a line for each file or dataset of which rows were skipped."""
-    return [f"{origin}: {count:,} rows without text are left out" for origin, count in skipped.items()]
+@dataclass
+class Reading:
+    """Counts of the rows of a file or dataset, as far as it was read.
+
+    Attributes:
+        documents: rows with text; `conversations` of them, and `empty` ones, which have no text but white space.
+        refused: rows that are left out; `first`: why the first one is.
+        without_tools: conversations whose tools the chat template does not write.
+    """
+
+    origin: str
+    documents: int = 0
+    conversations: int = 0
+    empty: int = 0
+    refused: int = 0
+    first: str | None = None
+    without_tools: int = 0
+
+    def add(self, document: str) -> None:
+        """Count a document."""
+        self.documents += 1
+        self.conversations += isinstance(document, Conversation)
+        self.empty += not document.strip()
+
+    def left_out(self) -> Iterator[str]:
+        """Yield a line for each kind of thing that was left out."""
+        if self.refused:
+            kind = f"damaged conversations are left out; the first: {self.first}"
+            yield f"{self.origin}: {self.refused:,} {kind if self.conversations else 'rows without text are left out'}"
+        if self.without_tools:
+            yield f"{self.origin}: the chat template does not write the tools of {self.without_tools:,} conversations"
+
+
+@dataclass(frozen=True)
+class ReadText:
+    """A text as far as it was read: the counts of each file or dataset, and the tokens of all."""
+
+    readings: tuple[Reading, ...] = ()
+    tokens: int = 0
+
+    def refused(self) -> dict[str, int]:
+        """Map each file or dataset of which rows were left out to their number."""
+        return {reading.origin: reading.refused for reading in self.readings if reading.refused}
+
+    def extent(self) -> str:
+        """Return the counts in words."""
+        count = {
+            name: sum(getattr(reading, name) for reading in self.readings)
+            for name in ("documents", "conversations", "empty", "refused")
+        }
+        notes = [
+            f"{count['conversations']:,} of them conversations" if count["conversations"] else "",
+            f"{count['empty']:,} of them empty" if count["empty"] else "",
+            f"{count['refused']:,} others left out" if count["refused"] else "",
+        ]
+        documents = f"{count['documents']:,} document{'' if count['documents'] == 1 else 's'}"
+        return f"{', '.join(filter(None, (documents, *notes)))}; {self.tokens:,} tokens read"
+
+    def left_out(self) -> list[str]:
+        """Return a line for each kind of thing that was left out of a file or dataset."""
+        return [line for reading in self.readings for line in reading.left_out()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all counts."""
+        return asdict(self)
+
+
+NOTHING_READ = ReadText()
 
 
 class Document(NamedTuple):
@@ -28,96 +94,156 @@ class Document(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a file or dataset: a text, or an object with fields. `where`: its place; empty for a whole file."""
+    """A row of a file or dataset: a text, or an object with fields.
+
+    Attributes:
+        where: its place; empty for a whole file.
+        null_filled: null stands for a field that an object does not have.
+    """
 
     where: str
     item: Any
+    null_filled: bool = False
 
 
-def documents_of(
-    rows: Iterable[Row], origin: str, field: str | None, skipped: SkippedRows | None = None
-) -> Iterator[Document]:
-    """Yield the document of each row, in order. Rows whose text is null or missing are skipped, empty texts are not.
+class Fields(NamedTuple):
+    """The fields of rows that are read: those of text, or that of conversations and that of their tools."""
 
-    Args:
-        origin: names the file or dataset in errors.
-        field: of rows that are objects; None: DEFAULT_FIELD.
-        skipped: gets the number of skipped rows under `origin`.
+    texts: tuple[str, ...]
+    messages: str | None = None
+    tools: str = TOOLS_FIELD
+
+
+def fields_of(text: Text, item: Mapping[str, Any]) -> Fields | None:
+    """Return the fields to read of a row; None if a manifest's text names none, and the row leaves it open."""
+    if text.messages is not None:
+        return Fields((), text.messages, text.tools or TOOLS_FIELD)
+    if text.fields or (DEFAULT_FIELD in item and not text.has_conversations):
+        return Fields(text.fields or (DEFAULT_FIELD,))
+    chats = [name for name, value in item.items() if is_chat(value)]
+    return Fields((), chats[0], text.tools or TOOLS_FIELD) if len(chats) == 1 else None
+
+
+class RowTexts:
+    """Takes the texts of rows by a manifest's text.
+
+    `template` writes conversations; None: they are refused. `objects`: rows of text are no texts themselves.
+    """
+
+    def __init__(self, text: Text, template: ChatTemplate | None, objects: bool = False) -> None:
+        self._text = text
+        self._template = template
+        self._objects = objects or bool(text.fields) or text.has_conversations
+        self._fields: Fields | None = None  # as the first row that shows them has them
+
+    def document(self, place: str, row: Row, reading: Reading) -> str | InputError:
+        """Return the text of a row, or the reason why it has none. Raises InputError if it holds something else."""
+        item = row.item
+        if item is None:
+            return InputError(f"{place}: is null; leave such rows out")
+        if isinstance(item, str) and not self._objects:
+            return _checked(place, item)
+        if not isinstance(item, Mapping):
+            raise InputError(f"{place}: a JSON {type(item).__name__}, expected an object with {self._expected()}")
+        self._fields = self._fields or fields_of(self._text, item)
+        if self._fields is None:
+            return missing_field(place, self._text, item)
+        if self._fields.messages is not None:
+            return self._conversation(place, row, self._fields, reading)
+        return self._joined(place, item, self._fields.texts)
+
+    def _expected(self) -> str:
+        if self._text.has_conversations and self._text.messages is None:
+            return "a field of conversations"
+        names = [self._text.messages] if self._text.messages else self._text.fields or (DEFAULT_FIELD,)
+        return " and ".join(f"the field {name!r}" for name in names)
+
+    def _joined(self, place: str, item: Mapping[str, Any], names: Sequence[str]) -> str | InputError:
+        """Return the texts of several fields, with a line break between two that have no white space there."""
+        texts: list[str] = []
+        for name in names:
+            if name not in item:
+                return missing_field(place, self._text, item, name)
+            value = item[name]
+            if value is None:
+                return InputError(f"{place}: field {name!r} is null; set `field` to another, or leave such rows out")
+            if not isinstance(value, str):
+                kind = "a chat" if is_chat(value) else type(value).__name__
+                raise InputError(f"{place}: field {name!r} is {kind}, expected text; {_advice(item)}")
+            spaced = not texts or not value or not texts[-1] or texts[-1][-1:].isspace() or value[:1].isspace()
+            texts += [value] if spaced else ["\n", value]
+        return _checked(place, "".join(texts))
+
+    def _conversation(self, place: str, row: Row, fields: Fields, reading: Reading) -> str | InputError:
+        assert fields.messages is not None
+        name, tools = fields.messages, row.item.get(fields.tools)
+        if name not in row.item:
+            return missing_field(place, self._text, row.item, name)
+        if self._template is None or not self._template.exists:
+            raise no_template(place, name)
+        if tools and not self._template.writes_tools:
+            if self._text.tools is not None:
+                raise InputError(
+                    f"{place}: field {fields.tools!r} holds tools, and the chat template writes none; leave out `tools`"
+                )
+            reading.without_tools += 1
+        try:
+            written = self._template.write(row.item[name], tools, row.null_filled)
+        except DamagedError as error:
+            return InputError(f"{place}: field {name!r}: {error}")
+        checked = _checked(place, written)
+        return Conversation(checked)
+
+
+def documents_of(rows: Iterable[Row], texts: RowTexts, reading: Reading) -> Iterator[Document]:
+    """Yield the document of each row, in order. Rows whose text is null or missing, and damaged conversations, are left
+    out; empty texts are not.
+
+    `reading`: gets the counts; its `origin` names the file or dataset in errors.
 
     Raises InputError: a row holds something else than text, or more than MOST_SKIPPED of the rows hold none.
     """
-    first, missing, count = None, 0, 0
+    first, count = None, 0
     for row in rows:
         count += 1
-        place = f"{origin}, {row.where}" if row.where else origin
-        text = _text(place, row.item, field)
+        place = f"{reading.origin}, {row.where}" if row.where else reading.origin
+        text = texts.document(place, row, reading)
         if isinstance(text, str):
+            reading.add(text)
             yield Document(place, text)
             continue
-        first, missing = first or text, missing + 1
-        if skipped is not None:
-            skipped[origin] = missing
-        _judge(first, missing, count, max(count, JUDGED_FROM))
-    _judge(first, missing, count, count)
+        first, reading.refused = first or text, reading.refused + 1
+        reading.first = reading.first or str(text)
+        _judge(first, reading.refused, count, max(count, JUDGED_FROM))
+    _judge(first, reading.refused, count, count)
 
 
-def _judge(first: InputError | None, missing: int, count: int, of: int) -> None:
-    if first is not None and missing > MOST_SKIPPED * of:
+def _judge(first: InputError | None, refused: int, count: int, of: int) -> None:
+    if first is not None and refused > MOST_SKIPPED * of:
         raise InputError(
-            f"{first}; {missing:,} of {count:,} rows hold no text there, and at most {MOST_SKIPPED:.0%} are skipped"
+            f"{first}; {refused:,} of {count:,} rows hold no text there, and at most {MOST_SKIPPED:.0%} are skipped"
         )
 
 
-def _text(place: str, item: Any, field: str | None) -> str | InputError:
-    """Return the text of a row, or the reason why it has none. Raises InputError if it holds something else."""
-    column = field or DEFAULT_FIELD
-    if item is None:
-        return InputError(f"{place}: is null; leave such rows out")
-    if isinstance(item, str) and field is None:
-        return _checked(place, item)
-    if not isinstance(item, Mapping):
-        raise InputError(f"{place}: a JSON {type(item).__name__}, expected an object with the field {column!r}")
-    if column not in item:
-        return missing_field(place, column, item)
-    value = item[column]
-    if value is None:
-        return InputError(f"{place}: field {column!r} is null; set `field` to another, or leave such rows out")
-    if not isinstance(value, str):
-        kind = "a chat" if _is_chat(value) else type(value).__name__
-        raise InputError(f"{place}: field {column!r} is {kind}, expected text; {_advice(item)}")
-    return _checked(place, value)
-
-
-def missing_field(place: str, column: str, fields: Mapping[str, Any]) -> InputError:
-    """Return the error for a row, or a file whose first row has these fields, without the field `column`."""
-    return InputError(f"{place}: no field {column!r}; {_advice(fields)}")
+def missing_field(place: str, text: Text, fields: Mapping[str, Any], name: str | None = None) -> InputError:
+    """Return the error for a row, or a file whose first row has these fields, without the field `name`, or without one
+    that shows what to read."""
+    chats = [each for each, value in fields.items() if is_chat(value)]
+    if name is None and len(chats) > 1:
+        return InputError(f"{place}: conversations in {', '.join(map(repr, chats))}; set `messages` to one of them")
+    if name is None and text.has_conversations:
+        names = ", ".join(map(repr, fields))
+        return InputError(f"{place}: no field of conversations; set `messages` to one of {names}")
+    return InputError(f"{place}: no field {name or DEFAULT_FIELD!r}; {_advice(fields)}")
 
 
 def _advice(item: Mapping[str, Any]) -> str:
-    """Return which fields of a row hold text, and what to do with its chats."""
+    """Return which fields of a row hold text or conversations."""
     texts = [name for name, value in item.items() if isinstance(value, str)]
-    chats = [name for name, value in item.items() if _is_chat(value)]
-    fields = f"set `field` to one of {', '.join(map(repr, texts))}" if texts else "none of its fields is text"
-    if not texts and not chats:
-        return f"{fields}: {', '.join(map(repr, item))}"
-    return "; ".join([fields, *(_chat_advice(name, "tools" in item) for name in chats[:1])])
-
-
-def _chat_advice(name: str, has_tools: bool) -> str:
-    tools = ", tools=row['tools']" if has_tools else ""
-    return (
-        f"{name!r} holds chats, which are not read as they are: write each as one text, with the model's template, by "
-        f"tokenizer.apply_chat_template(row[{name!r}]{tools}, tokenize=False)"
-    )
-
-
-def _is_chat(value: Any) -> bool:
-    """True for a list of turns, such as {"role": …, "content": …}."""
-    return isinstance(value, list) and bool(value) and all(_is_turn(turn) for turn in value)
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and any(fields <= turn.keys() for fields in TURN_FIELDS)
+    chats = [name for name, value in item.items() if is_chat(value)]
+    advice = [f"set `field` to one of {', '.join(map(repr, texts))}"] if texts else []
+    advice += [f"set `messages` to one of {', '.join(map(repr, chats))}, which hold conversations"] if chats else []
+    return ", or ".join(advice) or f"none of its fields is text: {', '.join(map(repr, item))}"
 
 
 def _checked(place: str, text: str) -> str:

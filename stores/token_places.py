@@ -27,7 +27,7 @@ def first_beyond(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase, voca
     Raises InputError and StorageError, as `read_documents`.
     """
     for text in texts:
-        for document in placed_documents(text):
+        for document in placed_documents(text, tokenizer):
             start = 0
             for piece, ids in encoded_pieces(document.text, tokenizer):
                 index = next((index for index, token in enumerate(ids) if token >= vocab), None)

@@ -9,7 +9,7 @@ import argparse
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -109,6 +109,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_type(argument, metadata) for argument in arguments)
+    if origin is Mapping:
+        return "names and values"
     if origin is tuple:
         items = [argument for argument in arguments if argument is not Ellipsis]
         listed = _type(items[0], []) if len(set(items)) == 1 else ", ".join(_type(item, []) for item in items)

@@ -10,9 +10,12 @@ from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
 from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.vllm_lamina import foreign_rotation, unlike_experts, vllm_lacks
+from manifests.engines import FAST_BITS
 from pipeline.checkpoint.expert_codes import code_faults
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.checkpoint.targets import counted, expert_widths, export_faults, is_mixture, mlp_widths
+from pipeline.families.registry import checkpoint_config
+from pipeline.inputs.job_inputs import Inputs
 from pipeline.rounding.schemes import FIELD, TABLES
 
 NO_CACHE = "nothing of the cache"
@@ -77,13 +80,67 @@ def _kept_by_exports(config: Mapping[str, Any], described: LayersConfig) -> str:
     return "narrower MLPs" if any(width < dense for width, dense in sizes) else "nothing"
 
 
+def planned_lines(inputs: Inputs) -> list[str]:
+    """Return, before a job, a line with the engines that will load its output, and one for each engine that will not,
+    or that keeps less of it than transformers."""
+    stays_stored = bool(inputs.source.stored_bytes()) and not inputs.manifest.quantize
+    if any(method.own_class for method in inputs.methods):
+        return ["serves transformers, vLLM (an ordinary model of the DeepSeek type)"]
+    config = planned_config(inputs)
+    refusals = planned_refusals(config, stays_stored)
+    lines = [f"serves {', '.join(planned_engines(config, stays_stored))}"]
+    lines += [f"not    {engine}: {reason}" for engine, reason in refusals.items()]
+    return [*lines, *(f"less   {engine}: {why}" for engine, why in _lost(inputs).items() if engine not in refusals)]
+
+
+def planned_config(inputs: Inputs) -> Mapping[str, Any]:
+    """Return the config of the output, as if nothing were factored; rounding is named, without its groups."""
+    forms: list[Mapping[str, Any]] = [{} for _ in inputs.geometry.layers]
+    config = checkpoint_config(inputs.config, forms, inputs.dtype_name)
+    return config | ({FIELD: {"config_groups": {}}} if inputs.manifest.quantize else {})
+
+
+def planned_refusals(config: Mapping[str, Any], stays_stored: bool = False) -> dict[str, str]:
+    """Map the engines of ENGINES that will not load a checkpoint with this config to the reason."""
+    described, rounded, tables = _planned(config, stays_stored)
+    vllm = [how(described, rounded, *more) for how, more in ((_own_class, (tables,)), (_backend, ()))]
+    refusals = {}
+    if all(said.startswith(NOT_SERVED) for said in vllm):
+        refusals["vllm"] = vllm[0].removeprefix(f"{NOT_SERVED}: ")
+    if faults := export_faults(config, "gguf", tables):
+        refusals["llama.cpp"] = "; ".join(faults)
+    return refusals
+
+
+def _lost(inputs: Inputs) -> dict[str, str]:
+    """Map engines to what they do not keep of the output."""
+    quantize, mlps = inputs.manifest.quantize, _mlp_roles(inputs)
+    bits = {*quantize.choices} - FAST_BITS if quantize else set()
+    lost: dict[str, list[str]] = {"vllm": [], "llama.cpp": []}
+    if quantize and (bits or quantize.may_have_tables):
+        slow = f"{' and '.join(map(str, sorted(bits)))} bits" if bits else f"{quantize.levels} levels"
+        for reasons in lost.values():
+            reasons.append(f"has no kernel for {slow}, which are multiplied out")
+    if any(role not in mlps for task in inputs.tasks for role in task.roles):
+        lost["llama.cpp"].append("factors of attention are multiplied out; narrower MLPs stay")
+    return {engine: "; ".join(reasons) for engine, reasons in lost.items() if reasons}
+
+
+def _mlp_roles(inputs: Inputs) -> set[str]:
+    return {role for layer in inputs.geometry.layers for mlp in layer.mlps for role in mlp.roles}
+
+
+def _planned(config: Mapping[str, Any], stays_stored: bool) -> tuple[LayersConfig, bool, bool]:
+    config = {**config, STORED_FORMATS: [{}]} if stays_stored else config
+    return LayersConfig(**config), bool(config.get(FIELD)), bool(config.get(TABLES))
+
+
 def planned_engines(config: Mapping[str, Any], stays_stored: bool = False) -> list[str]:
     """Return the engines that load a checkpoint with this config, judged by the known forms and rounding.
 
     `stays_stored`: weights may keep a storage format of the source.
     """
-    config = {**config, STORED_FORMATS: [{}]} if stays_stored else config
-    described, rounded, tables = LayersConfig(**config), bool(config.get(FIELD)), bool(config.get(TABLES))
+    described, rounded, tables = _planned(config, stays_stored)
     engines = [f"transformers{f' with {READER}' if rounded else ''}"]
     if not _own_class(described, rounded, tables).startswith(NOT_SERVED):
         engines.append("vLLM with Lamina's serving package")

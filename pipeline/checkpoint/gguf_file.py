@@ -3,7 +3,8 @@
 Matrices of 8 and 4 bits that are not factored keep their codes, as Q8_0 and Q4_0. Mixtures of experts, whose codes are
 multiplied out, are in `gguf_mixtures`. The architecture of dense models is `llama` if all MLPs have one width, else
 `deci`, whose sizes are lists by layer. Both rotate neighbours (2i, 2i + 1), while our families rotate halves
-(i, i + d/2), so the rows of q and k are reordered. The package gguf is an extra: `pip install 'CHECKOUT[gguf]'`.
+(i, i + d/2), so the rows of q and k are reordered, as are
+their biases, if the model has some. The package gguf is an extra: `pip install 'CHECKOUT[gguf]'`.
 
 Legend: D hidden, n heads, d head_dim.
 """
@@ -33,10 +34,11 @@ from pipeline.checkpoint.expert_codes import whole_roles
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.checkpoint.gguf_mixtures import MixtureFile, neighbours_first
-from pipeline.checkpoint.gguf_names import LAYER_NAMES
+from pipeline.checkpoint.gguf_names import BIASES, LAYER_NAMES
 from pipeline.checkpoint.gguf_vocabulary import add_vocabulary, vocabulary_of
 from pipeline.checkpoint.targets import ARCHITECTURES, is_mixture, mlp_widths, refuse_faults
 from pipeline.families.blocks import AttentionBlock, roles_of
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.kernels.packing import unpack
@@ -103,7 +105,10 @@ def _tokenizer(
         say(f"{checkpoint.place}: has no tokenizer; llama.cpp will read and print token ids")
         return None
     tokenizer = load_tokenizer(checkpoint.storage)
-    if vocabulary_of(tokenizer, checkpoint.config["vocab_size"]).single_spaces:
+    vocabulary = vocabulary_of(tokenizer, checkpoint.config["vocab_size"])
+    if vocabulary.composed:
+        say("tokenizer: composes letters and their marks (NFC), which llama.cpp does not; most text is so already")
+    if vocabulary.single_spaces:
         say("tokenizer: merges several spaces into one, which llama.cpp does not; give it text with single spaces")
     return tokenizer
 
@@ -268,6 +273,7 @@ def _shapes(
         shapes |= {matrix.role: matrix.shape for matrix in layer.attention.matrices}
         shapes |= {**dict.fromkeys(roles_of(mlp.readers), (width, D)), mlp.writer.role: (D, width)}
         yield from ((f"blk.{layer.index}.{name}.weight", shapes[role]) for role, name in LAYER_NAMES.items())
+        yield from ((f"blk.{layer.index}.{LAYER_NAMES[role]}.bias", shapes[role][:1]) for role in _biased(layer))
 
 
 def _tensors(
@@ -290,9 +296,16 @@ def _tensors(
         reader.read_ahead(layer.index + 1)
         weights = dense_weights(reader.block(layer.index, None).module, layer, coarsest(layer, dtype_of))
         for role, heads in _rotated(layer.attention).items():
-            weights[f"{role}.weight"] = neighbours_first(weights[f"{role}.weight"], heads)
+            for key in (key for key in (f"{role}.weight", f"{role}.bias") if key in weights):
+                weights[key] = neighbours_first(weights[key], heads)
         yield from (weights[f"{role}.weight"] for role in LAYER_NAMES)
+        yield from (weights[f"{role}.bias"] for role in _biased(layer))
         say(f"layer {layer.index} written")
+
+
+def _biased(layer: LayerGeometry) -> list[str]:
+    """Return the roles with a bias, in the order of the file."""
+    return [role for role in BIASES if layer.matrices[role].bias]
 
 
 def _rotated(block: AttentionBlock) -> dict[str, int]:

@@ -21,10 +21,12 @@ SPACE = "▁"
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 NUM_BYTES = 256
 GPT2_PATTERN = ""  # ByteLevel's own, with use_regex
+SINGLE_DIGITS = "digits"  # GPT2_PATTERN between single digits, as SmolLM has it
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = {  # pattern of the pre-tokenizer, and whether whole words skip the merges -> its name in llama.cpp
     (GPT2_PATTERN, False): "gpt-2",
+    (SINGLE_DIGITS, False): "smollm",
     (CONTRACTIONS + r"\p{N}{1,3}" + ENDS, True): "llama-bpe",
     (CONTRACTIONS + r"\p{N}" + ENDS, False): "qwen2",
 }
@@ -42,6 +44,7 @@ class Vocabulary:
         merges: the pairs of `gpt2` in order, each with a space between its parts.
         space_first: a space is inserted before the text.
         single_spaces: several spaces are merged into one.
+        composed: text is composed (Unicode's NFC), which llama.cpp does not do.
     """
 
     kind: str
@@ -52,6 +55,7 @@ class Vocabulary:
     merges: tuple[str, ...] = ()
     space_first: bool = False
     single_spaces: bool = False
+    composed: bool = False
 
 
 def add_vocabulary(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -104,21 +108,25 @@ def _tokens(described: Mapping[str, Any], vocab_size: int) -> tuple[list[str], l
 def _byte_level(
     described: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, ...]]
 ) -> Vocabulary:
-    if described["normalizer"] is not None:
+    composed = described["normalizer"] == {"type": "NFC"}
+    if described["normalizer"] is not None and not composed:
         raise _refusal(f"the normalizer {described['normalizer']['type']}")
     key = (_byte_pattern(described["pre_tokenizer"]), bool(described["model"].get("ignore_merges")))
     if key not in PATTERNS:
         raise _refusal(f"a pre-tokenizer that is none of {', '.join(PATTERNS.values())}")
     pairs = tuple(" ".join(pair) for pair in merges)
-    return Vocabulary("gpt2", PATTERNS[key], tuple(tokens), tuple(types), merges=pairs)
+    return Vocabulary("gpt2", PATTERNS[key], tuple(tokens), tuple(types), merges=pairs, composed=composed)
 
 
 def _byte_pattern(described: Mapping[str, Any] | None) -> str | None:
     """Return the pattern at which a byte-level pre-tokenizer splits; None for another kind."""
     parts = [] if described is None else described.get("pretokenizers", [described])
     kinds = [part["type"] for part in parts]
-    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]) or parts[-1]["add_prefix_space"]:
+    first = "Digits" if kinds[:1] == ["Digits"] else "Split"
+    if kinds not in (["ByteLevel"], [first, "ByteLevel"]) or parts[-1]["add_prefix_space"]:
         return None
+    if kinds[0] == "Digits":
+        return SINGLE_DIGITS if parts[0]["individual_digits"] and parts[1].get("use_regex", True) else None
     if kinds == ["ByteLevel"]:
         return GPT2_PATTERN if parts[0].get("use_regex", True) else None
     split = parts[0]

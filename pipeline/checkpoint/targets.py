@@ -16,6 +16,7 @@ from lamina.foreign_lamina import LATENTS, VALUE_WIDTH, narrowed
 from lamina.mixture_lamina import ROUTER, SHARED
 from manifests.errors import InputError
 from pipeline.checkpoint.expert_codes import code_faults
+from pipeline.checkpoint.gguf_names import BIASES as GGUF_BIASES
 from pipeline.checkpoint.gguf_names import LAYER_NAMES
 from pipeline.checkpoint.nf4 import is_nf4
 from pipeline.families.config_fields import own_name
@@ -27,7 +28,7 @@ from pipeline.rounding.schemes import TABLES, rounded_modules
 
 Target = Literal["dense", "stock", "gguf"]
 TARGETS: tuple[Target, ...] = ("dense", "stock", "gguf")
-FAMILIES = ("llama", "mistral")  # the dense sources of llama.cpp's `llama`
+FAMILIES = ("llama", "mistral", "qwen2")  # the dense sources of llama.cpp's `llama`
 ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "deepseek_v3": "deepseek2"}  # for mixtures
 ROPE_TYPES = ("default", "linear", "llama3")  # types that only scale frequencies
 ACTIVATIONS = ("silu", "swish")  # two names of one function
@@ -313,7 +314,13 @@ def _block_is(name: str, needed: Any) -> Rule:
 
 
 def _biases(described: LayersConfig) -> str | None:
-    return f"biases on {', '.join(described.block['biases'])}" if described.block["biases"] else None
+    """Find biases that llama.cpp does not add: those outside of attention, and of queries wider than the model."""
+    biases, heads = {*described.block["biases"]}, described.num_attention_heads
+    if others := biases - {*GGUF_BIASES}:
+        return f"biases on {', '.join(sorted(others))}"
+    if "q" in biases and heads * described.head_dim != described.hidden_size:
+        return f"a bias on q, whose {heads} heads of {described.head_dim} are not the {described.hidden_size} of hidden"
+    return None
 
 
 def _modules(described: LayersConfig) -> str | None:

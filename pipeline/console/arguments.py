@@ -9,11 +9,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from manifests import VERSION
+from manifests.calibration import Text
 from manifests.errors import InputError, LaminaError
-from manifests.loading import load_manifest
+from manifests.loading import load_manifest, parse_block
 from manifests.schema import Manifest
+from manifests.strict_yaml import read_yaml
 from manifests.sweep import Point, Sweep, load_sweep
 from pipeline.console.calling import as_called
 from pipeline.console.exit_status import ending_of
@@ -22,6 +25,7 @@ from pipeline.console.supervision import tell
 from pipeline.console.wrapping import say
 
 CONNECT_TIMEOUT_S = 30.0
+TEXT_FILES = ".txt, .jsonl, .json or .parquet files, all but the last also as .gz or .zst"
 EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run again to resume), 1 failed"
 
 
@@ -52,6 +56,45 @@ def add_in_process(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--in-process", action="store_true", help="one worker in this process, without Ray: for debuggers, tiny models"
     )
+
+
+def add_text(options: argparse.ArgumentParser, what: str) -> None:
+    """Add the arguments of a command that reads a text, for `text_of`."""
+    options.add_argument("--text", nargs="+", metavar="FILE", help=f"{TEXT_FILES}{what}")
+    options.add_argument(
+        "--field",
+        action="append",
+        help="the column with the text; default: text, or a single column of conversations; again: several, joined",
+    )
+    options.add_argument(
+        "--messages", metavar="FIELD", help="the column with conversations, written by the model's chat template"
+    )
+    options.add_argument("--tools", metavar="FIELD", help="the column with the conversations' tools; default: tools")
+    options.add_argument(
+        "--template",
+        action="append",
+        metavar="NAME=VALUE",
+        help="an argument of the chat template, such as enable_thinking=false",
+    )
+
+
+def text_of(arguments: argparse.Namespace) -> Text:
+    """Return the text of these arguments. Raises InputError."""
+    template: dict[str, Any] = {}
+    for given in arguments.template or ():
+        name, separator, value = given.partition("=")
+        if not (separator and name):
+            raise InputError(f"--template {given}: expected NAME=VALUE, such as enable_thinking=false")
+        try:
+            template[name] = read_yaml(value)
+        except ValueError as error:
+            raise InputError(f"--template {given}: the value is not YAML: {error}") from error
+    field = arguments.field[0] if arguments.field and len(arguments.field) == 1 else arguments.field
+    fields = {
+        "files": tuple(arguments.text), "field": field, "messages": arguments.messages, "tools": arguments.tools,
+        "template": template or None,
+    }  # fmt: skip
+    return parse_block(Text, fields, "--text, --field, --messages, --tools, --template")
 
 
 def check_in_process(address: str | None, workers: int, field: str = "workers.max") -> None:

@@ -27,7 +27,6 @@ from pipeline.units.scores import Score, Scored, Windows
 from pipeline.units.sharding import expert_parts
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
-from stores.text_rows import SkippedRows, skipped_lines
 from workers.config import WorkerConfig
 from workers.pools import worker_pool
 
@@ -81,9 +80,8 @@ def measure_perplexity(
         Interrupted: `stop` was set.
     """
     source, config = _open_checkpoint(model, asked.window, trust_remote_code)
-    skipped: SkippedRows = {}
-    tokens = window_tokens(source.storage, asked, config["vocab_size"], trust_remote_code, skipped)
-    for line in skipped_lines(skipped):
+    tokens = window_tokens(source.storage, asked, config["vocab_size"], trust_remote_code)
+    for line in tokens.read.left_out():
         scoring.observer.say(line)
     start()
     figures = _score(source, config, replace(tokens, ids=tokens.ids[:limit]), scoring)
@@ -91,7 +89,7 @@ def measure_perplexity(
         check_dense_loss(
             figures["loss"], config["vocab_size"], "the text", "if its weights are random, add --accept-loss"
         )
-    return {**figures, "skipped_rows": skipped}
+    return {**figures, "skipped_rows": tokens.read.refused(), "text_read": tokens.read.as_json()}
 
 
 def score_tokens(model: str, tokens: EvaluationTokens, scoring: Scoring) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from stores.text_rows import skipped_lines
+from stores.text_rows import Reading, ReadText
 
 WORD = re.compile(r"[^\W\d_]+")
 COMMON_SHARE, COMMON_COUNT = 0.005, 10  # of a common word: least share of the text's words, and least count
@@ -51,9 +51,24 @@ def text_remark(calibration: str, evaluation: str, losses: tuple[float, float]) 
 
 
 def text_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines about rows without text that were left out, and the remark on the texts, of a job or sweep."""
+    """Return the lines about what was read of the texts and left out, and the remark on them, of a job or sweep."""
     remark = (summary.get("texts") or {}).get("remark")
-    return [*skipped_lines(summary.get("skipped_rows") or {}), *([remark] if remark else [])]
+    return [*read_lines(summary), *([remark] if remark else [])]
+
+
+def read_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line for each text that was read, and for what was left out of each file or dataset. Summaries of
+    earlier versions have numbers of rows without text alone."""
+    if "texts_read" not in summary:
+        skipped = summary.get("skipped_rows") or {}
+        readings = [Reading(origin, refused=count) for origin, count in skipped.items()]
+        return ReadText(tuple(readings)).left_out()
+    uses = {
+        use: ReadText(tuple(Reading(**reading) for reading in read["readings"]), read["tokens"])
+        for use, read in summary["texts_read"].items()
+    }
+    left_out = dict.fromkeys(line for read in uses.values() for line in read.left_out())
+    return [*(f"{use} text: {read.extent()}" for use, read in uses.items()), *left_out]
 
 
 def missing_words(calibration: str, evaluation: str) -> tuple[float, list[str]]:

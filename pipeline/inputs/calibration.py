@@ -17,11 +17,11 @@ from pipeline.families.foreign import sequence_limit
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.methods.text_sources import TextSources
 from pipeline.units.sharding import held_out_windows
-from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
+from stores.corpus import cut_windows, draw_samples, evaluation_ids, load_tokenizer, read_documents
 from stores.model_files import TOKENIZERS
 from stores.special_tokens import text_prefix
 from stores.storage import Place, matching, open_storage
-from stores.text_rows import SkippedRows
+from stores.text_rows import NOTHING_READ, Reading, ReadText
 from stores.token_places import first_beyond
 
 if TYPE_CHECKING:
@@ -38,38 +38,38 @@ class CalibrationTokens:
     texts.
 
     There are a tenth as many windows as samples, at most 32,768 tokens, and fewer if the texts are short. `sources`
-    names the source of each sample. All begin with the ids `prefix`.
+    names the source of each sample. All begin with the ids `prefix`. `read`: of the texts.
     """
 
     samples: torch.Tensor
     held_out: torch.Tensor
     sources: TextSources
     prefix: tuple[int, ...] = ()
+    read: ReadText = NOTHING_READ
 
 
 @dataclass(frozen=True)
 class EvaluationTokens:
     """Token ids (windows, window) int64 of an evaluation text. Each window begins with the ids `prefix`, which are not
-    scored."""
+    scored. `read`: of the text."""
 
     ids: torch.Tensor
     prefix: tuple[int, ...] = ()
+    read: ReadText = NOTHING_READ
 
 
-def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> CalibrationTokens | None:
-    """Read the calibration texts; None for a data-free job. Raises InputError about the text.
-
-    `skipped`: gets the number of rows without text, by file or dataset.
-    """
+def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
+    """Read the calibration texts; None for a data-free job. Raises InputError about the text."""
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
     tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
     samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
     prefix = prefix_ids(calibration.prefix, tokenizer)
+    readings: list[Reading] = []
     drawn = [
         draw_samples(
-            [read_documents(source, skipped) for source in text.sources.values()],
+            [read_documents(source, tokenizer, readings) for source in text.sources.values()],
             tokenizer,
             count,
             held_out_windows(count, samples, length),
@@ -90,6 +90,7 @@ def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> Ca
         torch.cat([each.held_out for each in drawn]),
         TextSources(names, tuple(map(names.index, of_samples)), length),
         prefix,
+        ReadText(tuple(readings), sum(each.tokens for each in drawn)),
     )
     texts = [text for text, _ in calibration.texts]
     for ids in (tokens.samples, tokens.held_out):
@@ -102,16 +103,13 @@ def prefix_ids(prefix: Prefix, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     return text_prefix(tokenizer) if prefix == "tokenizer" else ()
 
 
-def evaluation_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> EvaluationTokens | None:
-    """Return the tokens of the evaluation text; None if the manifest has none. Raises InputError about the text.
-
-    `skipped`: as in `window_tokens`.
-    """
+def evaluation_tokens(inputs: Inputs) -> EvaluationTokens | None:
+    """Return the tokens of the evaluation text; None if the manifest has none. Raises InputError about the text."""
     perplexity, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
     if perplexity is None:
         return None
     storage, vocab = inputs.source.storage, inputs.geometry.vocab
-    return window_tokens(storage, perplexity, vocab, model.trust_remote_code, skipped)
+    return window_tokens(storage, perplexity, vocab, model.trust_remote_code)
 
 
 def window_tokens(
@@ -119,17 +117,15 @@ def window_tokens(
     perplexity: Perplexity,
     vocab: int,
     trust_remote_code: bool = False,
-    skipped: SkippedRows | None = None,
 ) -> EvaluationTokens:
-    """Return the tokens of an evaluation text, by the tokenizer beside a model. Raises InputError about the text.
-
-    `skipped`: gets the number of rows without text, by file or dataset.
-    """
+    """Return the tokens of an evaluation text, by the tokenizer beside a model. Raises InputError about the text."""
     tokenizer = load_tokenizer(place, trust_remote_code)
     prefix = prefix_ids(perplexity.prefix, tokenizer)
-    tokens = evaluation_windows(read_documents(perplexity.text, skipped), tokenizer, perplexity.window, prefix)
-    check_ids(tokens, vocab, tokenizer, [perplexity.text])
-    return EvaluationTokens(tokens, prefix)
+    readings: list[Reading] = []
+    ids = evaluation_ids(read_documents(perplexity.text, tokenizer, readings), tokenizer)
+    windows = cut_windows(ids, perplexity.window, prefix)
+    check_ids(windows, vocab, tokenizer, [perplexity.text])
+    return EvaluationTokens(windows, prefix, ReadText(tuple(readings), len(ids)))
 
 
 def tokens_digest(tokens: torch.Tensor | None) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ from stores.model_files import companions
 from stores.run_directory import MANIFEST, FingerprintCheck, RunDirectory
 from stores.source_watch import SourceWatch
 from stores.storage import open_storage
-from stores.text_rows import SkippedRows, skipped_lines
+from stores.text_rows import ReadText
 from workers.memory import map_large_tensors
 
 
@@ -60,7 +60,7 @@ class JobContext:
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
         sources: the source of each calibration sample.
-        skipped_rows: rows of the texts that hold no text and were skipped, by file or dataset.
+        texts_read: counts of what was read of the texts for `calibration` and `evaluation`.
         fingerprint_check: the state of the run directory when it was opened; `begin` makes it the job's.
         watch: detects changes of the files that the job reads and copies.
         points: the manifests of a sweep's points; empty for a job.
@@ -73,7 +73,7 @@ class JobContext:
     prefix: tuple[int, ...]
     evaluation: EvaluationTokens | None
     sources: TextSources
-    skipped_rows: SkippedRows
+    texts_read: Mapping[str, ReadText]
     source_files: Mapping[str, SourceFile]
     run_dir: RunDirectory
     locks: tuple[RunLock, ...]
@@ -106,6 +106,15 @@ class JobContext:
     def output(self) -> str:
         """The address of OUTPUT: an absolute path, or a bucket's."""
         return open_storage(self.manifest.output).address
+
+    def left_out(self) -> list[str]:
+        """Return a line for each kind of thing that was left out of a text."""
+        return [*dict.fromkeys(line for read in self.texts_read.values() for line in read.left_out())]
+
+    def read_figures(self) -> dict[str, Any]:
+        """Return the counts of what was read of the texts, as JSON."""
+        skipped = {origin: count for read in self.texts_read.values() for origin, count in read.refused().items()}
+        return {"skipped_rows": skipped, "texts_read": {use: read.as_json() for use, read in self.texts_read.items()}}
 
     def seconds(self) -> float:
         """Return the seconds since this run of the job began."""
@@ -191,17 +200,17 @@ class Text(NamedTuple):
     prefix: tuple[int, ...]
     evaluation: EvaluationTokens | None
     sources: TextSources
-    skipped_rows: SkippedRows
+    texts_read: Mapping[str, ReadText]
 
 
 def read_text(inputs: Inputs) -> Text:
     """Read the texts for calibration and evaluation. Raises InputError."""
-    skipped: SkippedRows = {}
-    drawn = calibration_tokens(inputs, skipped)
+    drawn, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)
     held_out = drawn.held_out if drawn and len(drawn.held_out) else None
     sources = drawn.sources if drawn else NO_SOURCES
     samples, prefix = (drawn.samples, drawn.prefix) if drawn else (None, ())
-    return Text(samples, held_out, prefix, evaluation_tokens(inputs, skipped), sources, skipped)
+    texts_read = {name: text.read for name, text in (("calibration", drawn), ("evaluation", evaluation)) if text}
+    return Text(samples, held_out, prefix, evaluation, sources, texts_read)
 
 
 def check_evaluation_prefix(job: JobContext, file: str, evaluation: Evaluation) -> None:
@@ -279,7 +288,7 @@ def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None
     """
     for remark in job.inputs.remarks:
         job.observer.say(remark, logging.WARNING)
-    for line in skipped_lines(job.skipped_rows):
+    for line in job.left_out():
         job.observer.say(line)
     for fault in faults:
         job.observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)

@@ -15,6 +15,7 @@ import torch
 
 from manifests.errors import InputError, reason
 from manifests.schema import Manifest
+from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
 from pipeline.cost_model.commits import committed_bytes, layers_per_commit
@@ -34,7 +35,6 @@ from pipeline.job.context import with_samples
 from pipeline.methods.method import Task
 from pipeline.ranks.calibration import OTHER_SIZES
 from stores.run_directory import RunDirectory
-from stores.text_rows import SkippedRows, skipped_lines
 from workers.hardware import machine_cores, thread_fault
 from workers.memory import map_large_tensors
 
@@ -77,8 +77,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     rates = rates_from(source, manifest, geometry, dtype)
     work, way = planned_work(manifest, geometry, tasks, dtype, plan), pass_of(manifest, geometry, tasks)
     phases = phase_seconds(work, rates, way)
-    skipped: SkippedRows = {}
-    tokens = evaluation_tokens(inputs, skipped) if inputs else None
+    tokens = evaluation_tokens(inputs) if inputs else None
     evaluation = 0 if tokens is None else tokens.ids.numel()
     texts = {"texts": texts_seconds(manifest, geometry, evaluation, work, rates, way)}
     if manifest.evaluation.calibrate_prediction:
@@ -90,8 +89,9 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     if inputs is not None and tokens is not None:
         phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, way.workers)
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
-    remarks += [*chosen, *_not_counted(manifest, inputs), *skipped_lines(skipped)]
-    return report | verdict(manifest, report, source, remarks)
+    remarks += [*chosen, *_not_counted(manifest, inputs), *(tokens.read.left_out() if tokens else ())]
+    engines = {} if inputs is None else {"engines": planned_lines(inputs)}
+    return report | verdict(manifest, report, source, remarks) | engines
 
 
 def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:

@@ -113,7 +113,7 @@ def finish(
         "held_out": held_out.as_json() if (held_out := job.ledger.get(HELD_OUT_SCORE)) else None,
         "samples": samples.as_json() if (samples := job.ledger.get(SAMPLES)) else None,
         "texts": texts.as_json() if (texts := job.ledger.get(TEXTS)) else None,
-        "skipped_rows": dict(job.skipped_rows),
+        **job.read_figures(),
         "tries": tries_of(job) if job.ledger.get(TARGET) else [],
         "prediction": prediction_of(job),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from manifests.calibration import Text
 from manifests.schema import MANIFEST_VERSION
 from pipeline.recommendation.settings import ACTIVATION_GB, CORRECTED_BELOW, Goal, Settings
 
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # text that YAML reads as text without quotes, in a list as well
 WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+KERNELS = "bits for which the engine has kernels; `auto` would choose 3, too"
 GOALS = {
     "keep": "share of the decoder's numbers that stays",
     "bytes": "share of the decoder's bytes that stays; ranks and bits are chosen together",
@@ -21,13 +24,12 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Places:
-    """The addresses of a job's files. `field`: of the rows of its texts; None: `text`."""
+    """The addresses of a job's files, and its text."""
 
     model: str
-    texts: Sequence[str]
+    text: Text
     output: str
     run_dir: str
-    field: str | None = None
 
 
 def commented_manifest(command: str, places: Places, goal: Goal, settings: Settings) -> str:
@@ -43,8 +45,7 @@ def quoted(text: str) -> str:
 
 def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iterator[str]:
     use = settings.text
-    field = f", field: {quoted(places.field)}" if places.field is not None else ""
-    files = f"files: [{', '.join(map(quoted, places.texts))}]{field}"
+    files = ", ".join(_text_fields(places.text))
     yield f"# Written by: {' '.join(command.split())}"
     yield f"version: {MANIFEST_VERSION}"
     yield f"model: {{source: {quoted(places.model)}}}"
@@ -53,7 +54,8 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
     yield f"budget: {{{goal.field}: {goal.value:g}}}  # {GOALS[goal.field]}"
     if goal.field == "bytes":
         skip = f", skip: [{', '.join(goal.unrounded)}]" if goal.unrounded else ""
-        yield f"quantize: {{bits: auto{skip}}}  # transformers loads these with compressed-tensors"
+        reader = "transformers loads these with compressed-tensors"
+        yield f"quantize: {{bits: {goal.bits}{skip}}}  # {reader if goal.bits == 'auto' else KERNELS}"
     yield from _method(goal)
     yield "calibration:"
     yield "  # Give text like the text that the model will serve: compression first removes what this text never uses."
@@ -71,8 +73,31 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
     yield f"workers: {{{_workers(settings)}}}  # cpus: threads of each; `max` changes no byte of the output"
 
 
+def _text_fields(text: Text) -> Iterator[str]:
+    """Yield the fields of a text that are given, as YAML."""
+    for name in ("files", "field", "messages", "tools", "template"):
+        value = getattr(text, name)
+        if value is not None:
+            yield f"{name}: {_flow(value)}"
+
+
+def _flow(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_flow, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{quoted(name)}: {_flow(child)}' for name, child in value.items())}}}"
+    return quoted(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def _method(goal: Goal) -> Iterator[str]:
-    if goal.corrected:
+    if goal.engine == "llama.cpp" and goal.mixture:
+        yield "methods: [{method: loss_aware, shapes: stock}]  # one number and width of experts, as in a GGUF file"
+    elif goal.engine == "llama.cpp":
+        yield "methods:"
+        yield "  # A GGUF file keeps narrower MLPs, and multiplies factors out."
+        yield "  - {method: flat_llm, attention: false, allocation: loss}"
+    elif goal.corrected:
         yield "methods:"
         yield "  # Each layer compensates the error of the layers before it: slower, and better at this size."
         yield "  - {method: loss_aware, correct: output}"

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from manifests.calibration import Text
+from manifests.engines import Engine
 from manifests.errors import InputError
-from manifests.loading import decode_document, parse_block, parse_manifest
+from manifests.loading import decode_document, parse_manifest
 from manifests.quantize import Quantize
 from manifests.schema import Manifest, Workers
-from pipeline.checkpoint.engines import planned_engines
+from pipeline.checkpoint.engines import planned_config, planned_engines, planned_lines, planned_refusals
 from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.cost_model.estimate import Plan
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
-from pipeline.families.registry import checkpoint_config, geometry_of
-from pipeline.inputs.job_inputs import Inputs, read_inputs
+from pipeline.families.registry import geometry_of
+from pipeline.inputs.job_inputs import read_inputs
 from pipeline.inputs.sources import open_dense
 from pipeline.job.plan_report import RateSource, plan_report
 from pipeline.recommendation.commented_manifest import Places, commented_manifest
 from pipeline.recommendation.nodes import Node, cluster_nodes, this_machine
 from pipeline.recommendation.settings import USUAL_SHARE, Goal, Settings, choose_settings
-from pipeline.recommendation.text_use import choose_text_use
+from pipeline.recommendation.text_use import choose_text_use, text_remarks
 from pipeline.recommendation.verdict import Verdict
-from pipeline.rounding.schemes import FIELD
 from pipeline.rounding.tasks import unfit_inputs
 from stores.corpus import load_tokenizer
-from stores.text_rows import SkippedRows, skipped_lines
 
 DRIVER_BYTES = 2 * 2**30  # reserved for the driver if it shares a machine with workers
 
@@ -41,16 +40,16 @@ class Request:
     Attributes:
         goal: the size or the loss to reach; None for the usual one, which follows from the source.
         folder: the folder of the manifest, the output and the run directory.
-        field: the field of the texts' rows that holds the text; None: `text`.
+        engine: the engine that will load the output; None: any.
     """
 
     model: str
-    texts: Sequence[str]
+    text: Text
     goal: Goal | None
     folder: str
     address: str | None = None
     connect_timeout_s: float = 30.0
-    field: str | None = None
+    engine: Engine | None = None
 
 
 def recommend(request: Request, command: str) -> tuple[str, Verdict]:
@@ -61,12 +60,10 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     source, config = open_dense(request.model, weights=False)
     tokenizer = load_tokenizer(source.storage)
     geometry = geometry_of(config)
-    text = parse_block(Text, {"files": tuple(request.texts), "field": request.field}, "--text, --field")
-    skipped: SkippedRows = {}
     longest, channels = sequence_limit(config)[1], _channels(geometry)
-    use = choose_text_use(text, tokenizer, longest, channels, geometry.vocab, skipped)
+    use, read = choose_text_use(request.text, tokenizer, longest, channels, geometry.vocab)
     asked = request.goal or usual_goal(bool(source.stored_bytes()))
-    places, goal = _places(request, asked), _fitted(asked, geometry)
+    places, goal = _places(request, asked), _fitted(asked, geometry, request.engine)
 
     def manifest_of(settings: Settings) -> Manifest:
         """Return the manifest with these settings."""
@@ -78,12 +75,15 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
 
     settings = choose_settings(use, _nodes(request), plan)
     manifest = manifest_of(settings)
-    rates = RateSource(None, None, request.address is not None, request.address, request.connect_timeout_s)
-    report = plan_report(manifest, None, rates)
     inputs = read_inputs(manifest, weights=False)
     stays_stored = bool(inputs.source.stored_bytes()) and not manifest.quantize
-    engines = planned_engines(_planned_config(inputs), stays_stored)
-    verdict = Verdict(report, goal, engines, skipped_lines(skipped))
+    _refuse_engine(request.engine, planned_config(inputs), stays_stored)
+    rates = RateSource(None, None, request.address is not None, request.address, request.connect_timeout_s)
+    report = plan_report(manifest, None, rates)
+    engines = planned_engines(planned_config(inputs), stays_stored)
+    verdict = Verdict(
+        report, goal, engines, text_remarks(tokenizer, read), planned_lines(inputs) if request.engine else ()
+    )
     return commented_manifest(command, places, goal, settings), verdict
 
 
@@ -93,12 +93,13 @@ def _nodes(request: Request) -> list[Node]:
     return cluster_nodes(request.address, request.connect_timeout_s)
 
 
-def _fitted(goal: Goal, geometry: Geometry) -> Goal:
+def _fitted(goal: Goal, geometry: Geometry, engine: Engine | None) -> Goal:
     """Return the goal with this model's limits: why it has no corrections, and the roles that cannot be rounded.
 
     Raises InputError for a goal of bytes if experts have widths that no group of scales fits.
     """
-    goal = replace(goal, uncorrected=_uncorrected(geometry))
+    mixture = any(layer.num_experts for layer in geometry.layers)
+    goal = replace(goal, uncorrected=_uncorrected(geometry), engine=engine, mixture=mixture)
     if goal.field != "bytes":
         return goal
     unfit = dict(unfit_inputs(Quantize(bits="auto"), geometry))
@@ -122,7 +123,7 @@ def _channels(geometry: Geometry) -> int:
 def _places(request: Request, goal: Goal) -> Places:
     name = PurePath(request.model.rstrip("/")).name or "model"
     output = str(PurePath(request.folder, f"{name}-{goal.label}"))
-    return Places(request.model, request.texts, output, f"{output}.run", request.field)
+    return Places(request.model, request.text, output, f"{output}.run")
 
 
 def _parsed(text: str) -> Manifest:
@@ -130,11 +131,11 @@ def _parsed(text: str) -> Manifest:
     return parse_manifest(decode_document(text.encode(), origin), origin)
 
 
-def _planned_config(inputs: Inputs) -> Mapping[str, Any]:
-    """Return the config of the output, as if nothing were factored; rounding is named, without its groups."""
-    forms: list[Mapping[str, Any]] = [{} for _ in inputs.geometry.layers]
-    config = checkpoint_config(inputs.config, forms, inputs.dtype_name)
-    return config | ({FIELD: {"config_groups": {}}} if inputs.manifest.quantize else {})
+def _refuse_engine(engine: Engine | None, config: Mapping[str, Any], stays_stored: bool) -> None:
+    """Raise InputError if an engine loads no compressed checkpoint of this model."""
+    if engine and (reason := planned_refusals(config, stays_stored).get(engine)):
+        possible = ", ".join(planned_engines(config, stays_stored))
+        raise InputError(f"--for {engine}: it will not load the output: {reason}; these will: {possible}")
 
 
 def usual_goal(stored: bool) -> Goal:

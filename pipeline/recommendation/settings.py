@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from manifests.engines import Engine
 from pipeline.cost_model.estimate import Plan
 from pipeline.recommendation.nodes import Node, worker_sizes
 from pipeline.recommendation.text_use import TextUse, shortened
 
 CORRECTED_BELOW = 0.8  # docs/results.md#corrections
 MICRO_BATCH_TOKENS = 2048
+EIGHT_BITS_FROM = 0.6  # share of the bytes that leaves room for 8 bits and their scales
 USUAL_SHARE = 0.8  # of the numbers, or of the bytes of a source in a stored format
 LEAST_SHARDS, SHARDS_PER_WORKER = 16, 2
 ACTIVATION_GB, LEAST_ACTIVATION_GB = 8.0, 1.0
@@ -25,12 +27,16 @@ class Goal:
     Attributes:
         unrounded: roles that keep their dtype where bits are chosen, because no group of scales fits their inputs.
         uncorrected: why the model's layers cannot be solved on outputs of compressed layers; empty if they can.
+        engine: the engine that will load the output; None: any.
+        mixture: some layers are mixtures of experts.
     """
 
     field: Literal["keep", "bytes", "max_loss"]
     value: float
     unrounded: tuple[str, ...] = ()
     uncorrected: str = ""
+    engine: Engine | None = None
+    mixture: bool = False
 
     @property
     def label(self) -> str:
@@ -45,7 +51,14 @@ class Goal:
     @property
     def corrected(self) -> bool:
         """True if each layer should compensate the error of the layers before it."""
-        return self.small and not self.uncorrected
+        return self.small and not self.uncorrected and self.engine != "llama.cpp"
+
+    @property
+    def bits(self) -> str:
+        """The bits of rounded weights: any, or for an engine with kernels those that it has."""
+        if self.engine not in ("vllm", "llama.cpp"):
+            return "auto"
+        return "8" if self.value >= EIGHT_BITS_FROM else "4"
 
 
 @dataclass(frozen=True)

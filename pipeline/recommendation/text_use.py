@@ -14,7 +14,7 @@ from pipeline.units.sharding import HELD_OUT
 from stores.corpus import count_tokens, read_documents
 from stores.special_tokens import text_prefix
 from stores.storage import open_file
-from stores.text_rows import SkippedRows
+from stores.text_rows import Reading, ReadText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,10 @@ COUNTED_TOKENS = 1 << 20  # a text with as many has enough for every setting bel
 EVALUATION_SHARE = 0.2  # enough of a short text for a reliable loss
 EVALUATION_TOKENS = 65_536  # at most
 TEXT_BYTES_PER_TOKEN = 4  # roughly, of a text that is too long to be counted
+RAW_TEXT = (
+    "text   plain, and the tokenizer has a chat template: an instruct model is compressed for text that it does not "
+    "serve; give conversations (--messages) where it will chat"
+)
 LONGEST, SHORTEST = 2048, 32
 SAMPLES, GOOD_SAMPLES, LEAST_SAMPLES = 256, 64, 16
 LEAST_WINDOWS = 2
@@ -55,10 +59,9 @@ def choose_text_use(
     longest: int,
     channels: int,
     vocab: int,
-    skipped: SkippedRows | None = None,
-) -> TextUse:
+) -> tuple[TextUse, ReadText]:
     """Choose the use of a text by its tokens. `longest`: the model's longest sequence. `channels`: of its widest MLP.
-    `vocab`: rows of its embedding. `skipped`: gets the number of rows without text, by file.
+    `vocab`: rows of its embedding. Returns also the counts of what was read, up to a million tokens.
 
     Chooses the greatest length, up to 2,048 tokens, at which the text has 64 samples, and enough samples for eight
     tokens per channel, or 256 if that is more. A fifth of the text, at most 65,536 tokens, is left for the evaluation.
@@ -70,7 +73,8 @@ def choose_text_use(
         """Raise InputError if the embedding has no row for one of the tokens."""
         check_ids(ids, vocab, tokenizer, [text])
 
-    total = count_tokens(read_documents(text, skipped), tokenizer, COUNTED_TOKENS, check)
+    readings: list[Reading] = []
+    total = count_tokens(read_documents(text, tokenizer, readings), tokenizer, COUNTED_TOKENS, check)
     prefix = len(text_prefix(tokenizer))
     counted = total < COUNTED_TOKENS
     length_of_text = total if counted else max(total, _file_bytes(text) // TEXT_BYTES_PER_TOKEN)
@@ -79,7 +83,7 @@ def choose_text_use(
     available = round(end * total)
     if counted:
         first_part = text.model_copy(update={"end": end})
-        available = count_tokens(read_documents(first_part), tokenizer, COUNTED_TOKENS)
+        available = count_tokens(read_documents(first_part, tokenizer), tokenizer, COUNTED_TOKENS)
     held_out = round((1 - end) * length_of_text)
     possible = [length for length in _lengths(longest) if length > prefix]
     lengths = [length for length in possible if held_out // (length - prefix) >= LEAST_WINDOWS]
@@ -94,7 +98,17 @@ def choose_text_use(
     length = chosen[0]
     most = max(SAMPLES, TOKENS_PER_CHANNEL * channels // length)
     windows = available // (length - prefix)
-    return TextUse(end, length, min(most, max(LEAST_SAMPLES, windows * HELD_OUT // (HELD_OUT + 1))), available, prefix)
+    samples = min(most, max(LEAST_SAMPLES, windows * HELD_OUT // (HELD_OUT + 1)))
+    return TextUse(end, length, samples, available, prefix), ReadText(tuple(readings), total)
+
+
+def text_remarks(tokenizer: PreTrainedTokenizerBase, read: ReadText) -> list[str]:
+    """Return the lines about what is left out of a text, and about text that is not as the model will read it."""
+    documents = sum(each.documents for each in read.readings)
+    conversations = sum(each.conversations for each in read.readings)
+    if not tokenizer.chat_template or 2 * conversations >= documents:
+        return read.left_out()
+    return [*read.left_out(), RAW_TEXT]
 
 
 def shortened(use: TextUse, length: int) -> TextUse:

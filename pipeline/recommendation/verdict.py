@@ -13,12 +13,16 @@ from pipeline.recommendation.settings import USUAL_SHARE, Goal
 
 @dataclass(frozen=True)
 class Verdict:
-    """The plan of a job, its goal, the engines that will load its output, and remarks on its text."""
+    """The plan of a job, its goal, the engines that will load its output, and remarks on its text.
+
+    `serving`: lines about the engines, as in the plan.
+    """
 
     plan: Mapping[str, Any]
     goal: Goal
     engines: Sequence[str]
     remarks: Sequence[str] = ()
+    serving: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield the remarks, and lines on memory, size before and after, time, disk, and engines."""
@@ -28,7 +32,7 @@ class Verdict:
         yield f"time   {time_line(self.plan)}"
         output, run_dir = (amount_of_bytes(self.plan[name]) for name in ("output_bytes", "run_dir_bytes"))
         yield f"disk   {output} for the output, {run_dir} for the run directory"
-        yield f"serves {', '.join(self.engines)}"
+        yield from self.serving or [f"serves {', '.join(self.engines)}"]
 
     def _fits(self) -> str:
         workers, plan = self.plan["workers"], self.plan

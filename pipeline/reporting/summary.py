@@ -17,8 +17,8 @@ from pipeline.console.expert_groups import EXPERTS, extent, named, split_experts
 from pipeline.console.wrapping import wrapped
 from pipeline.evaluation.losses import all_warnings, score_extent, shown_perplexity, texts_line
 from pipeline.evaluation.task_scores import read_scores, task_lines
+from pipeline.evaluation.text_remarks import read_lines
 from pipeline.ranks.search import CLOSE, WHOLE
-from stores.text_rows import skipped_lines
 
 SEEN_LIMIT = 0.1  # share of passages in both texts; unrelated texts share less
 FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # fields of a group's report in the table
@@ -51,7 +51,7 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     say(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
     if samples := summary.get("samples"):
         say(samples_line(samples))
-    for line in skipped_lines(summary.get("skipped_rows") or {}):
+    for line in read_lines(summary):
         say(line)
     if texts := summary.get("texts"):
         say(texts_line(texts))

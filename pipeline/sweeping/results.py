@@ -64,7 +64,7 @@ def sweep_results(sweep: SweepContext) -> dict[str, Any]:
         "dense": {name: dense[name] for name in ("perplexity", "loss", "tokens", "window")} if dense else None,
         "texts": texts,
         "points": rows,
-        "skipped_rows": dict(job.skipped_rows),
+        **job.read_figures(),
         "warnings": _warnings(rows),
         "missing": [point.point.label for point in sweep.points if not sweep.is_done(point)],
         "seconds": {"phases": job.observer.seconds, "total": job.seconds()},

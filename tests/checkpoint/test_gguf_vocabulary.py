@@ -18,6 +18,7 @@ from pipeline.checkpoint.gguf_vocabulary import (
     CONTROL,
     NORMAL,
     PATTERNS,
+    SINGLE_DIGITS,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -56,6 +57,8 @@ def byte_level(pattern: str = "", ignore_merges: bool = False) -> dict[str, Any]
     """A small tokenizer.json of bytes; with a pattern as Llama 3's."""
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     pair = {"type": "Sequence", "pretokenizers": [split, {**BYTE_LEVEL, "use_regex": False}]}
+    if pattern == SINGLE_DIGITS:
+        pair = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]}
     return {
         "model": {
             "type": "BPE", "ignore_merges": ignore_merges,
@@ -105,6 +108,12 @@ def test_byte_level(key: tuple[str, bool], name: str) -> None:
     assert made.types == (CONTROL, NORMAL, NORMAL, NORMAL, UNUSED)
 
 
+def test_composed_text_is_accepted() -> None:
+    """Qwen2's tokenizers compose text; most text is composed already."""
+    assert converted({**byte_level(), "normalizer": {"type": "NFC"}}, 5).composed
+    assert not converted(byte_level(), 5).composed
+
+
 def _change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     """A function that sets or removes a field."""
     *parents, last = path.split(".")
@@ -126,8 +135,8 @@ def _change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (sentencepiece, _change("model.vocab.<0x00>", 999), "1000 tokens, but the model has 280"),
         (sentencepiece, _change("model.vocab", {"<unk>": 0, "a": 1}), "0 of 256 tokens for bytes"),
         (sentencepiece, _change("normalizer", {"type": "NFKC"}), "not SentencePiece's"),
-        (byte_level, _change("normalizer", {"type": "NFC"}), "the normalizer NFC"),
-        (byte_level, _change("pre_tokenizer", {"type": "Whitespace"}), "none of gpt-2, llama-bpe, qwen2"),
+        (byte_level, _change("normalizer", {"type": "NFKC"}), "the normalizer NFKC"),
+        (byte_level, _change("pre_tokenizer", {"type": "Whitespace"}), "none of gpt-2, smollm, llama-bpe, qwen2"),
         (byte_level, _change("pre_tokenizer.add_prefix_space", True), "none of gpt-2"),
         (byte_level, _change("model.ignore_merges", True), "none of gpt-2"),
         (byte_level, _change("model.dropout", 0.1), "options of it that llama.cpp lacks"),

@@ -31,6 +31,7 @@ OF_EXPERTS = ("reap", "frequency", "merge_experts")
 USUAL: dict[str, dict[str, Any]] = {  # fields of models on the hub, where the tests' fields are unusual
     "gemma3_text": {"final_logit_softcapping": None},
     "mistral": {"sliding_window": None},
+    "qwen2": {"hidden_size": 64},
     "mixtral": {"sliding_window": None},
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
     "deepseek_v3": {

@@ -40,9 +40,11 @@ ROUNDED = {"methods": [], "budget": None, "quantize": {"bits": 4, "group": 32, "
 BY_LAYER = {"methods": [{"method": "flat_llm", "layers": [1], "ranks": {"mlp": 33}}], "budget": None}
 
 
-def written(made: Job, name: str = "model.gguf") -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+def written(
+    made: Job, name: str = "model.gguf", vocabulary: bool = True
+) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """(what the command said, the fields, the tensors) of an export."""
-    ended, destination = export(made, "gguf", name)
+    ended, destination = export(made, "gguf", name, *([] if vocabulary else ["--no-vocabulary"]))
     assert ended.code == 0, ended.err
     return (ended.json, *read_gguf(destination))
 
@@ -73,11 +75,11 @@ def as_llama(fields: dict[str, Any], tensors: dict[str, Tensor], rope: dict[str,
         num_key_value_heads=heads["attn_k"],
         head_dim=field["attention.key_length"], rms_norm_eps=field["attention.layer_norm_rms_epsilon"],
         rope_parameters=rope or {"rope_type": "default", "rope_theta": field["rope.freq_base"]},
-        tie_word_embeddings="output.weight" not in tensors,
+        tie_word_embeddings="output.weight" not in tensors, attention_bias="blk.0.attn_q.bias" in tensors,
     )  # fmt: skip
     state = {}
     for name, tensor in tensors.items():
-        layer, role = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()  # type: ignore[union-attr]
+        layer, role, kind = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name).groups()  # type: ignore[union-attr]
         if role == "rope_freqs":
             continue
         if role in heads:  # back from pairs of neighbours to halves
@@ -86,8 +88,12 @@ def as_llama(fields: dict[str, Any], tensors: dict[str, Tensor], rope: dict[str,
             missing = max(widths) - widths[int(layer)]
             tensor = torch.nn.functional.pad(tensor, (0, missing) if role == "ffn_down" else (0, 0, 0, missing))
         prefix = f"model.layers.{layer}." if layer else ""
-        state[f"{prefix}{ROLES[role]}.weight"] = tensor
+        state[f"{prefix}{ROLES[role]}.{kind}"] = tensor
     model = LlamaForCausalLM(config)
+    if config.attention_bias:
+        state |= {
+            name: torch.zeros_like(t) for name, t in model.state_dict().items() if name.endswith("o_proj.bias")
+        } | state
     missing_keys, unexpected = model.load_state_dict({key: t.float() for key, t in state.items()}, strict=False)
     assert not unexpected
     assert missing_keys == (["lm_head.weight"] if config.tie_word_embeddings else [])
@@ -100,18 +106,21 @@ def as_llama(fields: dict[str, Any], tensors: dict[str, Tensor], rope: dict[str,
     ("method", "architecture"),
     [(UNIFORM, "llama"), (BY_LAYER, "deci"), (METHODS["lorc"], "llama"), (METHODS["joint_rank_k"], "llama")],
 )
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_the_file_is_the_model(
     family: str, method: dict[str, Any], architecture: str, tmp_path: Path, job: MakeJob
 ) -> None:
-    options: dict[str, Any] = {"tie_word_embeddings": True} if family == "llama" else {"sliding_window": None}
+    options: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {"tie_word_embeddings": True}
+    if family == "qwen2":
+        options["hidden_size"] = 64  # llama.cpp has as many biases of queries
     made = job(make_source(tmp_path / "source", family, layers=3, **options), **method)
     made.run().json  # noqa: B018 - asserts the exit code
-    said, fields, tensors = written(made)
+    said, fields, tensors = written(made, vocabulary=family != "qwen2")  # for which transformers adds a token
     assert (said["architecture"], fields["general.architecture"]) == (architecture, architecture)
     assert said["parameters"] == sum(tensor.numel() for tensor in tensors.values())
     if architecture == "deci":
         assert fields["deci.feed_forward_length"] == [80, 33, 80]
+    assert ("blk.0.attn_q.bias" in tensors and bool(tensors["blk.0.attn_q.bias"].any())) == (family == "qwen2")
     ids_BT = some_tokens(320)
     assert relative_error(logits_of(as_llama(fields, tensors), ids_BT), logits_of(load(made.output), ids_BT)) < 1e-5
 
@@ -165,14 +174,13 @@ def test_codes_are_kept(tmp_path: Path, job: MakeJob) -> None:
 @needs_gguf
 @pytest.mark.usefixtures("inline")
 def test_what_llama_cpp_cannot_be_is_refused(tmp_path: Path, job: MakeJob) -> None:
-    made = job(make_source(tmp_path / "source", "qwen2"), **UNIFORM)
+    made = job(make_source(tmp_path / "source", "starcoder2"), **UNIFORM)
     made.run().json  # noqa: B018 - asserts the exit code
     ended, destination = export(made, "gguf", "model.gguf")
     assert ended.code == 2
-    assert (
-        "no place for a qwen2 model; known are llama, mistral, mixtral, qwen3_moe, deepseek_v3; for biases on"
-        in ended.err
-    )
+    known = "llama, mistral, qwen2, mixtral, qwen3_moe, deepseek_v3"
+    assert f"no place for a starcoder2 model; known are {known}; " in ended.err
+    assert "; for biases on down, up; " in ended.err
     assert not destination.exists()
     destination.write_text("mine")
     ended, _ = export(made, "gguf", "model.gguf")
@@ -208,8 +216,9 @@ def without_repacking(monkeypatch: pytest.MonkeyPatch) -> Any:
 @needs_gguf
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("method", [UNIFORM, BY_LAYER, ROUNDED], ids=["llama", "deci", "rounded"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_llama_cpp_computes_the_same(
-    method: dict[str, Any], tmp_path: Path, job: MakeJob, monkeypatch: pytest.MonkeyPatch
+    family: str, method: dict[str, Any], tmp_path: Path, job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {
         "hidden_size": 64,
@@ -218,9 +227,9 @@ def test_llama_cpp_computes_the_same(
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
     }
-    made = job(make_source(tmp_path / "source", "llama", **sizes), **method)
+    made = job(make_source(tmp_path / "source", family, **sizes), **method)
     made.run().json  # noqa: B018 - asserts the exit code
-    ended, destination = export(made, "gguf", "model.gguf")
+    ended, destination = export(made, "gguf", "model.gguf", *(["--no-vocabulary"] if family == "qwen2" else []))
     assert ended.code == 0, ended.err
     ids_BT = some_tokens(320, length=16)[:1]
     llama = without_repacking(monkeypatch)(str(destination), n_ctx=64, logits_all=True, verbose=False)

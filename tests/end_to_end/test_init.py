@@ -96,6 +96,22 @@ def test_goals(goal: tuple[str, ...], budget: str, expected: str, init: Init, ll
     assert ("with compressed-tensors" in printed["engines"][0]) == ("--bytes" in goal)
 
 
+def test_an_engine_is_asked_for(init: Init, llama: Path, text: Path, tmp_path: Path) -> None:
+    """`plan` says of any manifest which engines take the output, and what they do not keep."""
+    factors, widths = "less   llama.cpp: factors of attention are multiplied out; narrower MLPs stay", "flat_llm"
+    asked = init(llama, "--text", text, "--for", "llama.cpp")
+    assert (factors in asked.out, widths in Path("job.yaml").read_text()) == (False, True)
+    assert factors in init(llama, "--text", text, "--for", "vllm", "--force").out
+    assert factors in command("plan", "job.yaml").out
+    bits = command("plan", "job.yaml", "--set", "quantize={bits: 3}", "--json").json["engines"]
+    assert "less   vllm: has no kernel for 3 bits, which are multiplied out" in bits
+    source = factories.make_model(tmp_path / "neox", "gpt_neox")
+    refused = init(source, "--text", text, "--for", "llama.cpp", "-o", "other.yaml")
+    assert refused.code == 2
+    assert "--for llama.cpp: it will not load the output: a gpt_neox model; known are llama, mistral" in refused.err
+    assert not Path("other.yaml").exists()
+
+
 def test_widths_that_no_group_fits_stay_unrounded(init: Init, text: Path, tmp_path: Path) -> None:
     odd = factories.make_model(tmp_path / "odd", intermediate_size=84)
     assert init(odd, "--text", text, "--bytes", "0.4").code == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +161,44 @@ def test_init_names_the_field_and_counts_rows_without_text(tmp_path: Path, text:
     assert f"text file {path}: 1 rows without text are left out" in ended.out
     assert written.read_text().count(", field: body, ") == 2
     assert command("plan", str(written)).code == 0
+
+
+TEMPLATE = "{% for message in messages %}{{ message.role + ' ' + message.content }}\n{% endfor %}{{ sign }}"
+
+
+def test_conversations_from_the_file_to_the_summary(tmp_path: Path, text: Path, llama: Path) -> None:
+    """`init`, the job and `evaluate` read the same tokens by the model's template; counts are in the summary."""
+    source, written = tmp_path / "source", tmp_path / "job.yaml"
+    shutil.copytree(llama, source)
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    lines = text.read_text().splitlines()
+    talks: list[Any] = [
+        [{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in pairwise(lines)
+    ]
+    talks[3] = [{"role": "user", "content": None}]
+    path = tmp_path / "chat.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(json.dumps({"talk": talk}) for talk in talks).encode()))
+    raw = command("init", str(source), "--text", str(text), "-o", str(written))
+    assert "plain, and the tokenizer has a chat template: an instruct model is compressed for text" in raw.out
+    options = ["--text", str(path), "--messages", "talk", "--template", "sign=yes"]
+    ended = command("init", str(source), *options, "-o", str(written), "--force")
+    assert "plain, and" not in ended.out
+    assert written.read_text().count("messages: talk, template: {sign: true}") == 2
+    overrides = ["model.accept_loss=true", "calibration.samples=8", "calibration.shards=2", "methods=[]", "budget=null"]
+    sets = [word for override in (*overrides, "quantize={bits: 8, feedback: true}") for word in ("--set", override)]
+    summary = command("run", str(written), "--in-process", "--set", "workers.max=1", *sets, "--json").json
+    (reading,) = summary["texts_read"]["calibration"]["readings"]
+    assert (reading["refused"], reading["conversations"], reading["empty"]) == (1, reading["documents"], 0)
+    assert summary["texts_read"]["evaluation"]["tokens"] > 0
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    documents = [*read_documents(Text(files=(str(path),), messages="talk", template={"sign": True}), tokenizer)]
+    assert documents[0].endswith("True")
+    ids = evaluation_windows(documents, tokenizer, 24, text_prefix(tokenizer))
+    scored = command(
+        "evaluate", str(source), *options, "--window", "24", "--in-process", "--accept-loss", "--json"
+    ).json
+    assert scored["windows"] == len(ids)
+    assert scored["text_read"]["readings"][0]["refused"] == 1
 
 
 def test_killed_while_texts_are_scored(job: MakeJob) -> None:

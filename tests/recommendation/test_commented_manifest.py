@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from manifests.calibration import Text
 from manifests.loading import decode_document, parse_manifest
 from pipeline.recommendation.commented_manifest import Places, commented_manifest
 from pipeline.recommendation.settings import Goal, Settings
@@ -26,7 +27,7 @@ NAMES = (
     "goal", [Goal("keep", 0.7), Goal("bytes", 0.25), Goal("bytes", 0.3, ("down", "o")), Goal("max_loss", 0.02)]
 )
 def test_what_is_written_is_read(goal: Goal, name: str) -> None:
-    places = Places(name, [name, "second.txt"], f"out/{name}", f"out/{name}.run")
+    places = Places(name, Text(files=(name, "second.txt")), f"out/{name}", f"out/{name}.run")
     text = commented_manifest(f"init {name}\n--force", places, goal, SETTINGS)
     manifest = parse_manifest(decode_document(text.encode(), "it"), "it")
     calibration, perplexity = manifest.calibration, manifest.evaluation.perplexity
@@ -46,8 +47,39 @@ def test_what_is_written_is_read(goal: Goal, name: str) -> None:
     assert manifest.methods[0].model_dump()["correct"] == ("output" if goal.corrected else "none")
 
 
+@pytest.mark.parametrize(
+    ("goal", "method", "bits"),
+    [
+        (Goal("bytes", 0.3, engine="vllm"), {"correct": "output"}, 4),
+        (Goal("bytes", 0.7, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, 8),
+        (Goal("keep", 0.6, engine="llama.cpp"), {"attention": False, "allocation": "loss"}, None),
+        (Goal("keep", 0.6, engine="llama.cpp", mixture=True), {"shapes": "stock"}, None),
+        (Goal("bytes", 0.3), {"correct": "output"}, "auto"),
+    ],
+)
+def test_an_engine_gets_what_it_keeps(goal: Goal, method: dict[str, object], bits: object) -> None:
+    text = commented_manifest("init", Places("model", Text(files=("text",)), "out", "run"), goal, SETTINGS)
+    manifest = parse_manifest(decode_document(text.encode(), "it"), "it")
+    assert {name: getattr(manifest.methods[0], name) for name in method} == method
+    assert (manifest.quantize and manifest.quantize.bits) == bits
+
+
+def test_all_that_describes_a_text_is_written() -> None:
+    texts = (
+        Text(files=("a.jsonl.gz",), field=("prefix", "gold completion")),
+        Text(files=("b.jsonl",), messages="no", tools="t: x", template={"enable_thinking": False, "on": [1, "a, b"]}),
+    )
+    for text in texts:
+        written = commented_manifest("init", Places("m", text, "out", "run"), Goal("keep", 0.8), SETTINGS)
+        manifest = parse_manifest(decode_document(written.encode(), "it"), "it")
+        assert manifest.calibration is not None
+        assert manifest.evaluation.perplexity is not None
+        assert manifest.calibration.text == text.model_copy(update={"end": 0.987654})
+        assert manifest.evaluation.perplexity.text == text.model_copy(update={"begin": 0.987654})
+
+
 def test_the_training_of_layers_takes_the_place_of_corrections() -> None:
-    text = commented_manifest("init", Places("model", ["text"], "out", "run"), Goal("keep", 0.6), SETTINGS)
+    text = commented_manifest("init", Places("model", Text(files=("text",)), "out", "run"), Goal("keep", 0.6), SETTINGS)
     text = text.replace("  - {method", "  # - {corrected", 1).replace("  # - {method", "  - {method", 1)
     (entry,) = parse_manifest(decode_document(text.encode(), "it"), "it").methods
     assert entry.refine is not None

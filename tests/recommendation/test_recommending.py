@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from manifests.calibration import Text
 from manifests.errors import InputError
 from pipeline.recommendation.recommending import Request, recommend
 from pipeline.recommendation.settings import Goal
@@ -19,7 +20,7 @@ FAMILIES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.night
 def recommended(folder: Path, goal: Goal | None, family: str, **config: object) -> str:
     """Return the manifest for a random model."""
     model, text = factories.make_model(folder / "model", family, **config), factories.write_text(folder / "text.txt")
-    return recommend(Request(str(model), [str(text)], goal, str(folder)), "init")[0]
+    return recommend(Request(str(model), Text(files=(str(text),)), goal, str(folder)), "init")[0]
 
 
 @pytest.mark.slow

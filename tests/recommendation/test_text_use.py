@@ -17,7 +17,7 @@ LONGEST = 2048
 
 def use_of(tmp_path: Path, num_bytes: int, longest: int = LONGEST, channels: int = 80) -> TextUse:
     path = write_text(tmp_path / "text.txt", num_bytes)
-    return choose_text_use(Text(files=(str(path),)), make_tokenizer(), longest, channels, 320)
+    return choose_text_use(Text(files=(str(path),)), make_tokenizer(), longest, channels, 320)[0]
 
 
 @pytest.mark.sample(2)

@@ -248,7 +248,7 @@ def test_windows_held_out_are_others_and_change_no_sample() -> None:
     documents = [words(0, 1000)]  # a hundred windows
     held_out_counts = torch.zeros(100)
     for seed in range(200):
-        samples, held_out, _ = draw_samples([documents], tokenizer, 10, 5, 10, seed)
+        samples, held_out, *_ = draw_samples([documents], tokenizer, 10, 5, 10, seed)
         assert torch.equal(samples, pack_samples(documents, tokenizer, 10, 10, seed))
         starts = [(row[0] - 2) // 10 for row in held_out.tolist()]
         assert len(starts) == len(set(starts)) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from manifests.calibration import Text
 from manifests.errors import InputError
 from stores.text_files import file_documents
-from stores.text_rows import skipped_lines
+from stores.text_rows import Reading, ReadText
 
 DOCUMENTS = [f"Story {number}: über {'long ' * (number % 4)}roads." for number in range(17)]
 
@@ -120,12 +121,13 @@ def test_few_rows_without_text_are_skipped_and_counted(kind: str, tmp_path: Path
     rows[7], rows[9] = {"text": None}, {"text": ""}
     if kind != ".parquet":
         rows[200] = {"other": "no text"}
-    path, skipped = write_rows(tmp_path / f"a{kind}", rows), dict[str, int]()
+    path, skipped = write_rows(tmp_path / f"a{kind}", rows), list[Reading]()
     found = [document.text for document in file_documents(Text(files=(str(path),)), skipped)]
     assert found == [row["text"] for row in rows if row.get("text") is not None]
     assert "" in found
-    assert list(skipped.values()) == [1 if kind == ".parquet" else 2]
-    (line,) = skipped_lines(skipped)
+    assert [(each.refused, each.empty, each.documents) for each in skipped] == [(len(rows) - len(found), 1, len(found))]
+    assert len(found) == (399 if kind == ".parquet" else 398)
+    (line,) = ReadText(tuple(skipped)).left_out()
     assert line.startswith(f"text file {path}: {len(rows) - len(found)} rows without text")
 
 
@@ -160,14 +162,66 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_chats_are_told_from_text(kind: str, tmp_path: Path) -> None:
-    """`messages` is not offered as a field, because it would be refused."""
+def test_conversations_without_a_template_are_named(kind: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path / f"a{kind}", [{"messages": CHAT}] * 3)
-    advice = r"none of its fields is text; 'messages' holds chats, .*apply_chat_template\(row\['messages'\], tokenize"
-    with pytest.raises(InputError, match=rf"no field 'text'; {advice}"):
+    with pytest.raises(InputError, match=r"field 'messages' holds conversations, but the tokenizer has no chat templ"):
         documents(path)
-    with pytest.raises(InputError, match=r"field 'messages' is a chat, expected text; none of its fields is text"):
+    with pytest.raises(InputError, match=r"field 'messages' is a chat, .*; set `messages` to one of 'messages', which"):
         documents(path, field="messages")
-    both = write_rows(tmp_path / f"b{kind}", [{"id": 1, "prompt": "Hello", "messages": CHAT, "tools": "[]"}])
-    with pytest.raises(InputError, match=r"to one of 'prompt', 'tools'; 'messages' holds .*, tools=row\['tools'\], "):
+    both = write_rows(tmp_path / f"b{kind}", [{"id": 1, "prompt": "Hello", "first": CHAT, "second": CHAT}])
+    with pytest.raises(InputError, match=r"conversations in 'first', 'second'; set `messages` to one of them"):
         documents(both)
+    with pytest.raises(InputError, match=r"no field 'x'; set `field` to one of 'prompt', or set `messages` to one of"):
+        documents(both, field="x")
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_texts_of_several_fields_are_joined(kind: str, tmp_path: Path) -> None:
+    """A null in one of them leaves the row out."""
+    pairs: list[tuple[str, str | None]] = [("Who?", "I."), ("def f(", "\n  x)"), ("The ", "end"), ("", "a"), ("b", "")]
+    rows = [{"prefix": first, "other": 1, "gold": second} for first, second in (*pairs * 20, ("Once", None))]
+    path, readings = write_rows(tmp_path / f"a{kind}", rows), list[Reading]()
+    text = Text(files=(str(path),), field=("prefix", "gold"))
+    found = [document.text for document in file_documents(text, readings)]
+    assert found == ["Who?\nI.", "def f(\n  x)", "The end", "a", "b"] * 20
+    assert (readings[0].documents, readings[0].refused) == (100, 1)
+    with pytest.raises(InputError, match="no field 'none'"):
+        list(file_documents(Text(files=(str(path),), field=("prefix", "none"))))
+
+
+def packed(path: Path, packing: str) -> Path:
+    """Compress a file, in two members, as programs that compress in parallel do."""
+    content, target = path.read_bytes(), path.with_name(path.name + packing)
+    halves = content[: len(content) // 2], content[len(content) // 2 :]
+    pack = gzip.compress if packing == ".gz" else lambda data: pyarrow.compress(data, "zstd", asbytes=True)
+    target.write_bytes(b"".join(map(pack, halves)))
+    return target
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".json"])
+def test_compressed_files_are_read_as_they_are_unpacked(kind: str, packing: str, tmp_path: Path) -> None:
+    path = tmp_path / f"stories{kind}"
+    KINDS[kind](path)
+    small = packed(path, packing)
+    for begin, end in ((0.0, 1.0), (0.3, 1.0), (0.0, 0.55), (0.2, 0.7)):
+        texts = [Text(files=(str(each),), begin=begin, end=end) for each in (path, small)]
+        plain, unpacked = ([document.text for document in file_documents(text)] for text in texts)
+        assert plain == unpacked
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_damaged_compressed_files_are_named(packing: str, tmp_path: Path) -> None:
+    path = tmp_path / "stories.jsonl"
+    KINDS[".jsonl"](path)
+    small = packed(path, packing)
+    whole = small.read_bytes()
+    for content in (whole[:-9], whole[:40], b"no such file"):
+        small.write_bytes(content)
+        for part in (0.0, 0.5):
+            with pytest.raises(InputError, match=rf"{small}: not {packing[1:]}, or cut off or damaged: .*; fetch it"):
+                documents(small, begin=part)
+    for name, said in (("a.parquet", "is not read forward; unpack"), ("a.csv", "unknown kind '.csv' of unpacked")):
+        (tmp_path / f"{name}{packing}").write_bytes(b"")
+        with pytest.raises(InputError, match=said):
+            documents(tmp_path / f"{name}{packing}")

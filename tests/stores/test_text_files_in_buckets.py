@@ -24,15 +24,17 @@ def _parquet(texts: list[str | None]) -> bytes:
 
 
 def _read(address: str, name: str) -> list[str]:
-    return [document.text for document in file_documents(Text(files=(f"{address}/{name}",)), SKIPPED)]
+    return [document.text for document in file_documents(Text(files=(f"{address}/{name}",)))]
 
 
-SKIPPED: dict[str, int] = {}
 ROWS: list[str | None] = [f"Story {number}." for number in range(100)]
 CASES = {
     "a.txt": (b"abc\xff", "not UTF-8 at byte 3"),
     "b.jsonl": (b'{"text": "a"}\n{"text": 3}', "line 2: field 'text' is int, expected text"),
-    "c.json": (json.dumps([{"messages": [{"role": "user", "content": "a"}]}]).encode(), "'messages' holds chats"),
+    "c.json": (
+        json.dumps([{"messages": [{"role": "user", "content": "a"}]}]).encode(),
+        "'messages' holds",
+    ),
     "d.parquet": (_parquet([*ROWS, *[None] * 30]), "row 100: field 'text' is null; .* 30 of 130 rows hold no text"),
     "e.parquet": (_parquet(ROWS)[:-20], "not Parquet, or damaged"),
     "f.parquet": (_parquet(ROWS)[:200] + bytes(200) + _parquet(ROWS)[400:], "not Parquet, or damaged"),
