@@ -24,9 +24,10 @@ from pipeline.job.context import JobContext, check_loss
 from pipeline.job.held_out import enter_dense_outputs, unscored_windows
 from pipeline.job.worker_session import JobWorkers
 from pipeline.units.scores import Scored, Windows
-from pipeline.units.sharding import text_windows
+from pipeline.units.sharding import TEXT_TOKENS, text_windows
 from stores.corpus import cut_windows, load_tokenizer
 
+WORD_TOKENS = 32_768  # at most, of each text whose words are compared
 NAME = "texts"  # of the dense model in the ledger while both texts are scored
 
 
@@ -47,7 +48,7 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
     assert of is not None
     if entered is None or entered.of != of:
         losses = _losses(job, workers, ids, len(samples), _joined(job, ids.shape[1]))
-        remark = _remark(job, samples, evaluation, losses)
+        remark = _remark(job, losses)
         entered = TextsEntry(of=of, window=ids.shape[1], prefix=job.prefix, **losses, remark=remark)
         job.ledger.commit(TEXTS, entered)
     figures = entered.as_json()
@@ -60,33 +61,36 @@ def check_texts(job: JobContext, workers: JobWorkers) -> None:
 
 
 def compared_windows(
-    samples: torch.Tensor, evaluation: EvaluationTokens | None, prefix: tuple[int, ...]
+    samples: torch.Tensor,
+    evaluation: EvaluationTokens | None,
+    prefix: tuple[int, ...],
+    most: int = TEXT_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each.
+    """Return windows (n, length) of the calibration samples and of the evaluation text, evenly spread over each, of
+    about `most` tokens of each at most.
 
     The length is that of a sample, or of the evaluation text if that is shorter. All begin with the samples' `prefix`,
     whatever the evaluation has, because losses with and without one cannot be compared.
     """
     if evaluation is None:
-        return _spread(samples), samples[:0]
+        return _spread(samples, most), samples[:0]
     text = evaluation.ids[:, len(evaluation.prefix) :].flatten()
     length = min(samples.shape[1], len(text) + len(prefix))
-    return _spread(samples[:, :length]), _spread(cut_windows(text, length, prefix))
+    return _spread(samples[:, :length], most), _spread(cut_windows(text, length, prefix), most)
 
 
-def _spread(windows: torch.Tensor) -> torch.Tensor:
-    count = text_windows(*windows.shape)
+def _spread(windows: torch.Tensor, most: int) -> torch.Tensor:
+    count = text_windows(*windows.shape, most)
     return windows[torch.arange(count) * len(windows) // count]
 
 
-def _remark(
-    job: JobContext, samples: torch.Tensor, evaluation: torch.Tensor, losses: Mapping[str, TextLoss]
-) -> str | None:
-    """Return a remark on samples that look damaged. Both texts are windows (n, length) of token ids."""
-    if "evaluation" not in losses:
+def _remark(job: JobContext, losses: Mapping[str, TextLoss]) -> str | None:
+    """Return a remark on samples that look damaged."""
+    if "evaluation" not in losses or job.tokens is None:
         return None
     tokenizer = load_tokenizer(job.inputs.source.storage, job.manifest.model.trust_remote_code)
-    texts = [" ".join(tokenizer.batch_decode(ids, skip_special_tokens=True)) for ids in (samples, evaluation)]
+    windows = compared_windows(job.tokens, job.evaluation, job.prefix, WORD_TOKENS)
+    texts = [" ".join(tokenizer.batch_decode(ids, skip_special_tokens=True)) for ids in windows]
     return text_remark(texts[0], texts[1], (losses["calibration"].loss, losses["evaluation"].loss))
 
 

@@ -60,6 +60,6 @@ def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
     return min(-(-count // HELD_OUT), most)
 
 
-def text_windows(windows: int, length: int) -> int:
-    """Return the number of a text's windows on which the dense model is scored: all, or those of 8,192 tokens."""
-    return min(windows, -(-TEXT_TOKENS // length))
+def text_windows(windows: int, length: int, most: int = TEXT_TOKENS) -> int:
+    """Return the number of a text's windows of about `most` tokens at most, or on which the dense model is scored."""
+    return min(windows, -(-most // length))
