@@ -120,6 +120,15 @@ class ScoredEntry(Record):
     activations: Row[ArrayRecord]
 
 
+class AnswersEntry(Record):
+    """A model's answers to the questions of a pass, in order: the log-likelihood of each continuation, and whether each
+    of its tokens is the likeliest. `of`: digest of the questions' tokens and of the model."""
+
+    of: Sha256
+    logs: Row[Finite]
+    greedy: Row[bool]
+
+
 class HeldOutScoreEntry(Record):
     """The distance of the compressed from the dense model on the held-out tokens. Divergence and losses are in nats
     per token."""
@@ -300,6 +309,7 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "held_out": HeldOutEntry,
         "held_out_score": HeldOutScoreEntry,
         "scored": ScoredEntry,
+        "answers": AnswersEntry,
         "rest": ShardRecord,
         "assembling": AssemblingEntry,
         "complete": CompleteEntry,

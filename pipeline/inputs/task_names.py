@@ -12,7 +12,10 @@ from manifests.errors import InputError, reason
 from manifests.packages import install_advice
 
 TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
+GROUP_NAME = re.compile(r"^group:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
+GROUP_TASKS = re.compile(r"^task:[ \t]*(#.*)?\n[ \t]*-|^task:[ \t]*\[", re.MULTILINE)
 YAML_SUFFIXES = (".yaml", ".yml")
+GENERATE = "generate_until"  # lm-eval's output type of tasks that generate text
 
 
 def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) -> None:
@@ -23,6 +26,16 @@ def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) ->
     if remote := [model for model in models if "://" in model]:
         raise InputError(f"{field}: lm-eval loads whole models from a directory or the hub, not from {remote[0]}")
     find_tasks(tasks, field)
+
+
+def refuse_generating(field: str, tasks: Sequence[str]) -> None:
+    """Raise InputError if there are tasks that generate text, which need the whole model."""
+    if tasks:
+        raise InputError(
+            f"{field}: {', '.join(tasks)}: {'generate' if len(tasks) > 1 else 'generates'} text, token by token, which "
+            "layers that are read one at a time cannot do: `python -m pipeline.evaluate --whole-model` loads the model "
+            "into this node's GPUs, memory and disk; `--endpoint URL` asks a running server, such as vLLM's"
+        )
 
 
 def check_reader_of_rounded(field: str) -> None:
@@ -54,12 +67,13 @@ def find_tasks(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
 
 def _name_in(file: Path, field: str) -> str:
     try:
-        match = TASK_NAME.search(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{field}: {file}: cannot be read ({reason(error)}); give the name of a task of lm-eval, or the path of a "
             "YAML file"
         ) from error
+    match = GROUP_NAME.search(text) if GROUP_TASKS.search(text) else TASK_NAME.search(text)
     if match is None:
-        raise InputError(f"{field}: {file}: has no line `task: NAME`")
+        raise InputError(f"{field}: {file}: has no line `task: NAME`, or `group: NAME` and a list `task:`")
     return match[1]

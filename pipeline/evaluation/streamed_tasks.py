@@ -1,0 +1,304 @@
+"""Scores on lm-eval's tasks by the workers of a job, one layer at a time.
+
+`StreamedLM` is lm-eval's interface to a model whose log-likelihoods are passes of all questions of all tasks through
+the layers. Contexts, continuations and their tokens are those of lm-eval's own class `hf`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from lamina import LayersConfig
+from manifests.entries import AnswersEntry
+from manifests.errors import InputError
+from manifests.records import ArrayRecord, StagedRecord
+from pipeline.console.paths import prepare_folder
+from pipeline.driver.ledger_keys import answers_key
+from pipeline.driver.scheduler import Scheduler
+from pipeline.driver.scoring import Scorer
+from pipeline.evaluation.perplexity import SCRATCH_PREFIX, Scoring, layer_parts, open_checkpoint, worker_setup
+from pipeline.evaluation.questions import Question, packed, windows_of
+from pipeline.evaluation.task_scores import AskedTasks, Scores, load_tasks, run_tasks
+from pipeline.families.foreign import sequence_limit
+from pipeline.inputs.task_names import GENERATE, refuse_generating
+from pipeline.units.questions import Answers, Questions
+from stores.activations import ActivationStore
+from stores.corpus import load_tokenizer
+from stores.ledger import Ledger
+from stores.lock import RunLock
+from stores.model_files import CONFIG_FILE
+from stores.run_directory import ACTIVATIONS, LEDGER
+from stores.source import SourceCheckpoint
+from stores.storage import Place, Storage, open_storage
+from workers.pools import worker_pool
+
+BATCH_TOKENS = 2048  # tokens that go through a layer at a time, about
+CACHED_TEXTS = 4096  # contexts whose tokens are kept for the other choices of a question
+NEVER = 2**31
+
+Answered = list[tuple[float, bool]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A folder in which a pass resumes.
+
+    Attributes:
+        storage: of the folder. Its owner holds a lock, so that one process writes at a time.
+        every: the number of layers between two commits of hidden states.
+        model: names the model's files.
+    """
+
+    storage: Storage
+    every: int
+    model: str
+
+
+def score_streamed(
+    model: str,
+    asked: AskedTasks,
+    scoring: Scoring,
+    *,
+    start: Callable[[], None] = lambda: None,
+    kept: Callable[[SourceCheckpoint], Kept] | None = None,
+    trust_remote_code: bool = False,
+) -> Scores:
+    """Score a dense or compressed checkpoint on tasks of log-likelihoods.
+
+    Args:
+        start: called once model and tasks are checked, before any worker is started.
+        kept: returns the folder in which the passes of a checkpoint resume; None: they do not.
+        trust_remote_code: run Python of the checkpoint as its tokenizer.
+
+    Raises:
+        InputError: the model is wrong, or the errors of `load_tasks` and `run_tasks`.
+        Interrupted: `stop` was set.
+    """
+    source, config = open_checkpoint(model, 1, trust_remote_code)
+    tokenizer = load_tokenizer(source.storage, trust_remote_code)
+    loaded = load_tasks(asked, generates=False)
+    start()
+    passes = _Passes(source, config, scoring, kept(source) if kept else None)
+    return run_tasks(StreamedLM(tokenizer, sequence_limit(config)[1], passes.answers), model, asked, loaded)
+
+
+class StreamedLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
+    """lm-eval's interface to a model that answers questions in passes of all layers."""
+
+    def __init__(
+        self, tokenizer: Any, max_length: int, answers: Callable[[str, Sequence[Question], int], Answered]
+    ) -> None:
+        """`answers`: returns the answers to questions, given the name of the pass and the most tokens of a window."""
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.answers = answers
+        self._encoded = lru_cache(CACHED_TEXTS)(self._encode)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name, for lm-eval's own caches."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text, as lm-eval's class `hf`: a text that begins with a BOS gets no second one."""
+        return list(self._encoded(string, add_special_tokens))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as text. A template that knows no system role gets the conversation without it."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return self._templated(chat_history, add_generation_prompt)
+        except TemplateError:
+            return self._templated([turn for turn in chat_history if turn["role"] != "system"], add_generation_prompt)
+
+    def _templated(self, chat_history: list[dict[str, str]], prompt: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=prompt, continue_final_message=not prompt
+        )
+        return text
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, whose tokens are each predicted once."""
+        questions: list[Question] = []
+        counts: list[int] = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            asked = [Question(*map(tuple, make_disjoint_window(window))) for window in windows]
+            questions += asked
+            counts.append(len(asked))
+        logs = iter([log for log, _ in self.answers("texts", questions, self.max_length)])
+        return [sum(next(logs) for _ in range(count)) for count in counts]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Raise InputError: a pass of all layers for each token would take too long."""
+        refuse_generating("tasks", sorted({str(request.task_name) for request in requests}) or [GENERATE])
+        raise AssertionError
+
+    def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> Answered:
+        questions = [Question(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        if longest := max((len(question.continuation) for question in questions), default=0) > self.max_length:
+            raise InputError(f"tasks: a continuation has {longest} tokens; the model reads at most {self.max_length}")
+        return self.answers("tasks", questions, self.max_length)
+
+    def _encode(self, string: str, add_special_tokens: bool | None) -> tuple[int, ...]:
+        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+            special["add_special_tokens"] = False
+        return tuple(self.tokenizer.encode(string, **special))
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes of one checkpoint."""
+
+    source: SourceCheckpoint
+    config: Mapping[str, Any]
+    scoring: Scoring
+    kept: Kept | None
+
+    def answers(self, name: str, questions: Sequence[Question], most: int) -> Answered:
+        """Return the answers to questions, in order. `most`: the most tokens of a window."""
+        if not questions:
+            return []
+        windows = windows_of(questions, most, can_branch(self.config, self.scoring.workers.experts))
+        shards, numbers = packed(windows)
+        with self._place() as place:
+            setup = worker_setup(self.source, self.config, self.scoring, place, numbers)
+            setup = replace(setup, shards=len(shards))
+            dtype = str(setup.dtype).removeprefix("torch.")
+            model = self.kept.model if self.kept else ""
+            digest = _digest(numbers.numpy().tobytes(), model, dtype, shards, BATCH_TOKENS)
+            passed = Questions.of_shards(shards, dtype, BATCH_TOKENS, digest)
+            ledger = Ledger(open_storage(place).below(LEDGER))
+            entered = ledger.get(answers_key(name))
+            if entered is None or entered.of != digest:
+                tokens = sum(shard.tokens for shard in shards)
+                self.scoring.observer.say(
+                    f"{name}: {len(questions):,} questions in {len(windows):,} windows, {tokens:,} tokens through "
+                    f"{len(layer_parts(self.config, 1))} layers"
+                )
+                entered = _entry(self._passed(name, passed, setup, ledger), len(questions), digest)
+                ledger.commit(answers_key(name), entered)
+        return list(zip(entered.logs, entered.greedy, strict=True))
+
+    @contextmanager
+    def _place(self) -> Iterator[Place]:
+        """Yield the kept folder, or one that is removed in the end."""
+        if self.kept is not None:
+            yield self.kept.storage
+            return
+        scratch = self.scoring.scratch
+        with tempfile.TemporaryDirectory(dir=scratch and os.path.abspath(scratch), prefix=SCRATCH_PREFIX) as directory:
+            yield directory
+
+    def _passed(self, name: str, questions: Questions, setup: Any, ledger: Ledger) -> list[Answers]:
+        scoring, parts = self.scoring, layer_parts(self.config, self.scoring.workers.experts)
+        cleaner = _Cleaner(ActivationStore(open_storage(setup.run_dir).below(ACTIVATIONS)))
+        every = self.kept.every if self.kept else NEVER
+        scoring.observer.stage("start")
+        with worker_pool(setup, scoring.workers, scoring.stop, scoring.observer.say, scoring.in_process) as pool:
+            scoring.observer.show_memory_of(pool.peak_bytes)
+            scorer = Scorer(
+                Scheduler(pool, scoring.observer),
+                ledger,
+                cleaner,
+                len(parts),
+                every,
+                parts=lambda layer, _: parts[layer],
+            )
+            answers = scorer.answers(questions, name, (None,) * len(parts))
+            scorer.forget(name)
+        return answers
+
+
+class _Cleaner:
+    """Drops hidden states of a pass that are replaced by later ones."""
+
+    def __init__(self, activations: ActivationStore) -> None:
+        self.activations = activations
+
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Drop all stored hidden states but these. No worker writes meanwhile."""
+        self.activations.sweep(records)
+
+    def drop_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Drop these stored hidden states."""
+        self.activations.drop(*records)
+
+    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
+        """Do nothing, as there are no statistics."""
+
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
+        """Do nothing, as no layer is staged."""
+
+
+def can_branch(config: Mapping[str, Any], held: int) -> bool:
+    """Return True if continuations of a context can share its window: each layer has attention of this project's own
+    class, and its experts are held at once. `held`: the experts that a worker holds at a time."""
+    layers = LayersConfig(**config)
+    whole = all(list(parts) == [None] for parts in layer_parts(config, held))
+    return whole and not layers.foreign and {*layers.layer_types} <= {"full_attention", "sliding_attention"}
+
+
+def _entry(answers: Sequence[Answers], count: int, digest: str) -> AnswersEntry:
+    """Return the answers of all shards in the order of the questions."""
+    logs, greedy = [0.0] * count, [False] * count
+    for shard in answers:
+        for number, log, likeliest in zip(shard.questions, shard.logs, shard.greedy, strict=True):
+            logs[number], greedy[number] = log, likeliest
+    return AnswersEntry(of=digest, logs=tuple(logs), greedy=tuple(greedy))
+
+
+def _digest(numbers: bytes, *parts: Any) -> str:
+    named = json.dumps(parts, default=str)
+    return hashlib.sha256(hashlib.sha256(numbers).digest() + named.encode()).hexdigest()
+
+
+@contextmanager
+def kept_in(folder: Path | None, every: int) -> Iterator[Callable[[SourceCheckpoint], Kept] | None]:
+    """Yield a function that returns a checkpoint's part of a folder, whose lock is held; None without a folder.
+
+    `every`: the number of layers between two commits. Raises InputError if the folder cannot be used, InUseError if
+    another process uses it.
+    """
+    if folder is None:
+        yield None
+        return
+    storage = prepare_folder("--run-dir", str(folder.absolute()))
+
+    def part(source: SourceCheckpoint) -> Kept:
+        named = _digest(source.place.encode(), {file: source.file_stamp(file) for file in (CONFIG_FILE, *source.files)})
+        return Kept(storage.below(f"model-{named[:16]}"), every, named)
+
+    with RunLock(storage):
+        yield part
