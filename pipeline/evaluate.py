@@ -157,8 +157,8 @@ def _check_task_options(arguments: Any) -> None:
         raise InputError(f"--run-dir {arguments.run_dir}: nothing is kept with {elsewhere}; give one of the two")
     if arguments.endpoint and arguments.beside:
         raise InputError(f"--beside {arguments.beside}: one server answers for one model; leave out one of the two")
-    models = [model for model in (arguments.model, arguments.beside) if model and elsewhere]
-    check_tasks(arguments.tasks, "--tasks", models)
+    models = [model for model in (arguments.model, arguments.beside) if model]
+    check_tasks(arguments.tasks, "--tasks", models if elsewhere else None)
     if arguments.samples:
         prepare_folder("--samples", str(arguments.samples.absolute().parent))
         arguments.samples.unlink(missing_ok=True)
