@@ -91,9 +91,8 @@ class QuestionWindows(WindowShard):
 def _at_targets(logits_RV: Tensor, row_P: Tensor, target_P: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target in float64, and True if the target is the likeliest, on the CPU."""
     row_P, target_P = (index.to(logits_RV.device) for index in (row_P, target_P))
-    chosen_P = logits_RV[row_P, target_P]
-    log_P = chosen_P.double() - logits_RV.logsumexp(dim=1).double()[row_P]
-    return log_P.cpu(), (logits_RV.argmax(dim=1)[row_P] == target_P).cpu()
+    log_P = logits_RV.log_softmax(dim=1)[row_P, target_P]  # whose rounding is that of lm-eval's own class
+    return log_P.double().cpu(), (logits_RV.argmax(dim=1)[row_P] == target_P).cpu()
 
 
 def _by_question(question_P: Tensor, log_P: Tensor, likeliest_P: Tensor) -> Answers:

@@ -1,8 +1,4 @@
-"""Scores on lm-eval's tasks by the workers of a job, one layer at a time.
-
-`StreamedLM` is lm-eval's interface to a model whose log-likelihoods are passes of all questions of all tasks through
-the layers. Contexts, continuations and their tokens are those of lm-eval's own class `hf`.
-"""
+"""Scores on lm-eval's tasks by the workers of a job: all questions of all tasks pass one layer after the other."""
 
 from __future__ import annotations
 
@@ -13,16 +9,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
 from lamina import LayersConfig
 from manifests.entries import AnswersEntry
-from manifests.errors import InputError
 from manifests.records import ArrayRecord, StagedRecord
 from pipeline.console.paths import prepare_folder
 from pipeline.driver.ledger_keys import answers_key
@@ -32,7 +23,6 @@ from pipeline.evaluation.perplexity import SCRATCH_PREFIX, Scoring, layer_parts,
 from pipeline.evaluation.questions import Question, packed, windows_of
 from pipeline.evaluation.task_scores import AskedTasks, Scores, load_tasks, run_tasks
 from pipeline.families.foreign import sequence_limit
-from pipeline.inputs.task_names import GENERATE, refuse_generating
 from pipeline.units.questions import Answers, Questions
 from stores.activations import ActivationStore
 from stores.corpus import load_tokenizer
@@ -44,8 +34,7 @@ from stores.source import SourceCheckpoint
 from stores.storage import Place, Storage, open_storage
 from workers.pools import worker_pool
 
-BATCH_TOKENS = 2048  # tokens that go through a layer at a time, about
-CACHED_TEXTS = 4096  # contexts whose tokens are kept for the other choices of a question
+CPU_TOKENS, GPU_TOKENS = 512, 8192  # that go through a layer at a time, about; results on a CPU stay in its caches
 NEVER = 2**31
 
 Answered = list[tuple[float, bool]]
@@ -90,91 +79,10 @@ def score_streamed(
     tokenizer = load_tokenizer(source.storage, trust_remote_code)
     loaded = load_tasks(asked, generates=False)
     start()
+    from pipeline.evaluation.streamed_lm import StreamedLM  # imports lm-eval
+
     passes = _Passes(source, config, scoring, kept(source) if kept else None)
     return run_tasks(StreamedLM(tokenizer, sequence_limit(config)[1], passes.answers), model, asked, loaded)
-
-
-class StreamedLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
-    """lm-eval's interface to a model that answers questions in passes of all layers."""
-
-    def __init__(
-        self, tokenizer: Any, max_length: int, answers: Callable[[str, Sequence[Question], int], Answered]
-    ) -> None:
-        """`answers`: returns the answers to questions, given the name of the pass and the most tokens of a window."""
-        super().__init__()
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.answers = answers
-        self._encoded = lru_cache(CACHED_TEXTS)(self._encode)
-
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return int(self.tokenizer.eos_token_id)
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
-        bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else int(bos)
-
-    @property
-    def tokenizer_name(self) -> str:
-        """The tokenizer's name, for lm-eval's own caches."""
-        return str(self.tokenizer.name_or_path).replace("/", "__")
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text, as lm-eval's class `hf`: a text that begins with a BOS gets no second one."""
-        return list(self._encoded(string, add_special_tokens))
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as text. A template that knows no system role gets the conversation without it."""
-        from jinja2.exceptions import TemplateError
-
-        try:
-            return self._templated(chat_history, add_generation_prompt)
-        except TemplateError:
-            return self._templated([turn for turn in chat_history if turn["role"] != "system"], add_generation_prompt)
-
-    def _templated(self, chat_history: list[dict[str, str]], prompt: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=prompt, continue_final_message=not prompt
-        )
-        return text
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text, whose tokens are each predicted once."""
-        questions: list[Question] = []
-        counts: list[int] = []
-        for request in requests:
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            asked = [Question(*map(tuple, make_disjoint_window(window))) for window in windows]
-            questions += asked
-            counts.append(len(asked))
-        logs = iter([log for log, _ in self.answers("texts", questions, self.max_length)])
-        return [sum(next(logs) for _ in range(count)) for count in counts]
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Raise InputError: a pass of all layers for each token would take too long."""
-        refuse_generating("tasks", sorted({str(request.task_name) for request in requests}) or [GENERATE])
-        raise AssertionError
-
-    def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> Answered:
-        questions = [Question(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-        if longest := max((len(question.continuation) for question in questions), default=0) > self.max_length:
-            raise InputError(f"tasks: a continuation has {longest} tokens; the model reads at most {self.max_length}")
-        return self.answers("tasks", questions, self.max_length)
-
-    def _encode(self, string: str, add_special_tokens: bool | None) -> tuple[int, ...]:
-        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
-            special["add_special_tokens"] = False
-        return tuple(self.tokenizer.encode(string, **special))
 
 
 @dataclass(frozen=True)
@@ -197,8 +105,9 @@ class _Passes:
             setup = replace(setup, shards=len(shards))
             dtype = str(setup.dtype).removeprefix("torch.")
             model = self.kept.model if self.kept else ""
-            digest = _digest(numbers.numpy().tobytes(), model, dtype, shards, BATCH_TOKENS)
-            passed = Questions.of_shards(shards, dtype, BATCH_TOKENS, digest)
+            batch = GPU_TOKENS if setup.use_gpu else CPU_TOKENS
+            digest = _digest(numbers.numpy().tobytes(), model, dtype, shards, batch)
+            passed = Questions.of_shards(shards, dtype, batch, digest)
             ledger = Ledger(open_storage(place).below(LEDGER))
             entered = ledger.get(answers_key(name))
             if entered is None or entered.of != digest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import tempfile
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from manifests.errors import InputError, reason
 from pipeline.inputs.task_names import GENERATE, YAML_SUFFIXES, find_tasks, refuse_generating
 
 ENDPOINT_TIMEOUT_S = 30.0
+BOOTSTRAPS = 1000  # drawn for the standard error of a perplexity, which is then known to 2 %
 
 Scores = dict[str, TaskScores]
 
@@ -89,6 +91,7 @@ def run_tasks(lm: Any, model: str, asked: AskedTasks, loaded: Any) -> Scores:
 
     if asked.chat_template and not getattr(lm.tokenizer, "chat_template", None):
         raise InputError(f"--apply-chat-template: the tokenizer of {model} has no chat template; leave the option out")
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork beside Ray's threads
     results = lm_eval.simple_evaluate(
         model=lm,
         tasks=list(loaded.loaded["tasks"]),
@@ -97,6 +100,7 @@ def run_tasks(lm: Any, model: str, asked: AskedTasks, loaded: Any) -> Scores:
         num_fewshot=asked.fewshot,
         apply_chat_template=asked.chat_template,
         log_samples=asked.samples is not None,
+        bootstrap_iters=BOOTSTRAPS,
     )
     if asked.samples is not None:
         _append_samples(asked.samples, model, results["samples"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from pipeline.console.signals import catch_signals
 from pipeline.driver.ledger_keys import COMPLETE, SCHEDULE, score_key, task_score_key
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.perplexity import Scoring, score_tokens, sweep_scratch
+from pipeline.evaluation.streamed_tasks import Kept, score_streamed
 from pipeline.evaluation.task_scores import AskedTasks, score_whole, tasks_digest
 from pipeline.inputs.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext, check_loss
@@ -93,18 +96,17 @@ def _score_tasks(job: JobContext, key: Key[TaskScoreEntry], model: str, seal: st
     catch_signals(job.stop)
     which = "dense" if key.startswith("task_score/dense/") else "compressed"
     asked, trusted = AskedTasks(job.manifest.evaluation.tasks, TASKS_FIELD), job.manifest.model.trust_remote_code
-    if job.manifest.evaluation.whole_model:
-        job.observer.say(f"tasks: the {which} model, whole, in this process")
-        tasks = score_whole(model, asked, "auto", 1, trusted)
-    else:
-        from pipeline.evaluation.streamed_tasks import Kept, score_streamed  # imports lm-eval
-
-        sweep_scratch(job.run_dir.storage)
-        job.observer.say(f"tasks: the {which} model, layer by layer")
-        kept = Kept(job.run_dir.storage.below(f"{TASKS}/{which}"), _every(job), key.rpartition("/")[2])
-        scratch = job.run_dir.storage.folder
-        scoring = Scoring(job.manifest.workers, torch.float32, job.stop, job.observer, scratch, job.in_process)
-        tasks = score_streamed(model, asked, scoring, kept=lambda _: kept, trust_remote_code=trusted)
+    whole = job.manifest.evaluation.whole_model
+    job.observer.say(f"tasks: the {which} model, {'whole, in this process' if whole else 'layer by layer'}")
+    with redirect_stdout(sys.stderr):  # lm-eval prints
+        if whole:
+            tasks = score_whole(model, asked, "auto", 1, trusted)
+        else:
+            sweep_scratch(job.run_dir.storage)
+            kept = Kept(job.run_dir.storage.below(f"{TASKS}/{which}"), _every(job), key.rpartition("/")[2])
+            scratch = job.run_dir.storage.folder
+            scoring = Scoring(job.manifest.workers, torch.float32, job.stop, job.observer, scratch, job.in_process)
+            tasks = score_streamed(model, asked, scoring, kept=lambda _: kept, trust_remote_code=trusted)
     job.ledger.commit(key, TaskScoreEntry(model=which, seal=seal, tasks=tasks))
     job.run_dir.storage.delete_folder(TASKS)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.evaluation.task_scores import AskedTasks
 from pipeline.inputs.calibration import seen_share
 from tests import factories
 from tests.end_to_end.children import Child, Hook
@@ -145,14 +146,15 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
     """lm-eval itself is in tests/evaluation/test_task_scores.py; here, what a job asks it, keeps and says."""
     asked_for: list[str] = []
 
-    def score(model: str, tasks: tuple[str, ...], field: str, **options: Any) -> dict[str, Any]:
+    def score(model: str, asked: AskedTasks, scoring: Any, **options: Any) -> dict[str, Any]:
+        tasks = asked.tasks
         asked_for.append(model)
         return {
             task: {"documents": 9, "metrics": {"acc": {"value": len(asked_for) / 4, "stderr": 0.125}}} for task in tasks
         }
 
     monkeypatch.setattr("pipeline.inputs.job_inputs.check_tasks", lambda tasks, field, whole=None: None)
-    monkeypatch.setattr("pipeline.job.output_scores.score_tasks", score)
+    monkeypatch.setattr("pipeline.job.output_scores.score_streamed", score)
     made = job(evaluation={"tasks": ["arc_easy"]})
     found = made.run().json["evaluation"]["tasks"]
     assert asked_for == [str(made.output), str(made.source)]
