@@ -51,7 +51,7 @@ class Places:
 class BranchedAttention(SelfAttention):
     """Attention that also accepts a mask (B, S, S)."""
 
-    def forward(  # type: ignore[override]  # the base class accepts no mask
+    def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: Angles | None = None,

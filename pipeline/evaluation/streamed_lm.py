@@ -33,6 +33,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.answers = answers
+        self.prefix = self.tokenizer.decode(self.prefix_token_id)
         self._encoded = lru_cache(CACHED_TEXTS)(self._encode)
 
     @property
@@ -92,12 +93,16 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
 
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> Answered:
         questions = [Question(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-        if longest := max((len(question.continuation) for question in questions), default=0) > self.max_length:
-            raise InputError(f"tasks: a continuation has {longest} tokens; the model reads at most {self.max_length}")
+        lengths = [len(question.continuation) for question in questions]
+        if lengths and not 0 < min(lengths) <= max(lengths) <= self.max_length:
+            raise InputError(
+                f"tasks: continuations have {min(lengths)} to {max(lengths)} tokens; the model scores 1 to "
+                f"{self.max_length}"
+            )
         return self.answers("tasks", questions, self.max_length)
 
     def _encode(self, string: str, add_special_tokens: bool | None) -> tuple[int, ...]:
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+        if add_special_tokens is None and string.startswith(self.prefix):
             special["add_special_tokens"] = False
         return tuple(self.tokenizer.encode(string, **special))

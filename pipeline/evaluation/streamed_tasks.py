@@ -147,6 +147,7 @@ class _Passes:
             )
             answers = scorer.answers(questions, name, (None,) * len(parts))
             scorer.forget(name)
+        open_storage(setup.run_dir).delete_folder(ACTIVATIONS)
         return answers
 
 
