@@ -86,6 +86,39 @@ def score_streamed(
 
 
 @dataclass(frozen=True)
+class CountedPass:
+    """The size of a pass: tokens with padding, places that are scored, and the mean length of windows."""
+
+    tokens: int
+    places: int
+    window: int
+
+
+def count_tokens(
+    source: SourceCheckpoint, config: Mapping[str, Any], asked: AskedTasks, trust_remote_code: bool, held: int
+) -> list[CountedPass]:
+    """Return the passes of tasks through a model, without running one. `held`: as in `can_branch`.
+
+    Raises InputError: the tasks cannot be loaded.
+    """
+    loaded = load_tasks(asked, generates=False)
+    from pipeline.evaluation.streamed_lm import StreamedLM  # imports lm-eval
+
+    counted: list[CountedPass] = []
+
+    def count(_: str, questions: Sequence[Question], most: int) -> Answered:
+        windows = windows_of(questions, most, can_branch(config, held))
+        shards, _numbers = packed(windows)
+        tokens = sum(shard.tokens for shard in shards)
+        counted.append(CountedPass(tokens, sum(shard.places for shard in shards), tokens // len(windows)))
+        return [(0.0, False)] * len(questions)
+
+    lm = StreamedLM(load_tokenizer(source.storage, trust_remote_code), sequence_limit(config)[1], count)
+    run_tasks(lm, source.place, asked, loaded)
+    return counted
+
+
+@dataclass(frozen=True)
 class _Passes:
     """The passes of one checkpoint."""
 
