@@ -242,28 +242,6 @@ class PointsEntry(Record):
     digests: Row[str]
 
 
-class PointEntry(Record):
-    """The results of a point of a sweep, besides its ranks.
-
-    Attributes:
-        text: digest of the tokens on which it was scored.
-        counts: as in the compression record.
-        loss: on the evaluation text, in nats per token.
-        held_out: scores beside the dense model.
-        predicted: loss predicted by the point's curves, if its ranks follow them.
-        output, seal: of its checkpoint, if that is kept.
-    """
-
-    text: Sha256
-    counts: Mapping[str, Mapping[str, NonNegativeInt]]
-    loss: Finite | None
-    held_out: HeldOutScoreEntry | None
-    predicted: Finite | None
-    seconds: NonNegative
-    output: str | None
-    seal: Sha256 | None
-
-
 class TaskFigure(Record):
     """One metric of one task; `stderr` is null if lm-eval has none."""
 
@@ -276,6 +254,30 @@ class TaskScores(Record):
 
     documents: PositiveInt | None = None
     metrics: Mapping[str, TaskFigure]
+
+
+class PointEntry(Record):
+    """The results of a point of a sweep, besides its ranks.
+
+    Attributes:
+        text: digest of the tokens on which it was scored.
+        counts: as in the compression record.
+        loss: on the evaluation text, in nats per token.
+        held_out: scores beside the dense model.
+        predicted: loss predicted by the point's curves, if its ranks follow them.
+        output, seal: of its checkpoint, if that is kept.
+        tasks: its scores on tasks, if the sweep has some.
+    """
+
+    text: Sha256
+    counts: Mapping[str, Mapping[str, NonNegativeInt]]
+    loss: Finite | None
+    held_out: HeldOutScoreEntry | None
+    predicted: Finite | None
+    seconds: NonNegative
+    output: str | None
+    seal: Sha256 | None
+    tasks: Mapping[str, TaskScores] | None = None
 
 
 class TaskScoreEntry(Record):

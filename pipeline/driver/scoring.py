@@ -36,6 +36,7 @@ class Scorer:
     Attributes:
         every: the number of layers between two commits of hidden states.
         alone: returns True if no other work runs. Only then are hidden states committed and phases reported.
+        phase: the name of its phases; empty: `score` and the name of the model.
         parts: returns the parts of a pass through a layer, dense or staged, as `pipeline.units.sharding.expert_parts`.
     """
 
@@ -46,6 +47,7 @@ class Scorer:
     every: int = 1
     alone: Callable[[], bool] = lambda: True
     parts: Callable[[int, StagedLayer | None], Sequence[int | None]] = lambda *_: (None,)
+    phase: str = ""
 
     def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
         """Return the stored outputs of a model's last layer, by shard.
@@ -140,7 +142,7 @@ class _Model:
         self.name = name
         self.layers = layers
         self.shards = range(windows.shards)
-        self.phase = "evaluate" if scorer.every > scorer.num_layers else f"score {name}"  # nothing is committed
+        self.phase = scorer.phase or f"score {name}"
         keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
         self.repairs = Repairs(scorer.journal, keys, self.observer)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.units.questions import ROW_WIDTH, QuestionShard
+from pipeline.units.questions import ROW_WIDTH, Answers, QuestionShard
 
 SHARDS = 64  # about
 LEAST_TOKENS = 8192  # of a shard, about
@@ -23,6 +23,7 @@ SHARED = 4  # a context shares its window if it has at least this part of the to
 MOST_BRANCHES = 1024  # tokens of the continuations in one window, about
 
 Ids = tuple[int, ...]
+Answered = list[tuple[float, bool]]  # by question: its log-likelihood, and whether its tokens are the likeliest
 
 
 @dataclass(frozen=True)
@@ -157,3 +158,12 @@ def _table(lists: Sequence[Sequence[int]], length: int) -> NDArray[np.int32]:
     for row, values in zip(table, lists, strict=True):
         row[: len(values)] = values
     return table
+
+
+def in_order(answers: Sequence[Answers], count: int) -> Answered:
+    """Return the answers of all shards in the order of the questions. `count`: their number."""
+    answered: Answered = [(0.0, False)] * count
+    for shard in answers:
+        for number, log, greedy in zip(shard.questions, shard.logs, shard.greedy, strict=True):
+            answered[number] = log, greedy
+    return answered

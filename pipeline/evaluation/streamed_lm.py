@@ -14,12 +14,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from manifests.errors import InputError
-from pipeline.evaluation.questions import Question
+from pipeline.evaluation.questions import Answered, Question
 from pipeline.inputs.task_names import GENERATE, refuse_generating
 
 CACHED_TEXTS = 4096  # contexts whose tokens are kept for the other choices of a question
-
-Answered = list[tuple[float, bool]]
 
 
 class StreamedLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types

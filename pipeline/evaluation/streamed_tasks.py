@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lamina import LayersConfig
 from manifests.entries import AnswersEntry
 from manifests.records import ArrayRecord, StagedRecord
@@ -20,7 +22,7 @@ from pipeline.driver.ledger_keys import answers_key
 from pipeline.driver.scheduler import Scheduler
 from pipeline.driver.scoring import Scorer
 from pipeline.evaluation.perplexity import SCRATCH_PREFIX, Scoring, layer_parts, open_checkpoint, worker_setup
-from pipeline.evaluation.questions import Question, packed, windows_of
+from pipeline.evaluation.questions import Answered, Question, in_order, packed, windows_of
 from pipeline.evaluation.task_scores import AskedTasks, Scores, load_tasks, run_tasks
 from pipeline.families.foreign import sequence_limit
 from pipeline.units.questions import Answers, Questions
@@ -36,8 +38,6 @@ from workers.pools import worker_pool
 
 CPU_TOKENS, GPU_TOKENS = 512, 8192  # that go through a layer at a time, about; results on a CPU stay in its caches
 NEVER = 2**31
-
-Answered = list[tuple[float, bool]]
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class _Passes:
             setup = replace(setup, shards=len(shards))
             dtype = str(setup.dtype).removeprefix("torch.")
             model = self.kept.model if self.kept else ""
-            batch = GPU_TOKENS if setup.use_gpu else CPU_TOKENS
-            digest = _digest(numbers.numpy().tobytes(), model, dtype, shards, batch)
+            batch = batch_tokens(setup.use_gpu)
+            digest = digest_of(numbers, model, dtype, shards, batch)
             passed = Questions.of_shards(shards, dtype, batch, digest)
             ledger = Ledger(open_storage(place).below(LEDGER))
             entered = ledger.get(answers_key(name))
@@ -149,7 +149,9 @@ class _Passes:
                     f"{name}: {len(questions):,} questions in {len(windows):,} windows, {tokens:,} tokens through "
                     f"{len(layer_parts(self.config, 1))} layers"
                 )
-                entered = _entry(self._passed(name, passed, setup, ledger), len(questions), digest)
+                answered = in_order(self._passed(name, passed, setup, ledger), len(questions))
+                logs, greedy = zip(*answered, strict=True)
+                entered = AnswersEntry(of=digest, logs=logs, greedy=greedy)
                 ledger.commit(answers_key(name), entered)
         return list(zip(entered.logs, entered.greedy, strict=True))
 
@@ -177,6 +179,7 @@ class _Passes:
                 len(parts),
                 every,
                 parts=lambda layer, _: parts[layer],
+                phase="" if self.kept else "evaluate",  # nothing is committed
             )
             answers = scorer.answers(questions, name, (None,) * len(parts))
             scorer.forget(name)
@@ -213,18 +216,15 @@ def can_branch(config: Mapping[str, Any], held: int) -> bool:
     return whole and not layers.foreign and {*layers.layer_types} <= {"full_attention", "sliding_attention"}
 
 
-def _entry(answers: Sequence[Answers], count: int, digest: str) -> AnswersEntry:
-    """Return the answers of all shards in the order of the questions."""
-    logs, greedy = [0.0] * count, [False] * count
-    for shard in answers:
-        for number, log, likeliest in zip(shard.questions, shard.logs, shard.greedy, strict=True):
-            logs[number], greedy[number] = log, likeliest
-    return AnswersEntry(of=digest, logs=tuple(logs), greedy=tuple(greedy))
+def batch_tokens(use_gpu: bool) -> int:
+    """Return the number of tokens that go through a layer at a time, about."""
+    return GPU_TOKENS if use_gpu else CPU_TOKENS
 
 
-def _digest(numbers: bytes, *parts: Any) -> str:
-    named = json.dumps(parts, default=str)
-    return hashlib.sha256(hashlib.sha256(numbers).digest() + named.encode()).hexdigest()
+def digest_of(numbers: torch.Tensor, *parts: Any) -> str:
+    """Return a digest of the numbers of questions, and of further parts."""
+    content = hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(json.dumps([content, parts], default=str).encode()).hexdigest()
 
 
 @contextmanager
@@ -240,7 +240,8 @@ def kept_in(folder: Path | None, every: int) -> Iterator[Callable[[SourceCheckpo
     storage = prepare_folder("--run-dir", str(folder.absolute()))
 
     def part(source: SourceCheckpoint) -> Kept:
-        named = _digest(source.place.encode(), {file: source.file_stamp(file) for file in (CONFIG_FILE, *source.files)})
+        stamps = {file: source.file_stamp(file) for file in (CONFIG_FILE, *source.files)}
+        named = hashlib.sha256(json.dumps([source.place, stamps]).encode()).hexdigest()
         return Kept(storage.below(f"model-{named[:16]}"), every, named)
 
     with RunLock(storage):

@@ -174,8 +174,13 @@ def _task_score_keys(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], st
     digest = tasks_digest(tasks)
     return {
         task_score_key("output", _digest(seal, digest)): job.manifest.output,
-        task_score_key("dense", _digest(_source_digests(job), digest)): job.inputs.source.place,
+        dense_task_key(job): job.inputs.source.place,
     }
+
+
+def dense_task_key(job: JobContext) -> Key[TaskScoreEntry]:
+    """Return the key of the source's scores on the manifest's tasks."""
+    return task_score_key("dense", _digest(_source_digests(job), tasks_digest(job.manifest.evaluation.tasks)))
 
 
 def dense_score_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from manifests.records import ArrayRecord
 from pipeline.units.scores import Score, Windows
 
 ROW_WIDTH = 1024  # numbers in a row of the table with the numbers of all shards
@@ -54,10 +55,18 @@ class Questions(Windows):
     digest: str
 
     @classmethod
-    def of_shards(cls, of: Sequence[QuestionShard], dtype: str, batch_tokens: int, digest: str) -> Questions:
-        """Return the windows of these shards, whose numbers the workers received when they started."""
+    def of_shards(
+        cls,
+        of: Sequence[QuestionShard],
+        dtype: str,
+        batch_tokens: int,
+        digest: str,
+        tokens: ArrayRecord | None = None,
+    ) -> Questions:
+        """Return the windows of these shards. `tokens`: the record of their numbers; None: the workers received these
+        when they started."""
         ends = accumulate((shard.windows for shard in of), initial=0)
-        return cls(tuple(pairwise(ends)), dtype, 1, of=tuple(of), batch_tokens=batch_tokens, digest=digest)
+        return cls(tuple(pairwise(ends)), dtype, 1, tokens, of=tuple(of), batch_tokens=batch_tokens, digest=digest)
 
     @property
     def name(self) -> str:
