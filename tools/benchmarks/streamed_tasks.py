@@ -97,12 +97,8 @@ def _streamed(model: str, asked: AskedTasks, cpus: int) -> Scores:
 def _difference(ours: Scores | None, theirs: Scores | None) -> float:
     assert ours is not None
     assert theirs is not None
-    figures = [
-        (each.metrics[name].value, theirs[task].metrics[name].value)
-        for task, each in ours.items()
-        for name in each.metrics
-    ]
-    return max(abs(one - other) for one, other in figures)
+    pairs = [(each.metrics, theirs[task].metrics) for task, each in ours.items()]
+    return max(abs(one[name].value - other[name].value) for one, other in pairs for name in one)
 
 
 if __name__ == "__main__":
