@@ -120,6 +120,15 @@ class ScoredEntry(Record):
     activations: Row[ArrayRecord]
 
 
+class AnswersEntry(Record):
+    """A model's answers to the questions of a pass, in order: the log-likelihood of each continuation, and whether each
+    of its tokens is the likeliest. `of`: digest of the questions' tokens and of the model."""
+
+    of: Sha256
+    logs: Row[Finite]
+    greedy: Row[bool]
+
+
 class HeldOutScoreEntry(Record):
     """The distance of the compressed from the dense model on the held-out tokens. Divergence and losses are in nats
     per token."""
@@ -233,28 +242,6 @@ class PointsEntry(Record):
     digests: Row[str]
 
 
-class PointEntry(Record):
-    """The results of a point of a sweep, besides its ranks.
-
-    Attributes:
-        text: digest of the tokens on which it was scored.
-        counts: as in the compression record.
-        loss: on the evaluation text, in nats per token.
-        held_out: scores beside the dense model.
-        predicted: loss predicted by the point's curves, if its ranks follow them.
-        output, seal: of its checkpoint, if that is kept.
-    """
-
-    text: Sha256
-    counts: Mapping[str, Mapping[str, NonNegativeInt]]
-    loss: Finite | None
-    held_out: HeldOutScoreEntry | None
-    predicted: Finite | None
-    seconds: NonNegative
-    output: str | None
-    seal: Sha256 | None
-
-
 class TaskFigure(Record):
     """One metric of one task; `stderr` is null if lm-eval has none."""
 
@@ -267,6 +254,30 @@ class TaskScores(Record):
 
     documents: PositiveInt | None = None
     metrics: Mapping[str, TaskFigure]
+
+
+class PointEntry(Record):
+    """The results of a point of a sweep, besides its ranks.
+
+    Attributes:
+        text: digest of the tokens on which it was scored.
+        counts: as in the compression record.
+        loss: on the evaluation text, in nats per token.
+        held_out: scores beside the dense model.
+        predicted: loss predicted by the point's curves, if its ranks follow them.
+        output, seal: of its checkpoint, if that is kept.
+        tasks: its scores on tasks, if the sweep has some.
+    """
+
+    text: Sha256
+    counts: Mapping[str, Mapping[str, NonNegativeInt]]
+    loss: Finite | None
+    held_out: HeldOutScoreEntry | None
+    predicted: Finite | None
+    seconds: NonNegative
+    output: str | None
+    seal: Sha256 | None
+    tasks: Mapping[str, TaskScores] | None = None
 
 
 class TaskScoreEntry(Record):
@@ -300,6 +311,7 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "held_out": HeldOutEntry,
         "held_out_score": HeldOutScoreEntry,
         "scored": ScoredEntry,
+        "answers": AnswersEntry,
         "rest": ShardRecord,
         "assembling": AssemblingEntry,
         "complete": CompleteEntry,

@@ -165,8 +165,11 @@ class Perplexity(Block):
 class Evaluation(Block):
     """Measurements of the finished output.
 
-    `tasks`: names of lm-eval's tasks, or YAML files of one task each. The dense model is measured, too. Each model is
-    loaded whole by the process that runs the job.
+    `tasks`: names of lm-eval's tasks and groups, or YAML files of one each. The dense model is measured, too. The
+    workers score both layer by layer, in float32.
+
+    `whole_model`: the process that runs the job loads each model whole instead, as tasks that generate text need: over
+    its node's GPUs, memory and disk, in the dtype of the weights.
 
     `calibrate_prediction`: the layers are also compressed to two other sizes, and the losses of these correct the
     predicted loss of every size from 0.9 to 0.5. For jobs with `budget.keep` whose methods all follow predicted loss.
@@ -175,6 +178,7 @@ class Evaluation(Block):
 
     perplexity: Perplexity | None = None
     tasks: Annotated[tuple[str, ...], Listed] = ()
+    whole_model: bool = False
     calibrate_prediction: bool = False
 
 

@@ -102,10 +102,10 @@ class Sweep(Block):
     @field_validator("evaluation")
     @classmethod
     def _scores_layers(cls, evaluation: Evaluation) -> Evaluation:
-        if evaluation.tasks:
+        if evaluation.whole_model:
             raise ValueError(
-                "tasks are scored on a checkpoint, and most points write none; name points in `save` and give their "
-                "outputs to `python -m pipeline.evaluate --tasks`"
+                "whole_model needs a checkpoint, and most points write none; leave it out: tasks are scored layer by "
+                "layer, or name points in `save` and give their outputs to `python -m pipeline.evaluate --whole-model`"
             )
         return evaluation
 

@@ -14,9 +14,10 @@ if __name__ == "__main__":
 import json
 import sys
 import threading
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from manifests.calibration import Prefix
 from manifests.errors import InputError
@@ -35,8 +36,11 @@ from pipeline.console.arguments import (
 from pipeline.console.paths import prepare_folder
 from pipeline.console.wrapping import say
 from pipeline.evaluation.losses import score_extent, shown_perplexity
-from pipeline.evaluation.task_scores import score_tasks, task_lines
+from pipeline.evaluation.task_scores import AskedTasks, score_endpoint, score_whole, task_lines
 from pipeline.inputs.task_names import check_tasks
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.perplexity import Scoring
 
 DTYPES = ("bfloat16", "float16", "float32", "stored")
 
@@ -50,13 +54,41 @@ def main(argv: list[str] | None = None) -> int:
         "--tasks",
         nargs="+",
         metavar="TASK",
-        help="lm-eval's by name, or YAML files; this process loads the whole model",
+        help="lm-eval's tasks and groups by name, or YAML files; one layer in memory at a time",
     )
     options.add_argument(
         "--beside", metavar="MODEL", help="with --tasks: another model in the same table, such as the dense one"
     )
     options.add_argument("--limit", type=int, help="with --tasks: score only the first so many documents of each")
-    options.add_argument("--batch", type=int, default=1, help="with --tasks: sequences in a batch")
+    options.add_argument("--num-fewshot", type=int, help="with --tasks: answered documents before each question")
+    options.add_argument(
+        "--apply-chat-template", action="store_true", help="with --tasks: write contexts by the model's chat template"
+    )
+    options.add_argument(
+        "--samples", type=Path, metavar="FILE", help="with --tasks: write a line of JSON for each document to this file"
+    )
+    options.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="with --tasks: keep hidden states after each layer there; the same command then resumes",
+    )
+    options.add_argument("--every", type=int, default=1, help="with --run-dir: keep them after so many layers")
+    whole = options.add_mutually_exclusive_group()
+    whole.add_argument(
+        "--whole-model",
+        action="store_true",
+        help="with --tasks: load the whole model over this node's GPUs, memory and disk, as tasks that generate need",
+    )
+    whole.add_argument(
+        "--endpoint", metavar="URL", help="with --tasks: ask a running server of OpenAI's completions, such as vLLM's"
+    )
+    options.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        help="with --whole-model: sequences in a batch; with --endpoint: requests at once",
+    )
     options.add_argument(
         "--trust-remote-code", action="store_true", help="run a tokenizer that is Python in the checkpoint"
     )
@@ -95,8 +127,7 @@ def _body(arguments: Any) -> int:
             raise InputError(f"--{name}: {getattr(arguments, name)} is too small")
     if arguments.in_process:
         check_in_process(arguments.address, arguments.workers, "--workers")
-    if arguments.tasks:
-        check_tasks(arguments.tasks, "--tasks", [model for model in (arguments.model, arguments.beside) if model])
+    _check_task_options(arguments)
     if arguments.scratch:
         prepare_folder("--scratch", str(arguments.scratch))
     score: dict[str, Any] = {}
@@ -119,28 +150,70 @@ def _body(arguments: Any) -> int:
     return 0
 
 
+def _check_task_options(arguments: Any) -> None:
+    """Check the options for tasks before anything is loaded. Raises InputError."""
+    elsewhere = "--endpoint" if arguments.endpoint else "--whole-model" if arguments.whole_model else ""
+    alone = ("beside", "limit", "num_fewshot", "apply_chat_template", "samples", "run_dir", "whole_model", "endpoint")
+    if not arguments.tasks:
+        if given := [f"--{name.replace('_', '-')}" for name in alone if getattr(arguments, name)]:
+            raise InputError(f"{', '.join(given)}: only with --tasks")
+        return
+    if arguments.every < 1:
+        raise InputError(f"--every: {arguments.every} is too small")
+    if elsewhere and arguments.run_dir:
+        raise InputError(f"--run-dir {arguments.run_dir}: nothing is kept with {elsewhere}; give one of the two")
+    if arguments.endpoint and arguments.beside:
+        raise InputError(f"--beside {arguments.beside}: one server answers for one model; leave out one of the two")
+    models = [model for model in (arguments.model, arguments.beside) if model]
+    check_tasks(arguments.tasks, "--tasks", models if elsewhere else None)
+    if arguments.samples:
+        prepare_folder("--samples", str(arguments.samples.absolute().parent))
+        arguments.samples.unlink(missing_ok=True)
+
+
 def _scored_tasks(arguments: Any, model: str) -> Any:
-    with redirect_stdout(sys.stderr):
-        return score_tasks(
-            model,
-            arguments.tasks,
-            "--tasks",
-            dtype="auto" if arguments.dtype == "stored" else arguments.dtype,
-            batch=arguments.batch,
-            limit=arguments.limit,
-            trust_remote_code=arguments.trust_remote_code,
-        )
+    asked = AskedTasks(
+        tuple(arguments.tasks),
+        "--tasks",
+        arguments.limit,
+        arguments.num_fewshot,
+        arguments.apply_chat_template,
+        arguments.samples,
+    )
+    trusted = arguments.trust_remote_code
+    if arguments.endpoint:
+        with redirect_stdout(sys.stderr):
+            return score_endpoint(arguments.endpoint, model, asked, arguments.batch, trusted)
+    if arguments.whole_model:
+        dtype = "auto" if arguments.dtype == "stored" else arguments.dtype
+        with redirect_stdout(sys.stderr):
+            return score_whole(model, asked, dtype, arguments.batch, trusted)
+    from pipeline.evaluation.streamed_tasks import kept_in, score_streamed
+
+    with _scoring(arguments) as (scoring, start), kept_in(arguments.run_dir, arguments.every) as kept:
+        return score_streamed(model, asked, scoring, start=start, kept=kept, trust_remote_code=trusted)
 
 
 def _perplexity(arguments: Any) -> dict[str, Any]:
     asked = Perplexity(text=text_of(arguments), window=arguments.window, prefix=arguments.prefix)
+    from pipeline.evaluation.perplexity import measure_perplexity
+
+    with _scoring(arguments) as (scoring, start):
+        return measure_perplexity(
+            arguments.model, asked, scoring, start=start, trust_remote_code=arguments.trust_remote_code
+        )
+
+
+@contextmanager
+def _scoring(arguments: Any) -> Iterator[tuple[Scoring, Callable[[], None]]]:
+    """Yield the settings of workers, and a function that connects to them."""
     workers = parse_block(
         Workers, {"max": arguments.workers, "cpus": arguments.cpus, "gpus": arguments.gpus}, "--workers, --cpus, --gpus"
     )
     import torch  # slow imports, only after the options are checked
 
     from pipeline.console.progress import JobObserver
-    from pipeline.evaluation.perplexity import Scoring, measure_perplexity
+    from pipeline.evaluation.perplexity import Scoring
     from workers.in_process_pool import check_device
 
     stop = threading.Event()
@@ -155,15 +228,12 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
             connect(arguments.address, workers, arguments.connect_timeout, stop.is_set)
 
     interrupt_on_signals(stop)
+    dtype = None if arguments.dtype == "stored" else getattr(torch, arguments.dtype)
     with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints to stdout
-        dtype = None if arguments.dtype == "stored" else getattr(torch, arguments.dtype)
-        return measure_perplexity(
-            arguments.model,
-            asked,
-            Scoring(workers, dtype, stop, observer, arguments.scratch, arguments.in_process, arguments.accept_loss),
-            start=connect_workers,
-            trust_remote_code=arguments.trust_remote_code,
+        scoring = Scoring(
+            workers, dtype, stop, observer, arguments.scratch, arguments.in_process, arguments.accept_loss
         )
+        yield scoring, connect_workers
 
 
 if __name__ == "__main__":

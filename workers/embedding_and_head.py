@@ -6,6 +6,7 @@ Legend: B batch, S sequence, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lamina.embedding_lamina import finish_logits, make_embedding, make_head, make_positions
 from lamina.norms_lamina import make_norm
 from manifests.records import StagedLayer
+from workers.branched_layer import Places
 from workers.layers import LayerReader
 from workers.tapped_layer import Tap, TappedLayer
 from workers.wide_linear import widen_linears_
@@ -20,8 +22,14 @@ from workers.wide_linear import widen_linears_
 HEAD_INPUT = "head.in"
 
 
-def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Callable[[Tensor], Tensor]:
-    """Return the map from token ids (B, S) to hidden states (B, S, D), with learned positions if the family has them.
+class Embedding(Protocol):
+    """Maps token ids (B, S) to hidden states (B, S, D). `places`: of the tokens, if samples branch."""
+
+    def __call__(self, ids_BS: Tensor, places: Places | None = None) -> Tensor: ...
+
+
+def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Embedding:
+    """Return the map from token ids to hidden states, with learned positions if the family has them.
 
     `first`: the staged layer 0, which holds the embedding table if the table is rounded.
     """
@@ -32,13 +40,13 @@ def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Callable
             modules[positions["module"]] = make_positions(layers.config)
     table, *learned = _loaded(layers, modules, first)
 
-    def embed(ids_BS: Tensor) -> Tensor:
+    def embed(ids_BS: Tensor, places: Places | None = None) -> Tensor:
         hidden_BSD: Tensor = table(ids_BS)
         if not learned:
             return hidden_BSD
-        rows_S = torch.arange(ids_BS.shape[1], device=ids_BS.device) + positions["offset"]
-        added_SD: Tensor = learned[0](rows_S)
-        return hidden_BSD + added_SD
+        rows_S = torch.arange(ids_BS.shape[1], device=ids_BS.device) if places is None else places.positions
+        added: Tensor = learned[0](rows_S + positions["offset"])
+        return hidden_BSD + added
 
     return embed
 

@@ -21,6 +21,7 @@ from pipeline.kernels.gradients import cut_logits
 from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from pipeline.units.units import ShardDone
 from stores.activations import ActivationStore
+from workers.branched_layer import Places
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
@@ -88,7 +89,7 @@ class ScorePass:
 
     def forward(self, unit: WindowForward) -> ShardDone:
         """Run one shard through one layer. Raises the errors of `Worker.execute`."""
-        shard = _Shard(self, unit)
+        shard = self.shard(unit)
         inputs = shard.inputs()
         record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged), unit.part)
         stored = record if unit.store else None
@@ -98,7 +99,7 @@ class ScorePass:
 
     def score(self, unit: Score) -> Scored:
         """Score one shard. Raises the errors of `Worker.execute`."""
-        shard = _Shard(self, unit)
+        shard = self.shard(unit)
         inputs, last = shard.inputs(), unit.staged
         if unit.dense is None:
             scored = summed_loss(shard.logits((inputs, last)))
@@ -106,6 +107,10 @@ class ScorePass:
             scored = summed_divergence(shard.logits((self.activations.open(unit.dense), None), (inputs, last)))
         self.hidden.release_shard(shard.lineage, unit.shard)
         return scored
+
+    def shard(self, unit: WindowForward | Score) -> WindowShard:
+        """Return the shard of a unit."""
+        return WindowShard(self, unit)
 
     def layers(self, windows: Windows) -> LayerReader:
         """Return the reader of layers in the dtype of the windows."""
@@ -121,7 +126,7 @@ class ScorePass:
             self.reader.ahead = None
 
 
-class _Shard:
+class WindowShard:
     """The shard of one unit."""
 
     def __init__(self, owner: ScorePass, unit: WindowForward | Score) -> None:
@@ -133,7 +138,7 @@ class _Shard:
         self.token_source = next(
             source for source in (unit.windows.tokens, setup.token_ids, setup.tokens) if source is not None
         )
-        self.length = int(self.token_source.shape[1])
+        self.length, self.batch = int(self.token_source.shape[1]), unit.windows.micro_batch
         self.first, end = unit.windows.ranges[unit.shard]
         self.windows_M = end - self.first
 
@@ -165,7 +170,9 @@ class _Shard:
                 return
             for start, stop in self._micro_batches():
                 with self.owner.computing(), tensor_cores(self.owner.setup.dtype):
-                    output_BSD = block.run(inputs.read(start, stop).to(self.layers.device))
+                    output_BSD = block.run(
+                        inputs.read(start, stop).to(self.layers.device), places=self.places(start, stop)
+                    )
                 assert output_BSD is not None
                 yield output_BSD
 
@@ -204,7 +211,8 @@ class _Shard:
     def _embedded(self) -> HiddenReader:
         first = self.unit.replay[0] if self.unit.layer else self.unit.staged
         embed = embedding(self.layers, first)
-        self._keep(0, (embed(self._tokens(start, stop)) for start, stop in self._micro_batches()))
+        batches = self._micro_batches()
+        self._keep(0, (embed(self._tokens(start, stop), self.places(start, stop)) for start, stop in batches))
         return self._held(0)
 
     def _replay(self, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
@@ -214,8 +222,7 @@ class _Shard:
     def _keep(self, layer: int, parts: Iterable[Tensor], *, store: bool = False) -> ArrayRecord | None:
         hidden, shard_key = self.owner.hidden, (self.lineage, layer, self.unit.shard)
         shape_MSD = (self.windows_M, self.length, self.owner.setup.geometry.hidden)
-        batch = self.unit.windows.micro_batch
-        writer = hidden.hidden_writer(shard_key, shape_MSD, self.layers.setup.dtype, store, batch)
+        writer = hidden.hidden_writer(shard_key, shape_MSD, self.layers.setup.dtype, store, self.batch)
         for part_BSD in parts:
             writer.append(part_BSD)
         return hidden.keep(shard_key, writer)
@@ -224,6 +231,10 @@ class _Shard:
         reader = self.owner.hidden.get((self.lineage, layer, self.unit.shard))
         assert reader is not None
         return reader
+
+    def places(self, start: int, stop: int) -> Places | None:
+        """Return the places of the tokens of some windows; None: each window is one sequence."""
+        return None
 
     @cached_property
     def ids(self) -> HiddenReader:
@@ -238,5 +249,4 @@ class _Shard:
 
     def _micro_batches(self) -> list[tuple[int, int]]:
         """Return (start, stop) of each micro-batch within the shard."""
-        batch = self.unit.windows.micro_batch
-        return [(start, min(start + batch, self.windows_M)) for start in range(0, self.windows_M, batch)]
+        return [(start, min(start + self.batch, self.windows_M)) for start in range(0, self.windows_M, self.batch)]

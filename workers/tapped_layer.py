@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lamina import LayersConfig
-from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
 from lamina.mixture_lamina import split_role
 from lamina.rotary_lamina import Angles, make_rotary, rotation_of
@@ -24,6 +23,7 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.checks import all_finite, extremes
 from pipeline.kernels.refit import evenly_spread
 from pipeline.methods.method import Moment
+from workers.branched_layer import BranchedLayer, Places
 from workers.expert_slices import StreamedExperts
 from workers.memory import return_freed_pages
 from workers.wide_linear import widen_again_, widen_linears_
@@ -54,7 +54,7 @@ class TappedLayer:
         self.config = config
         self.device = device
         with torch.device("meta"):
-            self.module = DecoderLayer(config, geometry.index)
+            self.module = BranchedLayer(config, geometry.index)
         names = stored_state(self.module).keys()  # old checkpoints also hold buffers, such as rotary_emb.inv_freq
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in names}
         self.streamed, self.held = streamed, -1
@@ -66,8 +66,14 @@ class TappedLayer:
         self.rotary = rotary and rotation_of(rotary, config.layer_types[geometry.index])
 
     @torch.inference_mode()
-    def run(self, hidden_BSD: Tensor, taps: Iterable[tuple[str, Tap]] = (), output: bool = True) -> Tensor | None:
-        """Return the layer's output for hidden states of whole samples.
+    def run(
+        self,
+        hidden_BSD: Tensor,
+        taps: Iterable[tuple[str, Tap]] = (),
+        output: bool = True,
+        places: Places | None = None,
+    ) -> Tensor | None:
+        """Return the layer's output for hidden states of whole samples. `places`: of the tokens, if samples branch.
 
         With `output` off, the pass ends at the last tap and returns None. Raises NumericsError, naming layer and
         module, when the output, a query or a key is not finite.
@@ -75,7 +81,7 @@ class TappedLayer:
         taps = list(taps)
         with self.checked(hidden_BSD) as ends, self.tapped(taps, stop=not output):
             try:
-                result_BSD = self._forward(hidden_BSD, None if output else self._tapped_slices(taps))
+                result_BSD = self._forward(hidden_BSD, None if output else self._tapped_slices(taps), places)
                 ends.append(extremes(result_BSD))
             except StopForward:
                 result_BSD = None
@@ -106,17 +112,21 @@ class TappedLayer:
         finally:
             self.module.every_expert = False
 
-    def angles(self, hidden_BSD: Tensor) -> Angles | None:
+    def angles(self, hidden_BSD: Tensor, places: Places | None = None) -> Angles | None:
         """Return the rotations of whole samples as cos and sin, or as foreign attention needs them; None without
         rotation."""
         positions_1S = torch.arange(hidden_BSD.shape[1], device=hidden_BSD.device).unsqueeze(0)
-        return None if self.rotary is None else self.rotary(hidden_BSD, positions_1S)
+        positions_BS = positions_1S if places is None else places.positions
+        return None if self.rotary is None else self.rotary(hidden_BSD, positions_BS)
 
-    def _forward(self, hidden_BSD: Tensor, slices: Iterable[int] | None = None) -> Tensor:
+    def _forward(self, hidden_BSD: Tensor, slices: Iterable[int] | None = None, places: Places | None = None) -> Tensor:
         """Return the output. `slices`: the slices of streamed experts whose values taps need."""
         if self.streamed is None:
-            result: Tensor = self.module(hidden_BSD, position_embeddings=self.angles(hidden_BSD))
+            angles = self.angles(hidden_BSD, places)
+            mask_BSS = None if places is None else places.mask(self.module.window)
+            result: Tensor = self.module(hidden_BSD, position_embeddings=angles, attention_mask=mask_BSS)
             return result
+        assert places is None, "samples with streamed experts do not branch"
         stream_BSD = self.attended(hidden_BSD)
         x_TD, routing = self.module.routed(stream_BSD)
         out_TD: Tensor | None = None

@@ -24,6 +24,7 @@ from pipeline.methods.experts.completing import completed, needed_records
 from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
+from pipeline.units.questions import Answer
 from pipeline.units.reads import ReadDone, ReadLayer
 from pipeline.units.scores import Compare, CompareDone, Score, WindowForward
 from pipeline.units.sharding import GRID_TOKENS
@@ -64,8 +65,8 @@ from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.memory import return_freed_pages
 from workers.pairing import PairPass
+from workers.question_pass import QuestionPass
 from workers.refining import RefinePass
-from workers.score_pass import ScorePass
 from workers.shared_moments import SharedMoments
 from workers.sliced_pass import SlicedPass, SlicedShard
 from workers.solving import GroupProblem, solve_done, solve_group, solve_sizes, with_offload
@@ -103,7 +104,7 @@ class Worker:
             setup, self.layers, self.activations, self._problem, self._statistics, self._computing
         )
         self.shared = SharedMoments()
-        self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
+        self.scores = QuestionPass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # inside products and decompositions
 
     def execute(self, unit: Unit) -> Any:
@@ -136,6 +137,7 @@ class Worker:
             Write: self._write,
             WindowForward: self.scores.forward,
             Score: self.scores.score,
+            Answer: self.scores.answer,
             Compare: self._compare,
             MeasureText: lambda unit: measure_text(unit, self.layers, self._tokens, self._computing),
         }

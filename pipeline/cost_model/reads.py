@@ -63,6 +63,8 @@ def read_phases(
     phases["assemble"] = rest
     if (perplexity := manifest.evaluation.perplexity) is not None:
         phases["evaluate"] = size.num_bytes + (model if perplexity.dense else 0)
+    if manifest.evaluation.tasks:
+        phases["tasks"] = size.num_bytes + model
     return {name: amount for name, amount in phases.items() if amount}
 
 

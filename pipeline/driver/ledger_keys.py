@@ -78,6 +78,12 @@ def scored_key(model: str, layer: int) -> Key[entries.ScoredEntry]:
     return Key(f"{SCORED}{model}/{layer:05d}")
 
 
+def answers_key(name: str) -> Key[entries.AnswersEntry]:
+    """The answers of the pass of this name."""
+    assert SCORED_NAME.fullmatch(name)
+    return Key(f"answers/{name}")
+
+
 def point_part(digest: str) -> str:
     """The part of the ledger that holds a sweep point's own entries."""
     return f"point/{digest}"

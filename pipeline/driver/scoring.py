@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from manifests.entries import ScoredEntry
 from manifests.errors import CorruptError, LostInputError
@@ -20,6 +20,7 @@ from pipeline.driver.job_spec import LayersEntered
 from pipeline.driver.ledger_keys import scored_key
 from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, Task, TaskStream
+from pipeline.units.questions import Answer, Answers, Questions
 from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from pipeline.units.units import ShardDone
 
@@ -35,6 +36,7 @@ class Scorer:
     Attributes:
         every: the number of layers between two commits of hidden states.
         alone: returns True if no other work runs. Only then are hidden states committed and phases reported.
+        phase: the name of its phases; empty: `score` and the name of the model.
         parts: returns the parts of a pass through a layer, dense or staged, as `pipeline.units.sharding.expert_parts`.
     """
 
@@ -45,6 +47,7 @@ class Scorer:
     every: int = 1
     alone: Callable[[], bool] = lambda: True
     parts: Callable[[int, StagedLayer | None], Sequence[int | None]] = lambda *_: (None,)
+    phase: str = ""
 
     def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
         """Return the stored outputs of a model's last layer, by shard.
@@ -83,6 +86,11 @@ class Scorer:
         """Return the stream of `score`, to run in the background. It waits for layers that are not final, and for the
         other model's outputs. It does not repair damaged data."""
         return _Model(self, windows, name, layers).score(dense)
+
+    def answers(self, questions: Questions, name: str, layers: Layers) -> list[Answers]:
+        """Return a model's answers to questions, by shard. Raises the errors of `outputs`."""
+        model = _Model(self, questions, name, layers)
+        return model.repaired(model.answers)
 
     def forget(self, name: str) -> None:
         """Retract the entries of a model, and drop its hidden states."""
@@ -134,6 +142,7 @@ class _Model:
         self.name = name
         self.layers = layers
         self.shards = range(windows.shards)
+        self.phase = scorer.phase or f"score {name}"
         keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
         self.repairs = Repairs(scorer.journal, keys, self.observer)
 
@@ -171,11 +180,22 @@ class _Model:
         scores: list[Scored] = yield self._scores(self.shards[:scored], base, records)
         return scores, outputs
 
+    def answers(self) -> TaskStream[list[Answers]]:
+        """Run all shards through all layers, and answer their questions. Return the answers by shard."""
+        base, records, _ = yield from self._through(())
+        answers: list[Answers] = yield self._scores(self.shards, base, records, unit=Answer)
+        return answers
+
     def _scores(
-        self, shards: range, base: int, records: Sequence[ArrayRecord] | None, outputs: Outputs = ()
+        self,
+        shards: range,
+        base: int,
+        records: Sequence[ArrayRecord] | None,
+        outputs: Outputs = (),
+        unit: type[Score] = Score,
     ) -> list[Score]:
         return [
-            Score(
+            unit(
                 self.windows,
                 self.name,
                 len(self.layers),
@@ -205,7 +225,7 @@ class _Model:
             while not _is_final(self.layers, layer):
                 yield NOTHING_DUE
             if scorer.alone() and not observed:
-                self.observer.phase(f"score {self.name}", last - layer, self.windows.shards)
+                self.observer.phase(self.phase, last - layer, self.windows.shards)
                 observed = True
             above = layer + 1
             commits = above < last and above % scorer.every == 0 and scorer.alone()
@@ -221,7 +241,7 @@ class _Model:
                 base, records = above, stored
                 self._enter(above, records)
             if observed:
-                self.observer.layer_done(f"score {self.name}", layer, {})
+                self.observer.layer_done(self.phase, layer, {})
         return base, records, stored
 
     def _last_committed(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
@@ -243,9 +263,8 @@ class _Model:
         self.repairs.progress()
 
     def _digest(self, layer: int) -> str:
-        tokens: Any = self.windows.tokens.path if self.windows.tokens else None
         staged = [record.sha256 if record else None for record in self.layers[:layer]]
-        return hashlib.sha256(json.dumps([tokens, self.windows.dtype, staged]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.windows.name, self.windows.dtype, staged]).encode()).hexdigest()
 
 
 def _is_final(layers: Layers, layer: int) -> bool:

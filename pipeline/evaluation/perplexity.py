@@ -26,7 +26,7 @@ from pipeline.inputs.job_inputs import layer_dtype
 from pipeline.units.scores import Score, Scored, Windows
 from pipeline.units.sharding import expert_parts
 from stores.source import SourceCheckpoint
-from stores.storage import Storage
+from stores.storage import Place, Storage
 from workers.config import WorkerConfig
 from workers.pools import worker_pool
 
@@ -79,7 +79,7 @@ def measure_perplexity(
         InputError: model or text is wrong, or a dense model's loss shows that something was read wrongly.
         Interrupted: `stop` was set.
     """
-    source, config = _open_checkpoint(model, asked.window, trust_remote_code)
+    source, config = open_checkpoint(model, asked.window, trust_remote_code)
     tokens = window_tokens(source.storage, asked, config["vocab_size"], trust_remote_code)
     for line in tokens.read.left_out():
         scoring.observer.say(line)
@@ -94,10 +94,10 @@ def measure_perplexity(
 
 def score_tokens(model: str, tokens: EvaluationTokens, scoring: Scoring) -> dict[str, Any]:
     """Measure perplexity as `measure_perplexity`. Raises InputError (the model is wrong) and Interrupted."""
-    return _score(*_open_checkpoint(model, tokens.ids.shape[1]), tokens, scoring)
+    return _score(*open_checkpoint(model, tokens.ids.shape[1]), tokens, scoring)
 
 
-def _open_checkpoint(model: str, window: int, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+def open_checkpoint(model: str, window: int, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
     """Open a checkpoint for windows of this length. Raises InputError. `code`: trust its Python."""
     source, config = read_checkpoint(model, code)
     if config.get("model_type") == "lamina":
@@ -111,32 +111,43 @@ def _open_checkpoint(model: str, window: int, code: bool = False) -> tuple[Sourc
 def _score(
     source: SourceCheckpoint, config: Mapping[str, Any], tokens: EvaluationTokens, scoring: Scoring
 ) -> dict[str, Any]:
-    geometry, workers, observer, scratch = geometry_of(config), scoring.workers, scoring.observer, scoring.scratch
-    num_windows, window = tokens.ids.shape
+    workers, observer, scratch = scoring.workers, scoring.observer, scoring.scratch
+    num_windows = len(tokens.ids)
     with tempfile.TemporaryDirectory(dir=scratch and os.path.abspath(scratch), prefix=SCRATCH_PREFIX) as directory:
-        setup = WorkerConfig(
-            source=source,
-            config=config,
-            geometry=geometry,
-            run_dir=directory,
-            tokens=None,
-            shards=min(SHARDS, num_windows),
-            micro_batch=max(1, NUMBERS_PER_BATCH // window),
-            dtype=scoring.dtype or _stored_dtype(source, config),
-            threads=workers.cpus,
-            use_gpu=workers.gpus > 0,
-            gpu_share=workers.gpus,
-            hidden_bytes=int(workers.activation_memory_gb * 2**30),
-            experts=workers.experts,
-            token_ids=tokens.ids.to(torch.int32),  # through Ray: other nodes do not see a folder of this one
-        )
+        setup = worker_setup(source, config, scoring, directory, tokens.ids)
         name, prefix = str(setup.dtype).removeprefix("torch."), len(tokens.prefix)
         windows = Windows.even(num_windows, setup.shards, name, setup.micro_batch, prefix=prefix)
         observer.stage("start")
         with worker_pool(setup, workers, scoring.stop, observer.say, scoring.in_process) as pool:
-            parts = _parts(config, workers.experts)
+            parts = layer_parts(config, workers.experts)
             scored = Scheduler(pool, observer).run(_score_windows(windows, parts, observer))
     return perplexity_figures(scored, tokens)
+
+
+def worker_setup(
+    source: SourceCheckpoint, config: Mapping[str, Any], scoring: Scoring, place: Place, numbers: torch.Tensor
+) -> WorkerConfig:
+    """Return the settings of workers that score a checkpoint.
+
+    `place`: of hidden states that are stored. `numbers`: rows of token ids.
+    """
+    workers = scoring.workers
+    return WorkerConfig(
+        source=source,
+        config=config,
+        geometry=geometry_of(config),
+        run_dir=place,
+        tokens=None,
+        shards=min(SHARDS, len(numbers)),
+        micro_batch=max(1, NUMBERS_PER_BATCH // numbers.shape[1]),
+        dtype=scoring.dtype or _stored_dtype(source, config),
+        threads=workers.cpus,
+        use_gpu=workers.gpus > 0,
+        gpu_share=workers.gpus,
+        hidden_bytes=int(workers.activation_memory_gb * 2**30),
+        experts=workers.experts,
+        token_ids=numbers.to(torch.int32),  # through Ray: other nodes do not see a folder of this one
+    )
 
 
 def perplexity_figures(scored: Scored, tokens: EvaluationTokens) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def sweep_scratch(run_dir: Storage) -> None:
             run_dir.delete_folder(folder)
 
 
-def _parts(config: Mapping[str, Any], held: int) -> list[Sequence[int | None]]:
+def layer_parts(config: Mapping[str, Any], held: int) -> list[Sequence[int | None]]:
     """Return the parts of each layer, as `expert_parts`. `held`: the experts that a worker holds at a time."""
     layers = LayersConfig(**config)
     mixtures = map(layers.layer_mixture, range(layers.num_hidden_layers))

@@ -1,19 +1,24 @@
-"""Scores on lm-eval's tasks, with standard errors. lm-eval is an extra: `pip install 'CHECKOUT[tasks]'`.
-
-This process loads the whole model, on a GPU if there is one.
-"""
+"""Scores on lm-eval's tasks, with standard errors. lm-eval is an extra: `pip install 'CHECKOUT[tasks]'`."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
+import tempfile
+import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from manifests.entries import TaskFigure, TaskScores
-from manifests.errors import InputError
-from pipeline.inputs.task_names import YAML_SUFFIXES, find_tasks
+from manifests.errors import InputError, reason
+from pipeline.inputs.task_names import GENERATE, YAML_SUFFIXES, find_tasks, refuse_generating
+
+ENDPOINT_TIMEOUT_S = 30.0
+BOOTSTRAPS = 1000  # drawn for the standard error of a perplexity, which is then known to 2 %
 
 Scores = dict[str, TaskScores]
 
@@ -24,48 +29,160 @@ def tasks_digest(tasks: Sequence[str]) -> str:
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
-def score_tasks(
-    model: str,
-    tasks: Sequence[str],
-    field: str,
-    *,
-    dtype: str = "auto",
-    batch: int = 1,
-    limit: int | None = None,
-    trust_remote_code: bool = False,
-) -> Scores:
-    """Score a dense or compressed checkpoint.
+@dataclass(frozen=True)
+class AskedTasks:
+    """The tasks to score, and how.
+
+    Attributes:
+        tasks: names of lm-eval's tasks and groups, or YAML files of one task or group each.
+        field: the name of the tasks' option or manifest field, for errors.
+        limit: the number of documents to score for each task, from the first on; None: all.
+        fewshot: the number of answered documents before each question; None: as each task says.
+        chat_template: apply the tokenizer's chat template to each context.
+        samples: a file to which a line of JSON is appended for each document: `model`, `task`, and lm-eval's fields.
+    """
+
+    tasks: tuple[str, ...]
+    field: str
+    limit: int | None = None
+    fewshot: int | None = None
+    chat_template: bool = False
+    samples: Path | None = None
+
+
+@dataclass(frozen=True)
+class _LoadedTasks:
+    """Stands in for lm-eval's task manager, with tasks that are loaded already."""
+
+    manager: Any
+    loaded: Any
+
+    def load(self, _: Any) -> Any:
+        return self.loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
+
+
+def load_tasks(asked: AskedTasks, generates: bool) -> Any:
+    """Load tasks and their documents. `generates`: tasks that generate text are allowed.
+
+    Raises InputError: lm-eval is missing, does not know a task, or cannot read its documents; a task generates.
+    """
+    names, manager = find_tasks(asked.tasks, asked.field)
+    try:
+        loaded = manager.load(names)
+    except Exception as error:  # lm-eval and datasets raise all kinds for damaged or missing documents
+        raise InputError(
+            f"{asked.field}: {', '.join(asked.tasks)}: cannot be loaded: {type(error).__name__}: {error}; check the "
+            "task's dataset_path and its files, or the connection to the hub"
+        ) from error
+    if not generates:
+        refuse_generating(asked.field, [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE == GENERATE])
+    return _LoadedTasks(manager, loaded)
+
+
+def run_tasks(lm: Any, model: str, asked: AskedTasks, loaded: Any) -> Scores:
+    """Score a model. `lm`: lm-eval's interface to it; `model`: its name, for samples; `loaded`: of `load_tasks`.
+
+    Raises InputError: the tokenizer has no chat template.
+    """
+    import lm_eval  # slow imports, only where tasks are scored
+
+    if asked.chat_template and not getattr(lm.tokenizer, "chat_template", None):
+        raise InputError(f"--apply-chat-template: the tokenizer of {model} has no chat template; leave the option out")
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork beside Ray's threads
+    results = lm_eval.simple_evaluate(
+        model=lm,
+        tasks=list(loaded.loaded["tasks"]),
+        task_manager=loaded,
+        limit=asked.limit,
+        num_fewshot=asked.fewshot,
+        apply_chat_template=asked.chat_template,
+        log_samples=asked.samples is not None,
+        bootstrap_iters=BOOTSTRAPS,
+    )
+    if asked.samples is not None:
+        _append_samples(asked.samples, model, results["samples"])
+    counts = results.get("n-samples", {})
+    return {task: _scores(figures, counts.get(task)) for task, figures in results["results"].items()}
+
+
+def score_whole(model: str, asked: AskedTasks, dtype: str, batch: int, trust_remote_code: bool = False) -> Scores:
+    """Score a checkpoint that transformers loads whole into this process, over its GPUs, memory and disk.
 
     Args:
         model: a directory or a hub id, as for `from_pretrained`.
-        tasks: names of lm-eval's tasks and groups, or YAML files of one task each.
-        field: the name of the tasks' option or manifest field, for errors.
         dtype: the name of the forward pass's dtype; auto: as stored.
-        limit: the number of documents to score for each task, from the first on; None: all.
+        batch: sequences in a batch.
         trust_remote_code: run Python of the checkpoint as its tokenizer; never as the model's class.
 
-    Raises:
-        InputError: lm-eval is missing, or does not know a task.
+    Raises InputError: the errors of `load_tasks` and `run_tasks`, or the model cannot be loaded.
     """
-    names, manager = find_tasks(tasks, field)
-    import lm_eval  # slow imports, only where tasks are scored
-    import torch
+    loaded = load_tasks(asked, generates=True)
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM
 
     import lamina  # noqa: F401 - registers its classes, so that no code of the checkpoint runs
     from stores.corpus import open_tokenizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = open_tokenizer(model, model, trust_remote_code)
+    with tempfile.TemporaryDirectory(prefix="lamina-offload-") as offload:
+        try:
+            whole: Any = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, trust_remote_code=False, device_map="auto", offload_folder=offload
+            )
+        except ImportError as error:  # rounded weights need a package that is missing or too old
+            raise InputError(f"{asked.field}: {model}: {error}") from error
+        lm = HFLM(pretrained=whole.eval(), tokenizer=tokenizer, batch_size=batch)
+        return run_tasks(lm, model, asked, loaded)
+
+
+def score_endpoint(url: str, model: str, asked: AskedTasks, batch: int, trust_remote_code: bool = False) -> Scores:
+    """Score the model that a running server of OpenAI's completions answers with.
+
+    Args:
+        url: such as http://host:8000/v1.
+        model: a directory or hub id with the tokenizer of the served model.
+        batch: requests at once.
+
+    Raises InputError: the errors of `load_tasks` and `run_tasks`, or the server does not answer.
+    """
+    served = served_model(url)
+    loaded = load_tasks(asked, generates=True)
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False)
-    except ImportError as error:  # rounded weights need a package that is missing or too old
-        raise InputError(f"{field}: {model}: {error}") from error
-    wrapped = HFLM(pretrained=loaded.to(device).eval(), tokenizer=tokenizer, batch_size=batch)
-    results = lm_eval.simple_evaluate(model=wrapped, tasks=names, task_manager=manager, limit=limit, log_samples=False)
-    counts = results.get("n-samples", {})
-    return {task: _scores(figures, counts.get(task)) for task, figures in results["results"].items()}
+        lm = LocalCompletionsAPI(
+            model=served,
+            base_url=f"{url.rstrip('/')}/completions",
+            tokenizer=model,
+            tokenizer_backend="huggingface",
+            trust_remote_code=trust_remote_code,
+            num_concurrent=batch,
+        )
+    except ModuleNotFoundError as error:
+        raise InputError(f"--endpoint: {error}") from error
+    return run_tasks(lm, model, asked, loaded)
+
+
+def served_model(url: str) -> str:
+    """Return the name of the first model of a server of OpenAI's API. Raises InputError if it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/models", timeout=ENDPOINT_TIMEOUT_S) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(
+            f"--endpoint: {url}/models: no list of models ({reason(error)}); give the address of a running server of "
+            "OpenAI's API, such as http://localhost:8000/v1"
+        ) from error
+
+
+def _append_samples(file: Path, model: str, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    lines = ({"model": model, "task": task, **sample} for task, each in samples.items() for sample in each)
+    with file.open("a", encoding="utf-8") as stream:
+        for line in lines:
+            stream.write(json.dumps(line, default=str, ensure_ascii=False) + "\n")
 
 
 def _scores(figures: Mapping[str, Any], count: Mapping[str, int] | None) -> TaskScores:

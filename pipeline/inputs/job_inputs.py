@@ -159,13 +159,20 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     _check_formats(source, config, methods)
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest need statistics or importance on a text")
-    check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
-    if manifest.quantize is not None and "uniform" in manifest.quantize.kinds_of_levels and manifest.evaluation.tasks:
-        check_reader_of_rounded("evaluation.tasks")
+    _check_tasks(manifest)
     _check_sequence(manifest, config)
     _check_places(manifest, source)
     companions(source.storage, manifest.model.trust_remote_code)  # refuses links out of the model's folder
     return inputs
+
+
+def _check_tasks(manifest: Manifest) -> None:
+    """Raise InputError if the tasks of the evaluation are not known, or cannot be scored as the manifest asks."""
+    tasks, whole = manifest.evaluation.tasks, manifest.evaluation.whole_model
+    check_tasks(tasks, "evaluation.tasks", (manifest.output, manifest.model.source) if whole else None)
+    rounded = manifest.quantize is not None and "uniform" in manifest.quantize.kinds_of_levels
+    if tasks and whole and rounded:
+        check_reader_of_rounded("evaluation.tasks")
 
 
 def _foreign_remarks(geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,54 @@ from manifests.errors import InputError, reason
 from manifests.packages import install_advice
 
 TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
+GROUP_NAME = re.compile(r"^group:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
+GROUP_TASKS = re.compile(r"^task:[ \t]*(#.*)?\n[ \t]*-|^task:[ \t]*\[", re.MULTILINE)
 YAML_SUFFIXES = (".yaml", ".yml")
+GENERATE = "generate_until"  # lm-eval's output type of tasks that generate text
 
 
-def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) -> None:
-    """Raise InputError, naming the field, if lm-eval is not installed, does not know the tasks, or could not load one
-    of the models. Check nothing if there are no tasks."""
+def check_tasks(tasks: Sequence[str], field: str, whole: Sequence[str] | None = None) -> None:
+    """Raise InputError, naming the field, if lm-eval is not installed, does not know the tasks, or they generate text.
+    Check nothing if there are no tasks.
+
+    `whole`: the models are loaded whole, so that tasks may generate; they must be on a disk or the hub.
+    """
     if not tasks:
         return
-    if remote := [model for model in models if "://" in model]:
+    if remote := [model for model in whole or () if "://" in model]:
         raise InputError(f"{field}: lm-eval loads whole models from a directory or the hub, not from {remote[0]}")
-    find_tasks(tasks, field)
+    names, manager = find_tasks(tasks, field)
+    if whole is None:
+        refuse_generating(field, sorted({task for name in names for task in _generating(name, manager)}))
+
+
+def _generating(name: str, manager: Any) -> Iterator[str]:
+    """Yield the tasks of a name that generate text, by their files alone. Tasks that are Python are not known."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = manager.task_index.get(name)
+    if entry is None or entry.kind.name not in ("TASK", "GROUP", "TAG"):
+        return
+    if entry.kind.name == "TAG":
+        members: Any = entry.tags
+    else:
+        described = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else entry.cfg or {}
+        if entry.kind.name == "TASK" and described.get("output_type", GENERATE) == GENERATE:
+            yield name
+        members = described.get("task", ()) if entry.kind.name == "GROUP" else ()
+    for member in members if not isinstance(members, str) else ():
+        if isinstance(member, str) and member != name:
+            yield from _generating(member, manager)
+
+
+def refuse_generating(field: str, tasks: Sequence[str]) -> None:
+    """Raise InputError if there are tasks that generate text, which need the whole model."""
+    if tasks:
+        raise InputError(
+            f"{field}: {', '.join(tasks)}: {'generate' if len(tasks) > 1 else 'generates'} text, token by token, which "
+            "layers that are read one at a time cannot do: `python -m pipeline.evaluate --whole-model` loads the model "
+            "into this node's GPUs, memory and disk; `--endpoint URL` asks a running server, such as vLLM's"
+        )
 
 
 def check_reader_of_rounded(field: str) -> None:
@@ -54,12 +91,13 @@ def find_tasks(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
 
 def _name_in(file: Path, field: str) -> str:
     try:
-        match = TASK_NAME.search(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{field}: {file}: cannot be read ({reason(error)}); give the name of a task of lm-eval, or the path of a "
             "YAML file"
         ) from error
+    match = GROUP_NAME.search(text) if GROUP_TASKS.search(text) else TASK_NAME.search(text)
     if match is None:
-        raise InputError(f"{field}: {file}: has no line `task: NAME`")
+        raise InputError(f"{field}: {file}: has no line `task: NAME`, or `group: NAME` and a list `task:`")
     return match[1]

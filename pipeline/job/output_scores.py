@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -17,13 +19,17 @@ import torch
 from manifests.entries import ScoreEntry, TaskScoreEntry
 from manifests.records import Key
 from pipeline.console.signals import catch_signals
-from pipeline.driver.ledger_keys import COMPLETE, score_key, task_score_key
+from pipeline.driver.ledger_keys import COMPLETE, SCHEDULE, score_key, task_score_key
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.perplexity import Scoring, score_tokens, sweep_scratch
-from pipeline.evaluation.task_scores import score_tasks, tasks_digest
+from pipeline.evaluation.streamed_tasks import Kept, score_streamed
+from pipeline.evaluation.task_scores import AskedTasks, score_whole, tasks_digest
 from pipeline.inputs.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext, check_loss
 from pipeline.reporting.summary import SEEN_LIMIT, seen_warning
+
+TASKS = "tasks"  # the folder of a run directory where passes of tasks resume
+TASKS_FIELD = "evaluation.tasks"
 
 
 def missing_scores(job: JobContext) -> list[str]:
@@ -46,12 +52,7 @@ def score_output(job: JobContext, seal: str) -> None:
         _score(job, key, model, seal)
     for task_key, model in _task_score_keys(job, seal).items():
         if job.ledger.get(task_key) is None:
-            catch_signals(job.stop)
-            which = "dense" if task_key.startswith("task_score/dense/") else "compressed"
-            job.observer.say(f"tasks: the {which} model, whole, in this process")
-            trusted, names = job.manifest.model.trust_remote_code, job.manifest.evaluation.tasks
-            tasks = score_tasks(model, names, "evaluation.tasks", trust_remote_code=trusted)
-            job.ledger.commit(task_key, TaskScoreEntry(model=which, seal=seal, tasks=tasks))
+            _score_tasks(job, task_key, model, seal)
     for warning in damage_warnings({"evaluation": scores(job, seal)}):
         job.observer.say(warning, logging.WARNING)
 
@@ -88,6 +89,32 @@ def _score(job: JobContext, key: Key[ScoreEntry], model: str, seal: str) -> None
             job.observer.say(f"perplexity: {seen_warning(share)}", logging.WARNING)
     if is_dense and entered.loss is not None:
         check_loss(job, entered.loss, "the evaluation text")
+
+
+def _score_tasks(job: JobContext, key: Key[TaskScoreEntry], model: str, seal: str) -> None:
+    """Measure and enter a model's scores on the manifest's tasks. The passes resume after the last committed layer."""
+    catch_signals(job.stop)
+    which = "dense" if key.startswith("task_score/dense/") else "compressed"
+    asked, trusted = AskedTasks(job.manifest.evaluation.tasks, TASKS_FIELD), job.manifest.model.trust_remote_code
+    whole = job.manifest.evaluation.whole_model
+    job.observer.say(f"tasks: the {which} model, {'whole, in this process' if whole else 'layer by layer'}")
+    with redirect_stdout(sys.stderr):  # lm-eval prints
+        if whole:
+            tasks = score_whole(model, asked, "auto", 1, trusted)
+        else:
+            sweep_scratch(job.run_dir.storage)
+            kept = Kept(job.run_dir.storage.below(f"{TASKS}/{which}"), _every(job), key.rpartition("/")[2])
+            scratch = job.run_dir.storage.folder
+            scoring = Scoring(job.manifest.workers, torch.float32, job.stop, job.observer, scratch, job.in_process)
+            tasks = score_streamed(model, asked, scoring, kept=lambda _: kept, trust_remote_code=trusted)
+    job.ledger.commit(key, TaskScoreEntry(model=which, seal=seal, tasks=tasks))
+    job.run_dir.storage.delete_folder(TASKS)
+
+
+def _every(job: JobContext) -> int:
+    """Return the number of layers between two commits of hidden states, as of the job's own passes."""
+    every, chosen = job.manifest.resume.every, job.ledger.get(SCHEDULE)
+    return every if every != "auto" else chosen.every if chosen else 1
 
 
 def score_entry(job: JobContext, model: str, seal: str, figures: Mapping[str, Any]) -> ScoreEntry:
@@ -147,8 +174,13 @@ def _task_score_keys(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], st
     digest = tasks_digest(tasks)
     return {
         task_score_key("output", _digest(seal, digest)): job.manifest.output,
-        task_score_key("dense", _digest(_source_digests(job), digest)): job.inputs.source.place,
+        dense_task_key(job): job.inputs.source.place,
     }
+
+
+def dense_task_key(job: JobContext) -> Key[TaskScoreEntry]:
+    """Return the key of the source's scores on the manifest's tasks."""
+    return task_score_key("dense", _digest(_source_digests(job), tasks_digest(job.manifest.evaluation.tasks)))
 
 
 def dense_score_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:

@@ -32,6 +32,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.calibration import evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs, fit_methods, read_inputs
 from pipeline.job.context import with_samples
+from pipeline.job.planned_tasks import tasks_seconds
 from pipeline.methods.method import Task
 from pipeline.ranks.calibration import OTHER_SIZES
 from stores.run_directory import RunDirectory
@@ -88,8 +89,10 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     phases = {name: phases[name] for name in ("digests", "start")} | texts | phases  # in the order of the job
     if inputs is not None and tokens is not None:
         phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, way.workers)
+    of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation.tasks, rates, way.workers)
+    phases |= {"tasks": of_tasks} if of_tasks else {}
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
-    remarks += [*chosen, *_not_counted(manifest, inputs), *(tokens.read.left_out() if tokens else ())]
+    remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
     engines = {} if inputs is None else {"engines": planned_lines(inputs)}
     return report | verdict(manifest, report, source, remarks) | engines
 
@@ -144,12 +147,9 @@ def verdict(
 
 def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
     """Return remarks on evaluations whose seconds are unknown."""
-    remarks = []
     if inputs is None and manifest.evaluation.perplexity is not None:
-        remarks.append("evaluation.perplexity is not among the seconds: with --config its text is not read")
-    if manifest.evaluation.tasks:
-        remarks.append("evaluation.tasks is not among the seconds")
-    return remarks
+        return ["evaluation.perplexity is not among the seconds: with --config its text is not read"]
+    return []
 
 
 def size_seconds(phases: Mapping[str, float], way: Pass) -> float:

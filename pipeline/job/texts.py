@@ -80,7 +80,7 @@ def compared_windows(
 
 
 def _spread(windows: torch.Tensor, most: int) -> torch.Tensor:
-    count = text_windows(*windows.shape, most)
+    count = text_windows(len(windows), windows.shape[1], most)
     return windows[torch.arange(count) * len(windows) // count]
 
 

@@ -24,6 +24,7 @@ from pipeline.cost_model.rates import known_rates
 from pipeline.driver.job_spec import staged_layer
 from pipeline.driver.ledger_keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RESULT
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS, perplexity_figures
+from pipeline.evaluation.task_scores import Scores
 from pipeline.job.context import JobContext, check_loss, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
@@ -34,6 +35,7 @@ from pipeline.job.texts import check_texts
 from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
 from pipeline.sweeping.joint_solving import stage_together
 from pipeline.sweeping.point_pool import PointPool
+from pipeline.sweeping.point_tasks import PointTasks
 from pipeline.sweeping.points import SweptPoint, series_of
 from pipeline.sweeping.sweep_context import SweepContext
 from pipeline.sweeping.sweep_plan import sweep_eta
@@ -64,13 +66,14 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
         job.observer.expect(sweep_eta(pending, job, known_rates(device)))
         check_texts(job, workers)
         _take_statistics(job, pending, workers)
-        windows = _score_dense(job, workers)
+        windows, tasks = _score_dense(job, workers), PointTasks(job)
+        tasks.score_dense(job, workers)
         for series in series_of(pending):
             seconds = _stage(sweep, series, workers)
             for place, point in enumerate(series, start=1):
                 job.observer.say(f"point {next(numbers)} of {len(pending)}: {point.point.label}")
                 catch_signals(job.stop)
-                _solve(sweep, point, workers, windows, seconds / len(series))
+                _solve(sweep, point, workers, windows, tasks, seconds / len(series))
                 staged = [record for other in series[place:] for record in staged_layers(sweep.of(other).ledger)]
                 StoreCleaner(job.run_dir, workers.always, workers.dropping).retain_staged(tuple(staged))
 
@@ -140,12 +143,17 @@ def _workers_of(point: SweptPoint, workers: JobWorkers) -> JobWorkers:
 
 
 def _solve(
-    sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None, shared_s: float
+    sweep: SweepContext,
+    point: SweptPoint,
+    workers: JobWorkers,
+    windows: Windows | None,
+    tasks: PointTasks,
+    shared_s: float,
 ) -> None:
     """Solve, score and commit a point. `shared_s`: its part of the seconds of joint solves."""
     job, started = sweep.of(point), time.monotonic()
     own = _workers_of(point, workers)
-    scored = _compress_and_score(job, own, windows, compared=point.point.save)
+    scored, on_tasks = _compress_and_score(job, own, windows, tasks, compared=point.point.save)
     counts = committed_sizes(job.inputs, job.ledger)
     compression = assemble_output(job) if point.point.save else None
     catch_signals(job.stop)
@@ -158,6 +166,7 @@ def _solve(
         seconds=shared_s + time.monotonic() - started,
         output=job.output if compression else None,
         seal=compression[SEAL] if compression else None,
+        tasks=on_tasks,
     )
     job.ledger.commit(RESULT, entry)
     for key in (key for kind in TEMPORARY for key in job.ledger.keys(kind)):
@@ -166,16 +175,16 @@ def _solve(
 
 
 def _compress_and_score(
-    job: JobContext, workers: JobWorkers, windows: Windows | None, *, compared: bool
-) -> Scored | None:
-    """Compress and score a point. A staged layer that is damaged meanwhile is solved again, once."""
+    job: JobContext, workers: JobWorkers, windows: Windows | None, tasks: PointTasks, *, compared: bool
+) -> tuple[Scored | None, Scores | None]:
+    """Compress a point, and score it on the evaluation text and on tasks. A staged layer that is damaged meanwhile is
+    solved again, once."""
     for attempt in range(2):
         compress_and_score(job, workers, compared=compared)
-        if windows is None:
-            return None
         staged = [staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers)]
         try:
-            return workers.scorer(job).score(windows, COMPRESSED, staged)
+            scored = workers.scorer(job).score(windows, COMPRESSED, staged) if windows else None
+            return scored, tasks.score(job, workers, staged)
         except CorruptError as error:
             if attempt:
                 raise

@@ -16,11 +16,13 @@ from manifests import VERSION
 from pipeline.driver.ledger_keys import RANKS, RESULT, TEXTS
 from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity
 from pipeline.evaluation.text_remarks import text_lines
-from pipeline.job.output_scores import dense_score_key
+from pipeline.job.context import JobContext
+from pipeline.job.output_scores import dense_score_key, dense_task_key
 from pipeline.job.prediction import ENOUGH
 from pipeline.ranks.calibration import CalibratedLoss
 from pipeline.sweeping.front import Point, front
 from pipeline.sweeping.plots import SIZES, series_name
+from pipeline.sweeping.point_tasks import task_figures
 from pipeline.sweeping.points import SweptPoint
 from pipeline.sweeping.sweep_context import SweepContext
 from pipeline.sweeping.sweep_page import render_sweep
@@ -63,12 +65,19 @@ def sweep_results(sweep: SweepContext) -> dict[str, Any]:
         "model": job.manifest.model.source,
         "dense": {name: dense[name] for name in ("perplexity", "loss", "tokens", "window")} if dense else None,
         "texts": texts,
+        **({"tasks": _dense_tasks(job)} if job.manifest.evaluation.tasks else {}),
         "points": rows,
         **job.read_figures(),
         "warnings": _warnings(rows),
         "missing": [point.point.label for point in sweep.points if not sweep.is_done(point)],
         "seconds": {"phases": job.observer.seconds, "total": job.seconds()},
     }
+
+
+def _dense_tasks(job: JobContext) -> dict[str, Any] | None:
+    """Return the dense model's scores on tasks, if they are entered."""
+    entered = job.ledger.get(dense_task_key(job))
+    return entered.as_json()["tasks"] if entered else None
 
 
 def calibrated_losses(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
@@ -101,11 +110,14 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def as_csv(results: Mapping[str, Any]) -> str:
-    """Return a line for each point with the columns COLUMNS. A figure that was not measured is empty."""
+    """Return a line for each point with the columns COLUMNS, and one for each task and metric. A figure that was not
+    measured is empty."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    rows = [{**row, **task_figures(row.get("tasks"))} for row in results["points"]]
+    tasks = dict.fromkeys(name for row in results["points"] for name in task_figures(row.get("tasks")))
+    writer = csv.DictWriter(text, [*COLUMNS, *tasks], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({**row, "methods": "+".join(row["methods"])} for row in results["points"])
+    writer.writerows({**row, "methods": "+".join(row["methods"])} for row in rows)
     return text.getvalue()
 
 
@@ -146,6 +158,9 @@ def _columns(results: Mapping[str, Any]) -> dict[str, list[str]]:
     columns["perplexity"] += [_short(row["perplexity"], ".4f") for row in rows]
     for heading, (name, form) in MEASURED.items():
         columns[heading] = ["", *(_short(row[name], form) for row in rows)]
+    for name, value in task_figures(results.get("tasks"), first=True).items():
+        of_rows = [task_figures(row.get("tasks")).get(name) for row in rows]
+        columns[name] = [_short(figure, ".4f") for figure in (value, *of_rows)]
     columns["best by"] = ["", *(", ".join(size for size in SIZES if row[f"best_by_{size}"]) for row in rows)]
     return {name: cells for name, cells in columns.items() if any(cells)}
 
@@ -184,6 +199,7 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
         "ranks": ranks.as_json()["ranks"] if ranks else {},
         "seconds": entry.seconds,
         "output": entry.output,
+        **({"tasks": entry.as_json()["tasks"]} if entry.tasks else {}),
     }
 
 

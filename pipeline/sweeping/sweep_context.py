@@ -25,6 +25,7 @@ from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE
+from pipeline.evaluation.task_scores import tasks_digest
 from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.job.context import (
@@ -69,9 +70,10 @@ class SweepContext:
 
     @property
     def text(self) -> str:
-        """The digest of the tokens that points are scored on."""
+        """The digest of the tokens and tasks that points are scored on."""
         evaluation = None if self.job.evaluation is None else self.job.evaluation.ids
         tokens = [tokens_digest(evaluation), tokens_digest(self.job.held_out)]
+        tokens += [tasks_digest(tasks)] if (tasks := self.job.manifest.evaluation.tasks) else []
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def begin(self) -> SweepContext:

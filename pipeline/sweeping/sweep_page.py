@@ -11,6 +11,7 @@ from pipeline.evaluation.text_remarks import text_lines
 from pipeline.reporting.page import document, figures, section, warning_lines
 from pipeline.reporting.tables import table
 from pipeline.sweeping.plots import SIZES, sweep_plots
+from pipeline.sweeping.point_tasks import task_figures
 
 FIGURES = {
     "numbers_kept": ("numbers", ".4f"),
@@ -36,12 +37,14 @@ def render_sweep(results: Mapping[str, Any]) -> str:
 
 
 def _points(results: Mapping[str, Any]) -> str:
+    tasks = list(task_figures(results.get("tasks"), first=True))
     rows = [
         (
             row["point"],
             *("" if row[column] is None else f"{float(row[column]):{form}}" for column, (_, form) in FIGURES.items()),
+            *(f"{task_figures(row['tasks'])[name]:.4f}" if row.get("tasks") else "" for name in tasks),
             ", ".join(size for size in SIZES if row[f"best_by_{size}"]),
         )
         for row in results["points"]
     ]
-    return table("points", ("point", *(heading for heading, _ in FIGURES.values()), "best by"), rows)
+    return table("points", ("point", *(heading for heading, _ in FIGURES.values()), *tasks, "best by"), rows)

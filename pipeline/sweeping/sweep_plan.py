@@ -20,6 +20,7 @@ from pipeline.inputs.calibration import EvaluationTokens, evaluation_tokens
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext
 from pipeline.job.plan_report import RateSource, planned_work, rates_from, seconds_of, stored_bytes, verdict
+from pipeline.job.planned_tasks import tasks_seconds
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
 SHARED = ("start", "texts", "statistics", "reduce", "gradient")  # phases that all points share
@@ -31,13 +32,15 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -
     shared = shared_inputs(swept, sweep.output)
     rates = rates_from(request, shared.manifest, shared.geometry, shared.dtype)
     tokens = evaluation_tokens(shared)
-    whole = _seconds(shared, tokens, rates)
+    whole, workers = _seconds(shared, tokens, rates), _work(shared)[1].workers
+    on_tasks, unknown = tasks_seconds(shared, shared.manifest.evaluation.tasks, rates, workers)
+    of_tasks = on_tasks / 2  # of one model
     phases = {name: whole[name] for name in SHARED if name in whole}
-    phases |= {"score dense": _scoring(whole), "curves": 0.0, "solve": 0.0, "score": 0.0, "assemble": 0.0}
+    phases |= {"score dense": _scoring(whole) + of_tasks, "curves": 0.0, "solve": 0.0, "score": 0.0, "assemble": 0.0}
     rows, curved = [], set()
     for point in swept:
         seconds = _seconds(point.inputs, tokens, rates)
-        own = {"solve": seconds["solve"], "score": _scoring(seconds)}
+        own = {"solve": seconds["solve"], "score": _scoring(seconds) + of_tasks}
         own["assemble"] = (
             seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0) if point.point.save else 0.0
         )
@@ -57,7 +60,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: RateSource) -
     )
     report = plan.report() | _stored_bytes(swept, shared, rates) | seconds_of(phases, rates)
     del report["expected_numbers"]  # points differ in it
-    remarks = list(dict.fromkeys(remark for point in swept for remark in point.inputs.remarks))
+    remarks = [*dict.fromkeys(remark for point in swept for remark in point.inputs.remarks), *unknown]
     return report | verdict(shared.manifest, report, request, remarks) | {"points": rows}
 
 

@@ -58,6 +58,11 @@ class Windows:
         """The number of shards."""
         return len(self.ranges)
 
+    @property
+    def name(self) -> str | None:
+        """The path of the stored tokens, which names them in entries of the ledger."""
+        return self.tokens.path if self.tokens else None
+
 
 def scorers(shards: int, workers: int) -> int:
     """The number of workers that score one model: half of them, while the others score another model."""

@@ -45,7 +45,7 @@ def test_a_perplexity_is_printed_though_tasks_fail(
 
     monkeypatch.setattr(evaluate, "check_tasks", lambda *_: None)
     monkeypatch.setattr(evaluate, "_perplexity", lambda _: FOUND)
-    monkeypatch.setattr(evaluate, "score_tasks", fail)
+    monkeypatch.setattr(evaluate, "_scored_tasks", fail)
     assert evaluate.main(["model", "--text", "a.txt", "--tasks", "piqa", *options]) == 1
     shown = capsys.readouterr()
     assert "failed: tasks: out of memory" in shown.err

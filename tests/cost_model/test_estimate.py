@@ -438,7 +438,7 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     unknown = [remark for remark in json.loads(capsys.readouterr().out)["remarks"] if "evaluation" in remark]
     assert unknown == [
         "evaluation.perplexity is not among the seconds: with --config its text is not read",
-        "evaluation.tasks is not among the seconds",
+        "evaluation.tasks is not among the seconds: with --config no tokenizer is read",
     ]
     assert main([*command, "--set", "calibration.micro_batch=64"]) == 0
     assert any("does not fit: a worker needs" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])

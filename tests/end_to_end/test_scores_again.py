@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.evaluation.task_scores import AskedTasks
 from pipeline.inputs.calibration import seen_share
 from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Ended, Job, command, file_digests
+from tests.evaluation.tasks import needs_lm_eval, write_task
 
 MakeJob = Callable[..., Job]
 
@@ -145,14 +147,15 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
     """lm-eval itself is in tests/evaluation/test_task_scores.py; here, what a job asks it, keeps and says."""
     asked_for: list[str] = []
 
-    def score(model: str, tasks: tuple[str, ...], field: str, **options: Any) -> dict[str, Any]:
+    def score(model: str, asked: AskedTasks, scoring: Any, **options: Any) -> dict[str, Any]:
+        tasks = asked.tasks
         asked_for.append(model)
         return {
             task: {"documents": 9, "metrics": {"acc": {"value": len(asked_for) / 4, "stderr": 0.125}}} for task in tasks
         }
 
-    monkeypatch.setattr("pipeline.inputs.job_inputs.check_tasks", lambda tasks, field, models: None)
-    monkeypatch.setattr("pipeline.job.output_scores.score_tasks", score)
+    monkeypatch.setattr("pipeline.inputs.job_inputs.check_tasks", lambda tasks, field, whole=None: None)
+    monkeypatch.setattr("pipeline.job.output_scores.score_streamed", score)
     made = job(evaluation={"tasks": ["arc_easy"]})
     found = made.run().json["evaluation"]["tasks"]
     assert asked_for == [str(made.output), str(made.source)]
@@ -163,3 +166,25 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
     assert "scored_now" in again(made, {"tasks": ["piqa"]}).json
     assert len(asked_for) == 4
     assert "arc   acc" not in again(made, {}).out
+
+
+@needs_lm_eval
+@pytest.mark.nightly
+@pytest.mark.usefixtures("inline")
+def test_killed_between_two_layers_of_a_pass_of_tasks(tmp_path: Path, job: MakeJob) -> None:
+    """The pass goes on behind the last committed layer, and the job's scores are those of `evaluate`."""
+    task = write_task(tmp_path, "words")
+    made = job(evaluation={"tasks": [str(task)]})
+    hook = Hook("commit", match="scored/tasks/00001", after=True)
+    child = Child("run", [str(made.manifest)], tmp_path / "killed", hook)
+    assert child.end() != 0, child.said
+    assert "tasks: the compressed model, layer by layer" in child.said
+    child = Child("run", [str(made.manifest), "--json"], tmp_path / "again")
+    assert child.end() == 0, child.said
+    assert child.said.count("score tasks layer 1 committed") == 2
+    assert child.said.count("score tasks layer 0 committed") == 1, "only of the dense model"
+    assert not (made.run_dir / "tasks").exists()
+    scores = made.run().json["evaluation"]["tasks"]
+    for which, model in (("compressed", made.output), ("dense", made.source)):
+        direct = command("evaluate", str(model), "--tasks", str(task), "--json").json["tasks"][str(model)]
+        assert scores[which] == direct

@@ -18,6 +18,7 @@ from stores.disk import Disk
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
 from tests.end_to_end.sources import make_source
+from tests.evaluation.tasks import needs_lm_eval, write_task
 
 MakeJob = Callable[..., Job]
 POINTS: list[dict[str, Any]] = [
@@ -211,7 +212,11 @@ def test_points_behind_their_own_layers_share_the_dense_pass(
             {"keep": [0.9, 0.1]},
             ["lorc-0.1: budget.keep", "joint_rank_k-0.9, joint_rank_k-0.1: methods.0", "layers 0 to 1"],
         ),
-        ([{"methods": [{"method": "lorc"}]}], {"evaluation": {"tasks": ["a"]}}, ["tasks are scored on a checkpoint"]),
+        (
+            [{"methods": [{"method": "lorc"}]}],
+            {"evaluation": {"whole_model": True}},
+            ["whole_model needs a checkpoint"],
+        ),
         (
             [{"methods": [{"method": "lorc"}]}],
             {"evaluation": {}, "calibration": None, "keep": [0.8]},
@@ -227,6 +232,27 @@ def test_what_makes_no_sense_is_refused(
     assert ended.code == 2
     assert [words for words in said if words not in ended.err] == [], ended.err
     assert not made.job.run_dir.exists()
+
+
+@needs_lm_eval
+@pytest.mark.nightly
+def test_points_are_scored_on_tasks(sweep: Callable[..., Sweep], tmp_path: Path, inline: None) -> None:
+    """From their staged layers, with the scores that `evaluate` gives the checkpoint; another task is scored anew."""
+    task = write_task(tmp_path, "words")
+    made = sweep({"methods": [{"method": "flat_llm"}], "save": [0.6]}, {"methods": [{"method": "svd"}]})
+    made.document["evaluation"]["tasks"] = [str(task)]
+    found = made.write().run().json
+    rows = {row["point"]: row for row in found["points"]}
+    saved = rows["flat_llm-0.6"]
+    for model, scores in ((saved["output"], saved["tasks"]), (made.job.source, found["tasks"])):
+        assert command("evaluate", str(model), "--tasks", str(task), "--json").json["tasks"][str(model)] == scores
+    assert all(set(row["tasks"]) == {"words"} for row in rows.values())
+    assert "words acc" in (made.job.run_dir / "sweep.csv").read_text().splitlines()[0]
+    assert "words acc" in (made.job.run_dir / "sweep.html").read_text()
+    write_task(tmp_path, "words", documents=5)
+    task.write_text(task.read_text() + "# five documents\n")
+    again = made.run().json
+    assert {row["tasks"]["words"]["documents"] for row in again["points"]} == {5}
 
 
 def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inline: None) -> None:

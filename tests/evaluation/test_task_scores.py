@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pipeline.evaluate
 from manifests.errors import InputError
 from pipeline.evaluation import task_scores as tasks
-from pipeline.evaluation.task_scores import read_scores, score_tasks, task_lines, tasks_digest
+from pipeline.evaluation.task_scores import read_scores, task_lines, tasks_digest
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
-from tests.end_to_end.sources import make_source
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval, the extra `tasks`, is not installed"
@@ -66,8 +62,8 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         check_tasks(["hellaswag"], "evaluation.tasks")
     check_tasks([], "evaluation.tasks")
     with pytest.raises(InputError, match="from a directory or the hub, not from s3://bucket/out"):
-        check_tasks(["hellaswag"], "evaluation.tasks", ["/models/dense", "s3://bucket/out"])
-    check_tasks([], "evaluation.tasks", ["s3://bucket/out"])
+        check_tasks(["hellaswag"], "evaluation.tasks", whole=["/models/dense", "s3://bucket/out"])
+    check_tasks([], "evaluation.tasks", whole=["s3://bucket/out"])
 
 
 @pytest.mark.parametrize(("content", "said"), [("group: x\n", "has no line `task: NAME`"), (None, "No such file")])
@@ -112,33 +108,6 @@ def test_one_table_of_both_models() -> None:
         "task  metric  compressed       dense   other",
         "arc   acc     0.2500 ± 0.0500  0.5000  -",
     ]
-
-
-@pytest.mark.slow
-@needs_lm_eval
-def test_scores_are_those_of_the_log_likelihoods(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The real command on a real model, against sums of log-probabilities written out here."""
-    model = make_source(tmp_path / "model", "llama")
-    arguments = [str(model), "--tasks", str(task), "--beside", str(model), "--dtype", "float32", "--json"]
-    assert pipeline.evaluate.main(arguments) == 0
-    scores = json.loads(capsys.readouterr().out)["tasks"]
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
-    right = 0
-    for line in map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines()):
-        sums = []
-        for choice in line["choices"]:
-            start, ids = (len(tokenizer(line["query"])["input_ids"]), tokenizer(line["query"] + choice)["input_ids"])
-            with torch.no_grad():
-                logs = loaded(torch.tensor([ids])).logits[0].log_softmax(-1)
-            sums.append(sum(float(logs[place - 1, ids[place]]) for place in range(start, len(ids))))
-        right += int(sums[1] > sums[0]) == line["gold"]
-    found = scores[str(model)]["which_word"]
-    assert found["documents"] == 12
-    assert found["metrics"]["acc"]["value"] == pytest.approx(right / 12)
-    assert found["metrics"]["acc"]["stderr"] == pytest.approx(math.sqrt(right / 12 * (1 - right / 12) / 11), rel=1e-4)
-    assert len(score_tasks(str(model), [str(task)], "--tasks", limit=5)["which_word"].metrics) == 1
 
 
 @pytest.mark.slow

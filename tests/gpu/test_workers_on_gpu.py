@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from lamina import processor_lamina
+from pipeline.evaluation import questions
+from pipeline.evaluation.questions import Question, packed
 from pipeline.methods.method import Moment
+from pipeline.units.questions import Answer, Questions
 from pipeline.units.scores import Compare, Score, WindowForward
 from pipeline.units.sums import ChooseGrids, Sums
 from pipeline.units.units import Backward, Forward, Pair
@@ -99,6 +102,12 @@ def done_by(worker: Worker) -> dict[str, Any]:
     dense = worker.execute(WindowForward(windows, "dense", last, 0, store=True, replay=(None,) * last)).activation
     scored = worker.execute(Score(windows, "made", last + 1, 0, dense=dense, replay=replay))
     found |= {"loss": scored.loss, "divergence": scored.divergence}
+    asked = [Question((5, 6, 7), (8, 9)), Question((5, 6, 7), (10, 11, 12)), Question((9,), (3,))]
+    shards, numbers = packed(questions.windows_of(asked, 100, branching=True))
+    passed = Questions.of_shards(shards, "float32", 8, "digest", worker.activations.write_tokens(numbers))
+    for shard in range(passed.shards):
+        answers = worker.execute(Answer(passed, "asked", last + 1, shard, replay=(None,) * (last + 1)))
+        found[f"answers {shard}"] = torch.tensor(answers.logs)
     tokens = tuple(map(tuple, torch.arange(24).reshape(2, 12).tolist()))
     return found | {"error": worker.execute(Compare(tokens, replay)).figures["error"]}
 

@@ -65,6 +65,10 @@ def test_damaged_windows_are_written_again(job: Any, tmp_path: Path) -> None:
     assert [keys for _, keys in job.repaired] == [[EVALUATION]]
 
 
+WINDOWS = Windows.even(2, 1, "float32", 1)
+NO_TASKS: Any = SimpleNamespace(score=lambda job, workers, staged: None)
+
+
 def scorer(failures: int) -> tuple[Any, Callable[[], int]]:
     """Return workers whose first scores fail, and a function that counts the scores."""
     calls: list[Any] = []
@@ -90,7 +94,7 @@ def compressed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("failures", [0, 1])
 def test_a_layer_that_is_damaged_is_solved_again(job: Any, compressed: list[bool], failures: int) -> None:
     workers, count = scorer(failures)
-    assert _compress_and_score(job, workers, Windows.even(2, 1, "float32", 1), compared=True) == Scored(2.0, 4)
+    assert _compress_and_score(job, workers, WINDOWS, NO_TASKS, compared=True) == (Scored(2.0, 4), None)
     assert compressed == [True] * (1 + failures)
     assert count() == len(job.repaired) + 1 == 1 + failures
 
@@ -98,12 +102,12 @@ def test_a_layer_that_is_damaged_is_solved_again(job: Any, compressed: list[bool
 def test_but_once(job: Any, compressed: list[bool]) -> None:
     workers, count = scorer(2)
     with pytest.raises(CorruptError, match="staged layer 1"):
-        _compress_and_score(job, workers, Windows.even(2, 1, "float32", 1), compared=False)
+        _compress_and_score(job, workers, WINDOWS, NO_TASKS, compared=False)
     assert (count(), compressed) == (2, [False, False])
 
 
 def test_without_an_evaluation_nothing_is_scored(job: Any, compressed: list[bool]) -> None:
-    assert _compress_and_score(job, scorer(9)[0], None, compared=True) is None
+    assert _compress_and_score(job, scorer(9)[0], None, NO_TASKS, compared=True) == (None, None)
     assert compressed == [True]
 
 

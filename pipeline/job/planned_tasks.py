@@ -1,0 +1,39 @@
+"""The seconds of `evaluation.tasks` in the plan: the tokens of all questions, as the job would run them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+
+from manifests.errors import InputError
+from pipeline.cost_model.phases import WORKERS_SECONDS, evaluate_seconds
+from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.work import scoring_flops
+from pipeline.evaluation.streamed_tasks import count_tokens
+from pipeline.evaluation.task_scores import AskedTasks
+from pipeline.inputs.job_inputs import Inputs
+
+FIELD = "evaluation.tasks"
+
+
+def tasks_seconds(inputs: Inputs | None, tasks: tuple[str, ...], rates: Rates, workers: int) -> tuple[float, list[str]]:
+    """Return the seconds to score both models on tasks, and a remark if they are not known."""
+    if not tasks:
+        return 0.0, []
+    if inputs is None or inputs.manifest.evaluation.whole_model:
+        why = "with --config no tokenizer is read" if inputs is None else "each model is loaded whole"
+        return 0.0, [f"{FIELD} is not among the seconds: {why}"]
+    try:
+        with redirect_stdout(sys.stderr):  # lm-eval prints
+            trusted = inputs.manifest.model.trust_remote_code
+            passes = count_tokens(
+                inputs.source, inputs.config, AskedTasks(tasks, FIELD), trusted, inputs.manifest.workers.experts
+            )
+    except InputError as error:
+        return 0.0, [f"{FIELD} is not among the seconds: {error}"]
+    geometry = inputs.geometry
+    head = 2.0 * geometry.hidden * geometry.vocab
+    flops = sum(
+        counted.tokens * (scoring_flops(geometry, counted.window) - head) + counted.places * head for counted in passes
+    )
+    return 2 * (len(passes) * WORKERS_SECONDS + evaluate_seconds(flops, rates, workers)), []

@@ -1,0 +1,204 @@
+"""lm-eval's tasks, scored a layer at a time: the same answers as its own class `hf`, and passes that resume."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import pipeline.evaluate
+from manifests.errors import InputError, Interrupted
+from manifests.schema import Workers
+from pipeline.console.progress import JobObserver
+from pipeline.evaluation.perplexity import Scoring
+from pipeline.evaluation.streamed_tasks import Kept, score_streamed
+from pipeline.evaluation.task_scores import AskedTasks, load_tasks, run_tasks
+from stores.storage import open_storage
+from tests.end_to_end.sources import make_source
+from tests.evaluation.tasks import needs_lm_eval, write_group, write_task
+
+pytestmark = [needs_lm_eval, pytest.mark.slow]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<a>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_source(tmp_path_factory.mktemp("source") / "model", "llama", max_position_embeddings=64)
+    settings = json.loads((made / "tokenizer_config.json").read_text())
+    (made / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    return made
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> list[str]:
+    """A task of each kind; the documents of the last are longer than the model's context."""
+    kinds = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
+    return [str(write_task(tmp_path, f"of_{kind}", kind)) for kind in kinds]
+
+
+def evaluate(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    code = pipeline.evaluate.main([*arguments, "--in-process", "--dtype", "float32", "--json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    scores: dict[str, Any] = json.loads(printed.out)["tasks"]
+    return scores
+
+
+def answers_of(file: Path, model: str | None = None) -> dict[tuple[str, int], list[Any]]:
+    """Task and document -> answers to its questions."""
+    samples = [sample for sample in map(json.loads, file.read_text().splitlines()) if model in (None, sample["model"])]
+    return {(sample["task"], sample["doc_id"]): sample["resps"] for sample in samples}
+
+
+def own_answers(model: Path, asked: AskedTasks) -> tuple[dict[str, Any], dict[tuple[str, int], list[Any]]]:
+    """Return the scores and the answers of lm-eval's class `hf`."""
+    from lm_eval.models.huggingface import HFLM
+
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    lm = HFLM(pretrained=whole, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=3)
+    scores = run_tasks(lm, "hf", asked, load_tasks(asked, generates=False))
+    assert asked.samples is not None
+    return {task: score.as_json() for task, score in scores.items()}, answers_of(asked.samples)
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--num-fewshot", "2", "--apply-chat-template", "--limit", "7"]], ids=["plain", "fewshot-chat"]
+)
+def test_answers_are_lm_eval_s_own(
+    model: Path, tasks: list[str], options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = tasks[:2] if options else tasks
+    samples = tmp_path / "ours.jsonl"
+    scores = evaluate([str(model), "--tasks", *tasks, "--samples", str(samples), *options], capsys)[str(model)]
+    fewshot, chat, limit = (2, True, 7) if options else (None, False, None)
+    own = AskedTasks(tuple(tasks), "--tasks", limit, fewshot, chat, tmp_path / "hf.jsonl")
+    expected, answers = own_answers(model, own)
+    found = answers_of(samples)
+    assert found.keys() == answers.keys()
+    assert len(found) == sum(score["documents"] for score in expected.values())
+    for key, each in answers.items():
+        for ours, theirs in zip(found[key], each, strict=True):
+            if isinstance(theirs[0], list):
+                assert ours[0][0] == pytest.approx(theirs[0][0], abs=1e-3), key
+                assert ours[0][1] == theirs[0][1], key
+            else:
+                assert ours[0] == pytest.approx(theirs[0], abs=1e-3), key
+    assert scores.keys() == expected.keys()
+    for task, score in expected.items():
+        for metric, figure in score["metrics"].items():
+            assert scores[task]["metrics"][metric]["value"] == pytest.approx(figure["value"], rel=1e-4), (task, metric)
+
+
+def test_a_group_is_weighted_by_its_documents(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, documents in (("few", 3), ("many", 9)):
+        write_task(tmp_path, name, documents=documents)
+    group = write_group(tmp_path, "both", ["few", "many"])
+    scores = evaluate([str(model), "--tasks", str(group)], capsys)[str(model)]
+    few, many, both = (scores[name]["metrics"]["acc"]["value"] for name in ("few", "many", "both"))
+    assert both == pytest.approx((3 * few + 9 * many) / 12)
+
+
+def test_tasks_that_generate_are_refused_before_work(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, "writes", "generate_until", 2)
+    group = write_group(tmp_path, "some", ["writes"])
+    for file in (task, group):
+        assert pipeline.evaluate.main([str(model), "--tasks", str(file), "--in-process"]) == 2
+        assert "--tasks: writes: generates text, token by token" in capsys.readouterr().err
+    with pytest.raises(InputError, match="writes: generates text"):
+        load_tasks(AskedTasks((str(task),), "--tasks"), generates=False)
+    scores = evaluate([str(model), "--tasks", str(task), "--whole-model"], capsys)[str(model)]
+    assert scores["writes"]["documents"] == 2
+
+
+def test_an_interrupted_pass_resumes_after_the_last_layer(
+    model: Path, tasks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both models are in one folder; a finished one is not run again."""
+    other = make_source(tmp_path / "other", "llama", layers=4)
+    arguments = [str(model), "--beside", str(other), "--tasks", tasks[0]]
+    expected = evaluate(arguments, capsys)
+    kept = ["--run-dir", str(tmp_path / "kept")]
+    report = JobObserver.layer_done
+
+    def killed(self: JobObserver, phase: str, layer: int, summary: Any) -> None:
+        report(self, phase, layer, summary)
+        if layer == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobObserver, "layer_done", killed)
+        assert pipeline.evaluate.main([*arguments, *kept, "--in-process"]) != 0
+    assert "layer 2 committed" in capsys.readouterr().err
+    stored = [path for path in (tmp_path / "kept").rglob("layer-00003/*") if path.is_dir()]
+    assert stored, "the inputs of the layer to come"
+    assert pipeline.evaluate.main([*arguments, *kept, "--in-process"]) == 0
+    said = capsys.readouterr()
+    assert "score tasks layer 3 committed" in said.err
+    assert said.err.count("phase ") == 1
+    assert "layer 2" not in said.err
+    assert not list((tmp_path / "kept").rglob("layer-0*"))
+    assert evaluate([*arguments, *kept], capsys) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--limit", "3", "--text", "x"], "--limit: only with --tasks"),
+        (["--tasks", "x.yaml", "--run-dir", "kept", "--whole-model"], "nothing is kept with --whole-model"),
+        (["--tasks", "x.yaml", "--beside", "m", "--endpoint", "http://h/v1"], "one server answers for one model"),
+    ],
+)
+def test_options_that_do_not_fit(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipeline.evaluate.main(["model", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_answer_is_named(tasks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipeline.evaluate.main(["model", "--tasks", tasks[0], "--endpoint", "http://127.0.0.1:9/v1"]) == 2
+    assert "--endpoint: http://127.0.0.1:9/v1/models: no list of models" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_a_chat_template(
+    tasks: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = make_source(tmp_path / "bare", "llama")
+    assert pipeline.evaluate.main([str(bare), "--tasks", tasks[0], "--apply-chat-template", "--in-process"]) == 2
+    assert "has no chat template; leave the option out" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_a_pass_resumes_in_a_bucket(model: Path, tasks: list[str], s3_bucket: str) -> None:
+    """What a job with its run directory in a bucket does."""
+    asked, stop = AskedTasks((tasks[0],), "evaluation.tasks"), threading.Event()
+    kept = Kept(open_storage(f"{s3_bucket}/run/tasks/dense"), 1, "model")
+
+    class Stopping(JobObserver):
+        def layer_done(self, phase: str, layer: int, summary: Any) -> None:
+            stop.set()
+            super().layer_done(phase, layer, summary)
+
+    with Stopping(quiet=True) as observer:
+        scoring = Scoring(Workers(max=1, cpus=1), torch.float32, stop, observer, in_process=True)
+        with pytest.raises(Interrupted):
+            score_streamed(str(model), asked, scoring, kept=lambda _: kept)
+        assert any("layer-00001" in name for name in kept.storage.names())
+        stop.clear()
+        units: list[str] = []
+        observer.unit_done = lambda unit, _: units.append(unit.key)  # type: ignore[method-assign]
+        resumed = score_streamed(str(model), asked, replace(scoring, stop=threading.Event()), kept=lambda _: kept)
+        assert not any(unit.startswith("windowforward/tasks/0/") for unit in units), units
+        assert any(unit.startswith("windowforward/tasks/1/") for unit in units)
+        assert resumed == score_streamed(str(model), asked, replace(scoring, stop=threading.Event()))
+        units.clear()
+        score_streamed(
+            str(model), replace(asked, limit=5), replace(scoring, stop=threading.Event()), kept=lambda _: kept
+        )
+        assert any(unit.startswith("windowforward/tasks/0/") for unit in units), "of other questions nothing is known"

@@ -1,0 +1,103 @@
+"""Runs windows of different lengths through a model, and answers the questions at their places.
+
+Legend: M windows of a shard, S their length, B of these at a time, D hidden, P places, R rows that have some, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from manifests.errors import NumericsError
+from pipeline.kernels.checks import all_finite
+from pipeline.units.questions import ROW_WIDTH, Answer, Answers, Questions
+from pipeline.units.scores import Score, WindowForward
+from workers.branched_layer import Places
+from workers.copies import HiddenReader
+from workers.embedding_and_head import head
+from workers.score_pass import ROWS_PER_LOGITS, ScorePass, WindowShard
+
+
+class QuestionPass(ScorePass):
+    """Runs a worker's units on windows, of one length or of several."""
+
+    def shard(self, unit: WindowForward | Score) -> WindowShard:
+        """Return the shard of a unit."""
+        return QuestionWindows(self, unit) if isinstance(unit.windows, Questions) else WindowShard(self, unit)
+
+    def answer(self, unit: Answer) -> Answers:
+        """Answer the questions of one shard. Raises the errors of `Worker.execute`."""
+        shard = QuestionWindows(self, unit)
+        answers = shard.answers(shard.inputs())
+        self.hidden.release_shard(shard.lineage, unit.shard)
+        return answers
+
+
+class QuestionWindows(WindowShard):
+    """The shard of one unit, with windows of its own length."""
+
+    def __init__(self, owner: ScorePass, unit: WindowForward | Score) -> None:
+        super().__init__(owner, unit)
+        assert isinstance(unit.windows, Questions)
+        self.at = unit.windows.of[unit.shard]
+        self.length = self.at.length
+        self.batch = max(1, unit.windows.batch_tokens // self.length)
+
+    def places(self, start: int, stop: int) -> Places | None:
+        """Return the places of the tokens of some windows; None: each window is one sequence."""
+        if not self.at.branched:
+            return None
+        branch_MS = self.numbers[self.at.tokens : 2 * self.at.tokens].view(self.at.windows, self.length)
+        return Places(branch_MS[start:stop].to(self.layers.device))
+
+    def answers(self, last: HiddenReader) -> Answers:
+        """Return the answers of all windows. `last`: the outputs of the last layer.
+
+        Raises NumericsError on NaN or infinity.
+        """
+        to_logits = head(self.layers, self.unit.staged)
+        window_P, row_P, target_P, question_P = self.numbers[-4 * self.at.places :].view(-1, 4).long().T
+        log_P = torch.empty(len(window_P), dtype=torch.float64)
+        likeliest_P = torch.empty(len(window_P), dtype=torch.bool)
+        for start, stop in self._micro_batches():
+            inside = ((window_P >= start) & (window_P < stop)).nonzero()[:, 0]
+            rows_P = (window_P[inside] - start) * self.length + row_P[inside]
+            rows_R, index_P = torch.unique(rows_P, return_inverse=True)
+            hidden_RD = last.read(start, stop).flatten(0, 1)[rows_R].to(self.layers.device)
+            for first in range(0, len(rows_R), ROWS_PER_LOGITS):
+                here = (index_P >= first) & (index_P < first + ROWS_PER_LOGITS)
+                logits_RV = to_logits(hidden_RD[first : first + ROWS_PER_LOGITS])
+                if not all_finite(logits_RV):
+                    raise NumericsError("evaluation: the logits hold NaN or infinity")
+                figures = _at_targets(logits_RV, index_P[here] - first, target_P[inside[here]])
+                log_P[inside[here]], likeliest_P[inside[here]] = figures
+        return _by_question(question_P, log_P, likeliest_P)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Return the numbers of the shard, on the CPU."""
+        first, stop = self.at.first, self.at.first + self.at.numbers
+        rows = self.ids.read(first // ROW_WIDTH, -(-stop // ROW_WIDTH)).flatten()
+        return rows[first % ROW_WIDTH :][: stop - first]
+
+    def _tokens(self, start: int, stop: int) -> Tensor:
+        ids_MS = self.numbers[: self.at.tokens].view(self.at.windows, self.length)
+        return ids_MS[start:stop].long().to(self.layers.device)
+
+
+def _at_targets(logits_RV: Tensor, row_P: Tensor, target_P: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each target in float64, and True if the target is the likeliest, on the CPU."""
+    row_P, target_P = (index.to(logits_RV.device) for index in (row_P, target_P))
+    log_P = logits_RV.log_softmax(dim=1)[row_P, target_P]  # whose rounding is that of lm-eval's own class
+    return log_P.double().cpu(), (logits_RV.argmax(dim=1)[row_P] == target_P).cpu()
+
+
+def _by_question(question_P: Tensor, log_P: Tensor, likeliest_P: Tensor) -> Answers:
+    """Sum the figures of the places of each question."""
+    questions_Q, index_P = torch.unique(question_P, return_inverse=True)
+    log_Q = torch.zeros(len(questions_Q), dtype=torch.float64).index_add_(0, index_P, log_P)
+    missed_Q = torch.zeros(len(questions_Q)).index_add_(0, index_P, (~likeliest_P).float())
+    return Answers(tuple(questions_Q.tolist()), tuple(log_Q.tolist()), tuple((missed_Q == 0).tolist()))
