@@ -25,7 +25,7 @@ from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.units.reads import ReadDone, ReadLayer
-from pipeline.units.scores import Compare, CompareDone, Score, WindowForward
+from pipeline.units.scores import Compare, CompareDone, Score, Teach, WindowForward
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
 from pipeline.units.text_amount import MeasureText
@@ -136,6 +136,7 @@ class Worker:
             Write: self._write,
             WindowForward: self.scores.forward,
             Score: self.scores.score,
+            Teach: self.scores.teach,
             Compare: self._compare,
             MeasureText: lambda unit: measure_text(unit, self.layers, self._tokens, self._computing),
         }

@@ -20,7 +20,7 @@ from pipeline.driver.job_spec import LayersEntered
 from pipeline.driver.ledger_keys import scored_key
 from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, Task, TaskStream
-from pipeline.units.scores import Score, Scored, WindowForward, Windows
+from pipeline.units.scores import Score, Scored, Teach, WindowForward, Windows
 from pipeline.units.units import ShardDone
 
 Layers = Sequence[StagedLayer | None]
@@ -76,6 +76,14 @@ class Scorer:
         each of the others. Both pass the layers together. Raises the errors of `outputs`."""
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.scores_and_outputs(scored))
+
+    def taught(
+        self, windows: Windows, name: str, layers: Layers, taught: int
+    ) -> tuple[tuple[ArrayRecord, ...], tuple[ArrayRecord, ...]]:
+        """Return the records of the rows of the first `taught` shards (`Teach`), and the stored outputs of the last
+        layer on each of the others. Raises the errors of `outputs`."""
+        model = _Model(self, windows, name, layers)
+        return model.repaired(lambda: model.taught(taught))
 
     def score_stream(
         self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
@@ -171,11 +179,23 @@ class _Model:
         scores: list[Scored] = yield self._scores(self.shards[:scored], base, records)
         return scores, outputs
 
+    def taught(self, taught: int) -> TaskStream[tuple[tuple[ArrayRecord, ...], tuple[ArrayRecord, ...]]]:
+        """Run all shards through all layers. Return the records of the rows of the first ones, and of the last layer's
+        outputs of the others."""
+        base, records, outputs = yield from self._through(self.shards[taught:])
+        rows: list[ArrayRecord] = yield self._scores(self.shards[:taught], base, records, kind=Teach)
+        return tuple(rows), outputs
+
     def _scores(
-        self, shards: range, base: int, records: Sequence[ArrayRecord] | None, outputs: Outputs = ()
+        self,
+        shards: range,
+        base: int,
+        records: Sequence[ArrayRecord] | None,
+        outputs: Outputs = (),
+        kind: type[Score] = Score,
     ) -> list[Score]:
         return [
-            Score(
+            kind(
                 self.windows,
                 self.name,
                 len(self.layers),
