@@ -80,7 +80,7 @@ def healing_manifest(arguments: Any) -> Manifest:
     run_dir = existing_run(arguments.run_dir)
     if run_dir.storage.has(SWEEP):
         raise InputError(f"{run_dir.place}: the run directory of a sweep; heal the job of one of its points")
-    if not run_dir.storage.has(MANIFEST) or not any(map(run_dir.ledger.get, (COMPLETE, HEALING, HEALED))):
+    if not run_dir.storage.has(MANIFEST) or not {COMPLETE, HEALING, HEALED} & {*run_dir.ledger.keys()}:
         raise InputError(
             f"{run_dir.place}: the job is not finished; run it first, or give heal in its manifest, so that it is "
             "healed at its end"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manifests.calibration import Prefix, Text
+from manifests.calibration import Calibration, Prefix, Text
 from manifests.errors import InputError
 from manifests.records import Origin
 from manifests.schema import Perplexity
@@ -64,6 +64,14 @@ def calibration_tokens(inputs: Inputs, skipped: SkippedRows | None = None) -> Ca
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
+    return draw_calibration(inputs, calibration, skipped)
+
+
+def draw_calibration(inputs: Inputs, calibration: Calibration, skipped: SkippedRows | None = None) -> CalibrationTokens:
+    """Read the calibration texts, also for a job that compresses without them. Raises InputError about the text.
+
+    `skipped`: as in `calibration_tokens`.
+    """
     tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
     samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
     prefix = prefix_ids(calibration.prefix, tokenizer)

@@ -15,7 +15,7 @@ from manifests.calibration import Text
 from manifests.errors import InputError
 from manifests.schema import Manifest
 from pipeline.families.foreign import sequence_limit
-from pipeline.inputs.calibration import check_ids, prefix_ids
+from pipeline.inputs.calibration import check_ids, draw_calibration, prefix_ids
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.units.sharding import held_out_windows
 from stores.corpus import count_tokens, draw_samples, load_tokenizer, read_documents
@@ -43,14 +43,20 @@ class HealingTokens:
 
 
 def read_healing_text(inputs: Inputs, skipped: SkippedRows) -> HealingTokens | None:
-    """Read `heal.text`; None without one. `skipped`: gets the number of rows without text.
+    """Read `heal.text`, or the calibration text of a job that compresses without it; None if there is neither, or for a
+    job that has read its calibration samples anyway. `skipped`: gets the number of rows without text.
 
     Raises InputError: fewer tokens than `heal.tokens` and the held-out windows need.
     """
-    manifest = inputs.manifest
-    if manifest.heal is None or manifest.heal.text is None:
+    manifest, calibration = inputs.manifest, inputs.manifest.calibration
+    if manifest.heal is None:
         return None
-    text, calibration = manifest.heal.text, manifest.calibration
+    if (text := manifest.heal.text) is None:
+        if inputs.needs_calibration or calibration is None:
+            return None
+        drawn = draw_calibration(inputs, calibration, skipped)
+        held_out = drawn.held_out if len(drawn.held_out) else None
+        return calibration_as_text(manifest, drawn.samples, held_out, drawn.prefix)
     tokenizer = load_tokenizer(inputs.source.storage, manifest.model.trust_remote_code)
     length = calibration.sequence_length if calibration else min(DATA_FREE_LENGTH, sequence_limit(inputs.config)[1])
     prefix = prefix_ids(calibration.prefix if calibration else "tokenizer", tokenizer)
@@ -58,9 +64,9 @@ def read_healing_text(inputs: Inputs, skipped: SkippedRows) -> HealingTokens | N
     wanted = None if manifest.heal.tokens is None else max(1, manifest.heal.tokens // length)
     most = 2**62 if wanted is None else (wanted + held_out_windows(wanted, wanted, length)) * room
     count = count_tokens(read_documents(text), tokenizer, most)
-    trained, held_out = _split(manifest, count // room, wanted, length, count)
-    drawn = draw_samples([read_documents(text, skipped)], tokenizer, trained, held_out, length, manifest.seed, prefix)
-    tokens = HealingTokens(drawn.samples, drawn.held_out, prefix, _names([text]))
+    trained, spared = _split(manifest, count // room, wanted, length, count)
+    windows = draw_samples([read_documents(text, skipped)], tokenizer, trained, spared, length, manifest.seed, prefix)
+    tokens = HealingTokens(windows.samples, windows.held_out, prefix, _names([text]))
     check_ids(tokens.windows, inputs.geometry.vocab, tokenizer, [text])
     return tokens
 

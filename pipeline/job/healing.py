@@ -112,7 +112,7 @@ def check_healing(job: JobContext) -> None:
             "heal: weights that are stored as codes of few bits (quantize) do not train yet; heal without quantize, or "
             "leave out heal"
         )
-    if kept := sorted({record.form.method for record in job.inputs.source.tensors.values() if record.form is not None}):
+    if kept := sorted({record.form.kind for record in job.inputs.source.tensors.values() if record.form is not None}):
         raise InputError(
             f"heal: the source stores weights as {', '.join(kept)}, which do not train yet; leave out heal, or convert "
             "the source to bfloat16 first"
@@ -234,7 +234,7 @@ def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: H
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry, geometry = job.ledger.get(layer_key(layer)), job.inputs.geometry.layers[layer]
         assert entry is not None
-        routers = tuple(f"{geometry.path(role)}." for role in (ROUTER, ROUTER_BIAS) if role in geometry.modules)
+        routers = tuple(f"{geometry.path(role)}." for role in (ROUTER, ROUTER_BIAS) if role in geometry.roles)
         for name, tensor in entry.staged.tensors.items():
             dtype, flat = DTYPES[tensor.dtype], len(tensor.shape) == 1
             written = compression["tensors"][name]["origin"] != "copied" and settings.what == "auto"

@@ -32,6 +32,7 @@ from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.inputs.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
+from pipeline.job.healed_ledger import HealedLedger
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.remaining_phases import job_eta
 from pipeline.methods.registry import layers_of
@@ -358,7 +359,8 @@ def staged_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
     """Return the staged layers that entries name, of a job or of all points of a sweep."""
     layers = [key for key in ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
     staged = tuple(entry.staged for key in layers if (entry := ledger.get(key)))
-    return (*staged, *healed_layers(ledger))
+    solved = staged_layers(ledger.whole) if isinstance(ledger, HealedLedger) else ()  # another healing begins there
+    return (*staged, *healed_layers(ledger), *solved)
 
 
 def healed_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:

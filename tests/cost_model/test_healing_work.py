@@ -11,7 +11,7 @@ from pipeline.cost_model.healing_work import HealingWork, healing_work
 from pipeline.cost_model.rates import GPUS
 from tests.families.geometries import llama
 
-LLAMA_70B = {
+LLAMA_70B: dict[str, Any] = {
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_hidden_layers": 80,

@@ -16,6 +16,8 @@ import pipeline.healing.training
 import pipeline.job.healing
 from manifests.errors import NumericsError
 from pipeline.healing.training import Training
+from tests import factories
+from tests.encoders import encode_model
 from tests.end_to_end.jobs import Job, command, file_digests, load, read_tensors, without_ray
 
 MakeJob = Callable[..., Job]
@@ -81,6 +83,19 @@ def test_in_the_manifest_it_gives_the_same_bytes_as_behind_a_finished_job(healed
     assert summary["held_out"]["divergence"] < healed.ledger("held_out_score")["divergence"]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in read_tensors(made.output).items())
     assert json.loads(command("status", str(made.run_dir), "--json").out)["state"] == "finished"
+
+
+def test_another_healing_begins_with_the_solved_layers(healed: Job) -> None:
+    digests, first = file_digests(healed.output), healed.compression()["healed"]
+    ended = command("heal", str(healed.run_dir), "--set", "heal.epochs=4", "--set", "heal.learning_rate=0.001")
+    assert ended.code == 0, ended.err
+    assert "repairing" not in ended.err
+    assert "score teacher" not in ended.err
+    second = healed.compression()["healed"]
+    assert second["steps"] == 8
+    assert second["before"] == first["before"]
+    assert command("heal", str(healed.run_dir), *SETTINGS).code == 0
+    assert file_digests(healed.output) == digests
 
 
 def _dying(owner: Any, name: str, calls: int, after: bool = False) -> tuple[Any, str, Callable[..., Any]]:
@@ -179,6 +194,12 @@ def test_wrong_settings_leave_output_as_it_was(options: tuple[str, ...], said: s
 def test_rounded_weights_are_refused_before_anything_is_computed(job: MakeJob) -> None:
     ended = job(quantize={"bits": 4, "group": 32, "feedback": False}, heal={}).run()
     assert (ended.code, "codes of few bits (quantize) do not train yet" in ended.err) == (2, True), ended.err
+
+
+def test_a_source_of_stored_formats_is_refused(job: MakeJob, tmp_path: Path) -> None:
+    source, _ = encode_model(factories.make_model(tmp_path / "source"), tmp_path, "fp8 blocks")
+    ended = job(source, heal={}).run()
+    assert (ended.code, "the source stores weights as fp8" in ended.err) == (2, True), ended.err
 
 
 def test_an_unfinished_job_is_refused(job: MakeJob, tmp_path: Path) -> None:
