@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -222,6 +223,8 @@ def _teacher(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> Teacher
 @contextmanager
 def _student_folder(job: JobContext, run_dir: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     """Assemble the solved layers as a checkpoint in RUN_DIR, of links where possible, for the block."""
+    for left in run_dir.glob(f"{STUDENT}*"):  # by a killed process
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=STUDENT) as folder:
         assembler = Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, output=folder)
         yield Path(folder), assembler.run()

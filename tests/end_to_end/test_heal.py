@@ -135,12 +135,14 @@ def test_an_interrupted_healing_resumes_with_the_same_bytes(
         patch.setattr(*dying())
         assert command("heal", str(healed.run_dir), *SETTINGS).code == 75
     assert file_digests(healed.output) == base
+    (healed.run_dir / "student-left").mkdir()  # as by SIGKILL
     ended = command("heal", str(healed.run_dir), *SETTINGS)
     assert ended.code == 0, ended.err
     assert said in ended.out + ended.err
     assert "score teacher" not in ended.err
     assert file_digests(healed.output) == digests
     assert not (healed.run_dir / "healing").exists()
+    assert said.startswith("healed") or not [*healed.run_dir.glob("student-*")]
 
 
 def test_a_healing_that_helps_nothing_changes_nothing(job: MakeJob) -> None:
