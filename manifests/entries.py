@@ -217,6 +217,60 @@ class ReusedEntry(Record):
     seconds: Finite
 
 
+class TeacherEntry(Record):
+    """The dense model's distribution on the text of a healing. `of`: digest of the tokens and of how they are stored.
+
+    Attributes:
+        tokens: ids of the trained windows, then of the held-out ones.
+        rows: rows of the trained windows (`pipeline.kernels.teacher_rows`), by shard.
+        outputs: last hidden states of the held-out windows, by shard.
+    """
+
+    of: Sha256
+    tokens: ArrayRecord
+    rows: Row[ArrayRecord]
+    outputs: Row[ArrayRecord]
+
+
+class HealingCurve(Record):
+    """Divergences of the healed from the dense model on held-out windows, in nats per token, after some steps.
+
+    `best`: the step with the least. `skipped`: steps whose gradient was not finite.
+    """
+
+    steps: Row[NonNegativeInt] = ()
+    divergences: Row[Finite] = ()
+    best: NonNegativeInt = 0
+    skipped: NonNegativeInt = 0
+
+
+class HealingEntry(Record):
+    """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR."""
+
+    of: Sha256
+    step: NonNegativeInt
+    folder: str
+    curve: HealingCurve
+
+
+class HealedEntry(Record):
+    """A finished healing. Without `layers`, none was better than the start.
+
+    Attributes:
+        of: digest of the settings, of the text and of the layers before healing.
+        base: the digests of these layers.
+        layers: the healed layers, by number.
+        trained: the names of the tensors that differ from those of the solve.
+        figures: what the compression record and the card say of it.
+    """
+
+    of: Sha256
+    base: Row[Sha256 | None]
+    layers: Mapping[str, StagedRecord]
+    trained: Row[str]
+    figures: Mapping[str, Any]
+
+
 class ScoreEntry(Record):
     """The perplexity of the dense or the compressed model (`seal`: of the compression record) on a text.
 
@@ -320,6 +374,9 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "task_score": TaskScoreEntry,
         "compared": ComparedEntry,
         "evaluation": TokensEntry,
+        "teacher": TeacherEntry,
+        "healing": HealingEntry,
+        "healed": HealedEntry,
         "points": PointsEntry,
         "result": PointEntry,
     }.items()

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manifests.blocks import Block, Count, Listed, Location, Share
 from manifests.calibration import Calibration, Prefix, Text
+from manifests.heal import Heal
 from manifests.methods import AnyMethod
 from manifests.quantize import FORMER_CONSTANTS, Quantize
 
@@ -193,6 +194,7 @@ class Manifest(Block):
     budget: Budget | None = None
     calibration: Calibration | None = None
     quantize: Quantize | None = None
+    heal: Heal | None = None
     methods: Annotated[tuple[AnyMethod, ...], Listed]
     workers: Workers = Workers()
     resume: Resume = Resume()
@@ -297,6 +299,12 @@ class Manifest(Block):
         return self
 
     @model_validator(mode="after")
+    def _healing_has_its_text(self) -> Self:
+        if self.heal is not None and self.heal.text is None and self.calibration is None:
+            raise ValueError("heal trains on text, and the job has no calibration; give heal.text")
+        return self
+
+    @model_validator(mode="after")
     def _refinement_has_its_text(self) -> Self:
         asking = [(at, entry) for at, entry in enumerate(self.methods) if entry.refine is not None]
         for position, entry in asking:
@@ -322,7 +330,8 @@ class Manifest(Block):
     def semantic(self) -> dict[str, Any]:
         """Return the fields that change the output's bytes; the fingerprint covers them.
 
-        Paths and evaluation change nothing. The calibration text is covered by its token ids, so that files may move.
+        Paths and evaluation change nothing, and healing follows the solve. The calibration text is covered by its token
+        ids, so that files may move.
         """
         fields = self.model_dump(
             mode="json",

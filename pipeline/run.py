@@ -58,20 +58,7 @@ def run_job(
         from pipeline.job import stages  # slow imports, only after the arguments are checked
 
     with stages.open_job(manifest, fresh=fresh, stop=stop, quiet=quiet, in_process=in_process) as job:
-        summary, faults = stages.finished_summary(job)
-        finished = summary is not None and not faults
-        if summary and finished and not stages.missing_scores(job):
-            return summary
-        with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
-            stages.check_output(job, faults, finished)
-            stages.join_cluster(job, address, connect_timeout_s)
-            stages.begin(job, finished)
-            if summary and finished:
-                return stages.score_again(job, summary)
-            job, effort = stages.compress_to_budget(job, heartbeat)
-            compression = stages.assemble_output(job)
-            scores = stages.evaluate_output(job, compression)
-            return stages.finish(job, effort, compression, scores)
+        return stages.run_to_end(job, address, connect_timeout_s)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from manifests.errors import StorageError
 from manifests.records import Key
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.wrapping import say
-from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, POINTS, RESULT, TEXTS, point_part
+from pipeline.driver.ledger_keys import COMPLETE, HEALING, HELD_OUT_SCORE, POINTS, RESULT, TEXTS, point_part
 from pipeline.evaluation.losses import all_warnings
 from stores.ledger import Ledger
 from stores.lock import read_lock
@@ -60,6 +60,7 @@ def read_status(place: Place) -> dict[str, Any]:
     complete, ended = ledger.get(COMPLETE), read_record(run_dir.storage)
     points = _points(ledger)
     entered = {"held_out": ledger.get(HELD_OUT_SCORE), "texts": ledger.get(TEXTS)}
+    healing = ledger.get(HEALING)
     scored = {name: entry.as_json() for name, entry in entered.items() if entry}
     finished = bool(complete) or (points is not None and points["done"] == points["of"])
     return {
@@ -70,6 +71,7 @@ def read_status(place: Place) -> dict[str, Any]:
         "last_run": _last_run(owner, ended),
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
         "points": points,
+        "healing": healing.as_json() if healing else None,
         "last_commit": max(ledger.storage.modified_times().values(), default=None),
         "summary": complete.summary if complete else None,
         "remark": ((complete.summary if complete else scored).get("texts") or {}).get("remark"),
@@ -131,6 +133,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         yield f"layers committed, {name.replace('_', ' ')}: {number}"
     if points := state["points"]:
         yield f"points of the sweep: {points['done']} of {points['of']}"
+    if healing := state["healing"]:
+        yield f"healing: checkpoint behind step {healing['step']}"
     if state["last_commit"]:
         age_s = max(0.0, time.time() - state["last_commit"])  # a file server's clock may be ahead of ours
         yield f"last commit: {age_s:.0f} s ago"
@@ -143,6 +147,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
             where.append(f"layer {progress['layer']}")
         if progress.get("of"):
             where.append(f"{progress['done']} of {progress['of']} units")
+        if progress.get("loss") is not None:
+            where.append(f"divergence {progress['loss']:.4f} in training")
         if progress.get("seconds_left") is not None:
             where.append(f"about {progress['seconds_left']:,.0f} s of the job left")
         yield ", ".join(where)

@@ -28,7 +28,20 @@ FOLDERS = {  # folder of the repository -> what its modules' names start with
 }
 COMMANDS = {
     f"pipeline.{name}"
-    for name in ("run", "plan", "status", "verify", "evaluate", "export", "push", "report", "scale", "sweep", "init")
+    for name in (
+        "run",
+        "plan",
+        "status",
+        "verify",
+        "evaluate",
+        "export",
+        "push",
+        "report",
+        "scale",
+        "sweep",
+        "init",
+        "heal",
+    )
 }
 METHODS = {"flat_llm", "lorc", "lestd", "joint_rank_k"} | {
     name for entry in MethodEntry.__subclasses__() for name in get_args(entry.model_fields["method"].annotation)
@@ -52,7 +65,7 @@ def _rooms(*names: str) -> tuple[str, ...]:
 
 MODELS = _rooms("kernels", "ranks", "families", "methods", "rounding")
 WORK = _rooms("units", "driver", "cost_model")
-BESIDE_A_JOB = _rooms("inputs", "console", "evaluation", "checkpoint", "reporting")
+BESIDE_A_JOB = _rooms("inputs", "console", "evaluation", "checkpoint", "healing", "reporting")
 LAYERS = {  # the longest name that fits a module is its layer
     "manifests": Layer(never=frozenset({"torch", "ray", "zarr", "transformers"})),
     "lamina": Layer(never=frozenset({"ray", "zarr"})),
@@ -78,6 +91,7 @@ LAYERS = {  # the longest name that fits a module is its layer
     "pipeline.checkpoint": Layer(
         ("manifests", "stores", "workers", "lamina", *MODELS, *WORK, *_rooms("inputs", "evaluation"))
     ),
+    "pipeline.healing": Layer(("manifests", "lamina", "pipeline.kernels")),
     "pipeline.reporting": Layer(("manifests", "stores", *MODELS, *WORK, *_rooms("console", "evaluation"))),
     "pipeline.verification": Layer(
         ("manifests", "stores", "workers", "lamina", *MODELS, *_rooms("inputs", "checkpoint"))

@@ -142,7 +142,7 @@ def test_an_actor_is_imported_before_the_serving_package_can_be(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ("init", "run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "push", "sweep")
+COMMANDS = ("init", "run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "push", "sweep", "heal")
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def test_minimal_manifest(tmp_path: Path) -> None:
             {"calibration": {"text": {"files": ["a"]}, "samples": 2, "shards": 3}},
             "calibration", "'shards': 3", "more than samples: 2",
         ),
-        ({"no_such": [1, 2]}, "no_such", "[1, 2]", "budget, calibration, environment, evaluation, methods, model"),
+        ({"no_such": [1, 2]}, "no_such", "[1, 2]", "budget, calibration, environment, evaluation, heal, methods, mod"),
     ],
 )  # fmt: skip
 def test_fault_names_field_value_and_what_is_allowed(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 ALL = "\n".join(PAGES.values())
-COMMANDS = ("init", "run", "plan", "status", "report", "scale", "sweep", "evaluate", "export", "push", "verify")
+COMMANDS = ("init", "run", "plan", "status", "report", "scale", "sweep", "evaluate", "export", "push", "verify", "heal")
 MODULES = [f"pipeline.{name}" for name in COMMANDS]
 TARGETS = sorted(set(re.findall(r"^make (\w+)$|`make (\w+)`", ALL, flags=re.MULTILINE)))
 

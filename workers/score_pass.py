@@ -18,7 +18,8 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.kernels.checks import all_finite
 from pipeline.kernels.gradients import cut_logits
-from pipeline.units.scores import Score, Scored, WindowForward, Windows
+from pipeline.kernels.teacher_rows import encode_rows, row_bytes
+from pipeline.units.scores import Score, Scored, Teach, WindowForward, Windows
 from pipeline.units.units import ShardDone
 from stores.activations import ActivationStore
 from workers.branched_layer import Places
@@ -30,6 +31,7 @@ from workers.hidden import WINDOWS, HiddenStates, InMemory
 from workers.layers import LayerReader
 from workers.sliced_pass import SlicedPass, SlicedShard
 
+TEACHER = "teacher"  # the phase of stored rows
 ROWS_PER_LOGITS = 256  # large enough for a fast product, small enough for its result to stay in a cache
 LogitRows = tuple[tuple[Tensor, ...], Tensor]  # logits (T, V) of one or more models, and the next tokens (T,)
 
@@ -111,6 +113,25 @@ class ScorePass:
     def shard(self, unit: WindowForward | Score) -> WindowShard:
         """Return the shard of a unit."""
         return WindowShard(self, unit)
+
+    def teach(self, unit: Teach) -> ArrayRecord:
+        """Store the rows of one shard. Raises the errors of `Worker.execute`."""
+        shard = WindowShard(self, unit)
+        inputs, scored = shard.inputs(), shard.length - unit.windows.unscored
+        shape = (shard.windows_M, scored, row_bytes(self.setup.geometry.vocab))
+        first, waiting, waiting_rows = shard.first * scored, list[Tensor](), 0
+        with self.activations.writer(TEACHER, unit.layer, unit.shard, shape, torch.uint8) as writer:
+            for (logits_TV,), _ in shard.logits((inputs, unit.staged)):
+                waiting.append(encode_rows(logits_TV, first).cpu())
+                first, waiting_rows = first + len(logits_TV), waiting_rows + len(logits_TV)
+                whole = waiting_rows // scored * scored
+                if whole:
+                    rows_TW = torch.cat(waiting)
+                    writer.append(rows_TW[:whole].unflatten(0, (-1, scored)))
+                    waiting, waiting_rows = [rows_TW[whole:]], waiting_rows - whole
+            record = writer.commit()
+        self.hidden.release_shard(shard.lineage, unit.shard)
+        return record
 
     def layers(self, windows: Windows) -> LayerReader:
         """Return the reader of layers in the dtype of the windows."""

@@ -26,7 +26,7 @@ from pipeline.methods.registry import build_methods
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.units.questions import Answer
 from pipeline.units.reads import ReadDone, ReadLayer
-from pipeline.units.scores import Compare, CompareDone, Score, WindowForward
+from pipeline.units.scores import Compare, CompareDone, Score, Teach, WindowForward
 from pipeline.units.sharding import GRID_TOKENS
 from pipeline.units.sums import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
 from pipeline.units.text_amount import MeasureText
@@ -138,6 +138,7 @@ class Worker:
             WindowForward: self.scores.forward,
             Score: self.scores.score,
             Answer: self.scores.answer,
+            Teach: self.scores.teach,
             Compare: self._compare,
             MeasureText: lambda unit: measure_text(unit, self.layers, self._tokens, self._computing),
         }

@@ -13,7 +13,7 @@ from typing import Any
 from lamina import MODELLING_FILES, modelling_source
 from lamina.stored_lamina import FIELD, StoredFormat
 from manifests import VERSION
-from manifests.entries import LayerEntry
+from manifests.entries import HealedEntry, LayerEntry
 from manifests.errors import CorruptError, InputError
 from manifests.records import Scheme, ShardRecord, SourceFile
 from pipeline.checkpoint.compression_record import (
@@ -30,7 +30,7 @@ from pipeline.checkpoint.decoding_cost import decoding_costs
 from pipeline.checkpoint.listing import CARD_FILE, OUR_FILES, sweep_halves
 from pipeline.checkpoint.model_card import model_card
 from pipeline.driver.interfaces import Journal
-from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
+from pipeline.driver.ledger_keys import COMPARED, HEALED, layer_key, rest_key
 from pipeline.families.latent_config import described_config, latent_paths, output_config, untied_head
 from pipeline.families.wrapper import TOWERS, is_tower
 from pipeline.inputs.checkpoints import linear_modules
@@ -113,14 +113,16 @@ class Assembler:
         run_dir: Place,
         source_files: Mapping[str, SourceFile],
         guard: Callable[[], None] = lambda: None,
+        output: Place | None = None,
     ) -> None:
-        """`source_files`: by name. `guard`: raises if RUN_DIR is no longer ours or the source changed."""
+        """`source_files`: by name. `guard`: raises if RUN_DIR is no longer ours or the source changed. `output`: a
+        place other than OUTPUT."""
         self.guard = guard
         self.inputs = inputs
         self.journal = journal
         self.run_dir = open_storage(run_dir)
         self.source_files = source_files
-        self.output = open_storage(inputs.manifest.output)
+        self.output = open_storage(output or inputs.manifest.output)
 
     def names(self) -> frozenset[str]:
         """Return the names of all files that `run` writes."""
@@ -232,6 +234,8 @@ class Assembler:
     def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, ShardRecord]) -> dict[str, Any]:
         geometry, forms = self.inputs.geometry, self._forms()
         owners = {(task.layer, role): task for task in self.inputs.tasks for role in task.roles}
+        healed = self._healed()
+        trained = {*healed.trained} if healed else set()
         tensors: dict[str, Any] = {}
         for plan in plans:
             role_paths = {} if plan.layer is None else self._role_paths(plan.layer, forms[plan.layer])
@@ -240,7 +244,7 @@ class Assembler:
                 task = None if plan.layer is None or role is None else owners.get((plan.layer, role))
                 form = None if plan.layer is None or role is None else forms[plan.layer].get(role)
                 origin = self.inputs.methods[task.method].name if task else "copied"
-                stored = {"origin": origin, "shard": plan.name}
+                stored = {"origin": origin, "shard": plan.name, **({"healed": True} if name in trained else {})}
                 tensors[name] = {**described.as_json(), **(form or {"form": "dense"}), **stored}
         return {
             "version": RECORD_VERSION,
@@ -257,10 +261,18 @@ class Assembler:
             "decoding": decoding_costs(described_config(self.inputs.config, forms), self.inputs.config),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "compared": compared.compared.as_json() if (compared := self.journal.get(COMPARED)) else None,
+            **({"healed": dict(healed.figures)} if healed else {}),
             "shards": {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()},
             "claimed": claimed_tensors(self.inputs),
             "tensors": tensors,
         }
+
+    def _healed(self) -> HealedEntry | None:
+        """Return the healing whose layers these are; None if they are those of the solve."""
+        entry = self.journal.get(HEALED)
+        layers = range(self.inputs.geometry.num_layers)
+        staged = {str(layer): entered.staged for layer in layers if (entered := self._entry(layer))}
+        return entry if entry and entry.layers and {**staged, **entry.layers} == staged else None
 
     def _role_paths(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
         """Map module paths, with a trailing dot, to roles, the longest first, because modules may be nested.

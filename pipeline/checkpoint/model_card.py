@@ -27,13 +27,25 @@ tags: [lamina, compressed]
 | of these in decoder layers | {decoder["dense"]:,} | {decoder["compressed"]:,} |
 | bytes | {stored["dense"]:,} | {stored["compressed"]:,} |
 | cache bytes per token | {cache["dense"]:,} | {cache["compressed"]:,} |
-
+{_healed(compression.get("healed"))}
 {_loading(config)} `compression.json` lists the form and the method of every tensor.
 {origin}{_left_out(compression["source"].get("left_out", ()))}
 
 {engine_table(config, cache["compressed"] / cache["dense"])}
 
 {_decoding(compression["decoding"])}{_latents(compression)}"""
+
+
+def _healed(figures: Mapping[str, Any] | None) -> str:
+    """Describe the healing; empty without one."""
+    if figures is None:
+        return ""
+    times = "once" if figures["epochs"] == 1 else f"{figures['epochs']} times"
+    return f"""
+Healed: trained as a whole against the dense model, {times} on {figures["tokens"]:,} tokens of
+{", ".join(figures["text"])}. On {figures["held_out_tokens"]:,} other tokens of this text, its divergence from the dense
+model fell from {figures["before"]:.4f} to {figures["after"]:.4f} nats per token.
+"""
 
 
 def _loading(config: Mapping[str, Any]) -> str:

@@ -110,6 +110,11 @@ def check_in_process(address: str | None, workers: int, field: str = "workers.ma
 def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> None:
     """Add the arguments of a command that reads a manifest, for `read_manifest`."""
     options.add_argument("manifest", help=f"{what}, in YAML")
+    add_overrides(options)
+
+
+def add_overrides(options: argparse.ArgumentParser) -> None:
+    """Add the arguments that change a manifest's fields and paths."""
     options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
     options.add_argument(
         "--base", type=Path, metavar="DIR", help="the folder of the manifest's relative paths; default: here"

@@ -21,7 +21,7 @@ from pipeline.driver.ledger_keys import scored_key
 from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, Task, TaskStream
 from pipeline.units.questions import Answer, Answers, Questions
-from pipeline.units.scores import Score, Scored, WindowForward, Windows
+from pipeline.units.scores import Score, Scored, Teach, WindowForward, Windows
 from pipeline.units.units import ShardDone
 
 Layers = Sequence[StagedLayer | None]
@@ -79,6 +79,14 @@ class Scorer:
         each of the others. Both pass the layers together. Raises the errors of `outputs`."""
         model = _Model(self, windows, name, layers)
         return model.repaired(lambda: model.scores_and_outputs(scored))
+
+    def taught(
+        self, windows: Windows, name: str, layers: Layers, taught: int
+    ) -> tuple[tuple[ArrayRecord, ...], tuple[ArrayRecord, ...]]:
+        """Return the records of the rows of the first `taught` shards (`Teach`), and the stored outputs of the last
+        layer on each of the others. Raises the errors of `outputs`."""
+        model = _Model(self, windows, name, layers)
+        return model.repaired(lambda: model.taught(taught))
 
     def score_stream(
         self, windows: Windows, name: str, layers: Layers, dense: Outputs | Task[tuple[ArrayRecord, ...]]
@@ -185,6 +193,13 @@ class _Model:
         base, records, _ = yield from self._through(())
         answers: list[Answers] = yield self._scores(self.shards, base, records, unit=Answer)
         return answers
+
+    def taught(self, taught: int) -> TaskStream[tuple[tuple[ArrayRecord, ...], tuple[ArrayRecord, ...]]]:
+        """Run all shards through all layers. Return the records of the rows of the first ones, and of the last layer's
+        outputs of the others."""
+        base, records, outputs = yield from self._through(self.shards[taught:])
+        rows: list[ArrayRecord] = yield self._scores(self.shards[:taught], base, records, unit=Teach)
+        return tuple(rows), outputs
 
     def _scores(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manifests.calibration import Prefix, Text
+from manifests.calibration import Calibration, Prefix, Text
 from manifests.errors import InputError
 from manifests.records import Origin
 from manifests.schema import Perplexity
@@ -63,6 +63,11 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
+    return draw_calibration(inputs, calibration)
+
+
+def draw_calibration(inputs: Inputs, calibration: Calibration) -> CalibrationTokens:
+    """Read the calibration texts, also for a job that compresses without them. Raises InputError about the text."""
     tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
     samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
     prefix = prefix_ids(calibration.prefix, tokenizer)

@@ -30,6 +30,7 @@ from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, REUSED, SAMPLES, 
 from pipeline.evaluation.losses import check_dense_loss
 from pipeline.inputs.calibration import EvaluationTokens, calibration_tokens, evaluation_tokens
 from pipeline.inputs.fingerprint import job_fingerprint
+from pipeline.inputs.healing_text import HealingTokens, read_healing_text
 from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
@@ -61,6 +62,7 @@ class JobContext:
         started: time.monotonic().
         sources: the source of each calibration sample.
         texts_read: counts of what was read of the texts for `calibration` and `evaluation`.
+        healing_text: the windows of `heal.text`; None: the calibration samples, or no healing.
         fingerprint_check: the state of the run directory when it was opened; `begin` makes it the job's.
         watch: detects changes of the files that the job reads and copies.
         points: the manifests of a sweep's points; empty for a job.
@@ -74,6 +76,7 @@ class JobContext:
     evaluation: EvaluationTokens | None
     sources: TextSources
     texts_read: Mapping[str, ReadText]
+    healing_text: HealingTokens | None
     source_files: Mapping[str, SourceFile]
     run_dir: RunDirectory
     locks: tuple[RunLock, ...]
@@ -201,6 +204,7 @@ class Text(NamedTuple):
     evaluation: EvaluationTokens | None
     sources: TextSources
     texts_read: Mapping[str, ReadText]
+    healing_text: HealingTokens | None
 
 
 def read_text(inputs: Inputs) -> Text:
@@ -209,8 +213,10 @@ def read_text(inputs: Inputs) -> Text:
     held_out = drawn.held_out if drawn and len(drawn.held_out) else None
     sources = drawn.sources if drawn else NO_SOURCES
     samples, prefix = (drawn.samples, drawn.prefix) if drawn else (None, ())
-    texts_read = {name: text.read for name, text in (("calibration", drawn), ("evaluation", evaluation)) if text}
-    return Text(samples, held_out, prefix, evaluation, sources, texts_read)
+    healing = read_healing_text(inputs)
+    texts = (("calibration", drawn), ("evaluation", evaluation), ("heal", healing))
+    texts_read = {name: text.read for name, text in texts if text}
+    return Text(samples, held_out, prefix, evaluation, sources, texts_read, healing)
 
 
 def check_evaluation_prefix(job: JobContext, file: str, evaluation: Evaluation) -> None:

@@ -20,6 +20,7 @@ from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.amounts import duration
 from pipeline.cost_model.commits import committed_bytes, layers_per_commit
 from pipeline.cost_model.estimate import Plan, expert_remarks, make_plan, rank_remarks, source_remarks
+from pipeline.cost_model.healing_work import healing_work
 from pipeline.cost_model.passes import gradient_tokens, pass_of
 from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, evaluate_seconds, object_store_bytes, phase_seconds
 from pipeline.cost_model.probe import ProbedShape, measured_rates
@@ -91,7 +92,10 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
         phases["evaluate"] = scoring_seconds(inputs, tokens.ids, rates, way.workers)
     of_tasks, unknown = tasks_seconds(inputs, manifest.evaluation.tasks, rates, way.workers)
     phases |= {"tasks": of_tasks} if of_tasks else {}
+    healing = healing_work(manifest, geometry, plan.expected_numbers / plan.dense_numbers, dtype.itemsize)
+    phases |= healing.seconds(rates, way.workers) if healing else {}
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
+    report |= healing.report() if healing else {}
     remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
     engines = {} if inputs is None else {"engines": planned_lines(inputs)}
     return report | verdict(manifest, report, source, remarks) | engines
@@ -146,10 +150,13 @@ def verdict(
 
 
 def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
-    """Return remarks on evaluations whose seconds are unknown."""
+    """Return remarks on what the plan does not count."""
+    remarks = []
     if inputs is None and manifest.evaluation.perplexity is not None:
-        return ["evaluation.perplexity is not among the seconds: with --config its text is not read"]
-    return []
+        remarks.append("evaluation.perplexity is not among the seconds: with --config its text is not read")
+    if manifest.heal is not None and manifest.heal.text is not None and manifest.heal.tokens is None:
+        remarks.append("heal is not among the seconds: the plan does not read heal.text; give heal.tokens")
+    return remarks
 
 
 def size_seconds(phases: Mapping[str, float], way: Pass) -> float:
@@ -216,7 +223,14 @@ def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSou
             f"does not fit: a worker needs {plan['worker_device_bytes'] / 1e9:.0f} GB of its GPU, which has "
             f"{plan['rates']['device_bytes'] / 1e9:.0f}; lower calibration.micro_batch, or take a larger one"
         )
-    for name, needed in (("output", plan["output_bytes"]), ("run_dir", plan["run_dir_bytes"])):
+    healing = plan.get("healing_bytes", 0)
+    if source.gpu is not None and manifest.workers.gpus and healing > plan["rates"]["device_bytes"]:
+        limits.append(
+            f"does not fit: heal trains on one GPU and needs {healing / 1e9:,.0f} GB of it, which has "
+            f"{plan['rates']['device_bytes'] / 1e9:.0f}; leave out heal, or take a larger one"
+        )
+    run_dir_bytes = plan["run_dir_bytes"] + plan.get("healing_disk_bytes", 0)
+    for name, needed in (("output", plan["output_bytes"]), ("run_dir", run_dir_bytes)):
         place = Path(getattr(manifest, name))
         if "://" in str(place):
             continue
@@ -243,6 +257,12 @@ def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[st
             f"does not fit: {plan['workers']} workers of {plan['worker_host_bytes'] / 1e9:,.1f} GB and the driver take "
             f"{needed / 1e9:,.1f} GB of memory, this machine has {machine / 1e9:,.1f}; lower workers.max, or give "
             "--address of a cluster"
+        )
+    healing = plan.get("healing_bytes", 0)
+    if not manifest.workers.gpus and healing > machine:
+        limits.append(
+            f"does not fit: heal trains in one process, which takes {healing / 1e9:,.1f} GB of memory, this machine "
+            f"has {machine / 1e9:,.1f}; leave out heal"
         )
     gpus, workers = torch.cuda.device_count(), manifest.workers
     if workers.gpus * workers.min > gpus:

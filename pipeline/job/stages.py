@@ -14,6 +14,7 @@ from pipeline.cost_model.estimate import source_remarks
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED, SAMPLES, TARGET, TEXTS
 from pipeline.evaluation.losses import all_warnings
 from pipeline.job.context import JobContext, begin, check_output, open_job
+from pipeline.job.healing import check_healing, heal_layers, healing_due
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.output_scores import missing_scores, score_output, scores
 from pipeline.job.prediction import prediction_of, tries_of
@@ -23,21 +24,27 @@ from pipeline.job.worker_session import Effort, assemble_output
 from workers.in_process_pool import check_device
 from workers.memory import peak_bytes
 
-__all__ = [
-    "assemble_output",
-    "begin",
-    "check_output",
-    "compress_to_budget",
-    "evaluate_output",
-    "finish",
-    "finished_summary",
-    "heartbeat",
-    "join_cluster",
-    "missing_scores",
-    "open_job",
-    "recorded",
-    "score_again",
-]
+__all__ = ["finish", "finished_summary", "heartbeat", "open_job", "recorded", "run_to_end"]
+
+
+def run_to_end(job: JobContext, address: str | None, connect_timeout_s: float) -> dict[str, Any]:
+    """Do what is missing of a job, and return its summary. Raises the errors of `pipeline.run.run_job`."""
+    check_healing(job)
+    summary, faults = finished_summary(job)
+    finished = summary is not None and not faults and not healing_due(job)
+    if summary and finished and not missing_scores(job):
+        return summary
+    with job.observer, recorded(job), heartbeat(job) as beats:
+        check_output(job, faults, finished)
+        join_cluster(job, address, connect_timeout_s)
+        begin(job, finished)
+        if summary and finished:
+            return score_again(job, summary)
+        job, effort = compress_to_budget(job, beats)
+        job = heal_layers(job, beats)
+        compression = assemble_output(job)
+        scores = evaluate_output(job, compression)
+        return finish(job, effort, compression, scores)
 
 
 def heartbeat(job: JobContext) -> Heartbeat:
@@ -121,6 +128,8 @@ def finish(
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},
         "plan": job.plan.report(),
     }
+    if healed := compression.get("healed"):
+        figures["healed"] = healed
     if one_text := source_remarks(job.manifest, job.inputs.geometry, job.inputs.tasks):
         figures["one_text"] = one_text[0]
     summary = warned(figures)

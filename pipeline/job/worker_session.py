@@ -24,7 +24,7 @@ from pipeline.cost_model.rates import known_rates
 from pipeline.driver.driver import Driver
 from pipeline.driver.interfaces import BusyPool, Journal
 from pipeline.driver.job_spec import Job, LayersEntered, layer_parts
-from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
+from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HEALED, HELD_OUT, SCORED, TEACHER, TOKENS
 from pipeline.driver.recovery import REPAIRS
 from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, TaskStream
 from pipeline.driver.scoring import Scorer
@@ -32,6 +32,7 @@ from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.inputs.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
+from pipeline.job.healed_ledger import HealedLedger
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.remaining_phases import job_eta
 from pipeline.methods.registry import layers_of
@@ -108,7 +109,7 @@ class StoreCleaner:
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
         """Drop all staged layers but these."""
-        self.run_dir.sweep_staged(records)
+        self.run_dir.sweep_staged((*records, *healed_layers(self.run_dir.ledger)))
 
 
 class JobWorkers:
@@ -185,6 +186,11 @@ class JobWorkers:
                 job.observer.repaired("; ".join(damaged.values()), list(damaged))
         raise CorruptError("; ".join(damaged.values()) or "staged layers cannot be read, though they are undamaged")
 
+    def compare(self, job: JobContext) -> None:
+        """Compare the entered layers with the dense ones, unless figures of these layers are entered."""
+        layers = LayersEntered(job.ledger, job.inputs.geometry.num_layers, layers_of(job.inputs.tasks))
+        Scheduler(self.pool, job.observer).run(_compare(job, layers))
+
     def driver(
         self,
         job: JobContext,
@@ -259,6 +265,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     held_out = job.ledger.get(HELD_OUT)
     always = [tokens] if tokens else []
     always += [held_out.tokens, *(held_out.outputs or ())] if held_out else []
+    always += teacher_arrays(job.ledger)
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
@@ -351,4 +358,18 @@ def _sweep(job: JobContext) -> None:
 def staged_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
     """Return the staged layers that entries name, of a job or of all points of a sweep."""
     layers = [key for key in ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
-    return tuple(entry.staged for key in layers if (entry := ledger.get(key)))
+    staged = tuple(entry.staged for key in layers if (entry := ledger.get(key)))
+    solved = staged_layers(ledger.whole) if isinstance(ledger, HealedLedger) else ()  # another healing begins there
+    return (*staged, *healed_layers(ledger), *solved)
+
+
+def healed_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
+    """Return the staged layers of a finished healing."""
+    healed = ledger.get(HEALED)
+    return tuple(healed.layers.values()) if healed else ()
+
+
+def teacher_arrays(ledger: Ledger) -> list[ArrayRecord]:
+    """Return the stored arrays of a healing: its tokens, and the dense model's distribution on them."""
+    teacher = ledger.get(TEACHER)
+    return [teacher.tokens, *teacher.rows, *teacher.outputs] if teacher else []

@@ -35,7 +35,8 @@ WITH_LEGEND_INCHES = 3.1  # the height of a plot with a legend below
 def all_plots(run: Run) -> list[Plot]:
     """Draw all plots, in the order of the page."""
     plots = [_importance(run), *expert_plots(run, _chosen_losses(run)), *_ranks(run), _stored(run), *_curves(run)]
-    plots += [_predicted_loss(run), _errors(run), _refinement(run), *_spectra(run), _conditions(run), *time_plots(run)]
+    plots += [_predicted_loss(run), _errors(run), _refinement(run), _healing(run), *_spectra(run), _conditions(run)]
+    plots += time_plots(run)
     return [plot for plot in plots if plot is not None]
 
 
@@ -223,6 +224,22 @@ def _refinement(run: Run) -> Plot | None:
     }
     caption = "Error of each layer's outputs, relative to the dense layer's, before and after refinement."
     return _line_plot(run, "refinement", "error before and after refinement", lines, caption)
+
+
+def _healing(run: Run) -> Plot | None:
+    if (curve := run.healing) is None:
+        return None
+
+    def plot(axes: Axes) -> None:
+        axes.plot(curve.steps, curve.divergences, color=SERIES[0], marker=MARKERS[0])
+        best = curve.divergences[curve.steps.index(curve.best)]
+        axes.plot([curve.best], [best], MARKERS[1], color=SERIES[1])
+        axes.set_xlabel("step")
+        axes.set_ylabel("nats per token")
+        axes.set_title("divergence while healing")
+
+    caption = "Divergence from the dense model on held-out text, by step of the healing. The best weights are kept."
+    return draw("errors", "healing", caption, plot)
 
 
 def _conditions(run: Run) -> Plot | None:

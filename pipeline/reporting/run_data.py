@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, LayerEntry, StatisticsEntry
+from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, HealingCurve, LayerEntry, StatisticsEntry
 from manifests.errors import InputError, StorageError
 from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.cost_model.estimate import Plan, make_plan
 from pipeline.cost_model.memory import MOMENT_BYTES
-from pipeline.driver.ledger_keys import COMPLETE, RANKS
+from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, RANKS
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.experts.completing import with_samples
@@ -28,6 +28,7 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.reporting.unit_log import SUFFIX
 from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
+from stores.ledger import Ledger
 from stores.lock import read_lock
 from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, existing_run
 from stores.storage import Place, Storage, matching
@@ -48,6 +49,7 @@ class Run:
         commits: (Unix time, key) of the current ledger entries, in order of time.
         layers: layer -> ledger entry.
         ranks: task -> ranks, once they are chosen; importance: layer -> share; curves: by task.
+        healing: the divergences of a healing, finished or not; None without one.
         summary: the summary of the finished job.
         statistics_bytes: layer -> bytes of its moments in memory.
         units: finished units of the last run, in the order in which they finished (`pipeline.reporting.unit_log`).
@@ -65,6 +67,7 @@ class Run:
     ranks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     importance: Mapping[int, float] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    healing: HealingCurve | None = None
     summary: Mapping[str, Any] | None = None
     record_sha256: str | None = None
     statistics_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -158,12 +161,22 @@ def read_run(place: Place) -> Run:
         ranks=ranks.ranks if ranks else {},
         importance={int(layer): value for layer, value in ranks.importance.items()} if ranks else {},
         curves={task: curve for by_task in curves for task, curve in by_task.items()},
+        healing=_healing(ledger),
         summary=complete.summary if complete else None,
         record_sha256=complete.contract_sha256 if complete else None,
         statistics_bytes=_statistics_bytes(entries),
         units=_units(run_dir.logs),
         log=_log(run_dir.logs),
     )
+
+
+def _healing(ledger: Ledger) -> HealingCurve | None:
+    if healing := ledger.get(HEALING):
+        return healing.curve
+    if (healed := ledger.get(HEALED)) is None:
+        return None
+    steps, divergences = zip(*healed.figures["curve"], strict=True)
+    return HealingCurve(steps=steps, divergences=divergences, best=healed.figures["best_step"])
 
 
 def _state(owner: Mapping[str, Any] | None, ended: Mapping[str, Any] | None, complete: object) -> str:

@@ -55,6 +55,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         say(line)
     if texts := summary.get("texts"):
         say(texts_line(texts))
+    if healed := summary.get("healed"):
+        say(healed_line(healed))
     if held_out := summary.get("held_out"):
         say(held_out_line(held_out))
     for entry in summary.get("tries", ()):
@@ -78,6 +80,14 @@ def samples_line(entered: Mapping[str, Any]) -> str:
     return (
         f"calibration.samples: auto: {entered['samples']} of {most}; twice as much text as the {most} would lower the "
         f"error on held-out text by {more:.1%}"
+    )
+
+
+def healed_line(figures: Mapping[str, Any]) -> str:
+    """Return a line about a healing, from its figures in the compression record."""
+    return (
+        f"healed: {figures['steps']} steps on {figures['tokens']:,} tokens, best after step {figures['best_step']}; "
+        f"divergence on held-out text {figures['before']:.4f} before, {figures['after']:.4f} after"
     )
 
 

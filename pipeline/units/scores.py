@@ -120,6 +120,19 @@ class Score(Replaying):
 
 
 @dataclass(frozen=True)
+class Teach(Score):
+    """Stores what a distillation loss needs of the model's logits on one shard of windows.
+
+    The result is the record of the rows (windows, scored tokens, bytes), see `pipeline.kernels.teacher_rows`. Fields as
+    in `Score`.
+    """
+
+    @property
+    def key(self) -> str:
+        return f"teach/{self.model}/{self.shard}"
+
+
+@dataclass(frozen=True)
 class Scored:
     """Sums over `tokens`, in nats: negative log likelihood; with a dense model, also its own and Σ KL(dense‖model)."""
 

@@ -25,7 +25,7 @@ from stores.headers import read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
 from stores.storage import Storage
 
-NOT_OF_FORM = ("dtype", "shape", "sha256", "origin", "shard")  # fields of a tensor's entry; the others are its form
+NOT_OF_FORM = ("dtype", "shape", "sha256", "origin", "shard", "healed")  # fields of an entry beside its form
 
 
 @dataclass(frozen=True)

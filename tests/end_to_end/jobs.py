@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import pipeline.evaluate
 import pipeline.export
+import pipeline.heal
 import pipeline.init
 import pipeline.plan
 import pipeline.push
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "report": pipeline.report.main,
     "scale": pipeline.scale.main,
     "evaluate": pipeline.evaluate.main,
+    "heal": pipeline.heal.main,
     "export": pipeline.export.main,
     "push": pipeline.push.main,
     "verify": pipeline.verify.main,
@@ -142,7 +144,7 @@ class Job:
 
 def in_process(name: str) -> tuple[str, ...]:
     """Return `--in-process` for commands that have it."""
-    return ("--in-process",) if name in ("run", "sweep", "evaluate") else ()
+    return ("--in-process",) if name in ("run", "sweep", "evaluate", "heal") else ()
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ OF_THE_DRIVER = (
     "pipeline.checkpoint",
     "pipeline.cost_model",
 )
-COMMANDS = ("run", "plan", "status", "scale", "verify", "evaluate", "report", "export")
+COMMANDS = ("run", "plan", "status", "scale", "verify", "evaluate", "report", "export", "heal")
 
 
 @pytest.mark.slow

@@ -1,0 +1,249 @@
+"""The training loop of a healing: AdamW on the divergence from the teacher's stored rows. docs/methods.md#healing.
+
+It continues from any step with the same bits: the order of windows follows from the seed and the number of the step.
+
+Legend: B windows of a micro-batch, S tokens of a window, T scored tokens of these, D hidden, V vocabulary, W bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from manifests.entries import HealingCurve
+from manifests.errors import NumericsError
+from pipeline.healing.student import Student
+from pipeline.kernels.teacher_rows import full_divergence, row_divergence
+
+STEP_TOKENS = 4096
+WARM_UP = 3  # steps
+BETAS = (0.9, 0.95)
+EVALUATIONS = 8
+MOST_SKIPPED = 10  # steps whose gradient is not finite
+ROWS = 256  # tokens whose logits are in memory at a time
+BASE_RATE, BASE_WIDTH = 3e-5, 576  # measured on SmolLM2-135M; Adam's rate of a hidden matrix falls with 1 / width
+
+
+class Windows(Protocol):
+    """The text of a healing, and the teacher on it."""
+
+    unscored: int  # tokens at the beginning of a window that are not scored
+    trained: int  # windows
+    held_out: int  # windows
+    length: int  # tokens of a window
+    micro_batch: int  # windows that pass the model at a time
+
+    def ids(self, windows: list[int]) -> Tensor:
+        """Return token ids (B, S) of trained windows."""
+
+    def rows(self, windows: list[int]) -> Tensor:
+        """Return the teacher's rows (T, W) of trained windows."""
+
+    def held_out_ids(self, window: int) -> Tensor:
+        """Return token ids (1, S) of a held-out window."""
+
+    def held_out_outputs(self, window: int) -> Tensor:
+        """Return the teacher's last hidden states (S, D) of a held-out window."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a training, and its largest rate."""
+
+    windows: int
+    per_step: int
+    epochs: int
+    peak: float
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        """The number of steps: the last one may have fewer windows."""
+        return -(-self.windows * self.epochs // self.per_step)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step from 0: a linear rise, then half a cosine to zero."""
+        rise = min(WARM_UP, self.steps // 2)
+        if step < rise:
+            return self.peak * (step + 1) / (rise + 1)
+        return self.peak * 0.5 * (1.0 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+
+    def windows_of(self, step: int) -> list[int]:
+        """Return the windows of a step: each epoch is a permutation of all windows."""
+        places = range(step * self.per_step, min((step + 1) * self.per_step, self.windows * self.epochs))
+        orders = {epoch: self._order(epoch) for epoch in {place // self.windows for place in places}}
+        return [orders[place // self.windows][place % self.windows] for place in places]
+
+    def is_evaluated(self, step: int) -> bool:
+        """Return True if the model is evaluated after `step` steps."""
+        return step in {round(self.steps * part / EVALUATIONS) for part in range(EVALUATIONS + 1)}
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed((self.seed + epoch) % 2**63)
+        order: list[int] = torch.randperm(self.windows, generator=generator).tolist()
+        return order
+
+
+def default_rate(hidden: int) -> float:
+    """Return the rate of `learning_rate: auto`: that of a width that was measured, by the rule of maximal update
+    parametrisation (arXiv 2203.03466, table 8: Adam's rate of hidden matrices is proportional to 1 / width)."""
+    return BASE_RATE * BASE_WIDTH / hidden
+
+
+@dataclass
+class Progress:
+    """The state of a training between two steps. `best`: the stored tensors of the best evaluation so far."""
+
+    step: int
+    curve: HealingCurve
+    best: Mapping[str, Tensor]
+
+    @property
+    def divergence(self) -> float:
+        """The least divergence so far."""
+        return min(self.curve.divergences, default=math.inf)
+
+
+class Training:
+    """Trains a student. `state` and `load` exchange everything that a later process needs to continue."""
+
+    def __init__(self, student: Student, windows: Windows, schedule: Schedule, say: Callable[[str], None]) -> None:
+        self.student = student
+        self.windows = windows
+        self.schedule = schedule
+        self.say = say
+        self.optimizer = torch.optim.AdamW(student.trained.values(), lr=0.0, betas=BETAS, weight_decay=0.0)
+        self.progress = Progress(0, HealingCurve(), {})
+        self.loss = math.nan  # of the last step
+
+    def run(self, after_step: Callable[[], None]) -> Progress:
+        """Train to the end. `after_step` is called after each step, and may raise or store the state.
+
+        Raises NumericsError after `MOST_SKIPPED` steps whose gradient was not finite.
+        """
+        if self.progress.step == 0 and not self.progress.curve.steps:
+            self._evaluate()
+        while self.progress.step < self.schedule.steps:
+            self._step()
+            if self.schedule.is_evaluated(self.progress.step):
+                self._evaluate()
+            after_step()
+        return self.progress
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint by name. They are not copies, unless they do not exist yet."""
+        state = dict[str, Tensor]()
+        for name, parameter in self.student.trained.items():
+            moments = self.optimizer.state.get(parameter, {})
+            state[f"weight/{name}"] = parameter.detach()
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[f"{kind}/{name}"] = moments.get(kind, torch.zeros_like(parameter))
+            state[f"best/{name}"] = self.progress.best.get(name, self._empty(name))
+        return state
+
+    def load(self, state: Mapping[str, Tensor], step: int, curve: HealingCurve) -> None:
+        """Continue from a checkpoint: the result of `state` with other values."""
+        best = {name: state[f"best/{name}"] for name in self.student.trained} if curve.best else {}
+        self.progress = Progress(step, curve, best)
+        taken = torch.tensor(float(step - curve.skipped))
+        for name, parameter in self.student.trained.items():
+            with torch.no_grad():
+                parameter.copy_(state[f"weight/{name}"])
+            moments = {kind: state[f"{kind}/{name}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": taken.clone(), **moments}
+
+    def _empty(self, name: str) -> Tensor:
+        """Return a tensor of a stored tensor's shape."""
+        parameter = self.student.trained[name].detach().to(self.student.dtypes[name]).cpu()
+        return self.student.factors[name][1].stored(parameter) if name in self.student.factors else parameter
+
+    def _step(self) -> None:
+        step, curve = self.progress.step, self.progress.curve
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.rate(step)
+        self.loss = self._gradients(self.schedule.windows_of(step))
+        if self._is_finite():
+            self.optimizer.step()
+        else:
+            curve = curve.model_copy(update={"skipped": curve.skipped + 1})
+            self.say(f"heal step {step + 1}: the gradient is not finite; skipped, {curve.skipped} so far")
+            if curve.skipped >= MOST_SKIPPED:
+                raise NumericsError(
+                    f"heal: the gradients of {curve.skipped} steps were NaN or infinite; lower heal.learning_rate "
+                    f"({self.schedule.peak:.3g}), or leave out heal; OUTPUT is as it was"
+                )
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress = Progress(step + 1, curve, self.progress.best)
+
+    def _gradients(self, chosen: list[int]) -> float:
+        """Add up the gradients of the mean divergence over some windows. Return the divergence in nats per token."""
+        scored = len(chosen) * (self.windows.length - self.windows.unscored)
+        total = 0.0
+        for start in range(0, len(chosen), self.windows.micro_batch):
+            batch = chosen[start : start + self.windows.micro_batch]
+            rows_TW = self.windows.rows(batch)
+            hidden_TD = self._scored(self.student.hidden(self.windows.ids(batch).to(self.student.device)))
+            # The head stays as it is, so that only the gradient at its inputs is needed: some tokens at a time.
+            leaf_TD = hidden_TD.detach().requires_grad_()
+            for first in range(0, len(rows_TW), ROWS):
+                part = slice(first, first + ROWS)
+                loss = row_divergence(self.student.logits(leaf_TD[part]), rows_TW[part]) / scored
+                loss.backward()
+                total += loss.item()
+            hidden_TD.backward(leaf_TD.grad)
+        return total
+
+    def _scored(self, hidden_BSD: Tensor) -> Tensor:
+        """Return the tokens (T, D) of windows that predict a scored one."""
+        return hidden_BSD[:, self.windows.unscored - 1 : -1].flatten(0, 1)
+
+    def _is_finite(self) -> bool:
+        gradients = [parameter.grad for parameter in self.student.trained.values() if parameter.grad is not None]
+        return bool(torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all())
+
+    def _evaluate(self) -> None:
+        """Measure the divergence on the held-out windows, with the weights as they would be stored; keep the best."""
+        with self.student.rounded(), torch.no_grad():
+            divergence = self._held_out_divergence()
+        step, curve = self.progress.step, self.progress.curve
+        is_best = divergence < min(curve.divergences, default=math.inf)
+        curve = curve.model_copy(
+            update={
+                "steps": (*curve.steps, step),
+                "divergences": (*curve.divergences, divergence),
+                "best": step if is_best else curve.best,
+            }
+        )
+        best = self.student.stored() if is_best and step else self.progress.best
+        self.progress = Progress(step, curve, best)
+        self.say(f"heal step {step} of {self.schedule.steps}: divergence {divergence:.4f} nats per token held out")
+
+    def _held_out_divergence(self) -> float:
+        total = 0.0
+        for window in range(self.windows.held_out):
+            ids_BS = self.windows.held_out_ids(window).to(self.student.device)
+            hidden_TD = self._scored(self.student.hidden(ids_BS))
+            teacher_TD = self._scored(self.windows.held_out_outputs(window)[None])
+            for first in range(0, len(hidden_TD), ROWS):
+                part = slice(first, first + ROWS)
+                teacher_TV = self.student.teacher_logits(teacher_TD[part])
+                total += full_divergence(teacher_TV, self.student.logits(hidden_TD[part])).item()
+        return total / (self.windows.held_out * (self.windows.length - self.windows.unscored))
+
+
+class Pace:
+    """Estimates the seconds that are left from the steps of this process."""
+
+    def __init__(self, first: int, steps: int) -> None:
+        self.first, self.steps, self.started = first, steps, time.monotonic()
+
+    def seconds_left(self, step: int) -> float:
+        """Return the seconds until the last step."""
+        done = max(1, step - self.first)
+        return (time.monotonic() - self.started) / done * (self.steps - step)

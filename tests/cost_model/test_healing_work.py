@@ -1,0 +1,56 @@
+"""The planned work of a healing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manifests.schema import Manifest
+from pipeline.cost_model.healing_work import HealingWork, healing_work
+from pipeline.cost_model.rates import GPUS
+from tests.families.geometries import llama
+
+LLAMA_70B: dict[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def work(**fields: Any) -> HealingWork | None:
+    document = {
+        "version": 1,
+        "model": {"source": "-"},
+        "output": "-",
+        "run_dir": "-",
+        "methods": [{"method": "loss_aware"}],
+        "budget": {"keep": 0.8},
+        "calibration": {"text": {"files": ["-"]}, "samples": 256, "sequence_length": 4096},
+        **fields,
+    }
+    return healing_work(Manifest.model_validate(document), llama(**LLAMA_70B), 0.8, 2)
+
+
+def test_a_70b_model() -> None:
+    planned = work(heal={"text": {"files": ["-"]}, "tokens": 10_000_000})
+    assert planned is not None
+    assert planned.teacher_flops == pytest.approx(1.4e18, rel=0.1)
+    assert planned.student_flops == pytest.approx(4.5e18, rel=0.15)
+    assert planned.disk_bytes > 192 * 10_000_000
+    assert planned.memory_bytes > 22 * 0.8 * 68e9
+    seconds = planned.seconds(GPUS["NVIDIA H200"], 8)
+    assert seconds["heal"] > 20 * seconds["score teacher"]  # one process trains
+
+
+def test_the_calibration_text_and_texts_of_unknown_length() -> None:
+    assert work() is None
+    assert work(heal={"text": {"files": ["-"]}}) is None
+    planned = work(heal={})
+    assert planned is not None
+    assert planned.tokens == 256 * 4096

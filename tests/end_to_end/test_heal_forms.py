@@ -1,0 +1,86 @@
+"""Healing of every stored form that trains, and of families that differ: trained, written back, loaded, verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipeline.healing.training
+from tests.end_to_end.jobs import Job, command, load, read_tensors
+from tests.end_to_end.sources import make_source
+
+MakeJob = Callable[..., Job]
+# Method -> a part of the names of its own tensors that must change.
+ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
+    "lestd": ({"method": "lestd", "target": "both", "keep": 0.6}, "core"),
+    "lestd-dense-core": ({"method": "lestd", "keep": 0.6, "prune": False}, "core"),
+    "joint": ({"method": "joint_rank_k", "keep": 0.6, "mlp": False}, "first"),
+    "lorc": ({"method": "lorc", "cache_keep": 0.5}, "k_proj"),
+    "loss-aware": ({"method": "loss_aware", "keep": 0.6}, "coefficients"),
+    "svd": ({"method": "svd", "keep": 0.6}, "second"),
+    "magnitude": ({"method": "magnitude", "keep": 0.6}, "down"),
+}
+SAMPLE = ("lestd", "loss-aware")
+FAMILIES = ("opt", "gemma2", "mixtral", "qwen3_next")
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.healing.training, "STEP_TOKENS", 96)
+
+
+def healed(made: Job) -> set[str]:
+    """Run a job with healing, check OUTPUT, and return the names of the tensors that the healing changed."""
+    summary = made.run().json
+    figures = summary["healed"]
+    assert figures["after"] < figures["before"]
+    record, tensors = made.compression(), read_tensors(made.output)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point())
+    verified = command("verify", str(made.output), "--source", str(made.source))
+    assert verified.code == 0, verified.out
+    load(made.output)
+    return {name for name, entry in record["tensors"].items() if entry.get("healed")}
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.nightly]) for name in ENTRIES]
+)
+def test_a_form_trains_and_is_written_back(method: str, job: MakeJob) -> None:
+    entry, part = ENTRIES[method]
+    made = job(
+        methods=[entry], budget=None, heal={"epochs": 4, "learning_rate": 0.002}, **{"calibration.propagate": "dense"}
+    )
+    changed = healed(made)
+    assert any(part in name for name in changed), changed
+    assert any("norm" in name for name in changed)
+    assert not any(name.endswith("indices") for name in changed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family(family: str, job: MakeJob, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source", family)
+    changed = healed(job(source, heal={"epochs": 8, "learning_rate": 0.0005}))
+    assert changed
+    assert not any("router" in name or name.endswith("gate.weight") for name in changed)
+
+
+@pytest.mark.nightly
+def test_a_router_with_fewer_experts_stays(job: MakeJob, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source", "mixtral")
+    methods, heal = [{"method": "reap", "refit": True}], {"epochs": 8, "learning_rate": 0.0005}
+    changed = healed(job(source, methods=methods, heal=heal, **{"calibration.propagate": "dense"}))
+    assert any("experts" in name for name in changed)
+    assert not any(name.endswith("gate.weight") for name in changed)
+
+
+def test_text_of_its_own_for_a_job_without_calibration(job: MakeJob, text: Path) -> None:
+    heal = {"text": {"files": [str(text)]}, "tokens": 640, "learning_rate": 0.002, "what": "norms"}
+    made = job(methods=[{"method": "svd", "keep": 0.6}], budget=None, calibration=None, heal=heal)
+    changed = healed(made)
+    assert all(name.endswith("norm.weight") for name in changed)
+    assert made.compression()["healed"]["text"] == [text.name]
