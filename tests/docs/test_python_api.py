@@ -31,6 +31,7 @@ def test_its_imports_name_definitions() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_blocks_run(tmp_path: Path) -> None:
     factories.make_model(tmp_path / "model", num_hidden_layers=2, peaked=False)
     factories.write_text(tmp_path / "text.txt", 5_000)

@@ -70,6 +70,7 @@ def test_a_method_in_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_a_family_in_a_job(tmp_path: Path) -> None:
     tensors = _job("adding-a-family", tmp_path, _gemma)
     origins = Counter(entry["origin"] for name, entry in tensors.items() if name.endswith("self_attn.v_proj.weight"))

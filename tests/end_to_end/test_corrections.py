@@ -71,6 +71,7 @@ def test_bytes_for_any_number_of_workers(workers: int, job: MakeJob, reference: 
     assert file_digests(made.output) == reference
 
 
+@pytest.mark.nightly
 def test_another_budget_walks_again(job: MakeJob, inline: None, reference: dict[str, str]) -> None:
     """What came of the layers at one size is no input at another."""
     made = job(**ROUNDED)

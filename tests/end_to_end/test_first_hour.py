@@ -59,6 +59,7 @@ def test_the_model_is_made_by_the_command_shown(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_job_and_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Path, text: Path) -> None:
     """On another small model, in this process; the first run kills itself at a commit."""
     monkeypatch.chdir(tmp_path)

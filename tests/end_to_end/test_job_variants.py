@@ -77,6 +77,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {  # each way to pass the lay
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.nightly
 def test_a_second_worker_changes_no_byte(schedule: str, tmp_path: Path, job: MakeJob) -> None:
     """Of a mixture each worker holds two experts, and one process all of them."""
     family, changes = SCHEDULES[schedule]

@@ -163,6 +163,7 @@ def test_kinds_are_chosen_by_error(wide: Path, job: MakeJob) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("levels", ["learned", "auto"])
+@pytest.mark.nightly
 def test_bits_are_chosen_with_ranks(wide: Path, job: MakeJob, levels: str) -> None:
     """Within the bytes, tables counted."""
     made = job(wide, methods=[{"method": "loss_aware"}], **{**rounding("auto", levels), "budget": {"bytes": 0.19}})

@@ -319,6 +319,7 @@ def check_score(model: Path, text: Path) -> None:
     assert evaluate(model, text, "--dtype", "stored")["perplexity"] == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_a_sweep(job: MakeJob, mixed: Callable[..., Path], scored: Path) -> None:
     """A point that is kept is its job's checkpoint, byte for byte."""
     source = mixed("qwen2", "a layer float32")

@@ -306,6 +306,7 @@ def test_a_budget_of_experts_touches_nothing_else(tmp_path: Path, job: MakeJob) 
 
 
 @inline
+@pytest.mark.nightly
 def test_bits_are_chosen_for_experts_alone(tmp_path: Path, job: MakeJob) -> None:
     """Of attention, whose moments nobody needs, no curve is computed."""
     source = factories.make_model(tmp_path / "source", "mixtral", intermediate_size=32)

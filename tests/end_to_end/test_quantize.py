@@ -339,6 +339,7 @@ def test_embeddings_and_head_too(wide: Path, job: MakeJob, bits: int | str) -> N
         assert relative_error(logits_of(load(made.root / "stock"), ids), meant) < 1e-5
 
 
+@pytest.mark.nightly
 def test_corrections_make_up_for_rounding(wide: Path, job: MakeJob) -> None:
     """What the codes of a part leave is missing where the next is solved; `verify` computes the same."""
     asked = {**rounding(3, what="all"), "budget": {"keep": 0.8}, "calibration.samples": 48}  # fewer: noise

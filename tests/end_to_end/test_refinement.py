@@ -192,6 +192,7 @@ def test_nothing_changes_at_full_size(family: str, tmp_path: Path, job: MakeJob,
 @pytest.mark.parametrize(
     ("family", "method"), list(zip(factories.MIXTURES, ("loss_aware", "magnitude", "flat_llm"), strict=False))
 )
+@pytest.mark.nightly
 def test_experts_are_refined(family: str, method: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     """Some experts see no token of a step; routers stay."""
     source = make_source(tmp_path / "source", family, layers=2)
@@ -203,6 +204,7 @@ def test_experts_are_refined(family: str, method: str, tmp_path: Path, job: Make
     assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
 
 
+@pytest.mark.nightly
 def test_a_limit_of_the_loss_counts_refined_layers(tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", "llama", layers=1)
     refined = {**REFINED, **SMALL, "methods": [{"method": "loss_aware", "refine": {"steps": 5}}]}

@@ -71,6 +71,7 @@ def test_experts_that_are_chosen_together_are_rounded(
     assert all(0.0 < group["rounding_error"] < 0.5 and "nearest" not in group for group in groups)
 
 
+@pytest.mark.nightly
 def test_bits_chosen_for_experts_in_slices_are_those_of_whole_layers(tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", "qwen3_moe", 2, **SIZES)
     settings = {"budget": {"bytes": 0.3, "scope": "experts"}}

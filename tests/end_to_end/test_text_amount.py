@@ -82,6 +82,7 @@ def test_a_limit_of_the_time_leaves_at_least_a_quarter(limit: float, job: MakeJo
     assert made.ledger("samples")["samples"] == (10 if limit < 1 else free.ledger("samples")["samples"])
 
 
+@pytest.mark.nightly
 def test_killed_before_and_after_the_choice(job: MakeJob) -> None:
     made, clean = job(**AUTO), job(**AUTO)
     assert clean.run().code == 0
