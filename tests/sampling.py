@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import pytest
 
 OF_WHOLE_JOBS = 2  # variants of a test of whole jobs in `make test`, unless its own mark says another number
-# Folders of which `make test` runs every fourth variant outside the sample.
+# Folders of which `make test` runs every eighth variant outside the sample.
 LONG_GRIDS = {"driver", "families", "gpu", "methods", "recommendation", "serving", "workers"}
 
 
 def mark_variants(items: Iterable[pytest.Item]) -> None:
     """Mark all tests outside of the sample as `variant`. `make unit` leaves them out, and `make nightly` runs them.
 
-    `make test` leaves out those of whole jobs, and three of four of long grids.
+    `make test` leaves out those of whole jobs, and seven of eight of long grids.
     """
     functions: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -34,7 +34,7 @@ def mark_variants(items: Iterable[pytest.Item]) -> None:
 
 def at_night(folders: Collection[str], position: int) -> bool:
     """Return True if `make test` leaves out the variant at this position, which is not in the sample."""
-    return "end_to_end" in folders or (position % 4 != 0 and not LONG_GRIDS.isdisjoint(folders))
+    return "end_to_end" in folders or (position % 8 != 0 and not LONG_GRIDS.isdisjoint(folders))
 
 
 def covering(variants: Sequence[Mapping[str, object]]) -> list[int]:

@@ -21,9 +21,9 @@ def test_one_parameter_keeps_all_its_values() -> None:
     assert covering([{"seed": object()} for _ in range(9)]) == list(range(9))
 
 
-def test_of_long_grids_every_fourth_variant_runs_by_day() -> None:
-    nights = [at_night(("tests", "serving", "test_a.py"), position) for position in range(8)]
-    assert nights == [False, True, True, True] * 2
+def test_of_long_grids_every_eighth_variant_runs_by_day() -> None:
+    nights = [at_night(("tests", "serving", "test_a.py"), position) for position in range(16)]
+    assert nights == [False, *[True] * 7] * 2
     assert not any(at_night(("tests", "kernels", "test_a.py"), position) for position in range(4))
     assert all(at_night(("tests", "end_to_end", "test_a.py"), position) for position in range(4))
 

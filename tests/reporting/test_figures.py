@@ -20,7 +20,7 @@ CURVE = Curve(ranks={"width": (1, 2, 3, 4)}, numbers=(20, 10, 30, 40), cache=(0,
 
 
 def run_of(**fields: Any) -> Any:
-    empty: dict[str, Any] = {"ranks": {}, "caps": {}, "curves": {}, "layers": {}, "importance": {}}
+    empty: dict[str, Any] = {"ranks": {}, "caps": {}, "curves": {}, "layers": {}, "importance": {}, "healing": None}
     return SimpleNamespace(geometry=GEOMETRY, manifest=manifest(), **{**empty, **fields})
 
 
