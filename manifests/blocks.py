@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -30,9 +30,17 @@ def _no_percentage(share: Any) -> Any:
     return share
 
 
+def _is_a_rate_or_auto(rate: Any) -> Any:
+    # A union would report each of its kinds as a fault.
+    if rate == "auto" or (type(rate) in (int, float) and 0 < rate < 1):
+        return rate if rate == "auto" else float(rate)
+    raise ValueError("should be a number above 0 and below 1, or auto")
+
+
 Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False), BeforeValidator(_no_percentage)]
 Location = Annotated[str, AfterValidator(_without_control_characters)]
 Count = Annotated[int, Field(gt=0, le=10**9)]
+LearningRate = Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"], BeforeValidator(_is_a_rate_or_auto)]
 Listed = Field(strict=False)  # YAML has lists only; strict tuples refuse them
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
-
-from manifests.blocks import Block, Count
+from manifests.blocks import Block, Count, LearningRate
 from manifests.calibration import Text
 
 
@@ -25,13 +23,5 @@ class Heal(Block):
     text: Text | None = None
     tokens: Count | None = None
     epochs: Count = 1
-    learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"] = "auto"
+    learning_rate: LearningRate = "auto"
     what: Literal["auto", "norms"] = "auto"
-
-    @field_validator("learning_rate", mode="before")
-    @classmethod
-    def _is_a_rate_or_auto(cls, rate: Any) -> Any:
-        # A union would report each of its kinds as a fault.
-        if rate == "auto" or (type(rate) in (int, float) and 0 < rate < 1):
-            return rate if rate == "auto" else float(rate)
-        raise ValueError("should be a number above 0 and below 1, or auto")

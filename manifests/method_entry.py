@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
-from manifests.blocks import Block, Count, Share
+from manifests.blocks import Block, Count, LearningRate, Share
 
 MIXED_SHARE = 0.25  # of the solved layers' error in mixed inputs, docs/results.md#refinement
 WIDE, WIDE_MULTIPLE = 1024, 16  # from this hidden size on, ranks are multiples of 16 by default
@@ -27,7 +27,7 @@ class Refine(Block):
 
     steps: Count = 200
     tokens: Count | Literal["all"] = "all"
-    learning_rate: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = "auto"
+    learning_rate: LearningRate = "auto"
     inputs: Literal["compressed", "dense", "mixed"] = "compressed"
 
     @field_validator("tokens", mode="before")
@@ -37,13 +37,6 @@ class Refine(Block):
         if tokens == "all" or (type(tokens) is int and tokens > 0):
             return tokens
         raise ValueError("should be a number of tokens above 0, or all")
-
-    @field_validator("learning_rate", mode="before")
-    @classmethod
-    def _is_a_rate_or_auto(cls, rate: Any) -> Any:
-        if rate == "auto" or (type(rate) in (int, float) and 0 < rate < 1):
-            return rate if rate == "auto" else float(rate)
-        raise ValueError("should be a number above 0 and below 1, or auto")
 
 
 class MethodEntry(Block):

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import json
 import sys
 import threading
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -50,6 +51,39 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("evaluate", "Measures perplexity, one layer in memory at a time, and scores of lm-eval's tasks.")
     options.add_argument("model", help="directory of a dense or compressed checkpoint, or a hub id")
     add_text(options, ": perplexity")
+    _add_task_options(options)
+    options.add_argument(
+        "--trust-remote-code", action="store_true", help="run a tokenizer that is Python in the checkpoint"
+    )
+    options.add_argument(
+        "--accept-loss", action="store_true", help="score a dense model with random weights, however large its loss"
+    )
+    options.add_argument("--window", type=int, default=2048, help="tokens in a window, those of the prefix included")
+    options.add_argument(
+        "--prefix",
+        choices=get_args(Prefix),
+        default="tokenizer",
+        help="what a window begins with: the ids that the tokenizer puts before a text, or none; not scored",
+    )
+    options.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the forward pass; the log-softmax is always float32"
+    )
+    options.add_argument("--workers", type=int, default=1)
+    options.add_argument("--cpus", type=int, default=1, help="threads of a worker")
+    options.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
+    options.add_argument(
+        "--scratch",
+        type=Path,
+        help="folder for hidden states beyond a worker's memory; default: its node's temporary folder",
+    )
+    add_address(options)
+    add_in_process(options)
+    options.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _add_task_options(options: ArgumentParser) -> None:
+    """Add the arguments of tasks."""
     options.add_argument(
         "--tasks",
         nargs="+",
@@ -89,34 +123,6 @@ def main(argv: list[str] | None = None) -> int:
         default=1,
         help="with --whole-model: sequences in a batch; with --endpoint: requests at once",
     )
-    options.add_argument(
-        "--trust-remote-code", action="store_true", help="run a tokenizer that is Python in the checkpoint"
-    )
-    options.add_argument(
-        "--accept-loss", action="store_true", help="score a dense model with random weights, however large its loss"
-    )
-    options.add_argument("--window", type=int, default=2048, help="tokens in a window, those of the prefix included")
-    options.add_argument(
-        "--prefix",
-        choices=get_args(Prefix),
-        default="tokenizer",
-        help="what a window begins with: the ids that the tokenizer puts before a text, or none; not scored",
-    )
-    options.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the forward pass; the log-softmax is always float32"
-    )
-    options.add_argument("--workers", type=int, default=1)
-    options.add_argument("--cpus", type=int, default=1, help="threads of a worker")
-    options.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
-    options.add_argument(
-        "--scratch",
-        type=Path,
-        help="folder for hidden states beyond a worker's memory; default: its node's temporary folder",
-    )
-    add_address(options)
-    add_in_process(options)
-    options.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    return run_command(_body, options.parse_args(argv))
 
 
 def _body(arguments: Any) -> int:

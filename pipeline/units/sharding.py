@@ -61,5 +61,5 @@ def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
 
 
 def text_windows(windows: int, length: int, most: int = TEXT_TOKENS) -> int:
-    """Return the number of a text's windows of about `most` tokens at most, or on which the dense model is scored."""
+    """Return how many of a text's windows hold `most` tokens; all of them if the text has fewer."""
     return min(windows, -(-most // length))

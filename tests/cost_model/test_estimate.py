@@ -27,7 +27,7 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan import main
 from pipeline.rounding.tasks import with_moments
 from pipeline.units.sharding import held_out_windows
-from tests.families.geometries import llama, manifest, other
+from tests.families.geometries import LLAMA_70B, llama, manifest, other
 from tests.published import CONFIGS
 from workers import cluster
 
@@ -297,18 +297,6 @@ def test_features_of_points() -> None:
     }  # fmt: skip
     assert moment_bytes(Moment("o.in", heads=4, groups=2), geometry) == 2 * 16 * 16 * 8
     assert moment_bytes(Moment("attention.in"), other("opt").layers[0]) == 48 * 48 * 8
-
-
-LLAMA_70B = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
 
 
 def test_llama_2_70b() -> None:

@@ -9,18 +9,7 @@ import pytest
 from manifests.schema import Manifest
 from pipeline.cost_model.healing_work import HealingWork, healing_work
 from pipeline.cost_model.rates import GPUS
-from tests.families.geometries import llama
-
-LLAMA_70B: dict[str, Any] = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
+from tests.families.geometries import LLAMA_70B, llama
 
 
 def work(**fields: Any) -> HealingWork | None:

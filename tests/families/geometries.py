@@ -23,6 +23,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "wide-heads": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 40, "intermediate_size": 100},
 }
 
+LLAMA_70B: dict[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
 
 def llama(
     name: str = "gqa", bits: int = 16, stored_bytes: Mapping[str, tuple[int, bool]] = NO_BYTES, **overrides: Any
