@@ -228,21 +228,21 @@ class Manifest(Block):
 
     @model_validator(mode="after")
     def _feedback_of_outputs_is_dense(self) -> Self:
-        if self.quantize is None or self.quantize.feedback != "both" or self.calibration is None:
-            return self
-        if self.calibration.propagate != "dense":
-            raise ValueError(
-                "quantize.feedback: both follows gradients of the dense model; set calibration.propagate: dense, not "
-                f"{self.calibration.propagate}, or feedback: true"
-            )
+        if self.quantize is not None and self.quantize.feedback == "both" and (why := self._unfit_for_both_sides()):
+            raise ValueError(f"quantize.feedback: both follows gradients of the dense model{why}")
+        return self
+
+    def _unfit_for_both_sides(self) -> str | None:
+        """Return why feedback on both sides does not fit the job, with the remedies; None if it fits."""
+        if self.calibration is not None and self.calibration.propagate != "dense":
+            return f"; set calibration.propagate: dense, not {self.calibration.propagate}, or feedback: true"
         for position, entry in enumerate(self.methods):
             if getattr(entry, "correct", "none") != "none" or entry.refine is not None:
-                raise ValueError(
-                    f"quantize.feedback: both follows gradients of the dense model, and methods.{position} "
-                    f"({entry.method}) rounds behind its corrected or trained layers; use feedback: true, or leave out "
-                    "correct and refine"
+                return (
+                    f", and methods.{position} ({entry.method}) rounds behind its corrected or trained layers; use "
+                    "feedback: true, or leave out correct and refine"
                 )
-        return self
+        return None
 
     @model_validator(mode="after")
     def _bytes_are_countable(self) -> Self:
@@ -281,9 +281,21 @@ class Manifest(Block):
         return math.lcm(multiple or 1, group or 1) if multiple or group else None
 
     @property
+    def rounding(self) -> Quantize | None:
+        """`quantize` with the feedback that null stands for: none without calibration text; on both sides where levels
+        are uniform and a method measures the loss's gradients on the dense model anyway; else of inputs."""
+        if self.quantize is None or self.quantize.feedback is not None:
+            return self.quantize
+        if self.calibration is None:
+            return self.quantize.model_copy(update={"feedback": False})
+        pays = self.quantize.levels == "uniform" and any(entry.needs_gradient for entry in self.methods)
+        feedback: Literal["both", True] = "both" if pays and self._unfit_for_both_sides() is None else True
+        return self.quantize.model_copy(update={"feedback": feedback})
+
+    @property
     def rounds_by_feedback(self) -> bool:
         """True if stored weights are rounded with error feedback on calibration text."""
-        return self.quantize is not None and self.calibration is not None and self.quantize.feedback is not False
+        return self.rounding is not None and self.rounding.feedback is not False
 
     @model_validator(mode="after")
     def _gradient_has_its_text(self) -> Self:
@@ -338,6 +350,8 @@ class Manifest(Block):
             include={"version", "seed", "budget", "calibration", "methods", "quantize"},
             exclude={"calibration": {"text"}},
         )
+        if self.rounding is not None:
+            fields["quantize"]["feedback"] = self.rounding.feedback
         fields["workers"] = {"cpus": self.workers.cpus}
         return fields
 
@@ -346,7 +360,8 @@ def completed(semantic: Any) -> Any:
     """Complete `Manifest.semantic` of an older version: missing fields get their defaults, ranks multiples of 1.
 
     `calibration.prefix` stays missing, because the samples of older versions had no prefix. Rounding with error
-    feedback gets the constants that it had before they were fields. A value that no version of the schema can have
+    feedback gets the constants that it had before they were fields, and `feedback: null` what it meant before it could
+    mean both sides. A value that no version of the schema can have
     written is returned unchanged.
     """
     if not isinstance(semantic, Mapping):
@@ -356,7 +371,7 @@ def completed(semantic: Any) -> Any:
     if isinstance(calibration := fields.get("calibration"), Mapping):
         fields["calibration"] = {**calibration, "text": {"files": ["-"]}}
         if isinstance(quantize := fields.get("quantize"), Mapping) and quantize.get("feedback") is not False:
-            fields["quantize"] = {**FORMER_CONSTANTS, **quantize}
+            fields["quantize"] = {**FORMER_CONSTANTS, **quantize, "feedback": quantize.get("feedback") or True}
     try:
         complete = Manifest.model_validate_json(json.dumps(fields)).semantic()
     except ValueError:

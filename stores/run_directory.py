@@ -42,6 +42,7 @@ STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")
 FOLDERS = (LEDGER, STAGED, LOGS, STATISTICS, ACTIVATIONS)
 MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
 SAMPLES_FIELD, PREFIX_FIELD = "calibration_tokens", "manifest.calibration.prefix"
+FEEDBACK_FIELD = "manifest.quantize.feedback"
 SHOWN_FIELDS = 20
 SHOWN_CHARACTERS = 60
 
@@ -292,6 +293,8 @@ class RunDirectory:
                 "\nan earlier version began this work: its samples have a BOS before each document, and no prefix; "
                 "go on with that version, or start over"
             )
+        if differing.get(FEEDBACK_FIELD) == f'{FEEDBACK_FIELD}: true -> "both"':
+            remedy += "\nan earlier version took feedback: null for true; feedback: true goes on with its work"
         return "\n  ".join(lines) + f"\n{remedy}"
 
 

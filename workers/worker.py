@@ -87,7 +87,7 @@ class Worker:
         self.transfer = transfer
         self.device = torch.device("cuda" if setup.use_gpu else "cpu")
         manifests = setup.points or ((setup.manifest,) if setup.manifest else ())
-        self.methods = [(method, manifest.quantize) for manifest in manifests for method in build_methods(manifest)]
+        self.methods = [(method, manifest.rounding) for manifest in manifests for method in build_methods(manifest)]
         run_dir = open_storage(setup.run_dir)
         self.activations = ActivationStore(run_dir.below(ACTIVATIONS))
         self.statistics = StatisticsStore(run_dir.below(STATISTICS), threads=setup.threads)

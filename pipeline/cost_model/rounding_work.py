@@ -52,9 +52,9 @@ def rounding_work(
     of each section at a time. Matrices are counted as dense; their factors take less. `kept`: the share of an MLP's
     channels that a method keeps.
     """
-    if manifest.quantize is None:
+    quantize, fed = manifest.rounding, manifest.rounds_by_feedback
+    if quantize is None:
         return ()
-    quantize, fed = manifest.quantize, manifest.rounds_by_feedback
     times = 1 + SIZES_TRIED * len(quantize.choices) if quantize.bits == "auto" else 1
     tables = [kind for kind in quantize.kinds_of_levels if kind != "uniform"]
     searched = sum(SEARCHED_BYTES[kind] for kind in tables)

@@ -38,13 +38,14 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
 
 def with_moments(task: Task, manifest: Manifest, layer: LayerGeometry) -> Task:
     """Add to a task the moments for rounding it and for choosing its bits."""
-    if manifest.quantize is None or not manifest.rounds_by_feedback:
+    quantize = manifest.rounding
+    if quantize is None or quantize.feedback is False:
         return task
-    roles = [role for role in task.roles if not manifest.quantize.skips(role)]
+    roles = [role for role in task.roles if not quantize.skips(role)]
     needed = input_moments([role for role in roles if not _sampled(role, task, layer)], layer.reads)
-    if manifest.quantize.feedback == "both":
+    if quantize.feedback == "both":
         needed += tuple(output_moments(roles, layer).values())
-    if manifest.quantize.bits == "auto" and roles:
+    if quantize.bits == "auto" and roles:
         needed += gradient_moments(task.roles, layer)  # a skipped role may share a rounded factor
     return replace(task, moments=tuple(dict.fromkeys((*task.moments, *needed))))
 

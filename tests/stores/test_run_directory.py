@@ -250,10 +250,10 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
     assert list(dict.fromkeys(owners)) == [0, 1]
 
 
-def semantic(quantize: dict[str, Any] | None = None, **calibration: Any) -> dict[str, Any]:
+def semantic(quantize: dict[str, Any] | None = None, method: str = "flat_llm", **calibration: Any) -> dict[str, Any]:
     text = {"text": {"files": ["a.txt"]}, "samples": 20}
     document = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.5}}
-    document |= {"methods": [{"method": "flat_llm"}], "quantize": quantize}
+    document |= {"methods": [{"method": method}], "quantize": quantize}
     found = parse_manifest({**document, "calibration": {**text, **calibration}}).semantic()
     return {**found, "methods": [{**found["methods"][0], "rank_multiple": 1}]}  # as a fingerprint has it
 
@@ -305,6 +305,21 @@ def test_rounding_of_an_older_version_keeps_its_constants(tmp_path: Path, feedba
     assert f"quantize.damping: 0.01 -> {DAMPING}" in refusal
     assert f"quantize.least_clip: 0.875 -> {LEAST_CLIP}" in refusal
     assert "quantize.polish: 0 -> 1" in refusal
+
+
+def test_null_feedback_of_an_older_version_is_one_sided(tmp_path: Path) -> None:
+    """It could not mean both sides then."""
+    whole = semantic({"bits": 4}, "loss_aware")
+    assert whole["quantize"]["feedback"] == "both"
+    older = {**whole, "quantize": {**whole["quantize"], "feedback": None}}
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    assert bound(run, {"manifest": older})
+    assert not bound(run, {"manifest": semantic({"bits": 4, "feedback": True}, "loss_aware")})
+    fill(run, "m")
+    refusal = refused(run, {"manifest": whole})
+    assert 'quantize.feedback: true -> "both"' in refusal
+    assert "feedback: true goes on with its work" in refusal
 
 
 def test_a_multiple_that_depends_on_layers_is_none_and_no_other(tmp_path: Path) -> None:
