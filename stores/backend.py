@@ -32,7 +32,7 @@ class Appender(Protocol):
     """Text that grows under a name while others may read it."""
 
     def write(self, text: str, /) -> object:
-        """Appends. Raises OSError or StorageError."""
+        """Append a text. Raises OSError or StorageError."""
         ...
 
     def flush(self) -> object:

@@ -77,7 +77,7 @@ def companions(storage: Storage, code: bool) -> list[str]:
 def _check_links(storage: Storage, names: list[str]) -> None:
     """Refuse links to unrelated files: their copies would end up in OUTPUT, and by `push` on the hub.
 
-    Link may lead to the folder of config.json's target: the cache of huggingface_hub is built so.
+    Links may lead to the folder of config.json's target: the cache of huggingface_hub is built so.
     """
     if storage.folder is None:
         return

@@ -326,7 +326,7 @@ def _at_samples(gradient_of: GradientOf, samples: Sequence[int]) -> GradientOf:
 
 
 def _needs_none(sample: int, output_SD: Tensor) -> Tensor:
-    raise AssertionError("these samples have left the layer's output behind")
+    raise AssertionError("no gradient at the layer's output is due: these samples are already past it")
 
 
 def _read_from(reader: HiddenReader) -> GradientOf:

@@ -78,7 +78,7 @@ class PairPass:
         self.packed.release()
 
     def _store_targets(self, unit: Pair, inputs: HiddenReader) -> ArrayRecord:
-        """Store the dense layer's outputs and the inputs of the training. Hold the inputs, or the outputs to emit."""
+        """Store the dense layer's outputs and the inputs of the training. Hold both models' outputs if `unit.emit`."""
         dense, packed = self._blocks(unit.layer, unit.staged)
         self.layers.read_ahead(unit.ahead)
         shape, dtype, shard_key = self._shape(unit.shard), self.setup.dtype, (LINEAGE, unit.layer + 1, unit.shard)

@@ -67,7 +67,7 @@ class JobObserver:
             self.progress.stop()
 
     def stage(self, name: str | None, layers: int | None = None) -> None:
-        """End the running phase and begins another; None: none. `layers`: of a phase with layers."""
+        """End the running phase, and begin the named one if any. `layers`: their number, if the phase has layers."""
         self._close_phase()
         self.started, self.tokens = time.monotonic(), 0
         self.done_units = self.total_units = 0

@@ -82,7 +82,7 @@ def catch_signals(stop: threading.Event) -> None:
 
 @contextmanager
 def interrupting(stop: threading.Event) -> Iterator[None]:
-    """Make signals raise KeyboardInterrupt in the block (`interrupt_on_signals`), and catches them again after it."""
+    """Make signals raise KeyboardInterrupt in the block (`interrupt_on_signals`), and catch them again after it."""
     interrupt_on_signals(stop)
     try:
         yield

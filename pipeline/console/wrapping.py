@@ -16,7 +16,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a text on standard output, or another stream; wraps it if that is a terminal.
+    """Print a text on standard output, or another stream; wrap it if that is a terminal.
 
     Commands are spelled as this process was called.
     """

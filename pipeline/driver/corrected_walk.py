@@ -62,7 +62,7 @@ class CorrectedWalk:
                 self.session.cleaner.drop_activations(targets)
 
     def _solve(self, layer: int, base: int, ranks: RanksOf) -> TaskStream[Targets]:
-        """Solves, trains and enters a layer. Return the targets of its training, which the caller has to drop."""
+        """Solve, train and enter a layer. Return the targets of its training, which the caller has to drop."""
         tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: Solved = {}
         uncorrected = [task for task in tasks if not task.corrections]

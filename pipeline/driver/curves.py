@@ -17,7 +17,7 @@ Statistics = Mapping[Moment, ArrayRecord]
 def compute_curves(session: Session, tasks: Mapping[Task, Statistics]) -> TaskStream[dict[Task, Curve]]:
     """Compute the curve of each task from its statistics.
 
-    Group whose curves have pieces take longest and come first. Their pieces are split among workers if some would
+    Groups whose curves have pieces take longest and come first. Their pieces are split among workers if some would
     otherwise be idle. Each worker reads the statistics again; the split does not change the result.
     """
     long = [task for task in tasks if task.pieces > 1]

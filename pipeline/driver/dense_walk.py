@@ -151,10 +151,10 @@ class DenseWalk:
     # -- solving -----------------------------------------------------------------------------------------------------
 
     def _advance(self, layer: int, ranks: RanksOf) -> TaskStream[None]:
-        """Enters, solves and writes earlier layers, before the shards of this one are awaited."""
+        """Enter, solve and write earlier layers, before waiting for the shards of this one."""
         while len(self.collecting) > 1:  # a worker holds the sums of two layers at most
             yield from self._collect_one()
-        # Before hidden states are committed, the moments of all earlier layers are entered. Otherwise, some wait.
+        # Where hidden states are committed, wait for the moments of all earlier layers; elsewhere some may be pending.
         while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
             yield from self._enter_stored()
         yield from self.queue.advance()

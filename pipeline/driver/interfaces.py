@@ -56,29 +56,29 @@ class Journal(Protocol):
     """The driver's view of the ledger: small immutable entries by key."""
 
     def commit(self, key: Key[E], record: E) -> None:
-        """Durably enters a record."""
+        """Enter a record durably."""
 
     def get(self, key: Key[E]) -> E | None:
         """Return the valid record of a key, if any."""
 
     def retract(self, key: str) -> None:
-        """Durably removes an entry."""
+        """Retract an entry durably."""
 
 
 class Observer(Protocol):
     """Receives the progress of a job: for the display, the log, the status file."""
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
-        """A phase begins."""
+        """Report that a phase begins."""
 
     def unit_done(self, unit: Unit, result: Any) -> None:
-        """A unit is finished."""
+        """Report a finished unit."""
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
-        """A layer is committed. `summary`: the reports of a compressed layer, by group."""
+        """Report a committed layer. `summary`: the reports of a compressed layer, by group."""
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
-        """Stored data was corrupt. These entries are invalidated, and their data is recomputed."""
+        """Report that stored data was corrupt: these entries are invalidated, and their data is recomputed."""
 
 
 class Cleaner(Protocol):

@@ -46,7 +46,7 @@ def solve_layers(
     solves_of: Callable[[int], LayerSolves],
     entered: Callable[[Sequence[int]], None],
 ) -> TaskStream[None]:
-    """Solves, writes and enters layers in order, several at a time (`layers_written_together`).
+    """Solve, write and enter layers in order, several at a time (`layers_written_together`).
 
     `entered`: called with the remaining layers whenever one is entered.
     """

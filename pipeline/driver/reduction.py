@@ -143,7 +143,7 @@ class Reductions:
     def _reduce(
         self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, store: bool, groups: list[_Group]
     ) -> TaskStream[dict[str, ArrayRecord]]:
-        """Collects, checks, adds and stores the moments. Lost shards are run again once the main stream waits."""
+        """Collect, check, add and store the moments. Lost shards are run again once the main stream waits."""
         cut = max(1, self.session.pool.size)
         parts = yield from self._collected_once(units, workers, cut)
         if missing := _missing(units, parts):

@@ -34,8 +34,8 @@ WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
 def job_eta(job: JobContext, rates: Rates) -> Eta:
-    """Return the phases ahead of a job that begins or resumes. Those of a size come about `TRIED` times in a search
-    for a size. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
+    """Return the phases ahead of a job that begins or resumes. A search for a size is counted as `TRIED` sizes,
+    each with its phases. For a sweep see `pipeline.sweeping.sweep_plan.sweep_eta`."""
     if job.points:
         return Eta()
     inputs, manifest = job.inputs, job.manifest

@@ -110,7 +110,7 @@ def _try(job: JobContext, size: int, predicted: float, workers: JobWorkers, limi
 
 
 def _aim(job: JobContext, size: int) -> None:
-    """Enter the size to compress to. Undoe the work at another size first, so that the two are not confused."""
+    """Enter the size to compress to. First retract the work at another size, so that the two are not confused."""
     target = job.ledger.get(TARGET)
     if target is None or target.size != size:
         retract_changed(job.ledger, job.ledger.keys(), [TARGET])
