@@ -33,8 +33,8 @@ from torch import Tensor
 
 from tools.tuning import READS, Bench, add_options, linears
 
-SCRIPTS = Path(__file__).parent
-ROOT = SCRIPTS.parents[1]
+SCRIPTS = Path(__file__).parent / "peer_programs"
+ROOT = Path(__file__).parents[1]
 PACKAGES = {"llm-compressor": "llmcompressor==0.14.0.1", "auto-round": "auto-round==0.16.1"}
 PROGRAMS = {"llm-compressor": "llm_compressor.py", "auto-round": "auto_round_signs.py"}
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # whose source holds llama.cpp
