@@ -1,4 +1,4 @@
-# make setup | check | unit | test | nightly | test-vllm | test-llama-cpp | test-transformers | gpu | mutants | quickstart | docs | dist | clean
+# make setup | check | unit | test | nightly | test-vllm | test-llama-cpp | test-transformers | gpu | mutants | quickstart | real | docs | dist | clean
 # PYTHON: the interpreter of the environment; VENV: its folder; PROCESSES: the number of test processes.
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ export PYTHON
 # With PYTHONDONTWRITEBYTECODE, each process would compile all modules and tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup check unit test nightly test-vllm test-llama-cpp test-transformers gpu mutants quickstart docs dist clean
+.PHONY: setup check unit test nightly test-vllm test-llama-cpp test-transformers gpu mutants quickstart real docs dist clean
 
 setup: $(STAMP)
 
@@ -74,6 +74,19 @@ mutants: setup
 
 quickstart: setup
 	$(BIN)/python -m deploy.quickstart
+
+# The README's table and plot, in runs/real: about an hour on two idle cores; the same command goes on after a kill. The
+# model and its texts come from the hub, or from the folders LAMINA_REAL_MODELS and LAMINA_REAL_TEXTS (docs/results.md).
+REAL := --set output=runs/real/model --set run_dir=runs/real/run --plots runs/real
+ifdef LAMINA_REAL_MODELS
+REAL += --set model.source=$(LAMINA_REAL_MODELS)/smollm2-135m-instruct
+endif
+ifdef LAMINA_REAL_TEXTS
+REAL += --set 'calibration.text={files: [$(LAMINA_REAL_TEXTS)/wikitext103_train.txt]}'
+REAL += --set 'evaluation.perplexity.text={files: [$(LAMINA_REAL_TEXTS)/wikitext2_test.txt], end: 0.1}'
+endif
+real: setup
+	$(BIN)/python -m pipeline.sweep manifests/sweeps/real.yaml $(REAL)
 
 # The site of the documentation, in build/site; a broken link or anchor is an error.
 docs: setup

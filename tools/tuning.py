@@ -194,60 +194,83 @@ def _value(text: str) -> Any:
         return text
 
 
+class Bench:
+    """A model, its calibration windows, and the dense model's final states on the scored texts, cached in a folder."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.folder: Path = options.cache
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
+        self.model = model.eval().requires_grad_(False)
+        tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+
+        def cut(place: str, count: int, length: int) -> Tensor:
+            return windows(tokenizer, place, count, length, options.start_token)
+
+        self.text = cut(options.text, options.windows, options.length)
+        self.scored = {place: cut(place, options.scored_windows, options.scored_length) for place in options.score}
+        self.inputs, self.gradients, dense = (
+            self.folder / f"{name}.safetensors" for name in ("inputs", "gradients", "dense")
+        )
+        cached(self.inputs, lambda: input_moments(self.model, self.text))
+        cached(dense, lambda: {place: final_states(self.model, ids) for place, ids in self.scored.items()})
+        self.dense = load_file(dense)
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return what has been recorded."""
+        path = self.folder / "results.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def record(self, name: str, **figures: Any) -> None:
+        """Score the model as it is now, then print and append a line."""
+        lost = {
+            place: divergence(self.model, self.dense[place], final_states(self.model, ids))
+            for place, ids in self.scored.items()
+        }
+        line = json.dumps({"name": name, "divergence": lost, **figures})
+        print(line, flush=True)
+        with (self.folder / "results.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compute what is not cached, and score each block."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("blocks", nargs="+", metavar="FIELD=VALUE,...", help="a block `quantize` of a manifest")
+    parser.add_argument("--gradient-windows", type=int, default=16)
+    options = parser.parse_args(arguments)
     settings = {block: parsed(block) for block in options.blocks}
-    options.cache.mkdir(parents=True, exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-
-    def cut(place: str, count: int, length: int) -> Tensor:
-        return windows(tokenizer, place, count, length, options.start_token)
-
-    text = cut(options.text, options.windows, options.length)
-    scored = {place: cut(place, options.scored_windows, options.scored_length) for place in options.score}
-    paths = [options.cache / f"{name}.safetensors" for name in ("inputs", "gradients", "dense")]
-    cached(paths[0], lambda: input_moments(model, text))
+    bench = Bench(options)
+    done = {line["name"] for line in bench.results()}
+    modules = linears(bench.model)
     if any(quantize.feedback == "both" for quantize in settings.values()):
-        cached(paths[1], lambda: output_gradients(model, text[: options.gradient_windows]))
-    cached(paths[2], lambda: {place: final_states(model, ids) for place, ids in scored.items()})
-    dense, results = load_file(paths[2]), options.cache / "results.jsonl"
-    done = {json.loads(line)["quantize"] for line in results.read_text().splitlines()} if results.exists() else set()
-    modules = linears(model)
+        cached(bench.gradients, lambda: output_gradients(bench.model, bench.text[: options.gradient_windows]))
     stored = {key: module.weight.data.to(torch.bfloat16) for key, module in modules.items()}
     for block, quantize in settings.items():
         if block in done:
             continue
         begun = time.monotonic()
-        with safe_open(paths[0], "pt") as inputs, torch.no_grad():
-            gradients = safe_open(paths[1], "pt") if quantize.feedback == "both" else None
-            for layer in range(len(model.model.layers)):
+        with safe_open(bench.inputs, "pt") as inputs, torch.no_grad():
+            gradients = safe_open(bench.gradients, "pt") if quantize.feedback == "both" else None
+            for layer in range(len(bench.model.model.layers)):
                 weights = {role: weight for (number, role), weight in stored.items() if number == layer}
                 for role, values in round_layer(layer, weights, quantize, inputs, gradients).items():
                     modules[layer, role].weight.data.copy_(values)
-        seconds = time.monotonic() - begun
-        lost = {place: divergence(model, dense[place], final_states(model, ids)) for place, ids in scored.items()}
-        line = json.dumps({"quantize": block, "divergence": lost, "rounding_seconds": round(seconds, 1)})
-        print(line, flush=True)
-        with results.open("a") as file:
-            file.write(line + "\n")
+        bench.record(block, rounding_seconds=round(time.monotonic() - begun, 1))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `Bench` needs."""
     parser.add_argument("checkpoint", help="a Hugging Face folder")
-    parser.add_argument("blocks", nargs="+", metavar="FIELD=VALUE,...", help="a block `quantize` of a manifest")
     parser.add_argument("--text", required=True, help="calibration: FILE.txt, or FILE.json:FROM-TO of passages")
     parser.add_argument("--score", nargs="+", required=True, metavar="TEXT", help="texts whose windows are scored")
     parser.add_argument("--cache", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--start-token", type=int, help="id that begins each window (Gemma's <bos>: 2)")
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--gradient-windows", type=int, default=16)
     parser.add_argument("--scored-windows", type=int, default=4)
     parser.add_argument("--scored-length", type=int, default=512)
-    return parser
 
 
 if __name__ == "__main__":
