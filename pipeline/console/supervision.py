@@ -39,7 +39,7 @@ _told: int | None = None  # in the command's process: the pipe to its parent
 def supervise() -> None:
     """Return in a child process. This process waits for it, and ends with its exit code.
 
-    Call it before any thread starts. If this process is killed, so is the child. Does nothing except on Linux.
+    Call it before any thread starts. If this process is killed, so is the child. Do nothing except on Linux.
     """
     global _told
     if sys.platform != "linux":  # others lack sigwaitinfo, and a signal for a parent's end

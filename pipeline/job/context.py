@@ -238,7 +238,7 @@ def check_evaluation_prefix(job: JobContext, file: str, evaluation: Evaluation) 
 
 
 def read_source(inputs: Inputs, ledger: Ledger) -> Mapping[str, SourceFile]:
-    """Return the digests of the source's files. If they are not those in the ledger, checks the tensors that are only
+    """Return the digests of the source's files. If they are not those in the ledger, check the tensors that are only
     copied. Raises NumericsError."""
     entered = ledger.get(SOURCE)
     source_files = inputs.source.file_digests(entered or {})

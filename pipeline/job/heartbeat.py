@@ -23,7 +23,7 @@ LAST_BEAT_SECONDS = 10.0  # the longest wait of a job's end for a beat that hang
 
 
 class Heartbeat:
-    """Renew locks every few seconds, in a thread of its own, within a `with` block.
+    """Renews locks every few seconds, in a thread of its own, within a `with` block.
 
     If another process acquires a lock, the job ends: `stop` is set, and leaving the block raises InUseError.
     """
