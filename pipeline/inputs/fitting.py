@@ -1,0 +1,188 @@
+"""Replaces `budget.fit` by the bytes that an engine leaves for weights. docs/plan.md#fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from manifests.engines import FAST_BITS
+from manifests.errors import InputError
+from manifests.fit import Fit
+from manifests.methods import FlatLLM, LeSTD, OfExperts
+from manifests.schema import Budget, Manifest
+from pipeline.cost_model.bounds import untied_head
+from pipeline.cost_model.serving_memory import ServingMemory, serving_memory
+from pipeline.families.foreign import sequence_limit
+from pipeline.families.geometry import Geometry
+from pipeline.methods.registry import build_methods
+
+DIGITS = 6  # of the share of the bytes
+SEARCHED = 12  # bisections for the smallest share that the methods reach
+
+Check = Callable[[Manifest], object]  # raises InputError if a budget is out of reach
+
+
+class DoesNotFitError(InputError):
+    """No size that the methods reach fits into the memory; `needed_bytes` is the smallest that would do."""
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        super().__init__(message, needed_bytes)
+        self.needed_bytes = needed_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def resolve_fit(
+    manifest: Manifest, config: Mapping[str, Any], geometry: Geometry, source_bytes: int, check: Check
+) -> tuple[Manifest, ServingMemory | None]:
+    """Return the manifest with `budget.bytes` in place of `budget.fit`, and the memory that serving takes beside the
+    weights; other manifests unchanged.
+
+    `check`: raises InputError for a manifest whose budget its methods do not reach.
+
+    Raises InputError for forms that the engine does not keep in memory, and DoesNotFitError.
+    """
+    fit = manifest.budget.fit if manifest.budget else None
+    if fit is None:
+        return manifest, None
+    _check_context(fit, config)
+    if faults := [*_unheld(fit, manifest, geometry)]:
+        raise InputError("budget.fit: " + "; ".join(faults))
+    memory = serving_memory(fit, config, geometry, build_methods(manifest))
+    outside = _outside(manifest, geometry, source_bytes)
+    share = _share(memory.weight_bytes - outside, _scope_bytes(manifest, geometry))
+    resolved = _with_bytes(manifest, share) if share > 0 else None
+    try:
+        if resolved is not None:
+            check(resolved)
+            return resolved, memory
+    except InputError as error:
+        if share == 1.0:
+            raise
+        reason: InputError | None = error
+    else:
+        reason = None
+    check(_with_bytes(manifest, 1.0))  # other faults than the size
+    least = _least_share(share, partial(_reaches, manifest, check)) * _scope_bytes(manifest, geometry)
+    raise DoesNotFitError(_message(memory, least + outside), memory.needed(least + outside)) from reason
+
+
+def _check_context(fit: Fit, config: Mapping[str, Any]) -> None:
+    name, limit = sequence_limit(config)
+    if fit.context > limit:
+        raise InputError(f"budget.fit.context: {fit.context} is longer than the model's {name} {limit}")
+
+
+def _unheld(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterator[str]:
+    """Yield the settings whose results the engine does not hold as small as they are stored."""
+    engine = {"transformers": _unheld_by_transformers, "vllm": _unheld_by_vllm, "llama.cpp": _unheld_by_llama_cpp}
+    yield from engine[fit.engine](fit, manifest, geometry)
+    stored = geometry.outer_bytes or any(layer.own_bytes for layer in geometry.layers)
+    if stored and manifest.quantize is None and fit.engine != "transformers":
+        yield f"{fit.engine} decodes the source's storage format when it loads weights; give quantize"
+    for position, entry in enumerate(manifest.methods):
+        if isinstance(entry, LeSTD) and entry.prune:
+            yield f"methods.{position}: sparse cores of lestd are dense in memory; give prune: false"
+
+
+def _unheld_by_transformers(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterator[str]:
+    if manifest.quantize is not None and "uniform" in manifest.quantize.kinds_of_levels:
+        yield (
+            "transformers multiplies codes of uniform levels out at the first token; give quantize.levels: normal, "
+            "which stay packed"
+        )
+
+
+def _unheld_by_vllm(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterator[str]:
+    quantize, on_cpu = manifest.quantize, fit.device == "cpu"
+    kernels = {4} if on_cpu else FAST_BITS
+    if quantize is not None and quantize.may_have_tables:
+        yield "vLLM multiplies codes of tables of levels out when it loads them; give quantize.levels: uniform"
+    if quantize is not None and ({*quantize.choices} - kernels or (on_cpu and geometry.bits != 16)):
+        have = " or ".join(map(str, sorted(kernels)))
+        where = " on a CPU, of models in 16 bits" if on_cpu else ""
+        yield f"vLLM has kernels for quantize.bits: {have}{where}, and multiplies other codes out"
+    for position, method in enumerate(build_methods(manifest)):
+        if on_cpu and method.own_class:
+            yield f"methods.{position}: vLLM caches whole heads of {method.name} on a CPU; use device: gpu"
+
+
+def _unheld_by_llama_cpp(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterator[str]:
+    quantize, mixture = manifest.quantize, any(layer.num_experts for layer in geometry.layers)
+    if quantize is not None and (mixture or quantize.may_have_tables or {*quantize.choices} - FAST_BITS):
+        kept = "no codes of mixtures" if mixture else "codes of 8 or 4 bits with uniform levels alone"
+        yield f"a GGUF file keeps {kept}, and has others multiplied out; change quantize"
+    for position, entry in enumerate(manifest.methods):
+        narrow = isinstance(entry, OfExperts) or (isinstance(entry, FlatLLM) and not entry.attention)
+        if not narrow and getattr(entry, "shapes", "free") != "stock":
+            yield (
+                f"methods.{position}: factors of {entry.method} are multiplied out in a GGUF file; use flat_llm with "
+                "attention: false, whose MLPs are narrower"
+            )
+
+
+def _outside(manifest: Manifest, geometry: Geometry, source_bytes: int) -> int:
+    """Return the bytes of OUTPUT's tensors outside of the budget's scope."""
+    beyond = max(0, source_bytes - geometry.model_bytes()) + untied_head(manifest, geometry).num_bytes
+    return beyond + geometry.model_bytes() - _scope_bytes(manifest, geometry)
+
+
+def _scope(manifest: Manifest) -> str:
+    assert manifest.budget is not None
+    return "experts" if manifest.budget.scope == "experts" else "model"
+
+
+def _scope_bytes(manifest: Manifest, geometry: Geometry) -> int:
+    return geometry.scope_bytes(_scope(manifest))
+
+
+def _share(num_bytes: int, scope_bytes: int) -> float:
+    """Return the share of the scope's bytes, rounded down, and at most 1."""
+    return min(1.0, math.floor(num_bytes / max(1, scope_bytes) * 10**DIGITS) / 10**DIGITS)
+
+
+def _with_bytes(manifest: Manifest, share: float) -> Manifest:
+    """Return the manifest with a budget of this share of the bytes."""
+    assert manifest.budget is not None
+    fields: dict[str, Any] = {"bytes": share, "scope": _scope(manifest), "multiple": manifest.budget.multiple}
+    return manifest.model_copy(update={"budget": Budget(**fields)})
+
+
+def _reaches(manifest: Manifest, check: Check, share: float) -> bool:
+    try:
+        check(_with_bytes(manifest, share))
+    except InputError:
+        return False
+    return True
+
+
+def _least_share(low: float, reaches: Callable[[float], bool]) -> float:
+    """Return the smallest share above `low` that the methods reach, by bisection."""
+    low, high = max(0.0, low), 1.0
+    for _ in range(SEARCHED):
+        middle = (low + high) / 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return high
+
+
+def _message(memory: ServingMemory, least: float) -> str:
+    fit = memory.fit
+    sequences = f"{fit.sequences} sequence{'s' if fit.sequences > 1 else ''} of {fit.context:,} tokens"
+    share = f" of which it takes {memory.share:.0%}," if memory.share < 1 else ""
+    return (
+        f"budget.fit: {gigabytes(fit.memory)} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
+        f"{sequences}: weights take at least {gigabytes(least)} with these methods, the cache "
+        f"{gigabytes(memory.cache_bytes)}, activations {gigabytes(memory.activation_bytes)}, the engine itself "
+        f"{gigabytes(memory.engine_bytes)}; the smallest memory that would do: {gigabytes(memory.needed(least), up=True)}; "
+        "or give a shorter context, fewer sequences, fewer bits, or a method for the cache"
+    )
+
+
+def gigabytes(num_bytes: float, up: bool = False) -> str:
+    """Return an amount in GB, with three decimals below 10 GB; `up`: rounded up."""
+    digits = 3 if num_bytes < 1e10 else 1
+    scaled = num_bytes / 1e9 * 10**digits
+    return f"{(math.ceil(scaled) if up else round(scaled)) / 10**digits:,} GB"
