@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -14,6 +14,7 @@ UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12, "TI
 AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", re.ASCII | re.IGNORECASE)
 
 Device = Literal["gpu", "cpu"]
+DEVICES: tuple[Device, ...] = get_args(Device)
 
 
 def memory_bytes(memory: Any) -> Any:
@@ -27,6 +28,12 @@ def memory_bytes(memory: Any) -> Any:
     if matched is None or matched[2].upper() not in UNITS:
         raise ValueError("should be an amount with a unit, such as 24GB or 24GiB, or a whole number of bytes")
     return round(float(matched[1]) * UNITS[matched[2].upper()])
+
+
+def memory_text(num_bytes: int) -> str:
+    """Return an amount that `memory_bytes` reads back, in the largest unit that divides it."""
+    units = ((unit, size) for unit, size in (("GB", 10**9), ("GiB", 2**30), ("MB", 10**6)) if num_bytes % size == 0)
+    return next((f"{num_bytes // size}{unit}" for unit, size in units), str(num_bytes))
 
 
 Memory = Annotated[int, Field(gt=0, le=10**15), BeforeValidator(memory_bytes)]

@@ -28,7 +28,9 @@ from pipeline.console.wrapping import say
 if TYPE_CHECKING:
     from pipeline.job.plan_report import RateSource
 
-NOT_IN_TABLE = ("engines", "serving", "fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds", "read_phases")
+NOT_IN_TABLE = (
+    "engines", "serving", "fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds", "read_phases",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -97,9 +97,7 @@ class ServingMemory:
         return {**self.fit.model_dump(mode="json"), **parts, "total": sum(parts.values()), "source": self.source}
 
 
-def serving_memory(
-    fit: Fit, config: Mapping[str, Any], geometry: Geometry, methods: Sequence[Method]
-) -> ServingMemory:
+def serving_memory(fit: Fit, config: Mapping[str, Any], geometry: Geometry, methods: Sequence[Method]) -> ServingMemory:
     """Return the memory beside the weights of a model compressed by these methods. `config`: the standard one.
 
     Caches that methods make smaller by ranks count as whole, except where an entry fixes their size (`cache_keep`).

@@ -25,11 +25,15 @@ Check = Callable[[Manifest], object]  # raises InputError if a budget is out of 
 
 
 class DoesNotFitError(InputError):
-    """No size that the methods reach fits into the memory; `needed_bytes` is the smallest that would do."""
+    """No size that the methods reach fits into the memory.
 
-    def __init__(self, message: str, needed_bytes: int = 0) -> None:
-        super().__init__(message, needed_bytes)
+    `needed_bytes`: the smallest memory that would do. `cache_is_larger`: the cache takes more than the weights.
+    """
+
+    def __init__(self, message: str, needed_bytes: int = 0, cache_is_larger: bool = False) -> None:
+        super().__init__(message, needed_bytes, cache_is_larger)
         self.needed_bytes = needed_bytes
+        self.cache_is_larger = cache_is_larger
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -66,8 +70,8 @@ def resolve_fit(
     else:
         reason = None
     check(_with_bytes(manifest, 1.0))  # other faults than the size
-    least = _least_share(share, partial(_reaches, manifest, check)) * _scope_bytes(manifest, geometry)
-    raise DoesNotFitError(_message(memory, least + outside), memory.needed(least + outside)) from reason
+    least = outside + _least_share(share, partial(_reaches, manifest, check)) * _scope_bytes(manifest, geometry)
+    raise DoesNotFitError(_message(memory, least), memory.needed(least), memory.cache_bytes > least) from reason
 
 
 def _check_context(fit: Fit, config: Mapping[str, Any]) -> None:
@@ -172,12 +176,13 @@ def _message(memory: ServingMemory, least: float) -> str:
     fit = memory.fit
     sequences = f"{fit.sequences} sequence{'s' if fit.sequences > 1 else ''} of {fit.context:,} tokens"
     share = f" of which it takes {memory.share:.0%}," if memory.share < 1 else ""
+    smallest = gigabytes(memory.needed(least), up=True)
     return (
         f"budget.fit: {gigabytes(fit.memory)} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
         f"{sequences}: weights take at least {gigabytes(least)} with these methods, the cache "
         f"{gigabytes(memory.cache_bytes)}, activations {gigabytes(memory.activation_bytes)}, the engine itself "
-        f"{gigabytes(memory.engine_bytes)}; the smallest memory that would do: {gigabytes(memory.needed(least), up=True)}; "
-        "or give a shorter context, fewer sequences, fewer bits, or a method for the cache"
+        f"{gigabytes(memory.engine_bytes)}; the smallest memory that would do: {smallest}; or give a shorter context, "
+        "fewer sequences, fewer bits, or a method for the cache"
     )
 
 
