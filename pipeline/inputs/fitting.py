@@ -9,7 +9,7 @@ from typing import Any
 
 from manifests.engines import FAST_BITS
 from manifests.errors import InputError
-from manifests.fit import Fit
+from manifests.fit import Fit, memory_text
 from manifests.methods import FlatLLM, LeSTD, OfExperts
 from manifests.schema import Budget, Manifest
 from pipeline.cost_model.bounds import untied_head
@@ -55,23 +55,15 @@ def resolve_fit(
     _check_context(fit, config)
     if faults := [*_unheld(fit, manifest, geometry)]:
         raise InputError("budget.fit: " + "; ".join(faults))
+    check(_with_bytes(manifest, 1.0))  # finds faults other than the size
     memory = serving_memory(fit, config, geometry, build_methods(manifest))
-    outside = _outside(manifest, geometry, source_bytes)
-    share = _share(memory.weight_bytes - outside, _scope_bytes(manifest, geometry))
-    resolved = _with_bytes(manifest, share) if share > 0 else None
-    try:
-        if resolved is not None:
-            check(resolved)
-            return resolved, memory
-    except InputError as error:
-        if share == 1.0:
-            raise
-        reason: InputError | None = error
-    else:
-        reason = None
-    check(_with_bytes(manifest, 1.0))  # other faults than the size
-    least = outside + _least_share(share, partial(_reaches, manifest, check)) * _scope_bytes(manifest, geometry)
-    raise DoesNotFitError(_message(memory, least), memory.needed(least), memory.cache_bytes > least) from reason
+    outside, scope_bytes = _outside(manifest, geometry, source_bytes), _scope_bytes(manifest, geometry)
+    share = _share(memory.weight_bytes - outside, scope_bytes)
+    reaches = partial(_reaches, manifest, check)
+    if share > 0 and reaches(share):
+        return _with_bytes(manifest, share), memory
+    least = outside + _least_share(share, reaches) * scope_bytes
+    raise DoesNotFitError(_message(memory, least), memory.needed(least), memory.cache_bytes > least)
 
 
 def _check_context(fit: Fit, config: Mapping[str, Any]) -> None:
@@ -176,18 +168,19 @@ def _message(memory: ServingMemory, least: float) -> str:
     fit = memory.fit
     sequences = f"{fit.sequences} sequence{'s' if fit.sequences > 1 else ''} of {fit.context:,} tokens"
     share = f" of which it takes {memory.share:.0%}," if memory.share < 1 else ""
-    smallest = gigabytes(memory.needed(least), up=True)
+    smallest = shown_bytes(memory.needed(least), up=True)
     return (
-        f"budget.fit: {gigabytes(fit.memory)} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
-        f"{sequences}: weights take at least {gigabytes(least)} with these methods, the cache "
-        f"{gigabytes(memory.cache_bytes)}, activations {gigabytes(memory.activation_bytes)}, the engine itself "
-        f"{gigabytes(memory.engine_bytes)}; the smallest memory that would do: {smallest}; or give a shorter context, "
-        "fewer sequences, fewer bits, or a method for the cache"
+        f"budget.fit: {memory_text(fit.memory)} are too little for {fit.engine} on a {fit.device.upper()},{share} with "
+        f"{sequences}: weights take at least {shown_bytes(least)} with these methods, the cache "
+        f"{shown_bytes(memory.cache_bytes)}, activations {shown_bytes(memory.activation_bytes)}, the engine itself "
+        f"{shown_bytes(memory.engine_bytes)}; the smallest memory that would do: {smallest}; or give a shorter "
+        "context, fewer sequences, fewer bits, or a method for the cache"
     )
 
 
-def gigabytes(num_bytes: float, up: bool = False) -> str:
-    """Return an amount in GB, with three decimals below 10 GB; `up`: rounded up."""
-    digits = 3 if num_bytes < 1e10 else 1
-    scaled = num_bytes / 1e9 * 10**digits
-    return f"{(math.ceil(scaled) if up else round(scaled)) / 10**digits:,} GB"
+def shown_bytes(num_bytes: float, up: bool = False) -> str:
+    """Return an amount in GB or MB, rounded; `up`: rounded up."""
+    unit, size = ("GB", 1e9) if num_bytes >= 1e8 else ("MB", 1e6)
+    digits = 2 if num_bytes < 1e10 else 1
+    scaled = num_bytes / size * 10**digits
+    return f"{(math.ceil(scaled) if up else round(scaled)) / 10**digits:,.{digits}f} {unit}"

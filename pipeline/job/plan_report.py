@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError, reason
+from manifests.fit import memory_text
 from manifests.schema import Manifest
 from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
@@ -31,7 +32,7 @@ from pipeline.driver.ledger_keys import SAMPLES
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.calibration import evaluation_tokens
-from pipeline.inputs.fitting import gigabytes
+from pipeline.inputs.fitting import shown_bytes
 from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, read_inputs
 from pipeline.job.context import with_samples
 from pipeline.job.planned_tasks import tasks_seconds
@@ -293,10 +294,12 @@ def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
 
 def serving_line(serving: Mapping[str, Any]) -> str:
     """Return the sum of the memory that serving takes, of a job with `budget.fit`."""
-    parts = " + ".join(f"{name} {gigabytes(serving[name])}" for name in ("weights", "cache", "activations", "overhead"))
+    parts = " + ".join(
+        f"{name} {shown_bytes(serving[name])}" for name in ("weights", "cache", "activations", "overhead")
+    )
     sequences = f"{serving['sequences']} sequence{'s' if serving['sequences'] > 1 else ''}"
     return (
-        f"{parts} = {gigabytes(serving['total'])} of {gigabytes(serving['memory'])}, {serving['engine']} on a "
+        f"{parts} = {shown_bytes(serving['total'])} of {memory_text(serving['memory'])}, {serving['engine']} on a "
         f"{serving['device'].upper()}, {sequences} of {serving['context']:,} tokens ({serving['source']})"
     )
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from manifests.errors import InputError
 from manifests.fit import Fit
-from pipeline.inputs.fitting import DoesNotFitError, gigabytes
+from pipeline.inputs.fitting import DoesNotFitError, shown_bytes
 from pipeline.inputs.job_inputs import Inputs
 
 CORRECTED, SOLVED = "{method: loss_aware, correct: output}", "{method: loss_aware}"
@@ -169,4 +169,4 @@ def _needs(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, bool], Inp
 
 
 def _up(num_bytes: int) -> str:
-    return gigabytes(num_bytes, up=True)
+    return shown_bytes(num_bytes, up=True)

@@ -20,7 +20,7 @@ from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of
-from pipeline.inputs.fitting import gigabytes
+from pipeline.inputs.fitting import shown_bytes
 from pipeline.inputs.job_inputs import Inputs, read_inputs
 from pipeline.inputs.sources import open_dense
 from pipeline.job.plan_report import RateSource, plan_report, serving_line
@@ -113,7 +113,7 @@ def _choose(goal: Goal, geometry: Geometry, inputs_of: Callable[[Goal], Inputs])
     needed = inputs.serving.needed(inputs.source_bytes)
     if needed <= fit.memory:
         raise InputError(
-            f"--fits {memory_text(fit.memory)}: the model fits as it is, in {gigabytes(needed, up=True)}; there is "
+            f"--fits {memory_text(fit.memory)}: the model fits as it is, in {shown_bytes(needed, up=True)}; there is "
             "nothing to compress: ask for less memory, a longer --context or more --sequences, or give --bytes"
         )
     return replace(choice, better=("the model as it is", needed))
