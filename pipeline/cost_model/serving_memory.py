@@ -46,7 +46,7 @@ class EngineMemory:
 
 # One row for each engine and device; docs/plan.md#fit says where each figure is from.
 ENGINES: Mapping[tuple[Engine, Device], EngineMemory] = {
-    ("transformers", "cpu"): EngineMemory(1.0, 430 * MIB, None, None, None, 8, "measured"),
+    ("transformers", "cpu"): EngineMemory(1.0, 420 * MIB, None, None, None, 8, "measured"),
     ("transformers", "gpu"): EngineMemory(0.98, 600 * MIB, None, None, None, 8, "documents"),
     ("vllm", "cpu"): EngineMemory(1.0, 1200 * MIB, 4096, None, 256, 8, "documents"),
     ("vllm", "gpu"): EngineMemory(0.92, 800 * MIB, 8192, None, 256, 8, "documents"),
@@ -150,4 +150,4 @@ def live_numbers(layer: LayerGeometry) -> float:
     """Return the numbers of a token that are in memory at once, at the fullest point of a layer's forward pass."""
     width = sum(block.share * block.width for block in layer.mlps)
     attention = 2 * layer.query_features + 2 * layer.cache_numbers
-    return 3 * layer.hidden + max(3 * width, attention)
+    return 4 * layer.hidden + max(4 * width, attention)

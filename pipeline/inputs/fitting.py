@@ -25,18 +25,19 @@ Check = Callable[[Manifest], object]  # raises InputError if a budget is out of 
 
 
 class DoesNotFitError(InputError):
-    """No size that the methods reach fits into the memory.
+    """The weights do not fit beside what serving takes; `least_bytes`: of weights, at the smallest size."""
 
-    `needed_bytes`: the smallest memory that would do. `cache_is_larger`: the cache takes more than the weights.
-    """
+    def __init__(self, memory: ServingMemory, least_bytes: float) -> None:
+        super().__init__(memory, least_bytes)
+        self.memory, self.least_bytes = memory, least_bytes
 
-    def __init__(self, message: str, needed_bytes: int = 0, cache_is_larger: bool = False) -> None:
-        super().__init__(message, needed_bytes, cache_is_larger)
-        self.needed_bytes = needed_bytes
-        self.cache_is_larger = cache_is_larger
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest memory that would do."""
+        return self.memory.needed(self.least_bytes)
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return _message(self.memory, self.least_bytes)
 
 
 def resolve_fit(
@@ -63,7 +64,7 @@ def resolve_fit(
     if share > 0 and reaches(share):
         return _with_bytes(manifest, share), memory
     least = outside + _least_share(share, reaches) * scope_bytes
-    raise DoesNotFitError(_message(memory, least), memory.needed(least), memory.cache_bytes > least)
+    raise DoesNotFitError(memory, least)
 
 
 def _check_context(fit: Fit, config: Mapping[str, Any]) -> None:

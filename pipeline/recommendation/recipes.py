@@ -18,6 +18,7 @@ CORRECTED, SOLVED = "{method: loss_aware, correct: output}", "{method: loss_awar
 NARROW = "{method: flat_llm, attention: false, allocation: loss}"
 NARROW_ALIKE = "{method: flat_llm, attention: false, uniform: true}"
 STOCK = "{method: loss_aware, shapes: stock}"
+LEAST_SHARE = 0.16  # of the layers' bytes; no size below was measured: docs/results.md#levels
 CACHES = {0.5: "half", 0.25: "a quarter"}
 
 
@@ -142,7 +143,7 @@ def choose_recipe(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, boo
         except DoesNotFitError as error:
             too_large[recipe.label] = error.needed_bytes
             refused = error if refused is None or error.needed_bytes == min(too_large.values()) else refused
-            if error.cache_is_larger and not recipe.entries and recipe.bits == 4:
+            if error.memory.cache_bytes > error.least_bytes and not recipe.entries and recipe.bits == 4:
                 ordered.sort(key=lambda other: not other.cache)
         except InputError as error:
             refused = refused or error

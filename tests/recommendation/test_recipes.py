@@ -10,6 +10,7 @@ from manifests.calibration import Text
 from manifests.errors import InputError
 from manifests.fit import Fit
 from manifests.loading import decode_document, parse_manifest
+from pipeline.cost_model.serving_memory import ServingMemory
 from pipeline.inputs.fitting import DoesNotFitError
 from pipeline.inputs.job_inputs import Inputs
 from pipeline.recommendation.commented_manifest import Places, commented_manifest
@@ -54,7 +55,8 @@ def chosen(needs: dict[str, int | None], memory: int, large_cache: bool = False)
         if needed is None:
             raise InputError(f"{recipe.label}: impossible")
         if in_hardly_any or needed > memory:
-            raise DoesNotFitError(f"needs {needed}", needed, large_cache)
+            cache = 2 * needed if large_cache else 0
+            raise DoesNotFitError(ServingMemory(fit_for("transformers"), cache, 0, -cache, 1.0, "measured"), needed)
         return cast(Inputs, None)
 
     choice = choose_recipe(recipes(fit_for("transformers"), 16, rounds=True, corrected=True, mixture=False), inputs_of)
@@ -71,8 +73,9 @@ def test_the_first_recipe_that_fits_is_chosen_with_its_neighbours() -> None:
     assert chosen(NEEDS, 15) == (BITS4, (BITS8, 20), (MIXED, 8))
     assert chosen(NEEDS, 9) == (MIXED, (BITS4, 14), (HALF, 10))
     assert chosen({**NEEDS, MIXED: None}, 15) == (BITS4, (BITS8, 20), (HALF, 10))
-    with pytest.raises(DoesNotFitError, match="needs 7"):
+    with pytest.raises(DoesNotFitError, match="are too little") as refused:
         chosen(NEEDS, 6)
+    assert refused.value.needed_bytes == NEEDS[QUARTER]
     with pytest.raises(InputError, match="8 bits: impossible"):
         chosen({}, 6)
 
