@@ -42,8 +42,9 @@ Memory = Annotated[int, Field(gt=0, le=10**15), BeforeValidator(memory_bytes)]
 class Fit(Block):
     """The memory in which an engine should serve the output; the bytes of its weights follow. docs/plan.md#fit.
 
-    `memory`: of the device, such as 24GB (10⁹ bytes each) or 24GiB (2³⁰). `context`: the tokens of a sequence, prompt
-    and answer. `sequences`: served at a time. `device`: the memory is that of a GPU, or of a process on a CPU.
+    `memory`: of the device, such as 24GB (10⁹ bytes each) or 24GiB (2³⁰ each), or in bytes. `context`: the tokens of a
+    sequence, prompt and answer. `sequences`: served at a time. `device`: the memory is that of a GPU, or of a process
+    on a CPU.
     """
 
     memory: Memory

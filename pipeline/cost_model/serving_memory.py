@@ -32,7 +32,7 @@ class EngineMemory:
         cache_bits: of a cached number; None: those of the weights.
         logit_rows: rows of the vocabulary in a forward pass; None: one for each sequence.
         logit_bytes: of each number of these rows.
-        source: measured on this engine, or by its documents.
+        source: of these figures.
     """
 
     share: float
@@ -47,11 +47,11 @@ class EngineMemory:
 # One row for each engine and device; docs/plan.md#fit says where each figure is from.
 ENGINES: Mapping[tuple[Engine, Device], EngineMemory] = {
     ("transformers", "cpu"): EngineMemory(1.0, 420 * MIB, None, None, None, 8, "measured"),
-    ("transformers", "gpu"): EngineMemory(0.98, 600 * MIB, None, None, None, 8, "documents"),
-    ("vllm", "cpu"): EngineMemory(1.0, 1200 * MIB, 4096, None, 256, 8, "documents"),
-    ("vllm", "gpu"): EngineMemory(0.92, 800 * MIB, 8192, None, 256, 8, "documents"),
-    ("llama.cpp", "cpu"): EngineMemory(1.0, 100 * MIB, 512, 16, 512, 4, "documents"),
-    ("llama.cpp", "gpu"): EngineMemory(1.0, 500 * MIB, 512, 16, 512, 4, "documents"),
+    ("transformers", "gpu"): EngineMemory(0.95, 600 * MIB, None, None, None, 8, "assumed"),
+    ("vllm", "cpu"): EngineMemory(1.0, 1650 * MIB, 4096, None, 256, 8, "measured"),
+    ("vllm", "gpu"): EngineMemory(0.92, 800 * MIB, 8192, None, 256, 8, "from its documents"),
+    ("llama.cpp", "cpu"): EngineMemory(1.0, 100 * MIB, 512, 16, 512, 4, "from its documents"),
+    ("llama.cpp", "gpu"): EngineMemory(0.97, 500 * MIB, 512, 16, 512, 4, "from its documents"),
 }
 
 

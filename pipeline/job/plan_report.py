@@ -300,7 +300,8 @@ def serving_line(serving: Mapping[str, Any]) -> str:
     sequences = f"{serving['sequences']} sequence{'s' if serving['sequences'] > 1 else ''}"
     return (
         f"{parts} = {shown_bytes(serving['total'])} of {memory_text(serving['memory'])}, {serving['engine']} on a "
-        f"{serving['device'].upper()}, {sequences} of {serving['context']:,} tokens ({serving['source']})"
+        f"{serving['device'].upper()}, {sequences} of {serving['context']:,} tokens; the engine's figures are "
+        f"{serving['source']}"
     )
 
 

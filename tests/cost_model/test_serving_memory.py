@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from manifests.fit import Fit
+from manifests.engines import Engine
+from manifests.fit import DEVICES, Fit
 from manifests.loading import parse_manifest
 from pipeline.cost_model.serving_memory import ENGINES, cached_tokens, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
@@ -64,4 +65,4 @@ def test_a_forward_pass_takes_all_prompts_or_as_many_tokens_as_the_engine_does()
 
     assert activations("transformers", 10**5) > 9 * activations("transformers", 10**4)
     assert activations("vllm", 10**5) == activations("vllm", 10**4)
-    assert all(engine.source in ("measured", "documents") for engine in ENGINES.values())
+    assert {*ENGINES} == {(engine, device) for engine in get_args(Engine) for device in DEVICES}
