@@ -77,7 +77,8 @@ def _body(arguments: Any, words: list[str]) -> int:
     except OSError as error:
         raise StorageError(f"-o {path}: cannot be written ({reason(error)}); give another file") from error
     if arguments.json:
-        print(json.dumps({"manifest": str(path), "plan": verdict.plan, "engines": verdict.engines}))
+        document = {"manifest": str(path), "plan": verdict.plan, "engines": verdict.engines, "choice": verdict.choice}
+        print(json.dumps(document))
         return 0
     for line in verdict.lines():
         say(line)

@@ -19,6 +19,7 @@ from pipeline.families.geometry import Geometry
 from pipeline.methods.registry import build_methods
 
 DIGITS = 6  # of the share of the bytes
+LEAST_SHARE = 0.16  # of the layers' bytes; no size below was measured: docs/results.md#levels
 SEARCHED = 12  # bisections for the smallest share that the methods reach
 
 Check = Callable[[Manifest], object]  # raises InputError if a budget is out of reach
@@ -65,6 +66,25 @@ def resolve_fit(
         return _with_bytes(manifest, share), memory
     least = outside + _least_share(share, reaches) * scope_bytes
     raise DoesNotFitError(memory, least)
+
+
+def fit_remarks(serving: ServingMemory | None, geometry: Geometry) -> tuple[str, ...]:
+    """Return a remark where the memory leaves hardly anything of the model, or all of it."""
+    if serving is None:
+        return ()
+    if serving.weight_bytes >= geometry.model_bytes():
+        return ("budget.fit: the model fits as it is; nothing needs to be compressed",)
+    if serving.weight_bytes >= least_measured(geometry):
+        return ()
+    return (
+        f"budget.fit: {shown_bytes(max(0, serving.weight_bytes))} of {shown_bytes(geometry.model_bytes())} are left "
+        f"for weights; no model with less than {LEAST_SHARE:g} of its layers' bytes was measured: expect a large loss",
+    )
+
+
+def least_measured(geometry: Geometry) -> int:
+    """Return the bytes of a model with the smallest layers whose loss was measured."""
+    return math.ceil(geometry.model_bytes() - (1 - LEAST_SHARE) * geometry.decoder_bytes())
 
 
 def _check_context(fit: Fit, config: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.families.registry import geometry_of
-from pipeline.inputs.fitting import resolve_fit
+from pipeline.inputs.fitting import fit_remarks, resolve_fit
 from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from pipeline.inputs.unread_tensors import unread_remarks
@@ -96,7 +96,11 @@ class Inputs:
         of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
         expected = {*self.geometry.expected_tensors(), f"{self.config['block']['head']}.weight"}
         of_model += unread_remarks(self.source, expected, bool(self.config.get("wrapper")))
-        of_model += self._size_remarks + stored_remarks(self.manifest, self.geometry, self.tasks)
+        of_model += (
+            fit_remarks(self.serving, self.geometry)
+            + self._size_remarks
+            + stored_remarks(self.manifest, self.geometry, self.tasks)
+        )
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property

@@ -18,7 +18,6 @@ CORRECTED, SOLVED = "{method: loss_aware, correct: output}", "{method: loss_awar
 NARROW = "{method: flat_llm, attention: false, allocation: loss}"
 NARROW_ALIKE = "{method: flat_llm, attention: false, uniform: true}"
 STOCK = "{method: loss_aware, shapes: stock}"
-LEAST_SHARE = 0.16  # of the layers' bytes; no size below was measured: docs/results.md#levels
 CACHES = {0.5: "half", 0.25: "a quarter"}
 
 

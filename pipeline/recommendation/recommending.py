@@ -20,13 +20,13 @@ from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of
-from pipeline.inputs.fitting import DoesNotFitError, shown_bytes
+from pipeline.inputs.fitting import DoesNotFitError, least_measured, shown_bytes
 from pipeline.inputs.job_inputs import Inputs, layer_dtype, read_inputs
 from pipeline.inputs.sources import open_dense
 from pipeline.job.plan_report import RateSource, plan_report, serving_line
 from pipeline.recommendation.commented_manifest import Places, commented_manifest
 from pipeline.recommendation.nodes import Node, cluster_nodes, this_machine
-from pipeline.recommendation.recipes import LEAST_SHARE, Choice, Recipe, choose_recipe, recipes
+from pipeline.recommendation.recipes import Choice, Recipe, choose_recipe, recipes
 from pipeline.recommendation.settings import ACTIVATION_GB, USUAL_SHARE, Goal, Settings, choose_settings
 from pipeline.recommendation.text_use import TextUse, choose_text_use, text_remarks
 from pipeline.recommendation.verdict import Verdict
@@ -99,10 +99,10 @@ def _choose(goal: Goal, geometry: Geometry, inputs_of: Callable[[Goal], Inputs])
     fit = goal.fit
     assert fit is not None
     hardly = fit.model_copy(update={"memory": 1})
-    least = geometry.model_bytes() - (1 - LEAST_SHARE) * geometry.decoder_bytes()
+    least = least_measured(geometry)
 
     def checked(recipe: Recipe, in_hardly_any: bool) -> Inputs:
-        """Check the job of a recipe, which may not leave less than `LEAST_SHARE` of the layers' bytes."""
+        """Check the job of a recipe, which may not leave less of the layers than was measured."""
         try:
             inputs = inputs_of(replace(goal, recipe=recipe, fit=hardly if in_hardly_any else fit))
         except DoesNotFitError as error:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError
-from manifests.fit import memory_bytes, memory_text
+from manifests.fit import Fit, memory_bytes, memory_text
 from manifests.loading import parse_manifest
 from manifests.schema import Budget, Manifest
-from pipeline.cost_model.serving_memory import ENGINES, ServingMemory, live_numbers
+from pipeline.cost_model.serving_memory import ENGINES, ServingMemory, live_numbers, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.inputs.fitting import DoesNotFitError
+from pipeline.inputs.fitting import DoesNotFitError, fit_remarks
 from pipeline.inputs.job_inputs import fit_methods, fitted
 from tests import factories
 
@@ -80,6 +80,19 @@ def test_what_cannot_fit_is_refused_with_the_least_memory(quantize: dict[str, An
     fit_methods(resolved(job(error.needed_bytes, quantize))[0], GEOMETRY)
     with pytest.raises(DoesNotFitError):
         resolved(job(error.needed_bytes - 0.002 * GEOMETRY.model_bytes(), quantize))
+
+
+def test_too_little_and_too_much_memory_is_remarked_on() -> None:
+    dense = GEOMETRY.model_bytes()
+    servings = (resolved(job(BESIDE + share * dense))[1] for share in (0.8, 1.0))
+    hardly = serving_memory(Fit(memory=int(BESIDE), context=TOKENS, sequences=SEQUENCES), CONFIG, GEOMETRY, ())
+    remarks = [fit_remarks(serving, GEOMETRY) for serving in (hardly, *servings)]
+    assert ["expect a large loss" in str(remarks[0]), remarks[1], "fits as it is" in str(remarks[2])] == [
+        True,
+        (),
+        True,
+    ]
+    assert fit_remarks(None, GEOMETRY) == ()
 
 
 def test_other_faults_are_reported_as_they_are() -> None:
