@@ -14,7 +14,6 @@ from manifests.methods import FlatLLM, LeSTD, OfExperts
 from manifests.schema import Budget, Manifest
 from pipeline.cost_model.bounds import untied_head
 from pipeline.cost_model.serving_memory import ServingMemory, serving_memory
-from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.methods.registry import build_methods
 
@@ -88,9 +87,10 @@ def least_measured(geometry: Geometry) -> int:
 
 
 def _check_context(fit: Fit, config: Mapping[str, Any]) -> None:
-    name, limit = sequence_limit(config)
-    if fit.context > limit:
-        raise InputError(f"budget.fit.context: {fit.context} is longer than the model's {name} {limit}")
+    if fit.context > (limit := config["max_position_embeddings"]):
+        raise InputError(
+            f"budget.fit.context: {fit.context} is longer than the model's max_position_embeddings {limit}"
+        )
 
 
 def _unheld(fit: Fit, manifest: Manifest, geometry: Geometry) -> Iterator[str]:

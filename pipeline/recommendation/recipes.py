@@ -148,14 +148,17 @@ def choose_recipe(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, boo
             refused = refused or error
         else:
             better = next(reversed(too_large.items()), None)
-            return Choice(recipe, better, _cheaper(ordered, inputs_of))
+            return Choice(recipe, better, _cheaper(recipe, ordered, inputs_of))
     assert refused is not None
     raise refused
 
 
-def _cheaper(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, bool], Inputs]) -> tuple[str, int] | None:
-    """Return label and memory of the first recipe that takes the model."""
-    return next(_needs(candidates, inputs_of), None)
+def _cheaper(
+    recipe: Recipe, others: Sequence[Recipe], inputs_of: Callable[[Recipe, bool], Inputs]
+) -> tuple[str, int] | None:
+    """Return label and memory of the first of the others that needs less memory than the smallest of the recipe."""
+    own = next((needed for _, needed in _needs([recipe], inputs_of)), 0)
+    return next(((label, needed) for label, needed in _needs(others, inputs_of) if needed < own), None)
 
 
 def _needs(candidates: Sequence[Recipe], inputs_of: Callable[[Recipe, bool], Inputs]) -> Iterator[tuple[str, int]]:

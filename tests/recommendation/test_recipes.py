@@ -71,7 +71,7 @@ NEEDS: dict[str, int | None] = {BITS8: 20, BITS4: 14, MIXED: 8, HALF: 10, QUARTE
 def test_the_first_recipe_that_fits_is_chosen_with_its_neighbours() -> None:
     assert chosen(NEEDS, 30) == (BITS8, None, (BITS4, 14))
     assert chosen(NEEDS, 15) == (BITS4, (BITS8, 20), (MIXED, 8))
-    assert chosen(NEEDS, 9) == (MIXED, (BITS4, 14), (HALF, 10))
+    assert chosen(NEEDS, 9) == (MIXED, (BITS4, 14), (QUARTER, 7))
     assert chosen({**NEEDS, MIXED: None}, 15) == (BITS4, (BITS8, 20), (HALF, 10))
     with pytest.raises(DoesNotFitError, match="are too little") as refused:
         chosen(NEEDS, 6)
