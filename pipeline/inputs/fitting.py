@@ -158,7 +158,8 @@ def _scope_bytes(manifest: Manifest, geometry: Geometry) -> int:
 
 def _share(num_bytes: int, scope_bytes: int) -> float:
     """Return the share of the scope's bytes, rounded down, and at most 1."""
-    return min(1.0, math.floor(num_bytes / max(1, scope_bytes) * 10**DIGITS) / 10**DIGITS)
+    steps = 10.0**DIGITS
+    return min(1.0, math.floor(num_bytes / max(1, scope_bytes) * steps) / steps)
 
 
 def _with_bytes(manifest: Manifest, share: float) -> Manifest:

@@ -100,7 +100,7 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
     report |= healing.report() if healing else {}
     remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
-    further = {} if inputs is None else {"engines": planned_lines(inputs)}
+    further: dict[str, Any] = {} if inputs is None else {"engines": planned_lines(inputs)}
     further |= {} if serving is None else {"serving": serving.report(plan.output_bytes)}
     return report | verdict(manifest, report, source, remarks) | further
 
