@@ -50,6 +50,6 @@ class Verdict:
         if self.goal.field == "max_loss":
             return f"size   {amount_of_bytes(before)} before; after, the smallest within the loss"
         line = f"size   {amount_of_bytes(before)} before, at most {amount_of_bytes(after)} after ({after / before:.2f})"
-        if after < before:
+        if after < before or self.goal.fit is not None:
             return line
         return f"{line}; no smaller: `--bytes {USUAL_SHARE}` chooses ranks and bits by the stored bytes"

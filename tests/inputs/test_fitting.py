@@ -12,6 +12,7 @@ from manifests.errors import InputError
 from manifests.fit import Fit, memory_bytes, memory_text
 from manifests.loading import parse_manifest
 from manifests.schema import Budget, Manifest
+from pipeline.cost_model.bounds import size_bound
 from pipeline.cost_model.serving_memory import ENGINES, ServingMemory, live_numbers, serving_memory
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.fitting import DoesNotFitError, fit_remarks
@@ -93,6 +94,18 @@ def test_too_little_and_too_much_memory_is_remarked_on() -> None:
         True,
     ]
     assert fit_remarks(None, GEOMETRY) == ()
+
+
+def test_the_head_that_mla_unties_counts() -> None:
+    config = standard_config(factories.make_config("llama", num_hidden_layers=2, tie_word_embeddings=True).to_dict())
+    geometry = geometry_of(config, 16)
+    methods = ({"method": "mla", "cache_keep": 0.5}, {"method": "flat_llm", "attention": False, "uniform": True})
+    asked = job(BESIDE + 0.9 * geometry.model_bytes(), methods=methods)
+    manifest, serving = fitted(asked, config, geometry, geometry.model_bytes())
+    tasks = fit_methods(manifest, geometry)[1]
+    assert serving is not None
+    most = size_bound(manifest, geometry, tasks, geometry.model_bytes()).num_bytes
+    assert 0.99 * serving.weight_bytes < most <= serving.weight_bytes
 
 
 def test_other_faults_are_reported_as_they_are() -> None:
