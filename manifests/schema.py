@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manifests.blocks import Block, Count, Listed, Location, Share
 from manifests.calibration import Calibration, Prefix, Text
+from manifests.fit import Fit
 from manifests.heal import Heal
 from manifests.methods import AnyMethod
 from manifests.quantize import FORMER_CONSTANTS, Quantize
@@ -47,7 +48,7 @@ class Model(Block):
 
 
 class Budget(Block):
-    """The size of the compressed model, by one of three limits.
+    """The size of the compressed model, by one of four limits.
 
     `keep`: share of the stored numbers in `scope` that may remain; indices and second factors count.
 
@@ -57,6 +58,9 @@ class Budget(Block):
     `max_loss`: the largest Kullback-Leibler divergence from the dense model, in nats per token, on calibration text
     beyond the samples. The job finds the smallest `keep` that meets it, to within 0.005. For methods with
     allocation: loss.
+
+    `fit`: the memory of the device that will serve it. It becomes `bytes` of the whole model (of the routed experts
+    with `scope: experts`), when the model is opened: the memory without cache, activations and the engine's own.
 
     `scope: experts` counts the routed experts of mixtures alone, and nothing else is compressed.
 
@@ -69,20 +73,26 @@ class Budget(Block):
     keep: Share | None = None
     bytes: Share | None = None
     max_loss: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    fit: Fit | None = None
     scope: Literal["decoder", "model", "experts"] = "decoder"
     multiple: Count | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
-        limits = [name for name in ("keep", "bytes", "max_loss") if getattr(self, name) is not None]
+        limits = [name for name in ("keep", "bytes", "max_loss", "fit") if getattr(self, name) is not None]
         if len(limits) > 1:
-            raise ValueError(f"give either `keep`, `bytes` or `max_loss`, and not {' and '.join(limits)}")
+            raise ValueError(f"give either `keep`, `bytes`, `max_loss` or `fit`, and not {' and '.join(limits)}")
         if not limits and self.multiple is None:
             raise ValueError(
-                "give either `keep`, `bytes` or `max_loss`; or `multiple` alone, beside entries with a size of their "
-                "own"
+                "give either `keep`, `bytes`, `max_loss` or `fit`; or `multiple` alone, beside entries with a size of "
+                "their own"
             )
         return self
+
+    @property
+    def counts_bytes(self) -> bool:
+        """True if the limit is a number of bytes."""
+        return self.bytes is not None or self.fit is not None
 
     @property
     def share(self) -> float:
@@ -246,7 +256,7 @@ class Manifest(Block):
 
     @model_validator(mode="after")
     def _bytes_are_countable(self) -> Self:
-        if self.budget is not None and self.budget.bytes and self.quantize is not None and self.quantize.group is None:
+        if self.budget is not None and self.budget.counts_bytes and self.quantize and self.quantize.group is None:
             raise ValueError("budget.bytes counts a scale for each group; give quantize.group, or budget.keep")
         return self
 
@@ -254,7 +264,7 @@ class Manifest(Block):
     def _chosen_bits_have_a_budget(self) -> Self:
         if self.quantize is None or self.quantize.bits != "auto":
             return self
-        if self.budget is None or self.budget.bytes is None:
+        if self.budget is None or not self.budget.counts_bytes:
             raise ValueError("quantize.bits: auto chooses within a size; give budget.bytes")
         if self.calibration is None or self.calibration.propagate != "dense":
             raise ValueError("quantize.bits: auto follows predicted loss; give calibration with propagate: dense")

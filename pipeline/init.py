@@ -21,6 +21,7 @@ from typing import Any
 import manifests
 from manifests.engines import ENGINES
 from manifests.errors import InputError, StorageError, reason
+from manifests.fit import DEVICES
 from pipeline.console.arguments import add_address, add_text, parser, run_command, text_of
 from pipeline.console.calling import as_called
 from pipeline.console.wrapping import say
@@ -42,6 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     goal.add_argument("--bytes", type=float, metavar="SHARE", help="of the decoder's bytes, by ranks and bits")
     goal.add_argument("--max-loss", type=float, metavar="NATS", help="most loss per token; finds the smallest size")
+    goal.add_argument("--fits", metavar="MEMORY", help="of the device that will serve the output, such as 24GB or 8GiB")
+    options.add_argument("--context", type=int, metavar="TOKENS", help="with --fits: of a sequence, such as 32768")
+    options.add_argument("--sequences", type=int, metavar="N", help="with --fits: served at a time; default: 1")
+    options.add_argument("--on", choices=DEVICES, help="with --fits: the device with the memory; default: gpu")
     options.add_argument(
         "--for", dest="engine", choices=ENGINES, help="the engine that will serve the output, and what it keeps"
     )
@@ -62,7 +67,7 @@ def _body(arguments: Any, words: list[str]) -> int:
     path = _checked_path(arguments)
     from pipeline.recommendation.recommending import Request, check_goal, recommend  # slow, not needed for --list
 
-    goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss)
+    goal = check_goal(arguments.keep, arguments.bytes, arguments.max_loss, _fit_of(arguments))
     folder = os.path.relpath(path.parent)
     place = arguments.address, arguments.connect_timeout
     request = Request(arguments.model, text_of(arguments), goal, folder, *place, arguments.engine)
@@ -72,12 +77,28 @@ def _body(arguments: Any, words: list[str]) -> int:
     except OSError as error:
         raise StorageError(f"-o {path}: cannot be written ({reason(error)}); give another file") from error
     if arguments.json:
-        print(json.dumps({"manifest": str(path), "plan": verdict.plan, "engines": verdict.engines}))
+        document = {"manifest": str(path), "plan": verdict.plan, "engines": verdict.engines, "choice": verdict.choice}
+        print(json.dumps(document))
         return 0
     for line in verdict.lines():
         say(line)
     say(f"Wrote {path}; run it with: python -m pipeline.run {shlex.quote(str(path))}")
     return 0
+
+
+def _fit_of(arguments: Any) -> dict[str, Any] | None:
+    """Return the fields of `budget.fit` of these arguments; None without --fits. Raises InputError."""
+    fields = {"context": arguments.context, "sequences": arguments.sequences, "device": arguments.on}
+    given = {name: value for name, value in fields.items() if value is not None}
+    if arguments.fits is None:
+        if given:
+            raise InputError("--context, --sequences and --on say what --fits MEMORY should hold; give it, too")
+        return None
+    if arguments.context is None:
+        raise InputError(f"--fits {arguments.fits}: give --context TOKENS, too, such as --context 8192")
+    memory = int(arguments.fits) if arguments.fits.isdecimal() else arguments.fits
+    engine = {} if arguments.engine is None else {"engine": arguments.engine}
+    return {"memory": memory, **given, **engine}
 
 
 def _checked_path(arguments: Any) -> Path:

@@ -28,7 +28,9 @@ from pipeline.console.wrapping import say
 if TYPE_CHECKING:
     from pipeline.job.plan_report import RateSource
 
-NOT_IN_TABLE = ("engines", "fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds", "read_phases")
+NOT_IN_TABLE = (
+    "engines", "serving", "fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds", "read_phases",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,10 +125,12 @@ def _print(plan: Mapping[str, Any]) -> None:
 
 def verdict_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """Yield the exceeded limits, or that the job fits; then its time and its longest phases."""
-    from pipeline.job.plan_report import time_line
+    from pipeline.job.plan_report import serving_line, time_line
 
     yield from plan["limits"] or ["fits, as far as this machine can tell"]
     yield f"{'takes' if plan['fits'] else 'would take'} {time_line(plan)}"
+    if serving := plan.get("serving"):
+        yield f"serves in {serving_line(serving)}"
 
 
 def _shown(name: str, value: Any) -> str:

@@ -28,17 +28,17 @@ class Size:
 def size_bound(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], source_bytes: int) -> Size:
     """Return the largest size of a checkpoint of the manifest. `source_bytes`: bytes with unused tensors."""
     numbers = _most_numbers(manifest, geometry)
-    beyond = max(0, source_bytes - geometry.model_bytes())
+    beyond, head = max(0, source_bytes - geometry.model_bytes()), untied_head(manifest, geometry)
     if bounded_by(manifest) == "budget.bytes":
         assert manifest.budget is not None
         scope = geometry.scope_bytes(manifest.budget.scope)
-        return Size(numbers, beyond + geometry.model_bytes() - math.floor((1 - manifest.budget.share) * scope))
-    head = _untied_head(manifest, geometry)
+        most = beyond + geometry.model_bytes() - math.floor((1 - manifest.budget.share) * scope)
+        return Size(numbers + head.numbers, most + head.num_bytes)
     most = beyond + _most_bytes(manifest, geometry, tasks, numbers)
     return Size(numbers + head.numbers, most + head.num_bytes)
 
 
-def _untied_head(manifest: Manifest, geometry: Geometry) -> Size:
+def untied_head(manifest: Manifest, geometry: Geometry) -> Size:
     """Return the size of the untied output embedding of a checkpoint with its own class; 0 if nothing is added."""
     if not (geometry.tied and any(method.own_class for method in build_methods(manifest))):
         return Size(0, 0)

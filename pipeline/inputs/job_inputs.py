@@ -15,11 +15,13 @@ from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import size_bound
 from pipeline.cost_model.estimate import expert_remarks, rank_remarks, source_remarks, stored_remarks
+from pipeline.cost_model.serving_memory import ServingMemory
 from pipeline.driver.job_spec import Passes, passes_of
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
 from pipeline.families.registry import geometry_of
+from pipeline.inputs.fitting import fit_remarks, resolve_fit
 from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from pipeline.inputs.unread_tensors import unread_remarks
@@ -43,7 +45,12 @@ STORED_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORED_DTY
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that what is computed of a job's inputs can be kept
 class Inputs:
-    """The inputs of a job, checked as far as headers and configs allow."""
+    """The inputs of a job, checked as far as headers and configs allow.
+
+    Attributes:
+        serving: where the manifest says `budget.fit`, the memory of serving beside the weights. The manifest here has
+            `budget.bytes` in its place.
+    """
 
     manifest: Manifest
     source: SourceCheckpoint
@@ -52,6 +59,7 @@ class Inputs:
     methods: tuple[Method, ...]
     tasks: tuple[Task, ...]
     dtype: torch.dtype
+    serving: ServingMemory | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -88,7 +96,11 @@ class Inputs:
         of_model = _foreign_remarks(self.geometry, self.tasks) + _further_remarks(self.source)
         expected = {*self.geometry.expected_tensors(), f"{self.config['block']['head']}.weight"}
         of_model += unread_remarks(self.source, expected, bool(self.config.get("wrapper")))
-        of_model += self._size_remarks + stored_remarks(self.manifest, self.geometry, self.tasks)
+        of_model += (
+            fit_remarks(self.serving, self.geometry)
+            + self._size_remarks
+            + stored_remarks(self.manifest, self.geometry, self.tasks)
+        )
         return of_methods + of_model + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property
@@ -153,8 +165,10 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     dtype = layer_dtype(source, geometry)
     stored_bits = {name: 8 * record.torch_dtype.itemsize for name, record in source.tensors.items()}
     geometry = geometry_of(config, 8 * dtype.itemsize, stored_bits, source.stored_bytes())
+    source_bytes = sum(record.num_bytes for record in source.tensors.values())
+    manifest, serving = fitted(manifest, config, geometry, source_bytes)
     methods, tasks = fit_methods(manifest, geometry)
-    inputs = Inputs(manifest, source, config, geometry, methods, tasks, dtype)
+    inputs = Inputs(manifest, source, config, geometry, methods, tasks, dtype, serving)
     config_fields(methods)
     _check_formats(source, config, methods)
     if inputs.needs_calibration and manifest.calibration is None:
@@ -196,6 +210,13 @@ def _further_remarks(source: SourceCheckpoint) -> tuple[str, ...]:
         f"model: {len(source.left_out)} tensors of the layers that predict further tokens are left out "
         f"({source.left_out[0]}, ...): neither transformers nor the compressed model uses them",
     )
+
+
+def fitted(
+    manifest: Manifest, config: Mapping[str, Any], geometry: Geometry, source_bytes: int
+) -> tuple[Manifest, ServingMemory | None]:
+    """Return the manifest with `budget.bytes` in place of `budget.fit`, as `resolve_fit`. Raises InputError."""
+    return resolve_fit(manifest, config, geometry, source_bytes, lambda sized: fit_methods(sized, geometry))
 
 
 def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, ...], tuple[Task, ...]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError, reason
+from manifests.fit import memory_text
 from manifests.schema import Manifest
 from pipeline.checkpoint.engines import planned_lines
 from pipeline.checkpoint.planned_size import plan_of
@@ -31,7 +32,8 @@ from pipeline.driver.ledger_keys import SAMPLES
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.inputs.calibration import evaluation_tokens
-from pipeline.inputs.job_inputs import Inputs, fit_methods, read_inputs
+from pipeline.inputs.fitting import shown_bytes
+from pipeline.inputs.job_inputs import Inputs, fit_methods, fitted, read_inputs
 from pipeline.job.context import with_samples
 from pipeline.job.planned_tasks import tasks_seconds
 from pipeline.methods.method import Task
@@ -67,11 +69,12 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     manifest, chosen = planned_samples(manifest)
     inputs = read_inputs(manifest, weights=False) if config is None else None
     if inputs is not None:
-        geometry, tasks, dtype, remarks = inputs.geometry, inputs.tasks, inputs.dtype, list(inputs.remarks)
-        plan = plan_of(inputs)
+        manifest, geometry, tasks, dtype = inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype
+        plan, serving, remarks = plan_of(inputs), inputs.serving, list(inputs.remarks)
     else:
         assert config is not None
-        geometry, dtype = _of_config(config)
+        standard, geometry, dtype = _of_config(config)
+        manifest, serving = fitted(manifest, standard, geometry, geometry.model_bytes())
         _, tasks = fit_methods(manifest, geometry)
         remarks = [*rank_remarks(manifest, geometry, tasks), *expert_remarks(manifest, geometry)]
         remarks += source_remarks(manifest, geometry, tasks)
@@ -97,8 +100,9 @@ def plan_report(manifest: Manifest, config: Path | None, source: RateSource) -> 
     report = plan.report() | stored_bytes(work, way, rates, manifest) | seconds_of(phases, rates)
     report |= healing.report() if healing else {}
     remarks += [*chosen, *_not_counted(manifest, inputs), *unknown, *(tokens.read.left_out() if tokens else ())]
-    engines = {} if inputs is None else {"engines": planned_lines(inputs)}
-    return report | verdict(manifest, report, source, remarks) | engines
+    further: dict[str, Any] = {} if inputs is None else {"engines": planned_lines(inputs)}
+    further |= {} if serving is None else {"serving": serving.report(plan.output_bytes)}
+    return report | verdict(manifest, report, source, remarks) | further
 
 
 def planned_samples(manifest: Manifest) -> tuple[Manifest, list[str]]:
@@ -175,7 +179,7 @@ def scoring_seconds(inputs: Inputs, tokens: torch.Tensor, rates: Rates, workers:
     return models * WORKERS_SECONDS + evaluate_seconds(flops, rates, workers)
 
 
-def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
+def _of_config(path: Path) -> tuple[dict[str, Any], Geometry, torch.dtype]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -190,7 +194,8 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
             f"--config: {path}: dtype: {config.get('dtype') or config.get('torch_dtype')!r} is none of torch's; set it "
             "to bfloat16, float16 or float32"
         )
-    return geometry_of(standard_config(config), 8 * dtype.itemsize), dtype
+    standard = standard_config(config)
+    return standard, geometry_of(standard, 8 * dtype.itemsize), dtype
 
 
 def rates_from(source: RateSource, manifest: Manifest, geometry: Geometry, dtype: torch.dtype) -> Rates:
@@ -285,6 +290,19 @@ def _beyond_the_object_store(plan: Mapping[str, Any]) -> list[str]:
         f"spills to disk: workers exchange {plan['object_store_bytes'] / 1e9:,.1f} GB through Ray's object store, "
         f"which holds {store / 1e9:,.1f} of it in this machine's memory and writes the rest to disk"
     ]
+
+
+def serving_line(serving: Mapping[str, Any]) -> str:
+    """Return the sum of the memory that serving takes, of a job with `budget.fit`."""
+    parts = " + ".join(
+        f"{name} {shown_bytes(serving[name])}" for name in ("weights", "cache", "activations", "overhead")
+    )
+    sequences = f"{serving['sequences']} sequence{'s' if serving['sequences'] > 1 else ''}"
+    return (
+        f"{parts} = {shown_bytes(serving['total'])} of {memory_text(serving['memory'])}, {serving['engine']} on a "
+        f"{serving['device'].upper()}, {sequences} of {serving['context']:,} tokens; the engine's figures are "
+        f"{serving['source']}"
+    )
 
 
 def time_line(plan: Mapping[str, Any]) -> str:

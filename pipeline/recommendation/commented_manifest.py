@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from manifests.calibration import Text
+from manifests.fit import memory_text
 from manifests.schema import MANIFEST_VERSION
+from pipeline.recommendation.recipes import Recipe
 from pipeline.recommendation.settings import ACTIVATION_GB, CORRECTED_BELOW, Goal, Settings
 
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # text that YAML reads as text without quotes, in a list as well
@@ -18,6 +20,7 @@ KERNELS = "bits for which the engine has kernels; `auto` would choose 3, too"
 GOALS = {
     "keep": "share of the decoder's numbers that stays",
     "bytes": "share of the decoder's bytes that stays; ranks and bits are chosen together",
+    "fit": "memory of the device that serves; the bytes of the weights follow from it",
     "max_loss": "nats per token of divergence from the dense model; the smallest size within it is searched",
 }
 
@@ -51,12 +54,15 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
     yield f"model: {{source: {quoted(places.model)}}}"
     yield f"output: {quoted(places.output)}"
     yield f"run_dir: {quoted(places.run_dir)}  # ledger and statistics, from which an interrupted job resumes"
-    yield f"budget: {{{goal.field}: {goal.value:g}}}  # {GOALS[goal.field]}"
-    if goal.field == "bytes":
+    yield f"budget: {{{goal.field}: {_limit(goal)}}}  # {GOALS[goal.field]}"
+    if goal.recipe is not None:
+        yield from _recipe(goal.recipe, goal.unrounded)
+    elif goal.field == "bytes":
         skip = f", skip: [{', '.join(goal.unrounded)}]" if goal.unrounded else ""
         reader = "transformers loads these with compressed-tensors"
         yield f"quantize: {{bits: {goal.bits}{skip}}}  # {reader if goal.bits == 'auto' else KERNELS}"
-    yield from _method(goal)
+    if goal.recipe is None:
+        yield from _method(goal)
     yield "calibration:"
     yield "  # Give text like the text that the model will serve: compression first removes what this text never uses."
     yield f"  text: {{{files}, end: {use.end:g}}}"
@@ -71,6 +77,23 @@ def _lines(command: str, places: Places, goal: Goal, settings: Settings) -> Iter
     yield f"    window: {use.length}"
     yield "    dense: true  # the dense model's perplexity, too"
     yield f"workers: {{{_workers(settings)}}}  # cpus: threads of each; `max` changes no byte of the output"
+
+
+def _limit(goal: Goal) -> str:
+    """Return the value of the budget's field."""
+    if goal.fit is None:
+        return f"{goal.value:g}"
+    fields = {**goal.fit.model_dump(), "memory": memory_text(goal.fit.memory)}
+    return f"{{{', '.join(f'{name}: {value}' for name, value in fields.items())}}}"
+
+
+def _recipe(recipe: Recipe, unrounded: Sequence[str]) -> Iterator[str]:
+    """Yield the methods and the rounding of a recipe."""
+    if recipe.bits is not None:
+        skip = f", skip: [{', '.join(unrounded)}]" if unrounded else ""
+        levels = "" if recipe.levels == "uniform" else f", levels: {recipe.levels}"
+        yield f"quantize: {{bits: {recipe.bits}{levels}{skip}}}"
+    yield f"methods: [{', '.join(recipe.entries)}]  # {recipe.label}"
 
 
 def _text_fields(text: Text) -> Iterator[str]:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from manifests.calibration import Text
 from manifests.engines import Engine
 from manifests.errors import InputError
-from manifests.loading import decode_document, parse_manifest
+from manifests.fit import Fit, memory_text
+from manifests.loading import decode_document, parse_block, parse_manifest
 from manifests.quantize import Quantize
 from manifests.schema import Manifest, Workers
 from pipeline.checkpoint.engines import planned_config, planned_engines, planned_lines, planned_refusals
 from pipeline.checkpoint.planned_size import bounded_plan
-from pipeline.cost_model.estimate import Plan
 from pipeline.families.foreign import sequence_limit
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of
-from pipeline.inputs.job_inputs import read_inputs
+from pipeline.inputs.fitting import DoesNotFitError, least_measured, shown_bytes
+from pipeline.inputs.job_inputs import Inputs, layer_dtype, read_inputs
 from pipeline.inputs.sources import open_dense
-from pipeline.job.plan_report import RateSource, plan_report
+from pipeline.job.plan_report import RateSource, plan_report, serving_line
 from pipeline.recommendation.commented_manifest import Places, commented_manifest
 from pipeline.recommendation.nodes import Node, cluster_nodes, this_machine
-from pipeline.recommendation.settings import USUAL_SHARE, Goal, Settings, choose_settings
-from pipeline.recommendation.text_use import choose_text_use, text_remarks
+from pipeline.recommendation.recipes import Choice, Recipe, choose_recipe, recipes
+from pipeline.recommendation.settings import ACTIVATION_GB, USUAL_SHARE, Goal, Settings, choose_settings
+from pipeline.recommendation.text_use import TextUse, choose_text_use, text_remarks
 from pipeline.recommendation.verdict import Verdict
 from pipeline.rounding.tasks import unfit_inputs
 from stores.corpus import load_tokenizer
@@ -65,26 +68,69 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     asked = request.goal or usual_goal(bool(source.stored_bytes()))
     places, goal = _places(request, asked), _fitted(asked, geometry, request.engine)
 
-    def manifest_of(settings: Settings) -> Manifest:
-        """Return the manifest with these settings."""
-        return _parsed(commented_manifest(command, places, goal, settings))
+    def inputs_of(goal: Goal, settings: Settings) -> Inputs:
+        """Check the manifest for this goal, with these settings."""
+        manifest = _parsed(commented_manifest(command, places, goal, settings))
+        return read_inputs(manifest, weights=False)
 
-    def plan(settings: Settings) -> Plan:
-        """Return the plan of a job with these settings."""
-        return bounded_plan(read_inputs(manifest_of(settings), weights=False))
-
-    settings = choose_settings(use, _nodes(request), plan)
-    manifest = manifest_of(settings)
-    inputs = read_inputs(manifest, weights=False)
+    sized = geometry_of(config, 8 * layer_dtype(source, geometry).itemsize)
+    choice = _choose(goal, sized, partial(inputs_of, settings=_trial_settings(use))) if goal.fit else None
+    goal = goal if choice is None else replace(goal, recipe=choice.recipe)
+    settings = choose_settings(use, _nodes(request), lambda settings: bounded_plan(inputs_of(goal, settings)))
+    manifest = _parsed(commented_manifest(command, places, goal, settings))
+    inputs = inputs_of(goal, settings)
     stays_stored = bool(inputs.source.stored_bytes()) and not manifest.quantize
     _refuse_engine(request.engine, planned_config(inputs), stays_stored)
     rates = RateSource(None, None, request.address is not None, request.address, request.connect_timeout_s)
     report = plan_report(manifest, None, rates)
     engines = planned_engines(planned_config(inputs), stays_stored)
-    verdict = Verdict(
-        report, goal, engines, text_remarks(tokenizer, read), planned_lines(inputs) if request.engine else ()
-    )
+    serving, chosen = planned_lines(inputs) if request.engine else (), _choice_lines(choice, report)
+    verdict = Verdict(report, goal, engines, text_remarks(tokenizer, read), serving, chosen)
     return commented_manifest(command, places, goal, settings), verdict
+
+
+def _trial_settings(use: TextUse) -> Settings:
+    """Return settings for checks that do not depend on them."""
+    return Settings(use, shards=1, micro_batch=1, workers=1, cpus=1, gpus=0, activation_gb=ACTIVATION_GB)
+
+
+def _choose(goal: Goal, geometry: Geometry, inputs_of: Callable[[Goal], Inputs]) -> Choice:
+    """Choose the recipe for a memory. Raises InputError if nothing fits, or the model fits as it is."""
+    fit = goal.fit
+    assert fit is not None
+    hardly = fit.model_copy(update={"memory": 1})
+    least = least_measured(geometry)
+
+    def checked(recipe: Recipe, in_hardly_any: bool) -> Inputs:
+        """Check the job of a recipe, which may not leave less of the layers than was measured."""
+        try:
+            inputs = inputs_of(replace(goal, recipe=recipe, fit=hardly if in_hardly_any else fit))
+        except DoesNotFitError as error:
+            raise DoesNotFitError(error.memory, max(error.least_bytes, least)) from error
+        if inputs.serving is not None and inputs.serving.weight_bytes < least:
+            raise DoesNotFitError(inputs.serving, least)
+        return inputs
+
+    rounds = not any("." in role for role in goal.unrounded)  # else no group fits the experts
+    candidates = recipes(fit, geometry.bits, rounds, not goal.uncorrected, goal.mixture)
+    choice = choose_recipe(candidates, checked)
+    if choice.better is not None:
+        return choice
+    inputs = checked(choice.recipe, False)
+    assert inputs.serving is not None
+    needed = inputs.serving.needed(inputs.source_bytes)
+    if needed <= fit.memory:
+        raise InputError(
+            f"--fits {memory_text(fit.memory)}: the model fits as it is, in {shown_bytes(needed, up=True)}; there is "
+            "nothing to compress: ask for less memory, a longer --context or more --sequences, or give --bytes"
+        )
+    return replace(choice, better=("the model as it is", needed))
+
+
+def _choice_lines(choice: Choice | None, report: Mapping[str, Any]) -> tuple[str, ...]:
+    if choice is None:
+        return ()
+    return (f"chose  {choice.recipe.label}: {serving_line(report['serving'])}", f"next   {choice.line()}")
 
 
 def _nodes(request: Request) -> list[Node]:
@@ -100,9 +146,11 @@ def _fitted(goal: Goal, geometry: Geometry, engine: Engine | None) -> Goal:
     """
     mixture = any(layer.num_experts for layer in geometry.layers)
     goal = replace(goal, uncorrected=_uncorrected(geometry), engine=engine, mixture=mixture)
-    if goal.field != "bytes":
+    if goal.field not in ("bytes", "fit"):
         return goal
     unfit = dict(unfit_inputs(Quantize(bits="auto"), geometry))
+    if goal.fit is not None:
+        return replace(goal, unrounded=tuple(unfit))
     if experts := [f"{role} reads {width} numbers" for role, width in unfit.items() if "." in role]:
         raise InputError(f"--bytes: no group of scales fits the experts ({experts[0]}); give --keep")
     return replace(goal, unrounded=tuple(unfit))
@@ -143,8 +191,16 @@ def usual_goal(stored: bool) -> Goal:
     return Goal("bytes" if stored else "keep", USUAL_SHARE)
 
 
-def check_goal(keep: float | None, num_bytes: float | None, max_loss: float | None) -> Goal | None:
-    """Return the goal that the options give; None if they give none. Raises InputError for an impossible value."""
+def check_goal(
+    keep: float | None, num_bytes: float | None, max_loss: float | None, fit: Mapping[str, Any] | None = None
+) -> Goal | None:
+    """Return the goal that the options give; None if they give none. Raises InputError for an impossible value.
+
+    `fit`: the fields of `budget.fit` that are given.
+    """
+    if fit is not None:
+        block = parse_block(Fit, fit, "--fits, --context, --sequences, --for, --on")
+        return Goal("fit", block.memory, fit=block)
     if max_loss is not None:
         if not 0 < max_loss < float("inf"):
             raise InputError(f"--max-loss {max_loss:g}: expected nats per token above 0, such as 0.02")

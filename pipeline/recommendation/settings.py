@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from manifests.engines import Engine
+from manifests.fit import Fit
 from pipeline.cost_model.estimate import Plan
 from pipeline.recommendation.nodes import Node, worker_sizes
+from pipeline.recommendation.recipes import Recipe
 from pipeline.recommendation.text_use import TextUse, shortened
 
 CORRECTED_BELOW = 0.8  # docs/results.md#corrections
@@ -22,25 +24,31 @@ SHORT = 512  # samples are not made shorter than this to save memory
 
 @dataclass(frozen=True)
 class Goal:
-    """The size or the loss that a user requests.
+    """The size, the loss or the memory that a user requests.
 
     Attributes:
+        value: of the manifest's field; of `fit`, the memory in bytes.
         unrounded: roles that keep their dtype where bits are chosen, because no group of scales fits their inputs.
         uncorrected: why the model's layers cannot be solved on outputs of compressed layers; empty if they can.
         engine: the engine that will load the output; None: any.
         mixture: some layers are mixtures of experts.
+        fit: the memory, and what is served in it, for the field `fit`; `recipe`: the choice for it.
     """
 
-    field: Literal["keep", "bytes", "max_loss"]
+    field: Literal["keep", "bytes", "max_loss", "fit"]
     value: float
     unrounded: tuple[str, ...] = ()
     uncorrected: str = ""
     engine: Engine | None = None
     mixture: bool = False
+    fit: Fit | None = None
+    recipe: Recipe | None = None
 
     @property
     def label(self) -> str:
         """The goal in the name of a folder, such as keep-0.8."""
+        if self.fit is not None:
+            return f"fits-{self.fit.memory / 1e9:g}GB"
         return f"{self.field.replace('_', '-')}-{self.value:g}"
 
     @property

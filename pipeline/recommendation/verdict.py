@@ -15,7 +15,7 @@ from pipeline.recommendation.settings import USUAL_SHARE, Goal
 class Verdict:
     """The plan of a job, its goal, the engines that will load its output, and remarks on its text.
 
-    `serving`: lines about the engines, as in the plan.
+    `serving`: lines about the engines, as in the plan. `choice`: lines about what was chosen for a memory.
     """
 
     plan: Mapping[str, Any]
@@ -23,12 +23,14 @@ class Verdict:
     engines: Sequence[str]
     remarks: Sequence[str] = ()
     serving: Sequence[str] = ()
+    choice: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield the remarks, and lines on memory, size before and after, time, disk, and engines."""
         yield from self.remarks
         yield from self.plan["limits"] or [self._fits()]
         yield self._size()
+        yield from self.choice
         yield f"time   {time_line(self.plan)}"
         output, run_dir = (amount_of_bytes(self.plan[name]) for name in ("output_bytes", "run_dir_bytes"))
         yield f"disk   {output} for the output, {run_dir} for the run directory"
@@ -48,6 +50,6 @@ class Verdict:
         if self.goal.field == "max_loss":
             return f"size   {amount_of_bytes(before)} before; after, the smallest within the loss"
         line = f"size   {amount_of_bytes(before)} before, at most {amount_of_bytes(after)} after ({after / before:.2f})"
-        if after < before:
+        if after < before or self.goal.fit is not None:
             return line
         return f"{line}; no smaller: `--bytes {USUAL_SHARE}` chooses ranks and bits by the stored bytes"

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from manifests.fit import Fit, memory_text
 from manifests.loading import load_manifest
+from pipeline.cost_model.serving_memory import serving_memory
+from pipeline.families.registry import geometry_of, standard_config
 from tests import factories
 from tests.encoders import encode_model
 from tests.end_to_end.jobs import Ended, command, without_ray
@@ -112,6 +115,33 @@ def test_an_engine_is_asked_for(init: Init, llama: Path, text: Path, tmp_path: P
     assert not Path("other.yaml").exists()
 
 
+def test_a_memory_is_asked_for(init: Init, text: Path, tmp_path: Path) -> None:
+    """`init` chooses what fits and says what its neighbours need; the manifest is planned as it is."""
+    model, served = factories.make_model(tmp_path / "model"), ("--context", "64", "--sequences", "2", "--on", "cpu")
+    refused = init(model, "--text", text, "--fits", "1MB", *served)
+    assert (refused.code, "the smallest memory that would do" in refused.err) == (2, True)
+    whole = init(model, "--text", text, "--fits", "24GB", *served)
+    assert (whole.code, "the model fits as it is" in whole.err) == (2, True)
+    assert not Path("job.yaml").exists()
+    num_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    config = standard_config(json.loads((model / "config.json").read_text()))
+    fit = Fit(memory=1, context=64, sequences=2, device="cpu")
+    memory = serving_memory(fit, config, geometry_of(config, 32), ()).beside_weights + round(0.9 * num_bytes)
+    asked = init(model, "--text", text, "--fits", memory, *served)
+    assert asked.code == 0, asked.err
+    lines = asked.out.splitlines()
+    (at,) = (place for place, line in enumerate(lines) if line.startswith("chose  8 bits: weights "))
+    assert lines[at + 1].startswith("next   better: the model as it is, from ")
+    assert "; cheaper: 4 bits, from " in lines[at + 1]
+    assert lines[at + 2].startswith("time   about ")
+    assert f"fit: {{memory: {memory_text(memory)}, context: 64, sequences: 2" in Path("job.yaml").read_text()
+    planned = command("plan", "job.yaml", "--tflops", "1")
+    assert "serves in weights " in planned.out
+    serving = command("plan", "job.yaml", "--tflops", "1", "--json").json["serving"]
+    parts = (serving[name] for name in ("weights", "cache", "activations", "overhead"))
+    assert sum(parts) == serving["total"] <= serving["memory"] == memory
+
+
 def test_widths_that_no_group_fits_stay_unrounded(init: Init, text: Path, tmp_path: Path) -> None:
     odd = factories.make_model(tmp_path / "odd", intermediate_size=84)
     assert init(odd, "--text", text, "--bytes", "0.4").code == 0
@@ -144,6 +174,9 @@ def test_wrong_inputs(init: Init, llama: Path, text: Path, tmp_path: Path) -> No
         ((llama, "--text", text, "--bytes", "0"), "--bytes 0: expected a share above 0"),
         ((llama, "--text", text, "--max-loss", "-1"), "--max-loss -1: expected nats per token"),
         ((llama, "--text", text, "--keep", "0.01"), "budget"),
+        ((llama, "--text", text, "--fits", "24GB"), "give --context TOKENS"),
+        ((llama, "--text", text, "--fits", "24", "--context", "8"), "memory"),
+        ((llama, "--text", text, "--context", "8"), "say what --fits MEMORY should hold"),
         ((llama, "--text", text, "-o", "none/job.yaml"), "no folder none"),
         ((llama, "--text", text, "-o", "folder"), "is a folder"),
     ):

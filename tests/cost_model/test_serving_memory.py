@@ -1,0 +1,68 @@
+"""The memory of serving: caches of each engine, windows, and what a forward pass holds."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from manifests.engines import Engine
+from manifests.fit import DEVICES, Fit
+from manifests.loading import parse_manifest
+from pipeline.cost_model.serving_memory import ENGINES, cached_tokens, serving_memory
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.registry import build_methods
+from tests import factories
+
+CONFIG = standard_config(factories.make_config("llama", num_hidden_layers=2).to_dict())
+GEOMETRY = geometry_of(CONFIG, 16)
+DENSE = 2 * 2 * 2 * 32  # bytes of a token: 16 bits, two layers, keys and values, 32 numbers each
+
+
+def cache(engine: Any, device: Any, entry: dict[str, Any] | None = None, bits: int = 16) -> float:
+    """Return the cached bytes of a token."""
+    document = {
+        "version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "methods": [entry],
+        "calibration": {"text": {"files": ["t"]}},
+    }  # fmt: skip
+    methods = build_methods(parse_manifest(document)) if entry else ()
+    fit = Fit(memory=1, context=1000, sequences=3, engine=engine, device=device)
+    return serving_memory(fit, CONFIG, geometry_of(CONFIG, bits), methods).cache_bytes / 3000
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "method", "share"),
+    [
+        ("transformers", "gpu", "lorc", 0.5),
+        ("transformers", "cpu", "mla", 0.5),
+        ("vllm", "gpu", "lorc", 1.0),
+        ("vllm", "gpu", "mla", 0.5),
+        ("vllm", "cpu", "lorc", 1.0),
+        ("llama.cpp", "gpu", "lorc", 1.0),
+    ],
+)
+def test_a_smaller_cache_counts_where_the_engine_keeps_it(engine: str, device: str, method: str, share: float) -> None:
+    assert cache(engine, device, {"method": method, "cache_keep": 0.5}) == pytest.approx(share * DENSE, abs=1e-3)
+
+
+def test_llama_cpp_caches_16_bits_and_others_the_dtype_of_the_weights() -> None:
+    sizes = {engine: cache(engine, "cpu", bits=32) for engine in ("transformers", "vllm", "llama.cpp")}
+    assert sizes == {"transformers": 2 * DENSE, "vllm": 2 * DENSE, "llama.cpp": DENSE}
+
+
+def test_layers_with_a_window_cache_it_and_the_tokens_of_a_forward_pass() -> None:
+    config = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
+    assert [cached_tokens(config, layer, 1000, 0) for layer in (0, 1)] == [100, 1000]
+    assert cached_tokens(config, 0, 1000, 512) == 612
+    assert cached_tokens({**config, "layer_types": None}, 1, 1000, 0) == 100
+    assert cached_tokens({"sliding_window": None}, 0, 1000, 0) == 1000
+
+
+def test_a_forward_pass_takes_all_prompts_or_as_many_tokens_as_the_engine_does() -> None:
+    def activations(engine: Any, context: int) -> int:
+        fit = Fit(memory=1, context=context, sequences=2, engine=engine, device="gpu")
+        return serving_memory(fit, CONFIG, GEOMETRY, ()).activation_bytes
+
+    assert activations("transformers", 10**5) > 9 * activations("transformers", 10**4)
+    assert activations("vllm", 10**5) == activations("vllm", 10**4)
+    assert {*ENGINES} == {(engine, device) for engine in get_args(Engine) for device in DEVICES}
