@@ -4,7 +4,8 @@ python -m tools.peers CHECKPOINT --text PASSAGES.json:0-820 --score TEST.txt PAS
     llm-compressor:gptq:3:32 llm-compressor:awq:4:32 auto-round:200:3:32 ggml:Q4_0 ggml:IQ4_NL
 
 llm-compressor: algorithm, bits, group. auto-round: steps, bits, group. ggml: a type of llama.cpp, rounded by its
-kernels with an importance matrix of the calibration text; rows that a type does not fit get llama.cpp's substitute.
+kernels with an importance matrix of the calibration text; rows that a type does not fit get llama.cpp's substitute, or
+stay in 16 bits.
 Environments (about 1 GB each) and kernels (45 seconds of compiling, with cmake and a C++ compiler) are made in --made
 at the first use. All round the decoder's linear modules and are scored in float32. Results are appended to
 FOLDER/results.jsonl, beside those of `tools.tuning` with the same FOLDER: divergence, bits per number (scales counted),
@@ -74,11 +75,12 @@ def ggml_library(folder: Path) -> ctypes.CDLL:
 
 def ggml_rounded(library: ctypes.CDLL, name: str, weight_OI: Tensor, squares_I: Tensor) -> tuple[Tensor, int]:
     """Return a matrix rounded to a type, and its bytes."""
-    kind = gguf.GGMLQuantizationType[name]
-    if weight_OI.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
-        kind = gguf.GGMLQuantizationType[SUBSTITUTES.get(name, "IQ4_NL")]
-    block, size = gguf.GGML_QUANT_SIZES[kind]
     rows, columns = weight_OI.shape
+    tried = (gguf.GGMLQuantizationType[each] for each in (name, SUBSTITUTES.get(name, "IQ4_NL")))
+    kind = next((each for each in tried if columns % gguf.GGML_QUANT_SIZES[each][0] == 0), None)
+    if kind is None:
+        return weight_OI.to(torch.float16).float(), 2 * weight_OI.numel()
+    block, size = gguf.GGML_QUANT_SIZES[kind]
     source = numpy.ascontiguousarray(weight_OI.float().numpy())
     codes = numpy.zeros((rows, columns // block * size), numpy.uint8)
     weights = numpy.ascontiguousarray(squares_I.float().numpy())
