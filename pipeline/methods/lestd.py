@@ -8,6 +8,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -57,21 +58,26 @@ class Solved:
 
 
 class Block(Group[LeSTD]):
-    """The matrices of a block, as one or two Tucker problems. The size is the only rank.
+    """The matrices of a block, as one or two Tucker problems. The size is the only rank."""
 
-    Attributes:
-        cache: the numbers per token that the block caches, at every size.
-        wide: search the rank of the second mode.
-        layouts: the problems, without data.
-    """
+    @property
+    @abstractmethod
+    def cache(self) -> int:
+        """Return the numbers per token that the block caches, at every size."""
 
-    cache: int
-    wide: bool
-    layouts: list[Layout]
+    @property
+    @abstractmethod
+    def wide(self) -> bool:
+        """Return True to search the rank of the second mode."""
 
+    @property
+    @abstractmethod
+    def layouts(self) -> list[Layout]:
+        """Return the problems, without data."""
+
+    @abstractmethod
     def problems(self) -> list[Problem]:
         """Return the problems of the layouts."""
-        raise NotImplementedError
 
     def stacked_roles(self, problem: Problem) -> list[tuple[str, ...]]:
         """Return the roles that each tensor of a problem holds, in the order of its third mode."""

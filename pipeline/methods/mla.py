@@ -177,7 +177,8 @@ class LatentAttention(Group[MLA]):
     @cached_property
     def _metric(self) -> Tensor:
         """Return the moment of the gradient at keys and values (2C, 2C)."""
-        return torch.block_diag(*map(self.mean, self.moments[1:3]))
+        metric: Tensor = torch.block_diag(*map(self.mean, self.moments[1:3]))
+        return metric
 
     @cached_property
     def _sample(self) -> Tensor:

@@ -166,7 +166,8 @@ def test_what_following_the_loss_takes() -> None:
     assert sorted(rest) == pytest.approx(sorted([fits, shared + grown + looked, pulled]))
     assert max(curve.steps for curve in one.curves) == 15 * 3 * 14 * 2
     assert seen == pytest.approx([0, 320 * tokens, 0])
-    assert (one.curves[1].pieces, solve_flops(one.curves[1].shared) if one.curves[1].shared else None) == (8, shared)
+    assert one.curves[1].shared is not None
+    assert (one.curves[1].pieces, solve_flops(one.curves[1].shared)) == (8, pytest.approx(shared))
     again = manifest({"method": "loss_aware", "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))

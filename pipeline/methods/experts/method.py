@@ -6,7 +6,7 @@ Legend: E experts of a layer, D hidden, N channels of an expert.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -115,8 +115,12 @@ class Experts(Group[E]):
 class ExpertsMethod(Method[E]):
     """Base class of methods that prune or merge the routed experts of a layer, with their router."""
 
-    kind: ClassVar[type[Experts[Any]]]
     by_loss: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def kind(self) -> Callable[..., Experts[Any]]:
+        """Return the class of the groups of experts."""
 
     @property
     def claims_experts(self) -> bool:

@@ -6,7 +6,7 @@ docs/methods.md#mixtures, docs/methods.md#latent-attention.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -131,8 +131,12 @@ class ShapedExperts(ExpertsMethod[LossAware]):
     """`method: loss_aware` with one shape for all experts of a layer, and one width for each of its latents."""
 
     name: ClassVar[str] = "loss_aware"
-    kind: ClassVar[type[Experts[Any]]] = Shape
     by_loss: ClassVar[bool] = True
+
+    @property
+    def kind(self) -> Callable[..., Shape]:
+        """Return `Shape`, padded with `stock`, unless the budget is one of routed experts alone."""
+        return partial(Shape, padded=self.uniform and not self.routed_only)
 
     @property
     def uniform(self) -> bool:
@@ -146,7 +150,6 @@ class ShapedExperts(ExpertsMethod[LossAware]):
 
     def groups(self, layer: LayerGeometry) -> Iterator[Group[Any]]:
         """Claim the experts, and the latents of latent attention."""
-        padded = self.uniform and not self.routed_only
-        yield from (replace(group, padded=padded) for group in super().groups(layer))
+        yield from super().groups(layer)
         if self.entry.attention and not self.routed_only:
             yield from latent_groups(self.entry, layer, output=False)
