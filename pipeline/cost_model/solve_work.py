@@ -39,9 +39,8 @@ def _common_work(task: Task, layer: LayerGeometry, tokens: int) -> Work:
     """Return the elementwise work on a task's weights and moments before and after solving, and the completion of
     moments."""
     moments = [moment for moment in without_others(task, layer).moments if moment.kind != "sample"]
-    moved = WEIGHT_BYTES * layer.numbers(task.roles)
-    moved += MOMENT_BYTES * 2.0 * sum(triangle_numbers(moment, layer) for moment in moments)
-    return Work(sampled=completion_flops(task, layer, tokens), moved=moved)
+    read = MOMENT_BYTES * 2.0 * sum(triangle_numbers(moment, layer) for moment in moments)
+    return Work(sampled=completion_flops(task, layer, tokens), moved=WEIGHT_BYTES * layer.numbers(task.roles) + read)
 
 
 def eigen_flops(work: Work) -> float:

@@ -164,6 +164,9 @@ class Group(ABC, Generic[E]):
         return None
 
 
+G = TypeVar("G", bound=Group[Any])
+
+
 @dataclass(frozen=True)
 class Method(ABC, Generic[E]):
     """A compression method bound to its manifest entry. All its functions are pure.
@@ -224,9 +227,13 @@ class Method(ABC, Generic[E]):
         return tuple(geometry.layers[layer] for layer in self.entry.chosen_layers(geometry.num_layers))
 
     def claims(self, geometry: Geometry) -> tuple[Group[Any], ...]:
-        """Return the groups of all chosen layers; with `routed_only`, those of routed experts. Raises as `groups`."""
-        groups = (group for layer in self.chosen_layers(geometry) for group in self.groups(layer))
-        return tuple(each for each in groups if not self.routed_only or {*each.roles} <= each.geometry.routed_roles)
+        """Return the claimed groups of all layers. Raises as `groups`."""
+        return self.chosen(geometry, self.groups)
+
+    def chosen(self, geometry: Geometry, groups: Callable[[LayerGeometry], Iterable[G]]) -> tuple[G, ...]:
+        """Return the groups of all chosen layers; with `routed_only`, those of routed experts."""
+        every = (group for layer in self.chosen_layers(geometry) for group in groups(layer))
+        return tuple(each for each in every if not self.routed_only or {*each.roles} <= each.geometry.routed_roles)
 
     def group(self, task: Task, layer: LayerGeometry) -> Group[Any]:
         """Return the group of a task."""

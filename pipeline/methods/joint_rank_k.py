@@ -230,7 +230,7 @@ class JointRankKMethod(Method[JointRankK]):
         share_of = self.layer_shares(geometry, ratio, importance if self.entry.keep is None else None)
         return {
             variable.key: min(pair.rank_at(share_of[pair.layer]), float(variable.cap))
-            for pair in self.claims(geometry)
+            for pair in self.chosen(geometry, self.groups)
             for variable in pair.variables()
         }
 

@@ -299,7 +299,7 @@ class LeSTDMethod(Method[LeSTD]):
         variables = self.rank_variables(geometry)
         if self.fixed_ranks:
             return {variable.key: float(variable.cap) for variable in variables}
-        dense = [group.dense_size for group in self.claims(geometry)]
+        dense = [group.dense_size for group in self.chosen(geometry, self.groups)]
         even = [min(ratio * numbers, variable.cap) for numbers, variable in zip(dense, variables, strict=True)]
         if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
             return {variable.key: size for variable, size in zip(variables, even, strict=True)}

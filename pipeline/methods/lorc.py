@@ -205,7 +205,7 @@ class LoRCMethod(Method[LoRC]):
         target = self.cache_target(geometry)
         if target is None:
             return super().most_numbers(geometry)
-        return most_numbers([group.corners() for group in self.claims(geometry)], target)
+        return most_numbers([group.corners() for group in self.chosen(geometry, self.groups)], target)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Return ranks by eq. 13 (progressive), or the same share in every layer.

@@ -20,11 +20,11 @@ from pipeline.cost_model.phases import (
     gradient_sums,
     held_out_seconds,
     pair_seconds,
-    solve_seconds,
     store_seconds,
     verify_seconds,
 )
 from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork
 from pipeline.driver.in_flight import AHEAD
 from pipeline.methods.work import Work

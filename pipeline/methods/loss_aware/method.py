@@ -35,13 +35,12 @@ class LossAwareMethod(Method[LossAware]):
                 "experts; leave out correct"
             )
         for block in layer.attentions:
-            read, written = (pair(block.input),), (pair(block.writer.reads),)
+            pairs = (pair(block.input), pair(block.writer.reads)) if corrects else ()
             if self.entry.query_key:
-                moments, pairs = (input_moment(block.query), pull(block.query_key)), read if corrects else ()
-                yield QueryKey(self.entry, layer, "query_key", roles_of(block.query_key), moments, pairs)
+                moments = input_moment(block.query), pull(block.query_key)
+                yield QueryKey(self.entry, layer, "query_key", roles_of(block.query_key), moments, pairs[:1])
             if self.entry.attention:
                 moments = input_moment(block.writer), output_gradient(block.writer)
-                pairs = (*read, *written) if corrects else ()
                 yield Values(self.entry, layer, "attention", roles_of(block.value_output), moments, pairs)
         if self.entry.attention:
             yield from latent_groups(self.entry, layer, output=True, corrects=corrects)
