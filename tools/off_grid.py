@@ -27,7 +27,8 @@ def noisy(weight_OI: Tensor, bits: int, group: int, generator: torch.Generator) 
     groups_OSg = weight_OI.float().unflatten(1, (-1, group))
     steps_OS1 = (groups_OSg.amax(-1, keepdim=True) - groups_OSg.amin(-1, keepdim=True)) / (2**bits - 1)
     noise_OSg = torch.rand(groups_OSg.shape, generator=generator) - 0.5
-    return (groups_OSg + steps_OS1 * noise_OSg).flatten(1).to(weight_OI.dtype)
+    moved_OI: Tensor = (groups_OSg + steps_OS1 * noise_OSg).flatten(1).to(weight_OI.dtype)
+    return moved_OI
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -64,8 +64,16 @@ def ggml_library(folder: Path) -> ctypes.CDLL:
         subprocess.run([*pip, LLAMA_CPP, "-d", folder], check=True)
         with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
-        source = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-        cmake = ["cmake", "-S", source, "-B", folder / "ggml", "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF"]
+        source: Path = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
+        cmake: list[str | Path] = [
+            "cmake",
+            "-S",
+            source,
+            "-B",
+            folder / "ggml",
+            "-DCMAKE_BUILD_TYPE=Release",
+            "-DLLAMA_CURL=OFF",
+        ]
         subprocess.run([*cmake, "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_TESTS=OFF"], check=True)
         subprocess.run(["cmake", "--build", folder / "ggml", "--target", "ggml-base", "-j2"], check=True)
     library = ctypes.CDLL(str(built))
@@ -114,7 +122,7 @@ def by_program(bench: Bench, checkpoint: str, peer: str, folder: Path) -> dict[s
     save_file({"ids": bench.text.contiguous()}, ids)
     begun = time.monotonic()
     with (bench.folder / f"{peer.replace(':', '-')}.log").open("w") as log:
-        command = [python, SCRIPTS / PROGRAMS[name], checkpoint, ids, rounded, *settings]
+        command: list[str | Path] = [python, SCRIPTS / PROGRAMS[name], checkpoint, ids, rounded, *settings]
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(child.pid, 0)
     if status:

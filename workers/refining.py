@@ -143,7 +143,7 @@ class RefinePass:
         if problem.quantize is not None and problem.quantize.feedback is not False:
             roles = [role for role in group.task.roles if role in geometry.reads]
             solution.inputs.update({role: partial(layer.moment, targets, role) for role in roles})
-        return named_solution(problem, Statistics(), group.ranks, {}, solution)
+        return named_solution(problem, group.ranks, {}, solution)
 
 
 class Targets:

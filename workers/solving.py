@@ -15,12 +15,11 @@ from torch import Tensor
 from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.blocks import owner_of
-from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import DeferredTensors
-from pipeline.methods.capabilities import Correcting, SharingSizes
+from pipeline.methods.base import Group
 from pipeline.methods.experts.method import ROUTER
 from pipeline.methods.experts.scores import few_tokens
-from pipeline.methods.method import Group, Method, Moment, Ranks, Solution, Statistics, stored_dtype
+from pipeline.methods.method import Moment, Ranks, Solution, Statistics, stored_dtype
 from pipeline.methods.text_sources import BY_SOURCE
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.experts import round_by_expert
@@ -37,50 +36,50 @@ Solved = tuple[Mapping[str, Tensor], Solution, dict[str, Scheme]]
 
 @dataclass(frozen=True)
 class GroupProblem:
-    """A group of a layer and its method. `weights`: the dense weights, by `role.weight` / `role.bias`."""
+    """A group with its weights, and the settings of its rounding."""
 
-    method: Method
-    group: Group
-    geometry: LayerGeometry
-    weights: Mapping[str, Tensor]
+    group: Group[Any]
     quantize: Quantize | None = None
 
+    def given(self, statistics: Statistics, transfer: TensorTransfer | None = None) -> GroupProblem:
+        """Return the problem with its statistics. With `transfer`, a solve of streamed weights stores its results
+        outside of this process."""
+        weights = self.group.weights
+        if transfer is not None and isinstance(weights, StreamedWeights):
+            statistics = replace(statistics, offload=transfer.offload)
+        return replace(self, group=self.group.given(weights, statistics))
 
-def solve_group(
-    problem: GroupProblem, statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor] = MappingProxyType({})
-) -> Solved:
+
+def solve_group(problem: GroupProblem, ranks: Ranks, before: Mapping[str, Tensor] = MappingProxyType({})) -> Solved:
     """Solve one group at some ranks.
 
     `before`: factors from the group's last correction. This correction replaces those of the roles that it changes.
     """
-    group, geometry, weights = problem.group, problem.geometry, problem.weights
+    group, weights, statistics = problem.group, problem.group.weights, problem.group.statistics
     if statistics.unseen:  # no token has reached these weights: they stay dense
         solution = Solution({} if before else weights, {}, {"unseen": sorted(set(statistics.unseen))})
     elif _pair(statistics) is None:
-        solution = problem.method.compress(group, geometry, weights, statistics, ranks)
+        solution = group.solve(ranks)
     else:
-        assert isinstance(problem.method, Correcting)
-        names = {key: geometry.tensor_name(key, group.roles) for key in weights}
+        names = {key: group.geometry.tensor_name(key, group.roles) for key in weights}
         factors = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
-        solution = problem.method.correct(group, geometry, weights, statistics, ranks, factors)
-    return named_solution(problem, statistics, ranks, before, solution)
+        solution = group.correct(ranks, factors)
+    return named_solution(problem, ranks, before, solution)
 
 
-def solve_sizes(problem: GroupProblem, statistics: Statistics, sizes: Sequence[Ranks]) -> Iterator[Solved]:
+def solve_sizes(problem: GroupProblem, sizes: Sequence[Ranks]) -> Iterator[Solved]:
     """Yield the solution of a group at each of several ranks, without a correction."""
-    if isinstance(problem.method, SharingSizes) and not statistics.unseen:
-        solutions = problem.method.compress_sizes(problem.group, problem.geometry, problem.weights, statistics, sizes)
-        for ranks, solution in zip(sizes, solutions, strict=True):
-            yield named_solution(problem, statistics, ranks, {}, solution)
-    else:
-        yield from (solve_group(problem, statistics, ranks) for ranks in sizes)
+    if problem.group.statistics.unseen:
+        yield from (solve_group(problem, ranks) for ranks in sizes)
+        return
+    for ranks, solution in zip(sizes, problem.group.solve_sizes(sizes), strict=True):
+        yield named_solution(problem, ranks, {}, solution)
 
 
-def named_solution(
-    problem: GroupProblem, statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor], solution: Solution
-) -> Solved:
+def named_solution(problem: GroupProblem, ranks: Ranks, before: Mapping[str, Tensor], solution: Solution) -> Solved:
     """Round a solution and name its factors as in the checkpoint."""
-    group, geometry, weights, quantize = problem.group, problem.geometry, problem.weights, problem.quantize
+    group, quantize = problem.group, problem.quantize
+    geometry, weights, statistics = group.geometry, group.weights, group.statistics
     rounded: dict[str, Scheme] = {}
     if quantize is not None:
         bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
@@ -99,20 +98,20 @@ def named_solution(
             )
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
-    factors = _stored(problem, before, solution)
-    if refitted := _refitted(problem, factors, solution):
+    factors = _stored(group, before, solution)
+    if refitted := _refitted(group, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
-    if passed := _passed(problem, statistics):
+    if passed := _passed(group):
         solution = replace(solution, report={**solution.report, **passed})
     return factors, solution, rounded
 
 
-def _stored(problem: GroupProblem, before: Mapping[str, Tensor], solution: Solution) -> Mapping[str, Tensor]:
+def _stored(group: Group[Any], before: Mapping[str, Tensor], solution: Solution) -> Mapping[str, Tensor]:
     """Return the factors of a group by their names, in the dtypes of the checkpoint.
 
     With streamed weights, factors are computed on access.
     """
-    group, geometry, dense = problem.group, problem.geometry, problem.weights
+    geometry, dense = group.geometry, group.weights
     described = dense.described if isinstance(dense, StreamedWeights) else dense
 
     def stored(key: str) -> Tensor:
@@ -127,25 +126,25 @@ def _stored(problem: GroupProblem, before: Mapping[str, Tensor], solution: Solut
     return kept | {name: stored(key) for name, key in named.items()}
 
 
-def _refitted(problem: GroupProblem, factors: Mapping[str, Tensor], solution: Solution) -> list[str]:
+def _refitted(group: Group[Any], factors: Mapping[str, Tensor], solution: Solution) -> list[str]:
     """Return the roles with changed dense weights."""
     changed = set()
-    for key in problem.weights:
-        role, name = owner_of(key, problem.group.roles), problem.geometry.tensor_name(key, problem.group.roles)
+    for key in group.weights:
+        role, name = owner_of(key, group.roles), group.geometry.tensor_name(key, group.roles)
         if role not in solution.forms and name in factors:
             factor = factors[name]
-            if not torch.equal(factor, problem.weights[key].to(factor)):
+            if not torch.equal(factor, group.weights[key].to(factor)):
                 changed.add(role)
     return sorted(changed)
 
 
-def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, Any]:
+def _passed(group: Group[Any]) -> dict[str, Any]:
     """Return the number of tokens that passed an expert, and again as `few_tokens` if it is too small for its
     channels."""
-    width = {block.writer.reads: block.width for block in problem.geometry.mlps if block.routing}
+    width = {block.writer.reads: block.width for block in group.geometry.mlps if block.routing}
     counts = {
         moment.point: tokens
-        for moment, tokens in statistics.passed.items()
+        for moment, tokens in group.statistics.passed.items()
         if moment.point in width and moment.kind == "value"
     }
     if len(counts) != 1:  # the group is not a single expert
@@ -153,12 +152,13 @@ def _passed(problem: GroupProblem, statistics: Statistics) -> dict[str, Any]:
     ((point, tokens),) = counts.items()
     few: dict[str, Any] = {"few_tokens": tokens} if few_tokens(tokens, width[point]) else {}
     few |= {} if tokens else {"unseen": [point]}
-    return {"tokens": tokens, **few, **_by_source(problem, point, statistics)}
+    return {"tokens": tokens, **few, **_by_source(group, point)}
 
 
-def _by_source(problem: GroupProblem, point: str, statistics: Statistics) -> dict[str, Any]:
+def _by_source(group: Group[Any], point: str) -> dict[str, Any]:
     """Return the sampled tokens of the expert at a point by source, where its routing weights are sampled."""
-    (routing,) = (block.routing for block in problem.geometry.mlps if block.writer.reads == point)
+    statistics = group.statistics
+    (routing,) = (block.routing for block in group.geometry.mlps if block.writer.reads == point)
     samples = (
         each for moment, each in statistics.moments.items() if (moment.point, moment.kind) == (routing, "sample")
     )
@@ -173,11 +173,6 @@ def _changes(solution: Solution, role: str) -> bool:
 def _pair(statistics: Statistics) -> Moment | None:
     """Return the moment of a correction, or None."""
     return next((moment for moment in statistics.moments if moment.kind == "pair"), None)
-
-
-def with_offload(statistics: Statistics, problem: GroupProblem, transfer: TensorTransfer) -> Statistics:
-    """Return statistics with which a solve of streamed weights stores its results outside of this process."""
-    return replace(statistics, offload=transfer.offload) if isinstance(problem.weights, StreamedWeights) else statistics
 
 
 def solve_done(solved: Solved, transfer: TensorTransfer, parts: int = 1) -> SolveDone:

@@ -19,7 +19,6 @@ from torch import Tensor
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, CountedRecord, GradientRecord, StagedLayer
 from pipeline.kernels.moments import cosine_sums
-from pipeline.methods.capabilities import Measuring
 from pipeline.methods.experts.completing import completed, needed_records
 from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.registry import build_methods
@@ -69,7 +68,7 @@ from workers.question_pass import QuestionPass
 from workers.refining import RefinePass
 from workers.shared_moments import SharedMoments
 from workers.sliced_pass import SlicedPass, SlicedShard
-from workers.solving import GroupProblem, solve_done, solve_group, solve_sizes, with_offload
+from workers.solving import GroupProblem, solve_done, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
 from workers.tapped_layer import Tap, TappedLayer, sample_tap
 from workers.tensor_transfer import TensorTransfer, get_all, get_available
@@ -320,10 +319,9 @@ class Worker:
         return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
 
     def _measure(self, unit: Measure) -> Any:
-        problem = self._problem(unit.task)
-        assert isinstance(problem.method, Measuring)
+        group = self._problem(unit.task).group
         with self._computing():
-            return problem.method.measure(problem.group, problem.geometry, problem.weights)
+            return group.measure()
 
     def _curve(self, unit: CurveUnit) -> Any:
         problem = self._problem(unit.task)
@@ -350,7 +348,8 @@ class Worker:
 
     def _problem(self, task: Task) -> GroupProblem:
         (method, quantize), geometry = self.methods[task.method], self.setup.geometry.layers[task.layer]
-        return GroupProblem(method, task, geometry, self.layers.group_weights(task.layer, task.roles), quantize)
+        weights = self.layers.group_weights(task.layer, task.roles)
+        return GroupProblem(method.group(task, geometry).given(weights), quantize)
 
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
@@ -360,7 +359,7 @@ class Worker:
         if unit.task.refine is not None:
             problem = replace(problem, quantize=None)  # rounded after the training
         with self._computing(), tensor_cores(self.setup.dtype):
-            solved = solve_group(problem, with_offload(statistics, problem, self.transfer), unit.ranks, before)
+            solved = solve_group(problem.given(statistics, self.transfer), unit.ranks, before)
         return solve_done(solved, self.transfer, unit.parts)
 
     def _refine(self, unit: Refine) -> RefineDone:
@@ -373,7 +372,7 @@ class Worker:
         with self._computing():
             statistics = self._completed(unit.task, unit.statistics, unit.hint)
         with self._computing(), tensor_cores(self.setup.dtype):
-            each = solve_sizes(problem, with_offload(statistics, problem, self.transfer), unit.sizes)
+            each = solve_sizes(problem.given(statistics, self.transfer), unit.sizes)
             return SizesSolved(tuple(solve_done(solved, self.transfer, unit.parts) for solved in each))
 
     def _write(self, unit: Write) -> Any:

@@ -18,9 +18,8 @@ from pipeline.checkpoint.counting import claimed_tensors, stored_numbers
 from pipeline.cost_model.bounds import Size
 from pipeline.cost_model.estimate import Plan, make_plan
 from pipeline.inputs.job_inputs import Inputs
-from pipeline.methods.capabilities import Shaped
 from pipeline.methods.method import Scores, Solution, Task, stored_dtype
-from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
+from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks, task_groups
 from pipeline.rounding.schemes import LEVELS, SCALE, WEIGHT, packed_dtype, packed_shapes
 from pipeline.rounding.solutions import fitting_group, rounded_matrices
 from stores.formats import keeps
@@ -48,10 +47,15 @@ def planned_size(inputs: Inputs) -> Size | None:
     ranks, claimed = known_ranks(inputs), claimed_tensors(inputs)
     if ranks is None or claimed.keys() & inputs.source.stored_bytes().keys():  # unchanged weights keep their format
         return None
+    groups = task_groups(inputs.methods, inputs.geometry)
+    forms = {task: groups[task.key].forms(ranks[task.key]) for task in inputs.tasks}
+    known = {task: each for task, each in forms.items() if each is not None}
+    if len(known) < len(forms):
+        return None
     itemsize, tensors = inputs.dtype.itemsize, inputs.source.tensors.items()
     copied = [record for name, record in tensors if name not in claimed]
     sizes = [Size(stored_numbers(each.dtype, each.shape, itemsize), _num_bytes(each)) for each in copied]
-    sizes += _claimed_sizes(inputs, ranks)
+    sizes += _claimed_sizes(inputs, known)
     return Size(sum(size.numbers for size in sizes), sum(size.num_bytes for size in sizes))
 
 
@@ -62,11 +66,11 @@ def _num_bytes(record: TensorRecord) -> int:
 
 
 def known_ranks(inputs: Inputs) -> Ranks | None:
-    """Return the ranks by task if no measurement can change them and they determine every stored shape, else None."""
+    """Return the ranks by task if no measurement can change them, else None."""
     manifest, methods, geometry = inputs.manifest, inputs.methods, inputs.geometry
     quantize = manifest.quantize
     chosen = quantize is not None and "auto" in (quantize.bits, quantize.levels)
-    if chosen or inputs.max_loss is not None or not all(isinstance(method, Shaped) for method in methods):
+    if chosen or inputs.max_loss is not None:
         return None
     measuring = {task.method for task in measure_tasks(methods, geometry)}
     if predict_tasks(methods, geometry) or any(methods[position].fixed_ranks for position in measuring):
@@ -87,9 +91,8 @@ def _all_full(inputs: Inputs, ranks: Ranks) -> bool:
     return all(ranks[task][name] >= cap for (task, name), cap in caps.items())
 
 
-def _claimed_sizes(inputs: Inputs, ranks: Ranks) -> Iterator[Size]:
-    """Yield the size of each tensor that replaces a claimed one."""
-    by_task = {task: _forms(inputs, task, ranks) for task in inputs.tasks}
+def _claimed_sizes(inputs: Inputs, by_task: Mapping[Task, dict[str, FormSpec]]) -> Iterator[Size]:
+    """Yield the size of each tensor that replaces a claimed one. `by_task`: the forms of each task."""
     layers: list[dict[str, FormSpec]] = [{} for _ in inputs.geometry.layers]
     for task, forms in by_task.items():
         layers[task.layer] |= forms
@@ -101,12 +104,6 @@ def _claimed_sizes(inputs: Inputs, ranks: Ranks) -> Iterator[Size]:
             with torch.device("meta"):
                 states = {task.layer: stored_state(DecoderLayer(config, task.layer))}
         yield from _task_sizes(inputs, task, forms, states[task.layer])
-
-
-def _forms(inputs: Inputs, task: Task, ranks: Ranks) -> dict[str, FormSpec]:
-    method = inputs.methods[task.method]
-    assert isinstance(method, Shaped)
-    return method.forms(task, inputs.geometry.layers[task.layer], ranks[task.key])
 
 
 def _task_sizes(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: Mapping[str, Tensor]) -> Iterator[Size]:

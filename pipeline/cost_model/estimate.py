@@ -25,14 +25,15 @@ from pipeline.cost_model.memory import (
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.reads import read_phases
 from pipeline.cost_model.refinement_work import settings_of
-from pipeline.cost_model.solve_work import moment_width, solve_work
+from pipeline.cost_model.solve_work import solve_flops, solve_work
 from pipeline.cost_model.vocabulary import TOKENIZER_BYTES, window_bytes
 from pipeline.cost_model.work import forward_flops
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods.experts.scores import FEW_TOKENS
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import layer_moments, layers_of
+from pipeline.methods.registry import build_methods, layer_moments, layers_of, task_groups
+from pipeline.methods.work import moment_width
 
 DRIVER_BYTES = 600 * 2**20  # the driver's process, with the buffers in which it checks files
 TOKEN_BYTES = 4
@@ -90,6 +91,7 @@ def make_plan(
     sequence = calibration.sequence_length if calibration else 0
     tokens = calibration.samples * sequence if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
+    groups = task_groups(build_methods(manifest), geometry)
     tasks = [_with_samples_of(task, tokens) for task in tasks]
     claimed, experts = layers_of(tasks), manifest.workers.experts
     moments = [(geometry.layers[layer], moment) for layer in claimed for moment in layer_moments(tasks, layer)]
@@ -142,7 +144,7 @@ def make_plan(
         * (passes + walk.importance / walk.shards)
         * sum(forward_flops(layer, sequence) for layer in geometry.layers),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
-        solve_flops=sum(solve_work(task, geometry.layers[task.layer], tokens).flops for task in tasks),
+        solve_flops=sum(solve_flops(solve_work(task, groups[task.key], tokens)) for task in tasks),
         calibration_tokens=tokens,
         workers=workers,
     )

@@ -13,7 +13,6 @@ from pipeline.cost_model.completion_work import completion_bytes, without_others
 from pipeline.cost_model.passes import gradient_tokens
 from pipeline.cost_model.phases import Pass
 from pipeline.cost_model.refinement_work import SCORES, VALUE_BYTES, refine_bytes
-from pipeline.cost_model.solve_work import moment_width
 from pipeline.cost_model.vocabulary import outer_bytes, pulled_logits_bytes
 from pipeline.cost_model.work import pair_bytes
 from pipeline.families.geometry import Geometry
@@ -23,6 +22,7 @@ from pipeline.kernels.moments import ROWS_PER_PRODUCT
 from pipeline.methods.experts.removal import REFITTED
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
+from pipeline.methods.work import moment_width
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # additional host memory for CUDA's libraries and context
 PROCESS_BYTES = 440 * 2**20  # a worker's Python with torch, transformers and ray, and what its libraries set up

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.cost_model.rates import Rates
 from pipeline.cost_model.rounding_work import round_seconds
-from pipeline.cost_model.solve_work import SolveWork
+from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork
 from pipeline.driver.in_flight import AHEAD
 from pipeline.driver.layer_reading import LAYERS_AHEAD
@@ -156,14 +156,6 @@ def pair_seconds(work: LayerWork, rates: Rates, walk: Pass) -> float:
     pairs = replace(work, moment_bytes=sum(work.pair_bytes))
     summing = collect_seconds(pairs, rates) + add_seconds(pairs, rates, walk)
     return 2 * len(work.pair_bytes) * grid_seconds(work, rates) + summing + pairs.moment_bytes / rates.link
-
-
-def solve_seconds(solve: SolveWork, rates: Rates) -> float:
-    """Return the time of one task on one worker."""
-    products = solve.flops - solve.eigen_flops - solve.factor_flops
-    seconds = products / rates.double + solve.eigen_flops / rates.eigen + solve.factor_flops / rates.factors
-    seconds += solve.moved_bytes / rates.memory
-    return seconds + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
 def read_seconds(work: LayerWork, rates: Rates, walk: Pass, *, shared: bool = True) -> float:

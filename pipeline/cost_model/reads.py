@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.cost_model.bounds import Size
 from pipeline.cost_model.phases import Pass
-from pipeline.cost_model.solve_work import moment_width
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.methods.capabilities import VisitingExperts
-from pipeline.methods.method import Method, Moment, Task
-from pipeline.methods.registry import build_methods, layer_gradients, layers_of, predict_tasks
+from pipeline.methods.base import Group
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import build_methods, layer_gradients, layers_of, predict_tasks, task_groups
+from pipeline.methods.work import moment_width
 from pipeline.units.sharding import expert_parts
 
 TILE = 1024  # of stored moments, as `stores.statistics`
@@ -97,13 +98,13 @@ def _solving_phases(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task
     """Return the bytes of weights and moments that curves and solves read."""
     methods, calibration = build_methods(manifest), manifest.calibration
     tokens = calibration.samples * calibration.sequence_length if calibration else 0
-    predicted = {task.key for task in predict_tasks(methods, geometry)}
+    predicted, groups = {task.key for task in predict_tasks(methods, geometry)}, task_groups(methods, geometry)
     phases = {"curves": 0, "solve": 0}
     for index in layers_of(tasks):
         layer, own = geometry.layers[index], [task for task in tasks if task.layer == index]
         held = manifest.workers.experts
         for phase, some in (("curves", [task for task in own if task.key in predicted]), ("solve", own)):
-            phases[phase] += sum(_weight_bytes(task, methods, layer, held, tokens, phase) for task in some)
+            phases[phase] += sum(_weight_bytes(groups[task.key], held, tokens, phase) for task in some)
             sliced = layer.num_experts > held  # the moments of earlier slices are stored
             if phase == "curves" or sliced or not walk.from_memory:
                 each = {moment for task in some for moment in task.moments}
@@ -111,15 +112,12 @@ def _solving_phases(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task
     return phases
 
 
-def _weight_bytes(
-    task: Task, methods: Sequence[Method], layer: LayerGeometry, held: int, tokens: int, phase: str
-) -> int:
-    """Return the bytes of a task's weights, those of streamed experts as often as they are visited."""
-    whole, method = layer.stored_bytes(task.roles), methods[task.method] if task.method < len(methods) else None
-    experts = [block for block in layer.mlps if block.routing and block.roles[0] in task.roles]
-    if len(experts) <= held or not isinstance(method, VisitingExperts):
+def _weight_bytes(group: Group[Any], held: int, tokens: int, phase: str) -> int:
+    """Return the bytes of a group's weights, those of streamed experts as often as they are visited."""
+    layer, whole, visits = group.geometry, group.geometry.stored_bytes(group.roles), group.visits(tokens)
+    experts = [block for block in layer.mlps if block.routing and block.roles[0] in group.roles]
+    if len(experts) <= held or visits is None:
         return whole
-    visits = method.visits(layer, tokens)
     routed = layer.stored_bytes(tuple(role for block in experts for role in block.roles))
     return whole + round(((visits.curve if phase == "curves" else visits.solve) - 1) * routed)
 

@@ -14,8 +14,7 @@ from manifests.engines import Engine
 from manifests.fit import Device, Fit
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.methods.capabilities import Predicting
-from pipeline.methods.method import Method
+from pipeline.methods.base import Method
 
 SLIDING = "sliding_attention"
 MIB = 2**20
@@ -97,7 +96,9 @@ class ServingMemory:
         return {**self.fit.model_dump(mode="json"), **parts, "total": sum(parts.values()), "source": self.source}
 
 
-def serving_memory(fit: Fit, config: Mapping[str, Any], geometry: Geometry, methods: Sequence[Method]) -> ServingMemory:
+def serving_memory(
+    fit: Fit, config: Mapping[str, Any], geometry: Geometry, methods: Sequence[Method[Any]]
+) -> ServingMemory:
     """Return the memory beside the weights of a model compressed by these methods. `config`: the standard one.
 
     Caches that methods make smaller by ranks count as whole, except where an entry fixes their size (`cache_keep`).
@@ -121,11 +122,11 @@ def serving_memory(fit: Fit, config: Mapping[str, Any], geometry: Geometry, meth
     )
 
 
-def cached_numbers(fit: Fit, geometry: Geometry, methods: Sequence[Method]) -> dict[int, float]:
+def cached_numbers(fit: Fit, geometry: Geometry, methods: Sequence[Method[Any]]) -> dict[int, float]:
     """Map each layer to the numbers that the engine caches for a token there."""
     cached: dict[int, float] = {layer.index: layer.cache_numbers for layer in geometry.layers}
     for method in methods:
-        if not (isinstance(method, Predicting) and keeps_cache(fit, method)):
+        if not keeps_cache(fit, method):
             continue
         if (target := method.cache_target(geometry)) is not None:
             claimed = {group.layer for group in method.claims(geometry)}
@@ -133,7 +134,7 @@ def cached_numbers(fit: Fit, geometry: Geometry, methods: Sequence[Method]) -> d
     return cached
 
 
-def keeps_cache(fit: Fit, method: Method) -> bool:
+def keeps_cache(fit: Fit, method: Method[Any]) -> bool:
     """Return True if the engine caches what a method's forms cache: transformers all, vLLM ordinary models alone."""
     return fit.engine == "transformers" or (fit.engine == "vllm" and fit.device == "gpu" and method.own_class)
 

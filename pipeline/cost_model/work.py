@@ -8,23 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.cost_model.refinement_work import UNREFINED, RefineWork, layer_descent_flops, refine_work
 from pipeline.cost_model.rounding_work import RoundWork, rounding_work
-from pipeline.cost_model.solve_work import (
-    REMOVED_SHARE,
-    SolveWork,
-    curve_work,
-    moment_width,
-    solve_work,
-    triangle_numbers,
-)
+from pipeline.cost_model.solve_work import curve_work, solve_work, triangle_numbers
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.exact_sums import BAND
 from pipeline.kernels.moments import ROWS_PER_PRODUCT
+from pipeline.methods.base import Group
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.moments import OUTPUT_GRADIENT
 from pipeline.methods.registry import (
@@ -34,7 +29,9 @@ from pipeline.methods.registry import (
     layer_moments,
     layers_of,
     predict_tasks,
+    task_groups,
 )
+from pipeline.methods.work import REMOVED_SHARE, Work, moment_width
 from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 
 # Bytes of device memory that are moved per number:
@@ -92,9 +89,9 @@ class LayerWork:
     cosine_bytes: float
     moment_bytes: int
     gradient_flops: float
-    solves: tuple[SolveWork, ...]
+    solves: tuple[Work, ...]
     packed_flops: float = 0.0
-    curves: tuple[SolveWork, ...] = ()
+    curves: tuple[Work, ...] = ()
     gradient_bytes: int = 0
     sample_bytes: int = 0
     pair_bytes: tuple[int, ...] = ()
@@ -176,7 +173,7 @@ class _Busiest:
 
     Attributes:
         moments: without `samples` of values and `gradients`.
-        tasks: without the moments that only their rounding needs.
+        tasks: with their groups; without the moments that only their rounding needs.
         predicted: names of the tasks whose sizes are compared by predicted loss.
     """
 
@@ -185,7 +182,7 @@ class _Busiest:
     moments: tuple[Moment, ...]
     samples: tuple[Moment, ...]
     gradients: tuple[Moment, ...]
-    tasks: tuple[Task, ...]
+    tasks: tuple[tuple[Task, Group[Any]], ...]
     predicted: frozenset[str]
 
     @property
@@ -201,29 +198,25 @@ class _Busiest:
     @property
     def pairs(self) -> list[Moment]:
         """Return the pairs of all corrections."""
-        return sorted({moment for task in self.tasks for moment in task.corrections})
+        return sorted({moment for task, _ in self.tasks for moment in task.corrections})
 
-    def solves(self) -> tuple[SolveWork, ...]:
+    def solves(self) -> tuple[Work, ...]:
         """Return the work of each task's solve."""
         dense = self.manifest.calibration is not None and self.manifest.calibration.propagate == "dense"
         return tuple(
-            solve_work(task, self.layer, self.tokens, hinted=dense and task.name in self.predicted)
-            for task in self.tasks
+            solve_work(task, group, self.tokens, hinted=dense and task.name in self.predicted)
+            for task, group in self.tasks
         )
 
-    def curves(self) -> tuple[SolveWork, ...]:
+    def curves(self) -> tuple[Work, ...]:
         """Return the work of each task's curve, if it has one."""
-        return tuple(
-            curve_work(task, self.layer, self.tokens, _multiple(task, self.manifest, self.layer))
-            for task in self.tasks
-            if task.name in self.predicted
-        )
+        return tuple(curve_work(task, group, self.tokens) for task, group in self.tasks if task.name in self.predicted)
 
 
 def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _Busiest:
     tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
     methods = build_methods(manifest)
-    claims = claim_tasks(methods, geometry) if manifest.quantize else ()
+    claims, groups = claim_tasks(methods, geometry) if manifest.quantize else (), task_groups(methods, geometry)
     own = {task.key: task for task in claims}  # without the moments for rounding
     busiest = max(
         layers_of(tasks),
@@ -237,7 +230,7 @@ def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _
         moments=tuple(moment for moment in moments if moment.kind != "sample"),
         samples=tuple(moment for moment in moments if moment.kind == "sample"),
         gradients=tuple(layer_gradients(tasks, busiest)),
-        tasks=tuple(own.get(task.key, task) for task in tasks if task.layer == busiest),
+        tasks=tuple((own.get(task.key, task), groups[task.key]) for task in tasks if task.layer == busiest),
         predicted=frozenset(task.name for task in predict_tasks(methods, geometry) if task.layer == busiest),
     )
 
@@ -335,12 +328,6 @@ def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
 def scoring_flops(geometry: Geometry, window: int) -> float:
     """Return the operations of one token in a window of the evaluation text, with the head."""
     return sum(forward_flops(layer, window) for layer in geometry.layers) + 2.0 * geometry.hidden * geometry.vocab
-
-
-def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
-    """Return the multiple of a task's ranks; 1 for a task that is only rounded."""
-    entries = [entry.in_steps_of(manifest.rank_multiple) for entry in manifest.methods]
-    return entries[task.method].multiple(geometry.hidden) if task.method < len(entries) else 1
 
 
 def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward: float) -> float:

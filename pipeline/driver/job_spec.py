@@ -10,7 +10,8 @@ from manifests.records import Curve, Key, StagedLayer
 from manifests.schema import Manifest
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
-from pipeline.methods.method import Method, Moment, Scores, Task
+from pipeline.methods.base import Method
+from pipeline.methods.method import Moment, Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
 from pipeline.units.sharding import (
     expert_parts,
@@ -64,7 +65,7 @@ class Passes:
 
 
 def passes_of(
-    manifest: Manifest, methods: Sequence[Method], tasks: Sequence[Task], hidden: int, *, gradients: bool = False
+    manifest: Manifest, methods: Sequence[Method[Any]], tasks: Sequence[Task], hidden: int, *, gradients: bool = False
 ) -> Passes:
     """Return the passes of a job.
 

@@ -26,9 +26,9 @@ from pipeline.inputs.sources import describe_dense
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from pipeline.inputs.unread_tensors import unread_remarks
 from pipeline.kernels.checks import all_finite
-from pipeline.methods.capabilities import Remarking
+from pipeline.methods.base import Method
 from pipeline.methods.experts.completing import with_samples
-from pipeline.methods.method import Method, Scores, Task
+from pipeline.methods.method import Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, config_fields, predict_tasks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from stores.headers import DTYPES
@@ -56,7 +56,7 @@ class Inputs:
     source: SourceCheckpoint
     config: Mapping[str, Any]
     geometry: Geometry
-    methods: tuple[Method, ...]
+    methods: tuple[Method[Any], ...]
     tasks: tuple[Task, ...]
     dtype: torch.dtype
     serving: ServingMemory | None = None
@@ -87,7 +87,6 @@ class Inputs:
         of_methods = tuple(
             f"methods.{position} ({method.name}): {remark}"
             for position, method in enumerate(self.methods)
-            if isinstance(method, Remarking)
             for remark in method.remarks(self.geometry)
         )
         of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
@@ -219,7 +218,7 @@ def fitted(
     return resolve_fit(manifest, config, geometry, source_bytes, lambda sized: fit_methods(sized, geometry))
 
 
-def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, ...], tuple[Task, ...]]:
+def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method[Any], ...], tuple[Task, ...]]:
     """Return the methods, and their tasks for a model of this geometry.
 
     Raises InputError, also if sizes in the manifest exceed the budget.
@@ -311,7 +310,7 @@ def _check_predicted_loss(field: str, manifest: Manifest, tasks: Sequence[Task],
         raise InputError(f"{field}: measures sizes beside budget.keep; give budget.keep, or leave it out")
 
 
-def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods: Sequence[Method]) -> None:
+def _check_formats(source: SourceCheckpoint, config: Mapping[str, Any], methods: Sequence[Method[Any]]) -> None:
     """Raise InputError if OUTPUT cannot hold the source's stored formats."""
     if not source.stored_bytes():
         return

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from manifests.methods import REAP, Frequency, MergeExperts
-from pipeline.families.geometry import Geometry
-from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import Deferred
-from pipeline.methods.capabilities import Visits
+from pipeline.methods.base import Visits
 from pipeline.methods.experts.merging import busiest, cluster, mean_outputs, merge, refit
-from pipeline.methods.experts.method import (
-    ExpertsMethod,
-    mixture_of,
-    renumbered,
-    routed,
-    sampled,
-    tokens_of_experts,
-)
+from pipeline.methods.experts.method import Experts, ExpertsMethod, renumbered, tokens_of_experts
 from pipeline.methods.experts.mixture import Mixture, expert_sums, expert_tokens
 from pipeline.methods.experts.scores import (
     SALIENCY_BY_EXPERT,
@@ -32,87 +23,98 @@ from pipeline.methods.experts.scores import (
 )
 from pipeline.methods.experts.shapes import EXPERTS
 from pipeline.methods.experts.solutions import solve
-from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Ranks, Solution
 from pipeline.ranks.budget import RankVariable
 
+Entry = REAP | Frequency | MergeExperts
 
-@dataclass(frozen=True)
-class REAPMethod(ExpertsMethod[REAP | Frequency | MergeExperts]):
-    """`method: reap`: keeps the experts with the largest mean of p‖f(m)‖ over their tokens, as many in each layer."""
 
-    name: ClassVar[str] = "reap"
-    scored_by: ClassVar[str] = SALIENCY_BY_EXPERT
+class Reap(Experts[Entry]):
+    """The experts with the largest mean of p‖f(m)‖ over their tokens."""
 
-    @property
-    def uniform(self) -> bool:
-        """Return True: all layers keep the same number of experts."""
-        return True
+    scored_by = SALIENCY_BY_EXPERT
 
     @property
     def refits(self) -> bool:
         """Return the entry's `refit`."""
         return self.entry.refit
 
-    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+    def variables(self) -> tuple[RankVariable, ...]:
         """Choose a number of experts."""
-        experts, groups = routed(geometry), dict(geometry.routing)["groups"]
-        cost, least = partial(self.numbers, geometry, width=experts[0].width), self.counts(geometry)[0]
-        return (RankVariable(group.layer, group.name, EXPERTS, len(experts), groups, cost, least),)
+        experts = self.routed
+        cost = partial(self.numbers, width=experts[0].width)
+        return (RankVariable(self.layer, self.name, EXPERTS, len(experts), self.rule["groups"], cost, self.counts[0]),)
 
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return `ratio` times the number of experts."""
-        return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
-
-    def expert_scores(
-        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
-    ) -> Tensor:
+    def expert_scores(self, mixture: Mixture) -> Tensor:
         """Return the scores of experts from their sums over the sample."""
-        return self.score(expert_sums(mixture, inputs_TD))
+        return self.score(expert_sums(mixture, self.inputs))
 
     def score(self, sums: ExpertSums) -> Tensor:
         """Return the mean of p‖f(m)‖ of each expert."""
         return reap_scores(sums)
 
 
-@dataclass(frozen=True)
-class FrequencyMethod(REAPMethod):
-    """`method: frequency`: keeps the experts with the most tokens, as many in each layer."""
+class MostFrequent(Reap):
+    """The experts with the most tokens."""
 
-    name: ClassVar[str] = "frequency"
-    scored_by: ClassVar[str] = TOKENS_BY_EXPERT
+    scored_by = TOKENS_BY_EXPERT
 
     def score(self, sums: ExpertSums) -> Tensor:
         """Return the number of tokens of each expert."""
         return frequency_scores(sums)
 
 
-@dataclass(frozen=True)
-class MergeExpertsMethod(REAPMethod):
-    """`method: merge_experts`: merges the experts with the closest mean outputs, to as many in each layer."""
+class Merged(Reap):
+    """Experts that are merged with those of the closest mean outputs."""
 
-    name: ClassVar[str] = "merge_experts"
-
-    def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
+    def visits(self, tokens: int) -> Visits:
         """Return how often each expert is read: for its mean output, to merge it, twice to compare it with a dense
         expert, and for the target of a refit. Merged experts are not read from the source."""
         return Visits(0, 4 + self.refits)
 
-    def compress(
-        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
-    ) -> Solution:
+    def solve(self, ranks: Ranks) -> Solution:
         """Merge clusters of experts. The router keeps the row of each cluster's member with the most tokens."""
-        experts, mixture = routed(geometry), mixture_of(geometry, weights)
+        experts, mixture, offload = self.routed, self.mixture, self.statistics.offload
         if ranks[EXPERTS] == len(experts):
-            return self.unchanged(geometry, weights, statistics)
-        inputs_TD = self.inputs(geometry, statistics)
-        clusters = cluster(mean_outputs(mixture, inputs_TD), ranks[EXPERTS], mixture.rule.groups)
-        tokens_E = expert_tokens(mixture, inputs_TD)
-        merged, kept = merge(mixture, clusters, tokens_E, statistics.offload), busiest(clusters, tokens_E)
+            return self.unchanged()
+        clusters = cluster(mean_outputs(mixture, self.inputs), ranks[EXPERTS], mixture.rule.groups)
+        tokens_E = expert_tokens(mixture, self.inputs)
+        merged, kept = merge(mixture, clusters, tokens_E, offload), busiest(clusters, tokens_E)
         if self.refits:
-            merged = refit(mixture, merged, inputs_TD, statistics.offload)
+            merged = refit(mixture, merged, self.inputs, offload)
         stored = {number: partial(mixture.experts.__getitem__, number) for number in range(len(experts))}
         stored |= {number: partial(merged.experts.__getitem__, place) for place, number in enumerate(kept)}
         placed = replace(mixture, experts=Deferred([stored[number] for number in range(len(experts))]))
-        solution = solve(experts, placed, statistics, sampled(geometry), kept, experts[0].width, refit=False)
-        report = {**solution.report, "clusters": clusters, **tokens_of_experts(mixture, inputs_TD, statistics)}
-        return renumbered(replace(solution, report=report), geometry, kept, weights)
+        width, tokens = experts[0].width, self.moments[0].tokens
+        solution = solve(experts, placed, self.statistics, tokens, kept, width, refit=False)
+        figures = {"clusters": clusters, **tokens_of_experts(mixture, self.inputs, self.statistics)}
+        return renumbered(replace(solution, report=solution.report | figures), self.geometry, kept, self.weights)
+
+
+@dataclass(frozen=True)
+class REAPMethod(ExpertsMethod[Entry]):
+    """`method: reap`: keeps as many experts in each layer."""
+
+    name: ClassVar[str] = "reap"
+    kind: ClassVar[type[Experts[Any]]] = Reap
+
+    @property
+    def uniform(self) -> bool:
+        """Return True: all layers keep the same number of experts."""
+        return True
+
+
+@dataclass(frozen=True)
+class FrequencyMethod(REAPMethod):
+    """`method: frequency`."""
+
+    name: ClassVar[str] = "frequency"
+    kind: ClassVar[type[Experts[Any]]] = MostFrequent
+
+
+@dataclass(frozen=True)
+class MergeExpertsMethod(REAPMethod):
+    """`method: merge_experts`."""
+
+    name: ClassVar[str] = "merge_experts"
+    kind: ClassVar[type[Experts[Any]]] = Merged

@@ -5,7 +5,7 @@ Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,11 +21,12 @@ from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, ra
 from pipeline.kernels.scales import equalize, scale_report
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
-from pipeline.methods.base import MethodBase
+from pipeline.methods.base import Group, Method
 from pipeline.methods.by_loss import curve_of, directions, factors, losses
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution
 from pipeline.methods.moments import input_moment, pull
 from pipeline.methods.tensors import factors_of
+from pipeline.methods.work import Work, directed_stack, direction_losses, low_rank
 from pipeline.ranks.budget import RankVariable
 
 QUERY_KEY, MLP = "query_key", "mlp"  # rank variables
@@ -33,19 +34,25 @@ Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more r
 
 
 @dataclass(frozen=True)
-class _Pair:
+class Pair(Group[JointRankK]):
     """Two matrices that read the same input.
 
     Attributes:
-        variable: the name of their rank.
+        rank_name: the name of their rank.
         form: how the entry decomposes them.
         shared: the name of the factor that they share.
+        cache: the numbers per token that they cache.
     """
 
-    variable: str
-    matrices: tuple[Matrix, ...]
-    form: str
-    shared: str
+    rank_name: str = QUERY_KEY
+    form: str = "joint"
+    shared: str = QUERY_KEY
+    cache: int = 0
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Return the matrices."""
+        return tuple(self.geometry.matrices[role] for role in self.roles)
 
     @property
     def input(self) -> Moment:
@@ -53,13 +60,113 @@ class _Pair:
         return input_moment(self.matrices[0])
 
     @property
-    def stacks(self) -> list[tuple[Matrix, ...]]:
-        """Return the matrices that are decomposed together."""
-        return [(matrix,) for matrix in self.matrices] if self.form == "separate" else [self.matrices]
+    def stacks(self) -> list[tuple[tuple[Matrix, ...], Stack]]:
+        """Return the matrices that are decomposed together, with their sizes. The pairs of all heads count as one."""
+        D = self.geometry.hidden
+        if self.form == "separate":
+            return [((matrix,), (matrix.outputs * D, matrix.outputs + D)) for matrix in self.matrices]
+        firsts = self.geometry.attention.heads if self.form == "joint_per_head" else 1
+        rows = sum(matrix.outputs for matrix in self.matrices)
+        return [(self.matrices, (rows * D, rows + firsts * D))]
+
+    @property
+    def limit(self) -> int:
+        """Return the largest rank at which every stack stores less than its dense weights."""
+        return min((dense - 1) // per_rank for _, (dense, per_rank) in self.stacks)
+
+    def rank_at(self, ratio: float) -> float:
+        """Return the rank at which the factors store `ratio` of the dense numbers."""
+        sizes = [size for _, size in self.stacks]
+        return ratio * sum(dense for dense, _ in sizes) / sum(per_rank for _, per_rank in sizes)
+
+    def variables(self) -> tuple[RankVariable, ...]:
+        """Choose one rank."""
+        sizes, biases = [size for _, size in self.stacks], sum(matrix.biases for matrix in self.matrices)
+        cap = max(-(-dense // per_rank) for dense, per_rank in sizes)  # the smallest rank at which all stay dense
+
+        def cost(rank: float) -> float:
+            return biases + sum(min(per_rank * rank, dense) for dense, per_rank in sizes)
+
+        return (self.variable(self.rank_name, cap, cost),)
+
+    def curve(self) -> Curve:
+        """Predict the loss by rank. For separate weights it is the sum, as if their errors were uncorrelated."""
+        input_DD, curves = self.mean(self.input), []
+        for matrices, stack in self.stacks:
+            parts, _ = equalize([self.weight(matrix) for matrix in matrices])
+            curves.append((stack, losses(parts, self.entry.weighting, input_DD, self.mean(pull(matrices)))))
+
+        def loss_at(rank: int) -> float:
+            return sum(0.0 if _saves_nothing(stack, rank) else float(by_rank[rank]) for stack, by_rank in curves)
+
+        (variable,) = self.variables()
+        return curve_of(variable, loss_at, lambda rank: self.cache)
+
+    def forms(self, ranks: Ranks) -> dict[str, FormSpec]:
+        """Map each role to its form. Roles for which factors would save nothing are left out."""
+        rank = ranks[self.rank_name]
+        if all(_saves_nothing(stack, rank) for _, stack in self.stacks):
+            return {}
+        if self.form == "separate":
+            cut = (matrix.role for matrix in self.matrices if rank <= rank_limit(*matrix.shape))
+            return dict.fromkeys(cut, FormSpec(form="low_rank", rank=rank))
+        kind = "joint_head_low_rank" if self.form == "joint_per_head" else "joint_low_rank"
+        return dict.fromkeys(self.roles, FormSpec(form=kind, rank=rank, group=self.shared))
+
+    def solve(self, ranks: Ranks) -> Solution:
+        """Factor each weight into two; joint weights share the first factor. Weights stay dense if factors save
+        nothing."""
+        rank, forms = ranks[self.rank_name], self.forms(ranks)
+        if not forms:
+            return self.dense()
+        stacked = {matrix.role: self.weight(matrix) for matrix in self.matrices}
+        biases = {key: bias for key, bias in self.weights.items() if key.endswith(".bias")}
+        if self.entry.weighting == "loss":
+            solution = self._by_loss(stacked, rank)
+            return Solution({**solution.tensors, **biases}, forms, solution.report)
+        weighted = self.entry.weighting == "input"
+        roots = input_roots(self.statistics.moments[self.input][0]) if weighted else None
+        if self.form == "separate":
+            solution = _separate(stacked, rank, roots)
+        elif self.form == "joint_per_head":
+            solution = _per_head(stacked, self.geometry.attention.heads, rank, roots)
+        else:
+            solution = _joint(stacked, rank, roots)
+        clipped = {"clipped": roots.clipped} if roots else {}
+        return Solution({**solution.tensors, **biases}, forms, solution.report | clipped)
+
+    def _by_loss(self, stacked: Mapping[str, Tensor], rank: int) -> Solution:
+        """Decompose each stack in the metric of the loss. docs/methods.md#curves."""
+        tensors: dict[str, Tensor] = {}
+        input_DD, report = self.mean(self.input), {}
+        for matrices, _ in self.stacks:
+            roles = roles_of(matrices)
+            weights = [stacked[role] for role in roles]
+            if len(roles) == 1 and rank > rank_limit(*weights[0].shape):
+                tensors[f"{roles[0]}.weight"] = weights[0]
+                continue
+            pull_DD = self.mean(pull(matrices))
+            order = directions(weights, "loss", input_DD, pull_DD)
+            first_rD, seconds = factors(order, rank, weights)
+            tensors[f"{roles[0]}.first.weight"] = first_rD
+            tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
+            report["_".join((*roles, "predicted"))] = float(losses_by_rank(order, input_DD, pull_DD)[rank])
+        return Solution(tensors, {}, report)
+
+    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
+        """Count the directions in the metric of the loss, or the roots of the inputs' moment."""
+        D = self.geometry.hidden
+        if self.entry.needs_gradient:
+            return directed_stack(sum(matrix.outputs for matrix in self.matrices), D)
+        return low_rank(self.matrices, D) if self.moments else Work()
+
+    def curve_work(self, tokens: int) -> Work:
+        """Count the losses of all ranks of each stack."""
+        return sum((direction_losses(self.geometry.hidden) for _ in self.stacks), start=Work())
 
 
 @dataclass(frozen=True)
-class JointRankKMethod(MethodBase[JointRankK]):
+class JointRankKMethod(Method[JointRankK]):
     """`method: joint_rank_k` with the settings of its manifest entry."""
 
     name: ClassVar[str] = "joint_rank_k"
@@ -69,115 +176,35 @@ class JointRankKMethod(MethodBase[JointRankK]):
         """Return True if the entry gives ranks."""
         return self.entry.ranks is not None
 
-    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim groups `query_key` (q, k) and the matrices that read the MLP's input, in every chosen layer.
+    def groups(self, layer: LayerGeometry) -> Iterator[Pair]:
+        """Claim groups `query_key` (q, k) and the matrices that read the MLP's input.
 
-        Raises ValueError on layers that do not exist, on an MLP without gate, on `joint_per_head` for grouped queries,
-        and on ranks that save nothing.
+        Raises ValueError on an MLP without gate, on `joint_per_head` for grouped queries, and on ranks that save
+        nothing.
         """
-        layers = self.chosen_layers(geometry)
-        for layer in layers:
-            self._check(layer)
-        return tuple(
-            Group(layer.index, name, roles_of(pair.matrices), self._moments(pair))
-            for layer in layers
-            for name, pair in self._pairs(layer).items()
-        )
+        self._check(layer)
+        form, mlp_form = self.entry.query_key, self.entry.mlp_form
+        for block in layer.attentions if form != "none" else ():
+            needs = roles_of(block.query_key), self._moments(block.query_key, form)
+            yield self._fitting(Pair(self.entry, layer, QUERY_KEY, *needs, form=form, cache=block.key.outputs))
+        for mlp in layer.mlps if mlp_form != "none" else ():
+            needs, shared = (roles_of(mlp.readers), self._moments(mlp.readers, mlp_form)), mlp.reader_group
+            yield self._fitting(Pair(self.entry, layer, mlp.name, *needs, rank_name=MLP, form=mlp_form, shared=shared))
 
-    def _pairs(self, geometry: LayerGeometry) -> dict[str, _Pair]:
-        """Map the name of each group of a layer to its pair."""
-        pairs = {}
-        if self.entry.query_key != "none":
-            for attention in geometry.attentions:
-                pairs[QUERY_KEY] = _Pair(QUERY_KEY, attention.query_key, self.entry.query_key, QUERY_KEY)
-        if self.entry.mlp_form != "none":
-            for block in geometry.mlps:
-                pairs[block.name] = _Pair(MLP, block.readers, self.entry.mlp_form, block.reader_group)
-        return pairs
-
-    def _moments(self, pair: _Pair) -> tuple[Moment, ...]:
+    def _moments(self, matrices: tuple[Matrix, ...], form: str) -> tuple[Moment, ...]:
+        read = input_moment(matrices[0])
         if self.entry.needs_gradient:
-            return (pair.input, *(pull(matrices) for matrices in pair.stacks))
-        return (pair.input,) if self.entry.weighting == "input" else ()
+            return (read, *(pull((matrix,)) for matrix in matrices)) if form == "separate" else (read, pull(matrices))
+        return (read,) if self.entry.weighting == "input" else ()
 
-    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss by rank. For separate weights it is the sum, as if their errors were uncorrelated."""
-        pair = self._pairs(geometry)[group.name]
-        input_DD = statistics.mean(pair.input)[0]
-        curves = []
-        for matrices, stack in zip(pair.stacks, self._stacks(geometry, pair), strict=True):
-            parts, _ = equalize([weights[matrix.weight_key] for matrix in matrices])
-            pull_DD = statistics.mean(pull(matrices))[0]
-            curves.append((stack, losses(parts, self.entry.weighting, input_DD, pull_DD)))
-
-        def loss_at(rank: int) -> float:
-            return sum(0.0 if _saves_nothing(stack, rank) else float(by_rank[rank]) for stack, by_rank in curves)
-
-        cache = geometry.attention.key.outputs if pair.variable == QUERY_KEY else 0
-        (variable,) = self.group_variables(group, geometry)
-        return curve_of(variable, loss_at, lambda rank: cache)
-
-    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Choose one rank for each group."""
-        pair, multiple = self._pairs(geometry)[group.name], self.entry.multiple(geometry.hidden)
-        stacks = self._stacks(geometry, pair)
-        cap = max(-(-dense // per_rank) for dense, per_rank in stacks)  # the smallest rank at which all stay dense
-        cost = _cost(stacks, sum(matrix.biases for matrix in pair.matrices))
-        return (RankVariable(group.layer, group.name, pair.variable, cap, multiple, cost),)
-
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the entry's ranks, or those that store `ratio` of the dense numbers, in every layer or on average.
-
-        Ranks follow the layers' importance (IPRS) if another method with the same budget follows it.
-        """
-        if self.entry.ranks is not None:
-            fixed = self.entry.ranks.model_dump()
-            return {variable.key: float(fixed[variable.name]) for variable in self.rank_variables(geometry)}
-        importance = scores.importance or None
-        share_of = self.layer_shares(geometry, ratio, importance if self.entry.keep is None else None)
-        return {
-            variable.key: min(
-                self._rank_at(geometry.layers[variable.layer], variable.group, share_of[variable.layer]),
-                float(variable.cap),
+    def _fitting(self, pair: Pair) -> Pair:
+        """Return a pair. Raises ValueError if the entry's rank saves nothing."""
+        rank = getattr(self.entry.ranks, pair.rank_name) if self.entry.ranks else None
+        if rank is not None and rank > pair.limit:
+            raise ValueError(
+                f"ranks.{pair.rank_name}: {rank} saves nothing; the largest rank that does is {pair.limit}"
             )
-            for variable in self.rank_variables(geometry)
-        }
-
-    def compress(
-        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
-    ) -> Solution:
-        """Factor each weight into two; joint weights share the first factor. Weights stay dense if factors save
-        nothing."""
-        pair = self._pairs(geometry)[group.name]
-        rank, forms = ranks[pair.variable], self.forms(group, geometry, ranks)
-        if not forms:
-            return Solution(dict(weights), {}, {"dense": True})
-        stacked = {role: weights[f"{role}.weight"] for role in group.roles}
-        biases = {key: bias for key, bias in weights.items() if key.endswith(".bias")}
-        if self.entry.weighting == "loss":
-            solution = _by_loss(pair, stacked, rank, statistics)
-            return Solution({**solution.tensors, **biases}, forms, solution.report)
-        roots = input_roots(statistics.moments[pair.input][0]) if self.entry.weighting == "input" else None
-        if pair.form == "separate":
-            solution = _separate(stacked, rank, roots)
-        elif pair.form == "joint_per_head":
-            solution = _per_head(stacked, geometry.attention.heads, rank, roots)
-        else:
-            solution = _joint(stacked, rank, roots)
-        clipped = {"clipped": roots.clipped} if roots else {}
-        return Solution({**solution.tensors, **biases}, forms, solution.report | clipped)
-
-    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map each role to its form. Roles for which factors would save nothing are left out."""
-        pair = self._pairs(geometry)[group.name]
-        rank = ranks[pair.variable]
-        if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, pair)):
-            return {}
-        if pair.form == "separate":
-            cut = (role for role in group.roles if rank <= rank_limit(*geometry.weight_shape(role)))
-            return dict.fromkeys(cut, FormSpec(form="low_rank", rank=rank))
-        kind = "joint_head_low_rank" if pair.form == "joint_per_head" else "joint_low_rank"
-        return dict.fromkeys(group.roles, FormSpec(form=kind, rank=rank, group=pair.shared))
+        return pair
 
     def _check(self, geometry: LayerGeometry) -> None:
         if self.entry.mlp_form != "none" and not all(block.gated for block in geometry.mlps):
@@ -190,51 +217,22 @@ class JointRankKMethod(MethodBase[JointRankK]):
                     f"query_key: joint_per_head pairs each query head with a key head of its own, but the model has "
                     f"{block.heads} query and {block.kv_heads} key heads; use joint or separate"
                 )
-        fixed = self.entry.ranks.model_dump() if self.entry.ranks else {}
-        for pair in self._pairs(geometry).values() if fixed else ():
-            rank, limit = fixed[pair.variable], self._limit(geometry, pair)
-            if rank > limit:
-                raise ValueError(f"ranks.{pair.variable}: {rank} saves nothing; the largest rank that does is {limit}")
 
-    def _limit(self, geometry: LayerGeometry, pair: _Pair) -> int:
-        """Return the largest rank at which every stack stores less than its dense weights."""
-        return min((dense - 1) // per_rank for dense, per_rank in self._stacks(geometry, pair))
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """Return the entry's ranks, or those that store `ratio` of the dense numbers, in every layer or on average.
 
-    def _stacks(self, geometry: LayerGeometry, pair: _Pair) -> list[Stack]:
-        """Return the sizes of each stack: each weight by itself, or the pair. The pairs of all heads count as one."""
-        D, rows = geometry.hidden, [matrix.outputs for matrix in pair.matrices]
-        if pair.form == "separate":
-            return [(m * D, m + D) for m in rows]
-        firsts = geometry.attention.heads if pair.form == "joint_per_head" else 1
-        return [(sum(rows) * D, sum(rows) + firsts * D)]
-
-    def _rank_at(self, geometry: LayerGeometry, group: str, ratio: float) -> float:
-        """Return the rank at which the factors of a group store `ratio` of the dense numbers."""
-        stacks = self._stacks(geometry, self._pairs(geometry)[group])
-        return ratio * sum(dense for dense, _ in stacks) / sum(per_rank for _, per_rank in stacks)
-
-
-def _by_loss(pair: _Pair, stacked: Mapping[str, Tensor], rank: int, statistics: Statistics) -> Solution:
-    """Decompose each stack in the metric of the loss. docs/methods.md#curves."""
-    tensors: dict[str, Tensor] = {}
-    input_DD, report = statistics.mean(pair.input)[0], {}
-    for matrices in pair.stacks:
-        roles = roles_of(matrices)
-        weights = [stacked[role] for role in roles]
-        if len(roles) == 1 and rank > rank_limit(*weights[0].shape):
-            tensors[f"{roles[0]}.weight"] = weights[0]
-            continue
-        pull_DD = statistics.mean(pull(matrices))[0]
-        order = directions(weights, "loss", input_DD, pull_DD)
-        first_rD, seconds = factors(order, rank, weights)
-        tensors[f"{roles[0]}.first.weight"] = first_rD
-        tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
-        report["_".join((*roles, "predicted"))] = float(losses_by_rank(order, input_DD, pull_DD)[rank])
-    return Solution(tensors, {}, report)
-
-
-def _cost(stacks: Sequence[Stack], biases: int) -> Callable[[float], float]:
-    return lambda rank: biases + sum(min(per_rank * rank, dense) for dense, per_rank in stacks)
+        Ranks follow the layers' importance (IPRS) if another method with the same budget follows it.
+        """
+        if self.entry.ranks is not None:
+            fixed = self.entry.ranks.model_dump()
+            return {variable.key: float(fixed[variable.name]) for variable in self.rank_variables(geometry)}
+        importance = scores.importance or None
+        share_of = self.layer_shares(geometry, ratio, importance if self.entry.keep is None else None)
+        return {
+            variable.key: min(pair.rank_at(share_of[pair.layer]), float(variable.cap))
+            for pair in self.chosen(geometry, self.groups)
+            for variable in pair.variables()
+        }
 
 
 def _saves_nothing(stack: Stack, rank: int) -> bool:

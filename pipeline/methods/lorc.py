@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -22,10 +21,12 @@ from pipeline.kernels.heads import project_heads, repeat_groups
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
-from pipeline.methods.base import MethodBase
+from pipeline.methods import work
+from pipeline.methods.base import Group, Method
 from pipeline.methods.by_loss import curve_of, directions, factors, losses
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
+from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution, Task, group_key
 from pipeline.methods.moments import input_moment, pull
+from pipeline.methods.work import Work
 from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, most_numbers
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
@@ -35,8 +36,133 @@ CONDITION = "condition"
 _ROUNDING = 1e-9  # rounding error of a mean of shares
 
 
+class Latents(Group[LoRC]):
+    """Keys, cached as latents. The group and its rank have the same name."""
+
+    @property
+    def matrix(self) -> Matrix:
+        """Return the matrix of keys or of values."""
+        return self.geometry.matrices[self.roles[0]]
+
+    def variables(self) -> tuple[RankVariable, ...]:
+        """Choose a rank, at most min(C, D). At rank C the group stays dense."""
+        return (self.variable(self.name, min(self.matrix.shape), self._cost),)
+
+    def curve(self) -> Curve:
+        """Predict the loss at each rank, with the numbers that a token caches."""
+        moments = self.mean(input_moment(self.matrix)), self.mean(pull((self.matrix,)))
+        by_rank, (variable,) = losses([self.weight(self.matrix)], self.entry.weighting, *moments), self.variables()
+        return curve_of(
+            variable,
+            lambda rank: 0.0 if self._stays_dense(rank) else float(by_rank[min(rank, self.geometry.hidden)]),
+            lambda rank: _cached(self.geometry) if self._stays_dense(rank) else rank,
+        )
+
+    def corners(self) -> list[Point]:
+        """Return cached and stored numbers at a few ranks; both are linear between these ranks."""
+        head_dim, full, (variable,) = self.geometry.attention.head_dim, self._full, self.variables()
+        ends = (1, head_dim, head_dim + 1, variable.cap - 1, variable.cap)
+        ranks = sorted({rank for rank in ends if 1 <= rank <= variable.cap})
+        return [Point({}, variable.cost(rank), 0.0, full if rank >= full else rank) for rank in ranks]
+
+    def forms(self, ranks: Ranks) -> dict[str, FormSpec]:
+        """Map k to `latent`, or leave it out if it stays dense."""
+        rank = ranks[self.name]
+        return {} if self._stays_dense(rank) else {self.roles[0]: FormSpec(form="latent", rank=rank)}
+
+    def measure(self) -> dict[str, list[float]]:
+        """Return ln κ of each matrix."""
+        return {"log_condition": [log_condition(self.weights[f"{role}.weight"])[0] for role in self.roles]}
+
+    def solve(self, ranks: Ranks) -> Solution:
+        """Factor k or v: first (r × D) gives the latents; second (C × r) rebuilds the heads, or W_o absorbs it."""
+        role, forms = self.roles[0], self.forms(ranks)
+        if not forms:
+            return self.dense()
+        first_rD, second_Cr, report = self._latent(ranks[self.name])
+        tensors = {f"{role}.first.weight": first_rD}
+        if len(forms) > 1:
+            tensors |= _absorbed_output(self.geometry.attention, self.weights, second_Cr)
+            return Solution(tensors, forms, report | {"absorbed": True})
+        tensors[f"{role}.second.weight"] = second_Cr
+        tensors |= {name: weight for name, weight in self.weights.items() if name != self.matrix.weight_key}
+        return Solution(tensors, forms, report)
+
+    def _latent(self, rank: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return first (r, D), second (C, r) and figures for the report."""
+        weight_CD, read = self.weight(self.matrix), input_moment(self.matrix)
+        if self.entry.weighting == "loss":
+            input_DD, pull_DD = self.mean(read), self.mean(pull((self.matrix,)))
+            order = directions([weight_CD], "loss", input_DD, pull_DD)
+            first_rD, (second_Cr,) = factors(order, rank, [weight_CD])
+            return first_rD, second_Cr, {"predicted": float(losses_by_rank(order, input_DD, pull_DD)[rank])}
+        roots = input_roots(self.statistics.moments[read][0]) if self.entry.weighting == "input" else None
+        first_rD, second_Cr, values = low_rank(weight_CD, rank, roots)
+        report = {"error": dropped_share(values.square(), rank), "spectrum": spectrum(values.square())}
+        return first_rD, second_Cr, report | ({"clipped": roots.clipped} if roots else {})
+
+    def _stays_dense(self, rank: int) -> bool:
+        """Return True at full rank and, under a budget of stored numbers, if the factors would save none."""
+        saves = self.entry.cache_keep is not None or self._factored(rank) < self._dense_numbers
+        return rank >= self._full or not saves
+
+    @property
+    def _full(self) -> int:
+        """Return the smallest rank at which the group stays dense.
+
+        With `cache_keep` this is C, because if D < C latents of D numbers are exact and smaller.
+        """
+        return _cached(self.geometry) if self.entry.cache_keep is not None else min(self.matrix.shape)
+
+    def _cost(self, rank: float) -> float:
+        if rank >= self._full:
+            return self._dense_numbers
+        factored = self._factored(rank)
+        return factored if self.entry.cache_keep is not None else min(factored, self._dense_numbers)
+
+    @property
+    def _dense_numbers(self) -> float:
+        return self.geometry.numbers(self.roles)
+
+    def _factored(self, rank: float) -> float:
+        """Count the numbers stored with latents."""
+        biases = sum(self.geometry.matrices[role].biases for role in self.roles)
+        return rank * (self.geometry.hidden + _cached(self.geometry)) + biases
+
+    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
+        """Count the directions in the metric of the loss, or the roots of the inputs' moment."""
+        D, matrices = self.geometry.hidden, [self.geometry.matrices[role] for role in self.roles]
+        if self.entry.needs_gradient:
+            return work.directed_stack(sum(matrix.outputs for matrix in matrices), D)
+        return work.low_rank(matrices, D) if self.moments else Work()
+
+    def curve_work(self, tokens: int) -> Work:
+        """Count the losses of all ranks."""
+        return work.direction_losses(self.geometry.hidden)
+
+
+class ValueLatents(Latents):
+    """Values with the output projection, which absorbs the second factor of the values if that is smaller."""
+
+    def forms(self, ranks: Ranks) -> dict[str, FormSpec]:
+        """Map v to `latent`, and o to `absorbed` if W_o absorbs v's second factor."""
+        rank, (value, writer) = ranks[self.name], self.roles
+        if self._stays_dense(rank):
+            return {}
+        absorbs = _absorbs(self.geometry.attention, rank)
+        latent = {value: FormSpec(form="latent", rank=rank, absorbed=absorbs)}
+        return latent | ({writer: FormSpec(form="absorbed", rank=rank)} if absorbs else {})
+
+    def _factored(self, rank: float) -> float:
+        """Count the numbers stored with latents."""
+        block, D = self.geometry.attention, self.geometry.hidden
+        if _absorbs(block, rank):
+            return rank * (D + block.heads * D) + block.writer.biases
+        return super()._factored(rank) + block.heads * D * block.head_dim
+
+
 @dataclass(frozen=True)
-class LoRCMethod(MethodBase[LoRC]):
+class LoRCMethod(Method[LoRC]):
     """`method: lorc` with the settings of its manifest entry."""
 
     name: ClassVar[str] = "lorc"
@@ -46,21 +172,15 @@ class LoRCMethod(MethodBase[LoRC]):
         """Return True if the entry sets a share of the cache, so that no budget of stored numbers applies."""
         return self.entry.cache_keep is not None
 
-    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim groups `key` (k) and `value` (v, o) of every chosen layer.
-
-        Raises ValueError on layers that do not exist, and on a share of the cache below the smallest rank.
-        """
-        layers = self.chosen_layers(geometry)
-        for layer in layers:
-            self._check(layer)
-        names = [name for name in (KEY, VALUE) if getattr(self.entry, name)]
-        return tuple(
-            Group(layer.index, name, roles_of(matrices), self._moments(matrices[0]))
-            for layer in layers
-            for name in names
-            for matrices in (_matrices(layer.attention, name),)
-        )
+    def groups(self, layer: LayerGeometry) -> Iterator[Latents]:
+        """Claim groups `key` (k) and `value` (v, o). Raises ValueError on a share of the cache below the smallest
+        rank."""
+        self._check(layer)
+        block = layer.attention
+        if self.entry.key:
+            yield Latents(self.entry, layer, KEY, (block.key.role,), self._moments(block.key))
+        if self.entry.value:
+            yield ValueLatents(self.entry, layer, VALUE, roles_of(block.value_output), self._moments(block.value))
 
     def _check(self, layer: LayerGeometry) -> None:
         keep, least = self.entry.cache_keep, min(self.entry.multiple(layer.hidden), *layer.attention.key.shape)
@@ -78,44 +198,14 @@ class LoRCMethod(MethodBase[LoRC]):
     def cache_target(self, geometry: Geometry) -> float | None:
         """Return `cache_keep` times the claimed part of the dense cache."""
         share = self.entry.cache_keep
-        cached = sum(_cached(geometry.layers[group.layer]) for group in self.claims(geometry))
-        return None if share is None else share * cached
-
-    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss at each rank, with the numbers that a token caches."""
-        matrix = geometry.matrices[group.roles[0]]
-        input_DD, pull_DD = statistics.mean(input_moment(matrix))[0], statistics.mean(pull((matrix,)))[0]
-        by_rank = losses([weights[matrix.weight_key]], self.entry.weighting, input_DD, pull_DD)
-
-        def dense(rank: int) -> bool:
-            return self._stays_dense(geometry, group.name, rank)
-
-        (variable,) = self.group_variables(group, geometry)
-        return curve_of(
-            variable,
-            lambda rank: 0.0 if dense(rank) else float(by_rank[min(rank, geometry.hidden)]),
-            lambda rank: _cached(geometry) if dense(rank) else rank,
-        )
+        return None if share is None else share * sum(_cached(group.geometry) for group in self.claims(geometry))
 
     def most_numbers(self, geometry: Geometry) -> float:
         """Bound the numbers stored at any ranks that cache no more than `cache_keep`."""
-        lines = [self._corners(variable, geometry.layers[variable.layer]) for variable in self.rank_variables(geometry)]
         target = self.cache_target(geometry)
-        return super().most_numbers(geometry) if target is None else most_numbers(lines, target)
-
-    def _corners(self, variable: RankVariable, geometry: LayerGeometry) -> list[Point]:
-        """Return cached and stored numbers at a few ranks; both are linear between these ranks."""
-        head_dim = geometry.attention.head_dim
-        ends = (1, head_dim, head_dim + 1, variable.cap - 1, variable.cap)
-        ranks = sorted({rank for rank in ends if 1 <= rank <= variable.cap})
-        full = self._full(geometry)
-        return [Point({}, variable.cost(rank), 0.0, full if rank >= full else rank) for rank in ranks]
-
-    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Choose a rank for `key` and one for `value`, at most min(C, D). At rank C the group stays dense."""
-        cap, multiple = min(geometry.attention.key.shape), self.entry.multiple(geometry.hidden)
-        cost = partial(self._cost, geometry, group.name)
-        return (RankVariable(group.layer, group.name, group.name, cap, multiple, cost),)
+        if target is None:
+            return super().most_numbers(geometry)
+        return most_numbers([group.corners() for group in self.chosen(geometry, self.groups)], target)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Return ranks by eq. 13 (progressive), or the same share in every layer.
@@ -180,81 +270,21 @@ class LoRCMethod(MethodBase[LoRC]):
                 "others; the cache is smaller on all (docs/methods.md#when-latents-pay)"
             )
 
-    def measures(self, geometry: Geometry) -> tuple[Group, ...]:
+    def measures(self, geometry: Geometry) -> tuple[Latents, ...]:
         """Measure W_k and W_v of all layers, because progressive ranks follow κ̃_l, a product over depth.
 
         Return none if the whole cache is kept.
         """
         if self.entry.allocation != "progressive" or self.entry.cache_keep == 1.0:
             return ()
-        cached = ((layer.index, (layer.attention.key, layer.attention.value)) for layer in geometry.layers)
-        return tuple(Group(layer, CONDITION, roles_of(matrices)) for layer, matrices in cached)
+        return tuple(self._condition(layer) for layer in geometry.layers)
 
-    def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> dict[str, list[float]]:
-        """Return ln κ of the two matrices."""
-        return {"log_condition": [log_condition(weights[f"{role}.weight"])[0] for role in group.roles]}
+    def _condition(self, layer: LayerGeometry) -> Latents:
+        return Latents(self.entry, layer, CONDITION, roles_of((layer.attention.key, layer.attention.value)))
 
-    def compress(
-        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
-    ) -> Solution:
-        """Factor k or v: first (r × D) gives the latents; second (C × r) rebuilds the heads, or W_o absorbs it."""
-        rank, matrix, forms = ranks[group.name], geometry.matrices[group.roles[0]], self.forms(group, geometry, ranks)
-        if not forms:
-            return Solution(dict(weights), {}, {"dense": True})
-        role = matrix.role
-        first_rD, second_Cr, report = self._latent(matrix, weights[matrix.weight_key], rank, statistics)
-        tensors = {f"{role}.first.weight": first_rD}
-        if geometry.attention.writer.role in forms:
-            tensors |= _absorbed_output(geometry.attention, weights, second_Cr)
-            return Solution(tensors, forms, report | {"absorbed": True})
-        tensors[f"{role}.second.weight"] = second_Cr
-        tensors |= {name: weight for name, weight in weights.items() if name != matrix.weight_key}
-        return Solution(tensors, forms, report)
-
-    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map k or v to `latent`, and o to `absorbed` if W_o absorbs v's second factor. Dense roles are left out."""
-        rank = ranks[group.name]
-        if self._stays_dense(geometry, group.name, rank):
-            return {}
-        role = group.roles[0]
-        if group.name == KEY:
-            return {role: FormSpec(form="latent", rank=rank)}
-        absorbs = _absorbs(geometry.attention, rank)
-        latent = {role: FormSpec(form="latent", rank=rank, absorbed=absorbs)}
-        return latent | ({geometry.attention.writer.role: FormSpec(form="absorbed", rank=rank)} if absorbs else {})
-
-    def _latent(
-        self, matrix: Matrix, weight_CD: Tensor, rank: int, statistics: Statistics
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return first (r, D), second (C, r) and figures for the report."""
-        if self.entry.weighting == "loss":
-            input_DD, pull_DD = statistics.mean(input_moment(matrix))[0], statistics.mean(pull((matrix,)))[0]
-            order = directions([weight_CD], "loss", input_DD, pull_DD)
-            first_rD, (second_Cr,) = factors(order, rank, [weight_CD])
-            return first_rD, second_Cr, {"predicted": float(losses_by_rank(order, input_DD, pull_DD)[rank])}
-        roots = input_roots(statistics.moments[input_moment(matrix)][0]) if self.entry.weighting == "input" else None
-        first_rD, second_Cr, values = low_rank(weight_CD, rank, roots)
-        report = {"error": dropped_share(values.square(), rank), "spectrum": spectrum(values.square())}
-        return first_rD, second_Cr, report | ({"clipped": roots.clipped} if roots else {})
-
-    def _stays_dense(self, geometry: LayerGeometry, name: str, rank: int) -> bool:
-        """Return True at full rank and, under a budget of stored numbers, if the factors would save none."""
-        full = rank >= self._full(geometry)
-        return full or (not self.fixed_ranks and _factored(geometry, name, rank) >= _dense(geometry, name))
-
-    def _full(self, geometry: LayerGeometry) -> int:
-        """Return the smallest rank at which a group stays dense.
-
-        With `cache_keep` this is C, because if D < C latents of D numbers are exact and smaller.
-        """
-        return _cached(geometry) if self.fixed_ranks else min(geometry.attention.key.shape)
-
-    def _cost(self, geometry: LayerGeometry, name: str, rank: float) -> float:
-        dense = _dense(geometry, name)
-        if rank >= self._full(geometry):
-            return dense
-        factored = _factored(geometry, name, rank)
-        return factored if self.fixed_ranks else min(factored, dense)
+    def group(self, task: Task, layer: LayerGeometry) -> Group[Any]:
+        """Return the group of a task."""
+        return self._condition(layer) if task.name == CONDITION else super().group(task, layer)
 
 
 def _cache_ranks(
@@ -295,26 +325,6 @@ def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
     if scores.measured is None:
         return [[1.0, 1.0] for _ in layers]
     return [scores.measured[group_key(layer, CONDITION)]["log_condition"] for layer in layers]
-
-
-def _factored(geometry: LayerGeometry, name: str, rank: float) -> float:
-    """Count the numbers stored by a group with latents."""
-    block = geometry.attention
-    D, C, HD = geometry.hidden, _cached(geometry), block.heads * geometry.hidden
-    rebuilt = rank * (D + C) + sum(matrix.biases for matrix in _matrices(block, name))
-    if name == KEY:
-        return rebuilt
-    rebuilt += HD * block.head_dim
-    return rank * (D + HD) + block.writer.biases if _absorbs(block, rank) else rebuilt
-
-
-def _dense(geometry: LayerGeometry, name: str) -> float:
-    return geometry.numbers(roles_of(_matrices(geometry.attention, name)))
-
-
-def _matrices(block: AttentionBlock, name: str) -> tuple[Matrix, ...]:
-    """Return the matrices of a group. The output absorbs the second factor of the values if that is smaller."""
-    return (block.key,) if name == KEY else block.value_output
 
 
 def _absorbs(block: AttentionBlock, rank: float) -> bool:

@@ -1,4 +1,4 @@
-"""The interface of compression methods. Driver and workers know methods only through it and `capabilities.py`.
+"""The data of compression methods: statistics, tasks, scores and solutions. Their interface: `base.py`.
 
 Legend: D hidden, F features of a tap, G groups, L layers.
 """
@@ -6,9 +6,9 @@ Legend: D hidden, F features of a tap, G groups, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,9 @@ from torch import Tensor
 from manifests.method_entry import Refine
 from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import owner_of
-from pipeline.families.geometry import Geometry
-from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import Offload, in_memory
 from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.text_sources import NO_SOURCES, TextSources
-from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
 Weights = Mapping[str, Tensor]
@@ -138,9 +135,9 @@ class Scores:
 
     Attributes:
         importance: layer -> t_l, the angle between its input and output. docs/methods.md#importance.
-        measured: results of `Measuring.measure`, by `Task.key`. A method gets its own results, by `group_key`. None
-            before the measurement: all layers then count the same.
-        curves: results of `Predicting.curve`, by `Task.key`. None before they are computed.
+        measured: results of `Group.measure`, by `Task.key`. A method gets its own results, by `group_key`. None before
+            the measurement: all layers then count the same.
+        curves: results of `Group.curve`, by `Task.key`. None before they are computed.
     """
 
     importance: Mapping[int, float] = field(default_factory=dict)
@@ -149,15 +146,17 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Tensors that a method compresses together in one layer: one unit of solving.
+class Task:
+    """A group of a layer, as messages name it: one unit of solving.
 
     Attributes:
-        roles: the roles whose tensors are claimed. No other group may claim them.
+        roles: the roles whose tensors are claimed. No other task may claim them.
         moments: the statistics needed; empty for a data-free group.
-        corrections: pairs, each summed on the layer after the corrections of earlier points. A group with corrections
-            is solved by one `Correcting.correct` for each instead of `compress`.
-        pieces: the number of pieces into which a `Dividing` method may cut its curve.
+        corrections: pairs, each summed on the layer after the corrections of earlier points. A task with corrections is
+            solved by one correction for each.
+        pieces: the number of pieces into which its curve may be cut.
+        method: the position, in the manifest, of the method that compresses it.
+        refine: settings for training its stored numbers after the solve; None: no training.
     """
 
     layer: int
@@ -166,22 +165,8 @@ class Group:
     moments: tuple[Moment, ...] = ()
     corrections: tuple[Moment, ...] = ()
     pieces: int = 1
-
-
-@dataclass(frozen=True)
-class Task(Group):
-    """A group with the position, in the manifest, of the method that compresses it.
-
-    `refine`: settings for training its stored numbers after the solve; None: no training.
-    """
-
     method: int = field(kw_only=True)
     refine: Refine | None = field(default=None, kw_only=True)
-
-    @classmethod
-    def of(cls, method: int, group: Group, refine: Refine | None = None) -> Task:
-        """Return the task of a group that the method at this position claims."""
-        return cls(**{each.name: getattr(group, each.name) for each in fields(Group)}, method=method, refine=refine)
 
     @property
     def key(self) -> str:
@@ -257,79 +242,3 @@ def served_roles(key: str, forms: Mapping[str, FormSpec]) -> tuple[str, ...]:
     group = forms[owner].group if owner in forms and part.startswith("first") else None
     sharing = [role for role, form in forms.items() if form.group and form.group in (group, owner)]
     return tuple(dict.fromkeys((owner, *sharing)))
-
-
-class Method(Protocol):
-    """A compression method bound to its manifest entry. All its functions are pure."""
-
-    @property
-    def name(self) -> str:
-        """Return the name in the manifest."""
-        ...
-
-    @property
-    def own_class(self) -> bool:
-        """Return True if OUTPUT is an ordinary checkpoint whose class cannot hold the results of other methods."""
-        ...
-
-    @property
-    def keep(self) -> float | None:
-        """Return the method's own budget, or None if it shares the common one."""
-        ...
-
-    @property
-    def refine(self) -> Refine | None:
-        """Return the settings for training stored numbers after the solve, or None."""
-        ...
-
-    @property
-    def fixed_ranks(self) -> bool:
-        """Return True if the entry gives ranks, so that no budget applies."""
-        ...
-
-    @property
-    def uniform(self) -> bool:
-        """Return True if all layers of a group get one rank."""
-        ...
-
-    @property
-    def narrows_alike(self) -> bool:
-        """Return True if nothing changes but the width of the MLPs, to one for all layers, as an ordinary class has."""
-        ...
-
-    @property
-    def scores(self) -> frozenset[str]:
-        """Return the fields of `Scores` from calibration text that the ranks follow: `importance`."""
-        ...
-
-    @property
-    def config_fields(self) -> Mapping[str, Any]:
-        """Return further fields of the checkpoint's config.json; two methods may not disagree."""
-        ...
-
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Return the claimed groups of all layers. Raises ValueError if the geometry does not allow them."""
-        ...
-
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """Return the integers to choose, with their costs in stored numbers."""
-        ...
-
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return the real-valued rank of every variable at a common `ratio` in (0, 1]."""
-        ...
-
-    def least_reason(self, geometry: Geometry) -> str:
-        """Return the reason for the smallest size, for the message on a budget below it; may be empty."""
-        ...
-
-    def most_numbers(self, geometry: Geometry) -> float:
-        """Return a bound on the stored numbers of an entry with a size of its own, before its ranks can be chosen."""
-        ...
-
-    def compress(
-        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
-    ) -> Solution:
-        """Compress one group in a layer of this geometry. `weights`: the dense `role.weight` and `role.bias` of the
-        claimed roles; not changed."""
-        ...

@@ -8,25 +8,27 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, p rota
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from manifests.methods import MLA
 from manifests.records import Curve, FormSpec
-from pipeline.families.blocks import AttentionBlock, roles_of
+from pipeline.families.blocks import roles_of
 from pipeline.families.geometry import Geometry
 from pipeline.families.latent import LATENT_FORM, plain_pairs
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.fitted_turns import FIT_STEPS, fit_turns
 from pipeline.kernels.latent import SplitKeys, distance_shares, fit_latents, head_rows, query_rows, split_keys, turns
 from pipeline.kernels.sensitivity import least_losses, output_directions
-from pipeline.methods.base import MethodBase
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.base import Group, Method
+from pipeline.methods.method import Key, Moment, Ranks, Scores, Solution
 from pipeline.methods.moments import input_moment
+from pipeline.methods.work import CUT_SHARE, Work
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, steps, to_columns
 
@@ -34,45 +36,182 @@ RANK, ROPE = "rank", "rope"  # kv_lora_rank, qk_rope_head_dim
 DENSITY = "density"  # rotated frequencies for each of the source's; a point without it has density 1
 _ROUNDING = 1e-9  # of a share of the cache
 DENSITIES = {1: 16, 2: 8, 3: 8, 4: 8, 6: 8, 8: 8}  # density -> the most numbers of rotated dimensions compared
+MOST_CHOICES, FIT_CALLS = 56, 40  # of rotated dimensions; evaluations of the loss of a normed latent
 SAMPLE_TOKENS, LEAST_SAMPLE = 8, 16_384  # tokens of the sample per hidden dimension, and in all at least
 
 
-class _Problem(NamedTuple):
-    """The inputs of a layer's curve and solve; moments are means per token, float64.
+class LatentAttention(Group[MLA]):
+    """q, k and v of a layer as latent attention. Moments are means per token, float64."""
 
-    Attributes:
-        query, key, value: (Q, D), (C, D) and (C, D).
-        moment: (D, D), of the input. `gradient`: (C, C), at the keys. `metric`: (2C, 2C), at keys and values.
-        sample: (T, D), inputs. `frequencies`: (J,). `shares`: (G, W), attention by distance.
-    """
+    @property
+    def cached(self) -> int:
+        """Return R, the numbers that a token may cache."""
+        return int(self.entry.cache_keep * self.geometry.cache_numbers + _ROUNDING)
 
-    block: AttentionBlock
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    moment: Tensor
-    gradient: Tensor
-    metric: Tensor
-    sample: Tensor
-    frequencies: Tensor
-    shares: Tensor
+    @property
+    def choices(self) -> list[tuple[int, int]]:
+        """Return the numbers of rotated dimensions to compare, each with a density."""
+        densities = _densities(self.geometry)
+        if (rope := self.entry.rope) is not None:
+            return [(rope, density) for density in densities if rope <= _most_shared(self.geometry, density)]
+        return [(shared, density) for density in densities for shared in _spread(self.geometry, density)]
 
-    def split(self, shared: int, density: int, steps: int | None = 0) -> SplitKeys:
+    @property
+    def ranks(self) -> list[int]:
+        """Return the ranks of the latent to compare, ascending. The last one is exact."""
+        return steps(min(self.geometry.hidden, self.geometry.cache_numbers), self.multiple)
+
+    def check(self) -> None:
+        """Raise ValueError if no size fits the entry."""
+        layer, cached = self.geometry, self.cached
+        turned = max(_most_shared(layer, density) for density in _densities(layer))
+        if self.entry.rope is not None and self.entry.rope > turned:
+            raise ValueError(
+                f"rope: {self.entry.rope} is more than {turned}, the rotated dimensions of {layer.attention.kv_heads} "
+                f"key heads of {layer.attention.head_dim} whose angles are powers of one base"
+            )
+        least = min(shared for shared, _ in self.choices) + self.ranks[0]
+        if cached < least:
+            raise ValueError(
+                f"cache_keep: {self.entry.cache_keep:g} of {layer.cache_numbers} cached numbers leaves {cached}, and "
+                f"the smallest latent with its rotated dimensions takes {least}; keep more"
+            )
+
+    def variables(self) -> tuple[RankVariable, ...]:
+        """Return the rank of the latent; its cost bounds that of every choice of rotated dimensions beside it."""
+        widest, last, cached = max(shared for shared, _ in self.choices), self.ranks[-1], self.cached
+        beside = [shared for shared, _ in self.choices if shared < cached]
+        most = max((_numbers(self.geometry, min(last, cached - each), each) for each in beside), default=math.inf)
+        cap = max(1, min(last, cached))
+        return (self.variable(RANK, cap, lambda rank: min(most, _numbers(self.geometry, rank, widest)), multiple=1),)
+
+    def least_numbers(self) -> int:
+        """Count the numbers stored with the smallest latent."""
+        return round(_numbers(self.geometry, self.ranks[0], min(self.choices)[0]))
+
+    def curve(self) -> Curve:
+        """Predict the loss of every rank with every number of rotated dimensions and density, for any `cache_keep`."""
+        points = []
+        for rope, density in self.choices:
+            keys = self._split(rope, density)
+            outputs_mD = self._outputs(keys)
+            losses = least_losses(self._metric, outputs_mD @ self._moment @ outputs_mD.T).tolist()
+            points += [
+                Point(
+                    {RANK: rank, ROPE: rope, DENSITY: density},
+                    round(_numbers(self.geometry, rank, rope)),
+                    keys.loss + losses[rank],
+                    rank + rope,
+                )
+                for rank in self.ranks
+            ]
+        return to_columns(points)
+
+    def solve(self, ranks: Ranks) -> Solution:
+        """Return the query with rows for the shared keys, the encoder of latents and shared keys, the latents' norm,
+        and their decoder."""
+        block, rank, rope = self.geometry.attention, ranks[RANK], ranks[ROPE]
+        keys = self._split(rope, ranks.get(DENSITY, 1), FIT_STEPS if DENSITY in ranks else None)
+        outputs_mD, name = self._outputs(keys), block.name
+        order = output_directions(outputs_mD, self._moment, self._metric)
+        cut = 0.5 * float(order.values[rank:].clamp_min(0.0).sum())
+        encode_rD = order.encode[:rank] @ outputs_mD
+        latents = fit_latents(self._sample, self._moment, outputs_mD, self._metric, encode_rD)
+        tensors = {
+            block.query.weight_key: query_rows(self._query, keys.read, (1 + rope / block.head_dim) ** 0.5),
+            f"{name}.kv_a_proj_with_mqa.weight": torch.cat((latents.encode, keys.shared)),
+            f"{name}.kv_a_layernorm.weight": latents.encode.new_ones(rank),
+            f"{name}.kv_b_proj.weight": head_rows(latents.decode, block.heads, block.kv_heads),
+        }
+        energy = ((outputs_mD @ self._moment @ outputs_mD.T) * self._metric).sum()  # E[yᵀ G y] for the outputs y
+        report = {
+            "predicted": keys.loss + latents.loss,
+            "unrotated": keys.loss,
+            "cut": cut,
+            "normed": latents.loss,
+            "normed_before": latents.before,
+            "error": float(2.0 * latents.loss / max(1e-300, float(energy))),
+        }
+        return Solution({key: tensor.contiguous() for key, tensor in tensors.items()}, self.forms(ranks), report)
+
+    def forms(self, ranks: Ranks) -> dict[str, FormSpec]:
+        """Map q, k and v to latent attention of these sizes."""
+        density = ranks.get(DENSITY, 1)
+        form = FormSpec(
+            form=LATENT_FORM,
+            rank=ranks[RANK],
+            rope=ranks[ROPE],
+            group=self.name,
+            density=None if density == 1 else density,
+        )
+        return dict.fromkeys(self.roles, form)
+
+    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
+        """Count one choice of rotated dimensions, and a fit on the sample."""
+        return self._work(1, min(_sample(self.geometry).tokens, tokens))
+
+    def curve_work(self, tokens: int) -> Work:
+        """Count the directions of keys and values for each choice of rotated dimensions."""
+        return self._work(MOST_CHOICES, 0)
+
+    def _work(self, choices: int, sampled: int) -> Work:
+        hidden, outputs = self.geometry.hidden, self.geometry.attention.cache_numbers
+        rank = CUT_SHARE * min(outputs, hidden)
+        products = choices * 2.0 * outputs * hidden * (hidden + outputs)
+        step = sampled * (4.0 * hidden * rank + 6.0 * rank * outputs + 2.0 * rank**2)
+        return Work(products + FIT_CALLS * step, vectors=choices * float(outputs) ** 3)
+
+    @cached_property
+    def _query(self) -> Tensor:
+        return self.weight(self.geometry.attention.query).double()
+
+    @cached_property
+    def _key(self) -> Tensor:
+        return self.weight(self.geometry.attention.key).double()
+
+    @cached_property
+    def _moment(self) -> Tensor:
+        """Return the moment of the input (D, D)."""
+        return self.mean(self.moments[0])
+
+    @cached_property
+    def _metric(self) -> Tensor:
+        """Return the moment of the gradient at keys and values (2C, 2C)."""
+        metric: Tensor = torch.block_diag(*map(self.mean, self.moments[1:3]))
+        return metric
+
+    @cached_property
+    def _sample(self) -> Tensor:
+        """Return inputs (T, D)."""
+        return self.statistics.moments[_sample(self.geometry)][0].double()
+
+    @cached_property
+    def _rotation(self) -> tuple[Tensor, Tensor]:
+        """Return the frequencies (J,), and the attention by distance (G, W)."""
+        block = self.geometry.attention
+        frequencies_J = torch.tensor(self.geometry.frequencies, dtype=torch.float64, device=self._key.device)
+        scale = block.head_dim**-0.5
+        return frequencies_J, distance_shares(
+            self._sample, self._query, self._key, block.kv_heads, frequencies_J, scale
+        )
+
+    def _split(self, shared: int, density: int, steps: int | None = 0) -> SplitKeys:
         """Split keys into `shared` rotated dimensions, fitted in so many steps, and parts without rotation.
 
         None: not fitted at all.
         """
-        turns_I = turns(self.frequencies, shared, density)
-        given = self.key, self.moment, self.gradient, self.frequencies, turns_I, self.shares
+        frequencies_J, shares_GW = self._rotation
+        turns_I, gradient_CC = turns(frequencies_J, shared, density), self.mean(self.moments[1])
+        given = self._key, self._moment, gradient_CC, frequencies_J, turns_I, shares_GW
         return split_keys(*given) if steps is None else fit_turns(split_keys(*given), *given, steps)
 
-    def outputs(self, keys: SplitKeys) -> Tensor:
+    def _outputs(self, keys: SplitKeys) -> Tensor:
         """Return the map (2C, D) from the input to the targets of the latents: keys without rotation, and values."""
-        return torch.cat((keys.rest, self.value))
+        return torch.cat((keys.rest, self.weight(self.geometry.attention.value).double()))
 
 
 @dataclass(frozen=True)
-class MLAMethod(MethodBase[MLA]):
+class MLAMethod(Method[MLA]):
     """`method: mla` with the settings of its manifest entry."""
 
     name: ClassVar[str] = "mla"
@@ -88,8 +227,8 @@ class MLAMethod(MethodBase[MLA]):
         """Return True: DeepSeek's class has one size for all layers."""
         return True
 
-    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim a group `attention` (q, k, v) of every layer.
+    def claims(self, geometry: Geometry) -> tuple[Group[Any], ...]:
+        """Claim the groups of every layer.
 
         Raises ValueError on a model that DeepSeek's class cannot express, and on sizes out of reach.
         """
@@ -100,135 +239,26 @@ class MLAMethod(MethodBase[MLA]):
             )
         if geometry.outer_bytes or any(layer.own_bytes for layer in geometry.layers):
             raise ValueError("OUTPUT would mix weights in the source's storage format with decoded ones")
-        self._check(geometry.layers[0])
-        return tuple(self._group(layer) for layer in geometry.layers)
+        self._group(geometry.layers[0]).check()
+        return super().claims(geometry)
 
-    def _group(self, layer: LayerGeometry) -> Group:
+    def groups(self, layer: LayerGeometry) -> Iterator[LatentAttention]:
+        """Claim a group `attention` (q, k, v)."""
+        yield self._group(layer)
+
+    def _group(self, layer: LayerGeometry) -> LatentAttention:
         block = layer.attention
-        moments = (
-            input_moment(block.key),
-            *(Moment(f"{matrix.role}.out", kind="gradient") for matrix in (block.key, block.value)),
-            _sample(layer),
-        )
-        return Group(layer.index, block.name, roles_of(block.readers), moments)
-
-    def _check(self, layer: LayerGeometry) -> None:
-        """Raise ValueError if no size fits the entry."""
-        cached, turned = self._cached(layer), max(_most_shared(layer, density) for density in _densities(layer))
-        if self.entry.rope is not None and self.entry.rope > turned:
-            raise ValueError(
-                f"rope: {self.entry.rope} is more than {turned}, the rotated dimensions of {layer.attention.kv_heads} "
-                f"key heads of {layer.attention.head_dim} whose angles are powers of one base"
-            )
-        least = min(shared for shared, _ in self._choices(layer)) + self._ranks(layer)[0]
-        if cached < least:
-            raise ValueError(
-                f"cache_keep: {self.entry.cache_keep:g} of {layer.cache_numbers} cached numbers leaves {cached}, and "
-                f"the smallest latent with its rotated dimensions takes {least}; keep more"
-            )
-
-    def _cached(self, layer: LayerGeometry) -> int:
-        """Return R, the numbers that a token may cache."""
-        return int(self.entry.cache_keep * layer.cache_numbers + _ROUNDING)
-
-    def _choices(self, layer: LayerGeometry) -> list[tuple[int, int]]:
-        """Return the numbers of rotated dimensions to compare, each with a density."""
-        densities = _densities(layer)
-        if (rope := self.entry.rope) is not None:
-            return [(rope, density) for density in densities if rope <= _most_shared(layer, density)]
-        return [(shared, density) for density in densities for shared in _spread(layer, density)]
-
-    def _ranks(self, layer: LayerGeometry) -> list[int]:
-        """Return the ranks of the latent to compare, ascending. The last one is exact."""
-        return steps(min(layer.hidden, layer.cache_numbers), self.entry.multiple(layer.hidden))
-
-    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Return the rank of the latent; its cost bounds that of every choice of rotated dimensions beside it."""
-        cap = max(1, min(self._ranks(geometry)[-1], self._cached(geometry)))
-        widest = max(shared for shared, _ in self._choices(geometry))
-        cost = partial(_bounded_numbers, geometry, rope=widest, most=self._most_numbers(geometry))
-        return (RankVariable(group.layer, group.name, RANK, cap, 1, cost),)
-
-    def _most_numbers(self, layer: LayerGeometry) -> float:
-        """Return the most numbers stored by any latent whose rotated dimensions fit into the cache beside it."""
-        last, cached = self._ranks(layer)[-1], self._cached(layer)
-        shared = [shared for shared, _ in self._choices(layer) if shared < cached]
-        return max((_numbers(layer, min(last, cached - each), each) for each in shared), default=math.inf)
+        gradients = (Moment(f"{matrix.role}.out", kind="gradient") for matrix in (block.key, block.value))
+        moments = (input_moment(block.key), *gradients, _sample(layer))
+        return LatentAttention(self.entry, layer, block.name, roles_of(block.readers), moments)
 
     def cache_target(self, geometry: Geometry) -> float | None:
         """Return the numbers that a token may cache in all layers."""
-        return sum(self._cached(layer) for layer in geometry.layers)
+        return sum(self._group(layer).cached for layer in geometry.layers)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Return the largest latent that fits into the cache; curves choose among smaller ones."""
         return {variable.key: variable.cap for variable in self.rank_variables(geometry)}
-
-    def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """Count the numbers stored with the smallest latent."""
-        return round(_numbers(geometry, self._ranks(geometry)[0], min(self._choices(geometry))[0]))
-
-    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Predict the loss of every rank with every number of rotated dimensions and density, for any `cache_keep`."""
-        problem, points = _problem(geometry, weights, statistics), []
-        for rope, density in self._choices(geometry):
-            keys = problem.split(rope, density)
-            outputs_mD = problem.outputs(keys)
-            losses = least_losses(problem.metric, outputs_mD @ problem.moment @ outputs_mD.T).tolist()
-            points += [
-                Point(
-                    {RANK: rank, ROPE: rope, DENSITY: density},
-                    round(_numbers(geometry, rank, rope)),
-                    keys.loss + losses[rank],
-                    rank + rope,
-                )
-                for rank in self._ranks(geometry)
-            ]
-        return to_columns(points)
-
-    def compress(
-        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
-    ) -> Solution:
-        """Return the query with rows for the shared keys, the encoder of latents and shared keys, the latents' norm,
-        and their decoder."""
-        problem, rank, rope = _problem(geometry, weights, statistics), ranks[RANK], ranks[ROPE]
-        keys = problem.split(rope, ranks.get(DENSITY, 1), FIT_STEPS if DENSITY in ranks else None)
-        outputs_mD = problem.outputs(keys)
-        order = output_directions(outputs_mD, problem.moment, problem.metric)
-        cut = 0.5 * float(order.values[rank:].clamp_min(0.0).sum())
-        latents = fit_latents(
-            problem.sample, problem.moment, outputs_mD, problem.metric, order.encode[:rank] @ outputs_mD
-        )
-        block = problem.block
-        name = block.name
-        tensors = {
-            block.query.weight_key: query_rows(problem.query, keys.read, (1 + rope / block.head_dim) ** 0.5),
-            f"{name}.kv_a_proj_with_mqa.weight": torch.cat((latents.encode, keys.shared)),
-            f"{name}.kv_a_layernorm.weight": latents.encode.new_ones(rank),
-            f"{name}.kv_b_proj.weight": head_rows(latents.decode, block.heads, block.kv_heads),
-        }
-        report = {
-            "predicted": keys.loss + latents.loss,
-            "unrotated": keys.loss,
-            "cut": cut,
-            "normed": latents.loss,
-            "normed_before": latents.before,
-            "error": float(2.0 * latents.loss / max(1e-300, float(_weighted_energy(outputs_mD, problem)))),
-        }
-        return Solution(
-            {key: tensor.contiguous() for key, tensor in tensors.items()}, self.forms(group, geometry, ranks), report
-        )
-
-    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
-        """Map q, k and v to latent attention of these sizes."""
-        density = ranks.get(DENSITY, 1)
-        form = FormSpec(
-            form=LATENT_FORM,
-            rank=ranks[RANK],
-            rope=ranks[ROPE],
-            group=group.name,
-            density=None if density == 1 else density,
-        )
-        return dict.fromkeys(group.roles, form)
 
 
 def _densities(layer: LayerGeometry) -> list[int]:
@@ -264,33 +294,3 @@ def _numbers(layer: LayerGeometry, rank: float, rope: float) -> float:
         + rank
         + 2 * block.heads * block.head_dim * rank
     )
-
-
-def _bounded_numbers(layer: LayerGeometry, rank: float, rope: float, most: float) -> float:
-    return min(most, _numbers(layer, rank, rope))
-
-
-def _problem(geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> _Problem:
-    block = geometry.attention
-    query_QD, key_CD, value_CD = (weights[matrix.weight_key].double() for matrix in block.readers)
-    gradients = [statistics.mean(Moment(f"{m.role}.out", kind="gradient"))[0] for m in (block.key, block.value)]
-    sample_TD = statistics.moments[_sample(geometry)][0].double()
-    frequencies_J = torch.tensor(geometry.frequencies, dtype=torch.float64, device=key_CD.device)
-    shares_GW = distance_shares(sample_TD, query_QD, key_CD, block.kv_heads, frequencies_J, block.head_dim**-0.5)
-    return _Problem(
-        block,
-        query_QD,
-        key_CD,
-        value_CD,
-        statistics.mean(input_moment(block.key))[0],
-        gradients[0],
-        torch.block_diag(*gradients),
-        sample_TD,
-        frequencies_J,
-        shares_GW,
-    )
-
-
-def _weighted_energy(outputs_mD: Tensor, problem: _Problem) -> Tensor:
-    """Return E[yᵀ G y] for the outputs y."""
-    return ((outputs_mD @ problem.moment @ outputs_mD.T) * problem.metric).sum()

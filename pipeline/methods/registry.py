@@ -9,20 +9,37 @@ from typing import Any
 
 from manifests.errors import InputError
 from manifests.method_entry import MethodEntry
-from manifests.methods import MLA, FlatLLM, JointRankK, LeSTD, LoRC, LossAware
+from manifests.methods import (
+    ASVD,
+    MLA,
+    REAP,
+    SVD,
+    SVDLLM,
+    FlatLLM,
+    Frequency,
+    HEAPr,
+    JointRankK,
+    LeSTD,
+    LoRC,
+    LossAware,
+    Magnitude,
+    MergeExperts,
+)
 from manifests.quantize import OUTER_BITS, OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import foreign_attention_fault
-from pipeline.methods.baselines import BASELINES
-from pipeline.methods.capabilities import Measuring, Predicting
+from pipeline.methods.base import Group, Method
+from pipeline.methods.expert_pruning import FrequencyMethod, MergeExpertsMethod, REAPMethod
 from pipeline.methods.flat_llm import FlatLLMMethod
+from pipeline.methods.heapr import HEAPrMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.loss_aware.shapes import ShapedExperts
-from pipeline.methods.method import Group, Key, Method, Moment, Scores, Task, group_key, task_key
+from pipeline.methods.magnitude import MagnitudeMethod
+from pipeline.methods.method import Key, Moment, Scores, Task, group_key, task_key
 from pipeline.methods.mla import MLAMethod
 from pipeline.methods.rounded_size import (
     most_by_bits,
@@ -32,6 +49,7 @@ from pipeline.methods.rounded_size import (
     scope_units,
     weight_of,
 )
+from pipeline.methods.separate import ASVDMethod, SVDLLMMethod, SVDMethod
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import (
     Budget,
@@ -48,33 +66,44 @@ from pipeline.ranks.importance import angular_importance
 Weights = Mapping[str, float]  # task -> weight of each of its numbers in the budget
 
 
-def loss_aware(entry: LossAware, routed_only: bool) -> Method:
+Methods = Sequence[Method[Any]]
+
+
+def loss_aware(entry: LossAware, routed_only: bool) -> Method[LossAware]:
     """Return the method of an entry: experts of free sizes, or of one shape."""
     return (LossAwareMethod if entry.shapes == "free" else ShapedExperts)(entry, routed_only)
 
 
-METHODS: dict[type[MethodEntry], Callable[[Any, bool], Method]] = {
+METHODS: dict[type[MethodEntry], Callable[[Any, bool], Method[Any]]] = {
     FlatLLM: FlatLLMMethod,
     JointRankK: JointRankKMethod,
     LeSTD: LeSTDMethod,
     LoRC: LoRCMethod,
     LossAware: loss_aware,
     MLA: MLAMethod,
-    **BASELINES,
+    SVD: SVDMethod,
+    ASVD: ASVDMethod,
+    SVDLLM: SVDLLMMethod,
+    Magnitude: MagnitudeMethod,
+    HEAPr: HEAPrMethod,
+    REAP: REAPMethod,
+    Frequency: FrequencyMethod,
+    MergeExperts: MergeExpertsMethod,
 }
 
 
-def build_methods(manifest: Manifest) -> tuple[Method, ...]:
+def build_methods(manifest: Manifest) -> tuple[Method[Any], ...]:
     """Return the methods in the manifest's order and, with `quantize`, an `Unchanged` for the unclaimed roles."""
     multiple, routed_only = manifest.rank_multiple, manifest.budget is not None and manifest.budget.scope == "experts"
     methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple), routed_only) for entry in manifest.methods)
     if manifest.quantize is None:
         return methods
-    quantize = manifest.quantize
-    return (*methods, Unchanged(methods, quantize.skip, quantize.bits == "auto", quantize.outer_roles, routed_only))
+    skip, outer, chosen_bits = manifest.quantize.skip, manifest.quantize.outer_roles, manifest.quantize.bits == "auto"
+    rest = Unchanged(routed_only=routed_only, others=methods, skip=skip, chosen_bits=chosen_bits, outer=outer)
+    return (*methods, rest)
 
 
-def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
+def claim_tasks(methods: Methods, geometry: Geometry) -> tuple[Task, ...]:
     """Return the groups of all methods, by layer. Raises InputError on tensors claimed twice or impossible claims."""
     tasks: list[Task] = []
     owner: dict[tuple[int, str], str] = {}
@@ -94,11 +123,11 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
                     raise InputError(
                         f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once"
                     )
-            tasks.append(Task.of(position, group, method.refine))
+            tasks.append(group.task(position, method.refine))
     return _by_layer(tasks)
 
 
-def _check_beside_own_class(methods: Sequence[Method], position: int) -> None:
+def _check_beside_own_class(methods: Methods, position: int) -> None:
     """Raise InputError if a method shares the job with one of its own class, which cannot hold its results."""
     owner, method = next((method for method in methods if method.own_class), None), methods[position]
     if owner is None or method is owner or method.narrows_alike:
@@ -120,16 +149,22 @@ def _refuse_idle(where: str, geometry: Geometry) -> None:
         )
 
 
-def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
+def task_groups(methods: Methods, geometry: Geometry) -> dict[str, Group[Any]]:
+    """Map the keys of all tasks to their groups."""
+    claims = ((position, group) for position, method in enumerate(methods) for group in method.claims(geometry))
+    return {task_key(group.layer, position, group.name): group for position, group in claims}
+
+
+def measure_tasks(methods: Methods, geometry: Geometry) -> tuple[Task, ...]:
     """Return the groups to measure before ranks are chosen, by layer."""
-    measuring = [(position, method) for position, method in enumerate(methods) if isinstance(method, Measuring)]
-    return _by_layer(Task.of(position, group) for position, method in measuring for group in method.measures(geometry))
+    measured = ((position, group) for position, each in enumerate(methods) for group in each.measures(geometry))
+    return _by_layer(group.task(position) for position, group in measured)
 
 
-def predict_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
+def predict_tasks(methods: Methods, geometry: Geometry) -> tuple[Task, ...]:
     """Return the groups whose curves are computed before ranks are chosen, by layer."""
-    predicting = [(position, method) for position, method in enumerate(methods) if isinstance(method, Predicting)]
-    return _by_layer(Task.of(position, group) for position, method in predicting for group in method.predicts(geometry))
+    predicted = ((position, group) for position, each in enumerate(methods) for group in each.predicts(geometry))
+    return _by_layer(group.task(position) for position, group in predicted)
 
 
 def _by_layer(tasks: Iterable[Task]) -> tuple[Task, ...]:
@@ -141,7 +176,7 @@ def layers_of(tasks: Iterable[Task]) -> list[int]:
     return sorted({task.layer for task in tasks})
 
 
-def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
+def config_fields(methods: Methods) -> dict[str, Any]:
     """Return further fields of the checkpoint's config.json. Raises InputError if two methods disagree."""
     fields: dict[str, Any] = {}
     for position, method in enumerate(methods):
@@ -169,7 +204,7 @@ def _all_moments(tasks: Sequence[Task], layer: int) -> list[Moment]:
 
 
 def allocate_ranks(
-    manifest: Manifest, methods: Sequence[Method], geometry: Geometry, scores: Scores
+    manifest: Manifest, methods: Methods, geometry: Geometry, scores: Scores
 ) -> dict[str, dict[str, int]]:
     """Map each `Task.key` to ranks that meet the budget; tasks whose curves are still missing are left out.
 
@@ -228,7 +263,7 @@ def _check_max_loss(manifest: Manifest, entries: Sequence[Entry]) -> None:
         )
 
 
-def _outer_ranks(methods: Sequence[Method], geometry: Geometry) -> dict[str, dict[str, int]]:
+def _outer_ranks(methods: Methods, geometry: Geometry) -> dict[str, dict[str, int]]:
     """Return the ranks of groups outside the layers, which the budget does not count."""
     return {
         task_key(layer, position, group): ranks
@@ -238,7 +273,7 @@ def _outer_ranks(methods: Sequence[Method], geometry: Geometry) -> dict[str, dic
     }
 
 
-def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
+def saved_numbers(methods: Methods, geometry: Geometry) -> int:
     """Count the numbers saved by methods with ranks or a `keep` of their own."""
     saved = 0.0
     alike = Scores(dict.fromkeys(range(geometry.num_layers), 1.0))
@@ -258,7 +293,7 @@ def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
 
 def _entry(
     position: int,
-    method: Method,
+    method: Method[Any],
     geometry: Geometry,
     scores: Scores,
     weights: Weights = MappingProxyType({}),
@@ -293,11 +328,11 @@ def _entry(
     return tied(entry) if method.uniform else entry
 
 
-def _weights(manifest: Manifest, position: int, method: Method, geometry: Geometry) -> Weights:
+def _weights(manifest: Manifest, position: int, method: Method[Any], geometry: Geometry) -> Weights:
     """Map each task to the weight of its numbers, under a budget of bytes with several dtypes; else return {}."""
     mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
     chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
-    weighed_already = chosen_bits and isinstance(method, Predicting) and method.predicts(geometry)
+    weighed_already = chosen_bits and method.predicts(geometry)
     if manifest.budget is None or manifest.budget.bytes is None or not mixed or weighed_already:
         return {}
     return {
@@ -307,7 +342,7 @@ def _weights(manifest: Manifest, position: int, method: Method, geometry: Geomet
 
 
 def _overcounted(
-    manifest: Manifest, entry: Entry, weights: Weights, groups: Sequence[Group], geometry: Geometry
+    manifest: Manifest, entry: Entry, weights: Weights, groups: Sequence[Group[Any]], geometry: Geometry
 ) -> float:
     """Sum `overcounted` over an entry's groups inside the layers. `weights`: the weights of its groups, in order."""
     return sum(
@@ -320,36 +355,37 @@ def _overcounted(
 
 
 def _prediction(
-    position: int, method: Method, geometry: Geometry, scores: Scores, weights: Weights
+    position: int, method: Method[Any], geometry: Geometry, scores: Scores, weights: Weights
 ) -> Prediction | None:
     """Return the curves of a method whose ranks follow predicted loss, else None."""
-    groups = method.predicts(geometry) if isinstance(method, Predicting) else ()
-    if not groups or not isinstance(method, Predicting):
+    groups = method.predicts(geometry)
+    if not groups:
         return None
-    keys = [Task.of(position, group).key for group in groups]
-    smallest = (method.least_numbers(group, geometry.layers[group.layer]) for group in groups)
-    least = sum(weights.get(key, 1.0) * numbers for key, numbers in zip(keys, smallest, strict=True))
+    keys = [task_key(group.layer, position, group.name) for group in groups]
+    least = sum(weights.get(key, 1.0) * group.least_numbers() for key, group in zip(keys, groups, strict=True))
     curves, guarded = None, frozenset[str]()
     if scores.curves is not None:
         guarded = frozenset(key for key in keys if scores.curves[key].few)
         curves = {
-            key: [replace(p, numbers=weights.get(key, 1.0) * p.numbers) for p in from_columns(curve)]
+            key: [replace(p, numbers=weights.get(key, 1.0) * p.numbers) for p in from_columns(scores.curves[key])]
             for key in keys
-            for curve in (scores.curves[key],)
         }
     return Prediction(curves, least, method.cache_target(geometry), guarded)
 
 
-def _most_numbers(method: Method, geometry: Geometry, scores: Scores) -> float:
+def _most_numbers(method: Method[Any], geometry: Geometry, scores: Scores) -> float:
     """Bound the numbers of a method that sets its own size, while its measurements or curves are missing; else 0."""
-    measures = isinstance(method, Measuring) and scores.measured is None and method.measures(geometry)
-    predicts = isinstance(method, Predicting) and scores.curves is None and method.predicts(geometry)
+    measures = scores.measured is None and method.measures(geometry)
+    predicts = scores.curves is None and method.predicts(geometry)
     return method.most_numbers(geometry) if method.fixed_ranks and (measures or predicts) else 0.0
 
 
-def _scores_of(scores: Scores, position: int, method: Method, geometry: Geometry) -> Scores:
+def _scores_of(scores: Scores, position: int, method: Method[Any], geometry: Geometry) -> Scores:
     """Return the scores for one method, with only its own measurements."""
-    if scores.measured is None or not isinstance(method, Measuring):
+    if scores.measured is None:
         return scores
-    tasks = [Task.of(position, group) for group in method.measures(geometry)]
-    return replace(scores, measured={group_key(task.layer, task.name): scores.measured[task.key] for task in tasks})
+    own = {(group.layer, group.name) for group in method.measures(geometry)}
+    return replace(
+        scores,
+        measured={group_key(layer, name): scores.measured[task_key(layer, position, name)] for layer, name in own},
+    )

@@ -6,8 +6,8 @@ Legend: O outputs, I inputs; C the moment of the inputs and G the diagonal of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from pipeline.families.blocks import Matrix, MLPBlock
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.gptq import round_with_feedback
 from pipeline.kernels.interpolation import interpolate
-from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
+from pipeline.methods.base import Group
+from pipeline.methods.method import Moment, Solution
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.rounded_size import INDEX_BITS, rounded_share, rounding_overhead
 from pipeline.methods.unchanged import BITS
@@ -54,22 +55,15 @@ def gradient_moments(roles: Sequence[str], geometry: LayerGeometry) -> tuple[Mom
     return (*gradients, *pulls)
 
 
-def with_bits(
-    curve: Curve,
-    group: Group,
-    quantize: Quantize,
-    weights: Weights,
-    statistics: Statistics,
-    solve: Callable[[Ranks], Solution],
-    geometry: LayerGeometry,
-) -> Curve:
+def with_bits(curve: Curve, group: Group[Any], quantize: Quantize) -> Curve:
     """Return the curve with each point repeated at each of `quantize.choices`, with `bits` among its ranks.
 
     `numbers` become bytes, in numbers of the layer's dtype, including codes, scales and shapes. The loss is UNDERSTATED
     times that of the ranks, plus that of rounding with error feedback, ½ tr(G Δ C Δᵀ). The latter is computed at
     SAMPLED sizes, at which the group is solved and rounded, and interpolated between points with the same factored
-    matrices. `solve`: ranks -> solution.
+    matrices.
     """
+    weights, statistics, geometry = group.weights, group.statistics, group.geometry
     bits, choices = geometry.bits, quantize.choices
     roles = [role for role in group.roles if role in geometry.matrices and not quantize.skips(role)]
     others = [weight for name, weight in weights.items() if name.removesuffix(".weight") not in roles]
@@ -80,9 +74,7 @@ def with_bits(
     scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
     feedbacks = Feedbacks(quantize)
     outputs = output_moments(roles, geometry) if quantize.feedback == "both" else {}
-    predictors = {
-        choice: _Predictor(group, geometry, weights, statistics, quantize, choice, feedbacks) for choice in choices
-    }
+    predictors = {choice: _Predictor(group, quantize, choice, feedbacks) for choice in choices}
 
     def rounding(solution: Solution, choice: int) -> RoundedSolution:
         moments, reads = statistics.moments, geometry.reads
@@ -93,7 +85,7 @@ def with_bits(
         sampled, sampled_losses = spread(line, SAMPLED), []
         indexed, odd = set[str](), set[str]()
         for point in sampled:  # one at a time: dense matrices
-            solution = solve(point.ranks)
+            solution = group.solve(point.ranks)
             indexed |= {form.group for form in solution.forms.values() if form.form == "pivoted" and form.group}
             odd |= roles_of_odd_groups(solution, quantize)
             before = multiplied(solution, {})
@@ -151,16 +143,8 @@ class _Predictor:
     estimated from the lost share of their squares.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        geometry: LayerGeometry,
-        weights: Weights,
-        statistics: Statistics,
-        quantize: Quantize,
-        bits: int,
-        feedbacks: Feedbacks,
-    ) -> None:
+    def __init__(self, group: Group[Any], quantize: Quantize, bits: int, feedbacks: Feedbacks) -> None:
+        geometry, weights, statistics = group.geometry, group.weights, group.statistics
         self.weights, self.statistics = weights, statistics
         # A skipped role may share a rounded factor with another.
         self.matrices = {role: geometry.matrices[role] for role in group.roles if role in geometry.matrices}

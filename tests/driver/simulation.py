@@ -34,7 +34,7 @@ from manifests.records import (
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import Job
 from pipeline.driver.scheduler import Scheduler
-from pipeline.methods.method import Group, Moment, Scores, Task
+from pipeline.methods.method import Moment, Scores, Task
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 from pipeline.units.reads import ReadDone, ReadLayer
 from pipeline.units.scores import Score, Scored, WindowForward
@@ -618,7 +618,7 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
         **{f"expert-{number}": (SHARED, Moment(f"experts.{number}.down.in")) for number in range(5)},
     }
     return tuple(
-        Task.of(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
+        Task(layer, name, (f"role-{name}",), moments[name], method=0) for layer in layers for name in sorted(groups)
     )
 
 
@@ -626,15 +626,13 @@ def make_corrected_tasks(layers: Sequence[int], groups: Sequence[str] = ("first"
     """Return tasks solved in parts: "first" by two pairs, "second" by one of these and a later one; "free" by none."""
     pairs = {"first": ("attention.in", "o.in"), "second": ("attention.in", "down.in"), "free": ()}
     return tuple(
-        Task.of(
-            0,
-            Group(
-                layer,
-                name,
-                (f"role-{name}",),
-                (SHARED,) if pairs[name] else (),
-                tuple(PAIRS[point] for point in pairs[name]),
-            ),
+        Task(
+            layer,
+            name,
+            (f"role-{name}",),
+            (SHARED,) if pairs[name] else (),
+            tuple(PAIRS[point] for point in pairs[name]),
+            method=0,
         )
         for layer in layers
         for name in sorted(groups)
@@ -642,7 +640,7 @@ def make_corrected_tasks(layers: Sequence[int], groups: Sequence[str] = ("first"
 
 
 def measures(layers: Sequence[int]) -> tuple[Task, ...]:
-    return tuple(Task.of(1, Group(layer, name, ("k",))) for layer in layers for name in ("first", "second"))
+    return tuple(Task(layer, name, ("k",), method=1) for layer in layers for name in ("first", "second"))
 
 
 def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:

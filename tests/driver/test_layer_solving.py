@@ -13,12 +13,12 @@ from manifests.records import StagedRecord
 from pipeline.driver.layer_solving import LayerSolves, SolveQueue, layers_written_together, solve_layers
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.session import Session, solve_units, write_units
-from pipeline.methods.method import Group, Task
+from pipeline.methods.method import Task
 from pipeline.units.units import Solve
 from tests.driver.simulation import MLP, MemoryJournal, Recorder, SimulatedPool, World, WorldCleaner, make_job
 
 LAYERS = range(6)
-TASKS = tuple(Task.of(0, Group(layer, name, (f"role-{name}",))) for layer in LAYERS for name in "ab")
+TASKS = tuple(Task(layer, name, (f"role-{name}",), method=0) for layer in LAYERS for name in "ab")
 JOB = make_job(TASKS, num_layers=6, scores=frozenset(), shards=1)
 RANKS = {task.key: {"rank": 1} for task in JOB.tasks}
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from manifests.methods import LossAware
 from manifests.quantize import Quantize
-from pipeline.families.geometry import Geometry
-from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Method, Statistics, Task
+from pipeline.methods.base import Group
+from pipeline.methods.method import Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.ranks.curves import from_columns
 from pipeline.rounding.choices import gradient_moments
@@ -54,8 +54,8 @@ def test_what_methods_make_of_a_group(name: str, emulated: EmulatedDevice | None
         )
         moments = {**make_statistics(where, rounding).moments, **statistics.moments}
         statistics = replace(statistics, moments=moments)
-        given = method, Task.of(0, group), where, weights, statistics
-        expected, found = made_of(*given), made_of(*on_device(given))
+        given = group.given(weights, statistics)
+        expected, found = made_of(given), made_of(on_device(given))
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             if isinstance(value, Tensor):
@@ -65,34 +65,25 @@ def test_what_methods_make_of_a_group(name: str, emulated: EmulatedDevice | None
                 assert found[key] == pytest.approx(value, rel=1e-6, abs=1e-9), (group.name, key)
 
 
-def on_device(given: Any) -> Any:
-    method, task, where, weights, found = given
-    moments = {moment: values.to("cuda") for moment, values in found.moments.items()}
-    return (
-        method,
-        task,
-        where,
-        {key: tensor.to("cuda") for key, tensor in weights.items()},
-        Statistics(moments, found.tokens),
-    )
+def on_device(group: Group[Any]) -> Group[Any]:
+    moments = {moment: values.to("cuda") for moment, values in group.statistics.moments.items()}
+    weights = {key: tensor.to("cuda") for key, tensor in group.weights.items()}
+    return group.given(weights, Statistics(moments, group.statistics.tokens))
 
 
-def made_of(
-    method: Method, task: Task, where: Geometry, weights: dict[str, Tensor], statistics: Statistics
-) -> dict[str, Any]:
+def made_of(group: Group[Any]) -> dict[str, Any]:
     """The losses of the curve, and of a point in the middle what it is solved to: as it is, and rounded."""
-    geometry, made = where.layers[0], dict[str, Any]()
-    problem = GroupProblem(method, task, geometry, weights)
-    curve = curve_result(Predict(task, {}), problem, lambda _: statistics)
+    made, task, problem = dict[str, Any](), group.task(0), GroupProblem(group)
+    curve = curve_result(Predict(task, {}), problem, lambda _: group.statistics)
     points = from_columns(curve)
     made |= {f"loss {number}": point.loss for number, point in enumerate(points)}
-    if isinstance(method, LossAwareMethod) and task.name != "mlp":
+    if isinstance(group.entry, LossAware) and task.name != "mlp":
         auto = Quantize(bits="auto", group=32)
-        rounded = curve_result(Predict(task, {}), replace(problem, quantize=auto), lambda _: statistics)
+        rounded = curve_result(Predict(task, {}), replace(problem, quantize=auto), lambda _: group.statistics)
         made |= {f"loss rounded {number}": point.loss for number, point in enumerate(from_columns(rounded))}
     for quantize in (None, Quantize(bits=4, group=None)):
         rounding = replace(problem, quantize=quantize)
-        factors, solution, _ = solve_group(rounding, statistics, points[len(points) // 2].ranks)
+        factors, solution, _ = solve_group(rounding, points[len(points) // 2].ranks)
         made |= {f"{quantize} {name}": tensor for name, tensor in factors.items()}
         made |= {f"{quantize} {name}": value for name, value in solution.report.items() if isinstance(value, float)}
     return made

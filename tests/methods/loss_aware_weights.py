@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch import Tensor
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.heads import diagonal_blocks
 from pipeline.kernels.pivoted import Pivoted, expand
-from pipeline.methods.method import Group, Moment, Solution, Statistics
+from pipeline.methods.base import Group
+from pipeline.methods.method import Moment, Solution, Statistics
 
 TOKENS = 300
 
@@ -26,7 +28,7 @@ def make_weights(where: Geometry, roles: tuple[str, ...], seed: int = 0) -> dict
     }
 
 
-def make_statistics(where: Geometry, group: Group, seed: int = 0) -> Statistics:
+def make_statistics(where: Geometry, group: Group[Any], seed: int = 0) -> Statistics:
     """Return moments of random values with a decaying spectrum; those of gradients are means."""
     moments = {}
     for moment in group.moments:

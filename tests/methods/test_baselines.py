@@ -13,7 +13,8 @@ from torch import Tensor
 
 from manifests.records import FormSpec
 from pipeline.families.geometry import Geometry
-from pipeline.methods.method import Group, Solution, Statistics
+from pipeline.methods.base import Group
+from pipeline.methods.method import Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods
 from tests.families.geometries import llama, manifest, other
 
@@ -46,7 +47,7 @@ def solve(entry: dict[str, Any], where: Geometry, name: str, rank: int) -> tuple
     before = {key: weight.clone() for key, weight in weights.items()}
     moments = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
     ranks = dict.fromkeys(group.roles, rank) | {"mlp": rank}
-    solution = method.compress(group, where.layers[group.layer], weights, Statistics(moments, TOKENS), ranks)
+    solution = group.given(weights, Statistics(moments, TOKENS)).solve(ranks)
     assert all(torch.equal(weights[key], before[key]) for key in weights)
     return weights, inputs_TD, solution
 

@@ -15,8 +15,8 @@ from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.kernels.sensitivity import pullback
-from pipeline.methods.capabilities import Predicting
-from pipeline.methods.method import Group, Method, Moment, Scores, Statistics
+from pipeline.methods.base import Group, Method
+from pipeline.methods.method import Moment, Scores, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama, other
@@ -40,7 +40,7 @@ def manifest(*entries: dict[str, Any], keep: float | None = 0.7) -> Manifest:
 
 def problem(
     entry: dict[str, Any], where: Geometry, name: str
-) -> tuple[Method, Group, dict[str, torch.Tensor], Statistics]:
+) -> tuple[Method[Any], Group[Any], dict[str, torch.Tensor], Statistics]:
     """A group of layer 0; pulled gradients are those of a metric of the outputs, one number for each."""
     (method,) = build_methods(manifest(entry))
     group = next(group for group in method.claims(where) if (group.layer, group.name) == (0, name))
@@ -53,14 +53,13 @@ def problem(
     return method, group, weights, replace(found, moments=moments)
 
 
-def compute_curves(methods: Sequence[Method], where: Geometry) -> dict[str, Curve]:
+def compute_curves(methods: Sequence[Method[Any]], where: Geometry) -> dict[str, Curve]:
     """The curves of all groups whose ranks follow predicted loss, by the keys of their tasks."""
     curves = {}
     for task in predict_tasks(methods, where):
         method = methods[task.method]
-        assert isinstance(method, Predicting)
         weights, statistics = make_weights(where, task.roles, task.layer), make_statistics(where, task, task.layer)
-        curves[task.key] = method.curve(task, where.layers[task.layer], weights, statistics)
+        curves[task.key] = method.group(task, where.layers[task.layer]).given(weights, statistics).curve()
     return curves
 
 
@@ -84,14 +83,13 @@ def test_low_rank_curves_say_what_is_lost_and_stored(
     geometry: str, kind: str, name: str, entry: dict[str, Any]
 ) -> None:
     where = GEOMETRIES[geometry]
-    method, group, weights, statistics = problem({"method": kind, "allocation": "loss", **entry}, where, name)
-    assert isinstance(method, Predicting)
-    points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+    _, group, weights, statistics = problem({"method": kind, "allocation": "loss", **entry}, where, name)
+    points = from_columns(group.given(weights, statistics).curve())
     assert (points[-1].loss, points[-1].numbers) == (0.0, where.layers[0].numbers(group.roles))
     moment = Moment("mlp.in" if name == "mlp" else "attention.in")
     input_DD = statistics.mean(moment)[0]
     for point in points[:: max(1, len(points) // 6)]:
-        solution = method.compress(group, where.layers[group.layer], weights, statistics, point.ranks)
+        solution = group.given(weights, statistics).solve(point.ranks)
         assert sum(tensor.numel() for tensor in solution.tensors.values()) == point.numbers
         lost = 0.0
         owner = None
@@ -117,9 +115,8 @@ def test_the_metric_of_the_loss_loses_least(name: str) -> None:
     lines = {}
     for weighting in ("none", "input", "loss"):
         entry = {"method": kind, "allocation": "loss", "weighting": weighting}
-        method, group, weights, statistics = problem(entry, GEOMETRIES["gqa"], name)
-        assert isinstance(method, Predicting)
-        curve = method.curve(group, GEOMETRIES["gqa"].layers[0], weights, statistics)
+        _, group, weights, statistics = problem(entry, GEOMETRIES["gqa"], name)
+        curve = group.given(weights, statistics).curve()
         lines[weighting] = {point.numbers: point.loss for point in from_columns(curve)}
     for rival in ("none", "input"):
         shared = lines[rival].keys() & lines["loss"].keys()
@@ -135,13 +132,12 @@ def test_flat_llm_curves_say_what_is_lost_and_stored(geometry: str, weighting: s
     where = GEOMETRIES[geometry]
     entry = {"method": "flat_llm", "allocation": "loss", "weighting": weighting, **choice}
     for name, after in (("attention", "mid"), ("mlp", "out")):
-        method, group, weights, statistics = problem(entry, where, name)
-        assert isinstance(method, Predicting)
-        points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+        _, group, weights, statistics = problem(entry, where, name)
+        points = from_columns(group.given(weights, statistics).curve())
         assert (points[-1].loss, points[-1].numbers) == (0.0, where.layers[0].numbers(group.roles))
         metric_DD = statistics.mean(Moment(after, kind="gradient"))[0]
         for point in points[:: max(1, len(points) // 5)]:
-            solution = method.compress(group, where.layers[group.layer], weights, statistics, point.ranks)
+            solution = group.given(weights, statistics).solve(point.ranks)
             assert sum(tensor.numel() for tensor in solution.tensors.values()) == point.numbers
             if name == "mlp":
                 rows = [
@@ -233,17 +229,14 @@ def test_lestd_curves_say_what_is_lost(geometry: str, entry: dict[str, Any]) -> 
     method, group, weights, statistics = problem(
         {"method": "lestd", "allocation": "loss", "refine_sweeps": 0, **entry}, where, name
     )
-    assert isinstance(method, Predicting)
-    points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+    points = from_columns(group.given(weights, statistics).curve())
     losses = [point.loss for point in points]
     assert losses[-1] == 0.0
     assert losses[0] > 2 * losses[len(losses) // 2] > 0.0
     reads = {"o": "o.in", "down": "down.in", "gate": "mlp.in", "up": "mlp.in"}
     after = {"o": "mid", "down": "out"}
     for point in (points[2], points[len(points) // 3], points[len(points) // 2]):
-        again = tucker_weights(
-            method.compress(group, where.layers[group.layer], weights, statistics, point.ranks), where, group
-        )
+        again = tucker_weights(group.given(weights, statistics).solve(point.ranks), where, group)
         lost = 0.0
         for role in group.roles:
             diagonal = Moment(f"{role}.out", kind="gradient", diagonal=True)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from manifests.records import FormSpec
 from pipeline.families.layer_geometry import LayerGeometry
+from pipeline.methods.base import Group
 from pipeline.methods.flat_llm import FlatLLMMethod
-from pipeline.methods.method import Group, Moment, Solution, Statistics
+from pipeline.methods.method import Moment, Solution, Statistics
 from pipeline.methods.registry import build_methods
 from tests.families.geometries import SIZES, alone, llama, manifest, other
 from tests.methods import naive_flat_llm as naive
@@ -49,7 +50,7 @@ def weights_of(
     }
 
 
-def moments_of(geometry: LayerGeometry, group: Group) -> dict[Moment, Tensor]:
+def moments_of(geometry: LayerGeometry, group: Group[Any]) -> dict[Moment, Tensor]:
     """Well-conditioned moments of uneven spectra."""
     generator = torch.Generator().manual_seed(4)
     found = {}
@@ -70,7 +71,7 @@ def compress(
     weights, moments = weights_of(geometry, group.roles, dtype), moments_of(geometry, group)
     before = [tensor.clone() for tensor in (*weights.values(), *moments.values())]
     ranks = {"attention": "value", "mlp": "mlp", "query_key": "query_key"}[name]
-    solution = method.compress(group, geometry, weights, Statistics(moments), {ranks: rank})
+    solution = group.given(weights, Statistics(moments)).solve({ranks: rank})
     for tensor, copy in zip((*weights.values(), *moments.values()), before, strict=True):
         assert torch.equal(tensor, copy), "an input was changed"
     assert all(tensor.dtype == torch.float64 for tensor in solution.tensors.values())
@@ -146,7 +147,7 @@ def test_the_paper_s_theorem(geometry: LayerGeometry) -> None:
     x_TD = torch.randn(300, geometry.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     y_TGd = (x_TD @ weights["v.weight"].T).reshape(300, geometry.attention.kv_heads, d)
     moment_Gdd = torch.einsum("tgd,tge->gde", y_TGd, y_TGd)
-    solution = method.compress(group, geometry, weights, Statistics({group.moments[0]: moment_Gdd}), {"value": rank})
+    solution = group.given(weights, Statistics({group.moments[0]: moment_Gdd})).solve({"value": rank})
     # The rows of W̃_v are Q̃ᵀ W_v: kept energy is that of the latents, as Q̃ is orthonormal.
     latent = x_TD @ solution.tensors["v.weight"].T
     lost = y_TGd.square().sum() - latent.square().sum()
@@ -199,13 +200,9 @@ def test_mlp_of_fewer_tokens_than_channels_says_so() -> None:
     method = method_of()
     (group,) = (group for group in method.claims(alone(geometry)) if group.name == "mlp")
     rows = torch.randn(4, geometry.mlps[0].width, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    solution = method.compress(
-        group,
-        geometry,
-        weights_of(geometry, group.roles),
-        Statistics({Moment("down.in"): (rows.T @ rows)[None]}),
-        {"mlp": 9},
-    )
+    solution = group.given(
+        weights_of(geometry, group.roles), Statistics({Moment("down.in"): (rows.T @ rows)[None]})
+    ).solve({"mlp": 9})
     assert solution.report["fallback"] is True
     assert solution.report["dropped"] == 9 - 4
     assert solution.report["error"] < 1e-6
@@ -273,7 +270,7 @@ def test_weights_of_any_dtype_are_taken_in_float64(name: str, dtype: torch.dtype
     method = method_of(query_key="head_pca")
     group, weights, moments, solution = compress(method, geometry, name, 3, dtype)
     exact = {key: weight.double() for key, weight in weights.items()}
-    expected = method.compress(group, geometry, exact, Statistics(moments), {GROUPS[name]: 3})
+    expected = group.given(exact, Statistics(moments)).solve({GROUPS[name]: 3})
     for key, tensor in expected.tensors.items():
         equal(solution.tensors[key], tensor)
 
@@ -325,8 +322,8 @@ def test_dead_values_are_no_error() -> None:
         zero = torch.zeros(
             geometry.attention.kv_heads, geometry.attention.head_dim, geometry.attention.head_dim, dtype=torch.float64
         )
-        solution = method.compress(
-            group, geometry, weights_of(geometry, group.roles), Statistics({group.moments[0]: zero}), {"value": 2}
+        solution = group.given(weights_of(geometry, group.roles), Statistics({group.moments[0]: zero})).solve(
+            {"value": 2}
         )
         assert solution.report["error"] == 0.0
         assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())

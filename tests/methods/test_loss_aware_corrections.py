@@ -12,10 +12,12 @@ from torch import Tensor
 
 from pipeline.families.blocks import Matrix
 from pipeline.families.geometry import Geometry
-from pipeline.methods.loss_aware.mlp_sizes import Sizes
+from pipeline.methods.base import Group
+from pipeline.methods.loss_aware.attention import Values
+from pipeline.methods.loss_aware.mlp import MLP
 from pipeline.methods.loss_aware.mlp_solver import Solver
 from pipeline.methods.loss_aware.pairs import READERS_RIDGE, WRITERS_RIDGE, carry, complete
-from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
+from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.methods.moments import pair
 from pipeline.ranks.curves import from_columns
 from tests.methods.loss_aware_weights import make_statistics, make_weights, rebuild
@@ -73,10 +75,9 @@ def test_nothing_missing_changes_no_bit() -> None:
 
 
 def corrected(
-    where: Geometry, group: Group, weights: dict[str, Tensor], statistics: Statistics, ranks: Ranks, **entry: Any
+    where: Geometry, group: Group[Any], weights: dict[str, Tensor], statistics: Statistics, ranks: Ranks, **entry: Any
 ) -> Solution:
     """All corrections of a group one after another, where nothing is missing: what a worker and the driver make."""
-    method = method_of(correct="output", **entry)
     tensors: dict[str, Tensor] = {}
     forms: dict[str, Any] = {}
     for moment in group.corrections:
@@ -85,7 +86,7 @@ def corrected(
         whole_PF = torch.cat((own_FF, zeros_DF)) * statistics.tokens
         known = replace(statistics, moments={**statistics.moments, moment: whole_PF[None]})
         before = {name: tensor for name, tensor in tensors.items() if name in weights}
-        part = method.correct(group, where.layers[group.layer], weights, known, ranks, before)
+        part = group.given(weights, known).correct(ranks, before)
         changed = {*part.forms, *(name.partition(".")[0] for name in part.tensors)}
         tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] not in changed}
         tensors, forms = tensors | part.tensors, forms | part.forms
@@ -93,7 +94,7 @@ def corrected(
 
 
 def read_at(
-    point: str, where: Geometry, group: Group, weights: dict[str, Tensor], statistics: Statistics, ranks: Ranks
+    point: str, where: Geometry, group: Group[Any], weights: dict[str, Tensor], statistics: Statistics, ranks: Ranks
 ) -> Tensor:
     """E[x xᵀ] at a point, as the dense statistics have it for what is left of the layer there."""
     if point.split(".")[0] in ("attention", "mlp"):
@@ -103,11 +104,11 @@ def read_at(
         factor = randn(where.hidden, where.hidden)  # only q and k take the input's moment into account
         return factor @ factor.T
     if point == "down.in":
-        solver = Solver(Sizes(method_of().entry, where.layers[0], where.layers[0].mlps[0]), weights, statistics, 1)
+        assert isinstance(group, MLP)
+        solver = Solver(group.given(weights, statistics), 1)
         return solver.moment(solver.kept(ranks["width"]))
-    from pipeline.methods.loss_aware.attention import _based
-
-    return _based(method_of().entry, where.layers[0].attention, weights, statistics, ranks["value"])[0].moment
+    assert isinstance(group, Values)
+    return group.given(weights, statistics).reduced(ranks["value"]).moment
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,9 +121,9 @@ def test_behind_dense_layers_it_is_the_plain_solution(geometry: str, name: str, 
     weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
     short = {m: values[:, :1] if m.kind == "sample" else values for m, values in statistics.moments.items()}
     statistics = replace(statistics, moments=short)
-    points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+    points = from_columns(group.given(weights, statistics).curve())
     for point in points[:: max(1, len(points) // 5)] + points[-1:]:
-        plain = method.compress(group, where.layers[group.layer], weights, statistics, point.ranks)
+        plain = group.given(weights, statistics).solve(point.ranks)
         found = corrected(where, group, weights, statistics, point.ranks, **entry)
         assert found.forms == plain.forms, point
         assert found.tensors.keys() == plain.tensors.keys(), point

@@ -15,7 +15,6 @@ from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.methods import moments as moments_module
 from pipeline.methods.loss_aware import mlp
 from pipeline.methods.loss_aware.mlp_sample import routing_sample, sample_of
-from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.loss_aware.mlp_solver import Solver
 from pipeline.methods.method import Moment, Statistics
 from pipeline.methods.moments import input_moment, output_gradient
@@ -33,9 +32,12 @@ def make_block(expert: int, routed: bool = True) -> MLPBlock:
     return MLPBlock(name, readers, writer, WIDTH, "silu", f"{name}.weight" if routed else "")
 
 
-def make_sizes(block: MLPBlock) -> Sizes:
+def make_group(
+    block: MLPBlock, weights: dict[str, Tensor] | None = None, statistics: Statistics | None = None
+) -> mlp.MLP:
     layer = LayerGeometry("mixture", 0, "layers.0.", HIDDEN, (block,), (), (), 32)
-    return Sizes(LossAware(method="loss_aware", widths=4, factors="plain"), layer, block)
+    group = mlp.mlp_group(LossAware(method="loss_aware", widths=4, factors="plain"), layer, block, corrects=False)
+    return group.given(weights or {}, statistics)
 
 
 class Layer:
@@ -84,24 +86,22 @@ class Layer:
 
 
 def points_of(layer: Layer, expert: int, statistics: Statistics) -> list[Point]:
-    sizes = make_sizes(make_block(expert))
-    return from_columns(mlp.curve(sizes, layer.weights[expert], statistics))
+    return from_columns(make_group(make_block(expert), layer.weights[expert], statistics).curve())
 
 
 def test_an_expert_of_all_tokens_is_an_mlp() -> None:
     layer = Layer()
     layer.routing_TE = torch.ones_like(layer.routing_TE)
     statistics, dense = layer.statistics(0), make_block(0, routed=False)
-    assert routing_sample(make_block(0)) in mlp.moments(make_block(0))
-    assert mlp.curve(make_sizes(make_block(0)), layer.weights[0], statistics) == mlp.curve(
-        make_sizes(dense), layer.weights[0], statistics
-    )
+    assert routing_sample(make_block(0)) in make_group(make_block(0)).moments
+    expert, other = (make_group(block, layer.weights[0], statistics) for block in (make_block(0), dense))
+    assert expert.curve() == other.curve()
 
 
 def seen_loss(layer: Layer, expert: int, ranks: dict[str, int]) -> float:
     """½ tr(G E[δ δᵀ]) of a solution on the tokens themselves, δ = p (f(m) − f̃(m))."""
     block, weights, routing_T1 = make_block(expert), layer.weights[expert], layer.routing_TE[:, expert, None]
-    (solution,) = mlp.solve(make_sizes(block), weights, layer.statistics(expert), [ranks])
+    solution = make_group(block, weights, layer.statistics(expert)).solve(ranks)
     tensors = dict(solution.tensors)
     for reader in block.readers:
         if (second := tensors.get(f"{reader.role}.second.weight")) is not None:
@@ -114,7 +114,7 @@ def seen_loss(layer: Layer, expert: int, ranks: dict[str, int]) -> float:
 @pytest.mark.parametrize("expert", range(EXPERTS))
 def test_losses_are_those_of_the_weighted_outputs(expert: int) -> None:
     layer = Layer()
-    solver = Solver(make_sizes(make_block(expert)), layer.weights[expert], layer.statistics(expert), 1)
+    solver = Solver(make_group(make_block(expert), layer.weights[expert], layer.statistics(expert)), 1)
     for width in (8, 16, 24):
         seen = seen_loss(layer, expert, {"width": width, "gate_up": HIDDEN, "down": HIDDEN})
         assert seen == pytest.approx(float(solver.width_losses[width]), rel=1e-6)
@@ -124,12 +124,13 @@ def test_few_channels_are_solved_by_eigenproblems_of_their_order(monkeypatch: py
     """Experts of fewer channels than half the hidden size: the same curve and solution as by those of its order."""
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 8)
     layer = Layer()
-    narrow, sizes = points_of(layer, 0, layer.statistics(0)), make_sizes(make_block(0))
+    narrow = points_of(layer, 0, layer.statistics(0))
+    group = make_group(make_block(0), layer.weights[0], layer.statistics(0))
     ranks = {"width": 6, "gate_up": 5, "down": 3}
-    (thin,) = mlp.solve(sizes, layer.weights[0], layer.statistics(0), [ranks])
+    thin = group.solve(ranks)
     monkeypatch.setattr(Solver, "narrow", False)
     whole = points_of(layer, 0, layer.statistics(0))
-    (thick,) = mlp.solve(sizes, layer.weights[0], layer.statistics(0), [ranks])
+    thick = group.solve(ranks)
     assert [point.ranks for point in narrow] == [point.ranks for point in whole]
     for one, other in zip(narrow, whole, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-12)
@@ -177,7 +178,7 @@ def test_an_expert_without_sampled_tokens_is_predicted_linearly_and_solved() -> 
     unseen = {**statistics.moments, routing_sample(block): torch.zeros(1, TOKENS, 1, dtype=torch.float64)}
     statistics = replace(statistics, moments=unseen)
     points = points_of(layer, 0, statistics)
-    (solution,) = mlp.solve(make_sizes(block), layer.weights[0], statistics, [points[len(points) // 2].ranks])
+    solution = make_group(block, layer.weights[0], statistics).solve(points[len(points) // 2].ranks)
     assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())
     assert "refit_tokens" not in solution.report
 

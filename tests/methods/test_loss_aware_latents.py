@@ -14,8 +14,9 @@ from lamina.factored_lamina import stored_state
 from manifests.methods import LossAware
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.base import Group
 from pipeline.methods.loss_aware import latents
-from pipeline.methods.method import Group, Solution, Statistics
+from pipeline.methods.method import Solution, Statistics
 from pipeline.ranks.curves import from_columns
 from tests import factories
 
@@ -35,7 +36,7 @@ class Problem:
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-        groups = latents.groups(self.layer, output=True)
+        groups = [*latents.latent_groups(self.entry, self.layer, output=True)]
         self.weights = {
             key: 0.5 + draw(*shape).abs() if "norm" in key else draw(*shape)
             for group in groups
@@ -51,14 +52,14 @@ class Problem:
     def statistics(self) -> Statistics:
         return Statistics(self.moments, TOKENS)
 
-    def of(self, group: Group) -> dict[str, Tensor]:
+    def of(self, group: Group[Any]) -> dict[str, Tensor]:
         return {key: self.weights[key] for key in self.layer.tensors(group.roles)}
 
-    def curve(self, group: Group) -> Any:
-        return latents.curve(self.entry, group, self.layer, self.of(group), self.statistics())
+    def curve(self, group: Group[Any]) -> Any:
+        return group.given(self.of(group), self.statistics()).curve()
 
-    def solve(self, group: Group, ranks: dict[str, int]) -> Solution:
-        return latents.solve(self.entry, group, self.layer, self.of(group), self.statistics(), ranks)
+    def solve(self, group: Group[Any], ranks: dict[str, int]) -> Solution:
+        return group.given(self.of(group), self.statistics()).solve(ranks)
 
     def stored(self, solution: Solution) -> dict[str, tuple[int, ...]]:
         """Names inside of the layer and shapes of the tensors that the served layer has for these forms."""
@@ -77,7 +78,7 @@ def test_a_point_s_numbers_are_what_is_stored(family: str, factors: str) -> None
     problem = Problem(family, factors)
     for group in problem.groups.values():
         points = from_columns(problem.curve(group))
-        assert points[0].numbers == latents.least_numbers(problem.entry, group, problem.layer)
+        assert points[0].numbers == group.least_numbers()
         assert (points[-1].loss, points[-1].numbers) == (0.0, problem.layer.numbers(group.roles))
         for point in points[:: max(1, len(points) // 8)]:
             solution = problem.solve(group, dict(point.ranks))

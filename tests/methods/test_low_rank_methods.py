@@ -18,8 +18,8 @@ from manifests.records import FormSpec
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.capabilities import Remarking
-from pipeline.methods.method import Method, Moment, Scores, Solution, Statistics
+from pipeline.methods.base import Method
+from pipeline.methods.method import Moment, Scores, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 
 D, d, N = 24, 4, 40
@@ -54,7 +54,7 @@ def solve(
         0.1, 3, D, dtype=torch.float64
     )
     moments: dict[Moment, Tensor] = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
-    solution = method.compress(group, where.layers[group.layer], weights, Statistics(moments), {name: rank})
+    solution = group.given(weights, Statistics(moments)).solve({name: rank})
     assert all(torch.equal(weights[key], before[key]) for key in weights)
     return weights, solution
 
@@ -63,7 +63,7 @@ def stored(solution: Solution) -> int:
     return sum(tensor.numel() for tensor in solution.tensors.values())
 
 
-def cost(method: Method, where: Geometry, name: str, rank: int) -> float:
+def cost(method: Method[Any], where: Geometry, name: str, rank: int) -> float:
     return next(
         variable.cost(rank)
         for variable in method.rank_variables(where)
@@ -145,7 +145,6 @@ def test_a_cache_wider_than_the_hidden_state(cache_keep: float, allocation: str)
         return
     assert sum(ranks.values()) / 6 == pytest.approx(min(cache_keep, D / 80) * 80, abs=0.5)
     assert max(ranks.values()) <= D
-    assert isinstance(method, Remarking)
     *remarks, decoding = method.remarks(where)
     kept = min(cache_keep, D / 80) * 80
     assert decoding.startswith(f"keys of rank {round(kept)} take {round(kept) * 80:,} products for each cached token")

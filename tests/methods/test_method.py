@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.methods.method import Group, Moment, Statistics, Task, read_task_key
+from pipeline.methods.method import Moment, Statistics, Task, read_task_key
 from pipeline.methods.registry import layer_gradients, layer_moments
 
 
@@ -35,8 +35,8 @@ def test_gradient_moments_have_keys_of_their_own() -> None:
 def test_a_layer_names_values_and_gradients_apart() -> None:
     value, gradient = Moment("attention.in"), Moment("pull:q+k", kind="gradient")
     tasks = [
-        Task.of(0, Group(1, "query_key", ("q", "k"), (gradient, value))),
-        Task.of(0, Group(1, "x", ("v",), (value,))),
+        Task(1, "query_key", ("q", "k"), (gradient, value), method=0),
+        Task(1, "x", ("v",), (value,), method=0),
     ]
     assert layer_moments(tasks, 1) == (value,)
     assert layer_gradients(tasks, 1) == (gradient,)
@@ -51,6 +51,6 @@ def test_means_of_both_kinds() -> None:
 
 
 def test_the_key_of_a_task_is_read_as_it_was_made() -> None:
-    task = Task.of(1, Group(12, "query_key", ("q", "k")))
+    task = Task(12, "query_key", ("q", "k"), method=1)
     assert task.key == "12/1/query_key"
     assert read_task_key(task.key) == (task.layer, task.method, task.name)

@@ -11,9 +11,8 @@ from manifests.loading import parse_manifest
 from manifests.method_entry import WIDE
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
-from pipeline.methods.capabilities import Predicting
 from pipeline.methods.lestd_sizes import Part, Rule, choices
-from pipeline.methods.loss_aware.shapes import ShapedExperts
+from pipeline.methods.loss_aware.shapes import Shape
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 from pipeline.ranks.curves import from_columns
@@ -112,8 +111,9 @@ def test_rows_of_one_shape_are_multiples_of_16_bytes(bits: int, multiple: int) -
     geometry = other("qwen3_moe", bits)  # experts of 24 channels
     job = manifest({"method": "loss_aware", "shapes": "stock"}, keep=0.8)
     (method,) = build_methods(job)
-    assert isinstance(method, ShapedExperts)
-    assert method.widths(geometry.layers[0]) == [*range(multiple, 25, multiple)]
+    (group,) = method.groups(geometry.layers[0])
+    assert isinstance(group, Shape)
+    assert group.widths == [*range(multiple, 25, multiple)]
 
 
 @pytest.mark.parametrize(("scope", "padding"), [("decoder", 1), ("experts", 0)])
@@ -121,8 +121,9 @@ def test_padding_of_the_shared_expert_is_no_number_of_routed_ones(scope: str, pa
     """An export of 16 of 24 channels pads a shared expert of 24 to two of 16: 8 channels of three rows of 48."""
     layer = other("deepseek_v3").layers[1]
     (method,) = build_methods(manifest({"method": "loss_aware", "shapes": "stock"}, keep=0.8, scope=scope))
-    assert isinstance(method, ShapedExperts)
-    assert method.stored_numbers(layer, 6, 16) - method.numbers(layer, 6, 16) == padding * 8 * 3 * 48
+    group = next(group for group in method.groups(layer) if group.name == "experts")
+    assert isinstance(group, Shape)
+    assert group.counted_numbers(6, 16) - group.numbers(6, 16) == padding * 8 * 3 * 48
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "progressive"])
@@ -176,10 +177,9 @@ def test_a_tucker_core_wants_no_more_than_its_multiples_allow() -> None:
 def test_every_point_of_loss_aware_is_at_multiples(part: str) -> None:
     where = llama("gqa")
     (method,) = build_methods(manifest({"method": "loss_aware"}, keep=0.8, multiple=4))
-    assert isinstance(method, Predicting)
     group = next(group for group in method.claims(where) if group.name == part)
     statistics, weights = make_statistics(where, group), make_weights(where, group.roles)
-    points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+    points = from_columns(group.given(weights, statistics).curve())
     whole = {where.hidden, where.layers[0].attention.head_dim, where.layers[0].mlps[0].width}
     found = {rank for point in points for rank in point.ranks.values()}
     assert all(rank % 4 == 0 or rank in whole for rank in found)

@@ -19,9 +19,9 @@ from manifests.sweep import parse_sweep
 from pipeline.families.geometry import Geometry
 from pipeline.inputs.job_inputs import fit_methods
 from pipeline.job.plan_report import RateSource, plan_report
+from pipeline.methods.base import Method
 from pipeline.methods.by_loss import curve_of
-from pipeline.methods.capabilities import Measuring, Predicting
-from pipeline.methods.method import Method, Scores, Task
+from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.rounded_size import numbers_of_bytes
 from tests import factories
@@ -100,22 +100,19 @@ def scores_of(job: Manifest, geometry: Geometry) -> Scores:
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for position, method in enumerate(build_methods(job)):
-        if isinstance(method, Measuring):
-            for group in method.measures(geometry):
-                measured[Task.of(position, group).key] = {"log_condition": [1.0 + 0.9 * group.layer, 2.0]}
-        if isinstance(method, Predicting):
-            curves |= _curves(position, method, GEOMETRY)
+        for group in method.measures(geometry):
+            measured[group.task(position).key] = {"log_condition": [1.0 + 0.9 * group.layer, 2.0]}
+        curves |= _curves(position, method, GEOMETRY)
     return Scores(importance, measured, curves)
 
 
-def _curves(position: int, method: Method, geometry: Geometry) -> Mapping[str, Curve]:
+def _curves(position: int, method: Method[Any], geometry: Geometry) -> Mapping[str, Curve]:
     """Of groups with one rank each: deeper layers lose more."""
-    assert isinstance(method, Predicting)
     found = {}
     for group in method.predicts(geometry):
         (variable,) = (v for v in method.rank_variables(geometry) if (v.layer, v.group) == (group.layer, group.name))
         lost = [(1.0 + group.layer) * (variable.cap - rank) for rank in range(variable.cap + 1)]
-        found[Task.of(position, group).key] = curve_of(variable, lost.__getitem__, lambda rank: rank)
+        found[group.task(position).key] = curve_of(variable, lost.__getitem__, lambda rank: rank)
     return found
 
 

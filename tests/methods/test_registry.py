@@ -11,7 +11,7 @@ import pytest
 from manifests.errors import InputError
 from manifests.schema import Manifest
 from pipeline.families.geometry import Geometry
-from pipeline.methods.method import Group, Moment, Scores, Task
+from pipeline.methods.method import Moment, Scores, Task
 from pipeline.methods.registry import (
     allocate_ranks,
     build_methods,
@@ -137,7 +137,7 @@ def test_moments_of_a_layer_are_each_taken_once() -> None:
         Moment("down.in"), Moment("k.out", 2, 2), Moment("o.in", 4, 2), Moment("q.out", 4, 4),
     )  # fmt: skip
     assert layer_moments(tasks, 6) == ()
-    twice = (Task.of(0, Group(0, "a", ("v",), (Moment("q.in"),))),) * 2
+    twice = (Task(0, "a", ("v",), (Moment("q.in"),), method=0),) * 2
     assert layer_moments(twice, 0) == (Moment("q.in"),)
     by_value = claim_tasks(build_methods(manifest({"basis": "value", "mlp": False})), llama())
     assert layer_moments(by_value, 0) == (Moment("v.out", 2, 2),)

@@ -41,7 +41,7 @@ def test_a_weight_at_its_cap_stays_dense() -> None:
     group = next(group for group in method.claims(geometry) if group.roles == ("q", "k", "v"))
     shapes = {role: geometry.layers[0].weight_shape(role) for role in group.roles}
     ranks = {"q": 5, "k": rank_limit(*shapes["k"]) + 1, "v": rank_limit(*shapes["v"])}
-    forms = method.forms(group, geometry.layers[0], ranks)
+    forms = group.forms(ranks)
     assert {role: (form.form, form.rank) for role, form in forms.items()} == {
         "q": ("low_rank", 5),
         "v": ("low_rank", ranks["v"]),

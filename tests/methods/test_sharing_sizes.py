@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from manifests.methods import ASVD, SVD, SVDLLM, LossAware
-from pipeline.methods.asvd import ASVDMethod
-from pipeline.methods.capabilities import SharingSizes
+from pipeline.methods.base import Group
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Group, Moment, Ranks, Statistics
-from pipeline.methods.svd import SVDMethod
-from pipeline.methods.svd_llm import SVDLLMMethod
+from pipeline.methods.method import Moment, Ranks, Statistics
+from pipeline.methods.separate import ASVDMethod, SVDLLMMethod, SVDMethod
 from pipeline.ranks.curves import from_columns
 from tests.families.geometries import llama
 from tests.methods.loss_aware_weights import make_statistics, make_weights
@@ -29,10 +27,10 @@ METHODS = {
 }
 
 
-def sizes_of(method: Any, group: Group, weights: dict[str, torch.Tensor], statistics: Statistics) -> list[Ranks]:
+def sizes_of(method: Any, group: Group[Any], weights: dict[str, torch.Tensor], statistics: Statistics) -> list[Ranks]:
     """From large to small, and one of them twice."""
     if method.name == "loss_aware":
-        points = from_columns(method.curve(group, WHERE.layers[0], weights, statistics))
+        points = from_columns(group.given(weights, statistics).curve())
         ranks: list[Ranks] = [point.ranks for point in reversed(points)]
         return [*ranks[:: max(1, len(ranks) // 6)], ranks[1]]
     return [dict.fromkeys(group.roles, rank) for rank in (9, 5, 3, 5)]
@@ -42,13 +40,12 @@ def sizes_of(method: Any, group: Group, weights: dict[str, torch.Tensor], statis
 @pytest.mark.parametrize("name", METHODS)
 def test_each_has_the_bytes_that_it_has_alone(name: str) -> None:
     method = METHODS[name]
-    assert isinstance(method, SharingSizes)
     for group in (group for group in method.claims(WHERE) if group.layer == 0):
         weights, statistics = make_weights(WHERE, group.roles), make_statistics(WHERE, group)
         sizes = sizes_of(method, group, weights, statistics)
-        problem = GroupProblem(method, group, WHERE.layers[0], weights)
-        alone = [solve_group(problem, statistics, ranks) for ranks in sizes]
-        shared = solve_sizes(problem, statistics, sizes)
+        problem = GroupProblem(group.given(weights, statistics))
+        alone = [solve_group(problem, ranks) for ranks in sizes]
+        shared = solve_sizes(problem, sizes)
         for expected, found in zip(alone, shared, strict=True):
             assert same(found, expected)
 
@@ -66,9 +63,9 @@ def test_a_group_whose_inputs_no_token_reached_stays_dense() -> None:
     weights, statistics = make_weights(WHERE, group.roles), make_statistics(WHERE, group)
     (ranks, *_) = sizes_of(method, group, weights, statistics)[2:]
     unseen = replace(statistics, passed={Moment("down.in"): 0})
-    problem = GroupProblem(method, group, WHERE.layers[0], weights)
-    alone = solve_group(problem, unseen, ranks)
-    (shared,) = solve_sizes(problem, unseen, [ranks])
+    problem = GroupProblem(group.given(weights, unseen))
+    alone = solve_group(problem, ranks)
+    (shared,) = solve_sizes(problem, [ranks])
     for factors, solution, _ in (alone, shared):
         assert (solution.forms, solution.report) == ({}, {"unseen": ["down.in"]})
         names = {WHERE.layers[0].tensor_name(key, group.roles): weight for key, weight in weights.items()}

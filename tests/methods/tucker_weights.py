@@ -15,8 +15,9 @@ from torch import Tensor
 
 from manifests.loading import parse_manifest
 from pipeline.families.geometry import Geometry
+from pipeline.methods.base import Group
 from pipeline.methods.lestd import LeSTDMethod
-from pipeline.methods.method import Group, Solution
+from pipeline.methods.method import Solution
 from tests.families.geometries import llama, other
 
 GEOMETRIES: dict[str, Geometry] = {
@@ -42,7 +43,7 @@ def document(*entries: Mapping[str, Any], **fields: Any) -> Json:
     return {"version": 1, **places, "methods": methods, **fields}
 
 
-def group_of(method: LeSTDMethod, where: Geometry, name: str, layer: int = 0) -> Group:
+def group_of(method: LeSTDMethod, where: Geometry, name: str, layer: int = 0) -> Group[Any]:
     return next(group for group in method.claims(where) if (group.layer, group.name) == (layer, name))
 
 
@@ -78,7 +79,7 @@ def read_core(tensors: Mapping[str, Tensor], form: Json, end: str, shape: tuple[
     return torch.from_numpy(flat).reshape(shape)
 
 
-def rebuild(solution: Solution, where: Geometry, group: Group) -> dict[str, Tensor]:
+def rebuild(solution: Solution, where: Geometry, group: Group[Any]) -> dict[str, Tensor]:
     """Return the weights as `role.weight`, from tensors and forms alone; fail if a tensor is not used."""
     (form,) = {str(form): form.as_json() for form in solution.forms.values()}.values()
     assert tuple(solution.forms) == group.roles

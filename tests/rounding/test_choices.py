@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from manifests.method_entry import MethodEntry
 from manifests.methods import FlatLLM, LossAware
 from manifests.quantize import Quantize
 from manifests.records import FormSpec
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.packing import scaled, unpack
+from pipeline.methods.base import Group
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
-from pipeline.methods.unchanged import BITS
+from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+from pipeline.methods.unchanged import BITS, Whole
 from pipeline.ranks.curves import Point, from_columns, to_columns
 from pipeline.rounding.choices import UNDERSTATED, _Predictor, gradient_moments, with_bits
 from pipeline.rounding.solutions import Feedbacks, input_moments, multiplied, round_solution
@@ -40,7 +43,7 @@ INPUTS = _random(TOKENS, COLUMNS, seed=2) * torch.linspace(0.2, 2.0, COLUMNS, dt
 FELT = _random(ROWS, ROWS, seed=3) * 0.1
 
 
-def with_rounding(group: Group, layer: LayerGeometry) -> Group:
+def with_rounding(group: Group[Any], layer: LayerGeometry) -> Group[Any]:
     """The group with the moments that rounding it needs besides."""
     needed = input_moments(group.roles, layer.reads) + gradient_moments(group.roles, layer)
     return replace(group, moments=tuple({*group.moments, *needed}))
@@ -93,15 +96,25 @@ def loss(role: str, change: Tensor) -> float:
     return 0.5 * float((metric(role) * (change @ (INPUTS.T @ INPUTS / TOKENS) @ change.T)).sum())
 
 
+@dataclass(frozen=True)
+class Given(Group[MethodEntry]):
+    """A group with this solution."""
+
+    solve_it: Callable[[Ranks], Solution] = field(kw_only=True)
+
+    def solve(self, ranks: Ranks) -> Solution:
+        return self.solve_it(ranks)
+
+
 @pytest.mark.parametrize(
     ("role", "solve_it"), [("o", partial(solve, "o")), ("q", partial(solve, "q")), ("o", solve_as_read)]
 )
 def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str, solve_it: Callable[[Ranks], Solution]) -> None:
     sizes = {rank: rank * (ROWS + COLUMNS) if rank < COLUMNS else ROWS * COLUMNS for rank in RANKS}
     points = [Point({"rank": rank}, numbers, 1e-3 * (COLUMNS - rank)) for rank, numbers in sizes.items()]
-    group, weights = Group(0, "matrix", (role,)), {f"{role}.weight": WEIGHT}
-    curve = with_bits(to_columns(points), group, QUANTIZE, weights, statistics(role), solve_it, LAYER)
-    found = from_columns(curve)
+    group = Given(MethodEntry(), LAYER, "matrix", (role,), solve_it=solve_it)
+    group = group.given({f"{role}.weight": WEIGHT}, statistics(role))
+    found = from_columns(with_bits(to_columns(points), group, QUANTIZE))
     assert {point.ranks[BITS] for point in found} == set(QUANTIZE.choices)
     assert {point.ranks["rank"] for point in found} >= {RANKS[0], COLUMNS}
     for point in found:
@@ -131,7 +144,7 @@ def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLL
         for moment in needed:
             values = _random(TOKENS, features(where, moment), seed=5)
             found = Statistics({moment: (values.T @ values)[None], **found.moments}, found.tokens)
-        solution = method.compress(group, where.layers[0], weights, found, {**ranks, "query_key": 8})
+        solution = group.given(weights, found).solve({**ranks, "query_key": 8})
         for role, read in solution.inputs.items():
             dense = found.mean(input_moments((role,), LAYER.reads)[0])[0]
             assert 0.1 < read().trace() / dense.trace() < 10.0  # half of it, in another basis; not TOKENS times that
@@ -152,14 +165,14 @@ def test_points_never_store_more_than_they_say(name: str, width: int) -> None:
     group = next(group for group in method.claims(where) if group.name == name.replace("flat", "mlp"))
     asked = with_rounding(group, where.layers[0])
     found, weights = make_statistics(where, asked), make_weights(where, group.roles)
-    solve_it = partial(method.compress, group, where.layers[0], weights, found)
-    ranked = method.curve(group, where.layers[0], weights, found)
+    ranked = group.given(weights, found).curve()
     dtype = {key: tensor.to(torch.bfloat16) for key, tensor in weights.items()}
-    points = from_columns(with_bits(ranked, group, QUANTIZE, dtype, found, solve_it, where.layers[0]))
+    group = group.given(dtype, found)
+    points = from_columns(with_bits(ranked, group, QUANTIZE))
     assert {point.ranks[BITS] for point in points} == set(QUANTIZE.choices)
     for point in points:
         rounded = round_solution(
-            solve_it(point.ranks), QUANTIZE, point.ranks[BITS], found.moments, dtype, LAYER.reads
+            group.solve(point.ranks), QUANTIZE, point.ranks[BITS], found.moments, dtype, LAYER.reads
         ).solution
         stored = sum(tensor.nbytes for tensor in rounded.tensors.values()) / 2
         odd = any(point.ranks.get(rank) == 112 for rank in ("width", "mlp"))
@@ -189,7 +202,8 @@ def test_errors_of_a_first_factor_count_together() -> None:
     found = Statistics({input_moments(roles, LAYER.reads)[0]: moment[None] * TOKENS, **gradients}, TOKENS)
     before = multiplied(solution, {})
     rounded = round_solution(solution, QUANTIZE, 3, found.moments, dense, LAYER.reads)
-    predictor = _Predictor(Group(0, "query_key", roles), LAYER, dense, found, QUANTIZE, 3, Feedbacks(QUANTIZE))
+    group = Whole(MethodEntry(), LAYER, "query_key", roles).given(dense, found)
+    predictor = _Predictor(group, QUANTIZE, 3, Feedbacks(QUANTIZE))
     firsts = predictor._first_errors(solution, rounded, predictor._output_gradients(solution, before))
     change = second @ first @ firsts["k"].turn
     exact = 0.5 * float((felt @ change * (change @ moment)).sum())
@@ -208,12 +222,10 @@ def test_channels_behind_a_refitted_down_are_felt_by_its_columns() -> None:
     group = next(group for group in method.claims(where) if group.name == "mlp")
     asked = with_rounding(group, where.layers[0])
     found, weights = make_statistics(where, asked), make_weights(where, group.roles)
-    solution = method.compress(
-        group, where.layers[0], weights, found, {"width": 32, "gate_up": 64, "down": 64, "value": 1, "output": 1}
-    )
+    solution = group.given(weights, found).solve({"width": 32, "gate_up": 64, "down": 64, "value": 1, "output": 1})
     kept = solution.outputs["up"]
     assert len(kept) == 32
-    predictor = _Predictor(group, where.layers[0], weights, found, QUANTIZE, 4, Feedbacks(QUANTIZE))
+    predictor = _Predictor(group.given(weights, found), QUANTIZE, 4, Feedbacks(QUANTIZE))
     felt = predictor._output_gradients(solution, multiplied(solution, {}))["up"]
     metric = found.mean(Moment("out", kind="gradient"))[0]
     column = int(kept[3])

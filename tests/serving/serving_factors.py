@@ -86,7 +86,7 @@ def factorise(
 
 
 def _before_factors(layer: dict[str, Any]) -> dict[str, Any]:
-    """Return the forms that `compress` creates, alone or inside of the factors of a role."""
+    """Return the forms that `solve` creates, alone or inside of the factors of a role."""
     before = {}
     for role, spec in layer.items():
         if "value_rank" in spec:

@@ -11,8 +11,9 @@ import workers.curves
 from manifests.methods import LossAware
 from manifests.quantize import Quantize
 from manifests.records import CountedRecord, Curve
+from pipeline.methods.base import Group
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Moment, Statistics, Task
+from pipeline.methods.method import Moment, Statistics
 from pipeline.ranks.curves import from_columns
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from tests.families.geometries import llama, other
@@ -27,13 +28,13 @@ class _Making:
     def __init__(self, geometry: str, quantize: Quantize | None) -> None:
         self.where = other(geometry) if geometry in ("opt", "gptj") else llama(geometry)
         self.method, self.quantize, self.read = LossAwareMethod(LossAware(method="loss_aware")), quantize, 0
-        group = next(group for group in self.method.claims(self.where) if group.name == "mlp")
-        self.task = Task.of(0, group)
-        self.found = make_statistics(self.where, group)
+        self.group = next(group for group in self.method.claims(self.where) if group.name == "mlp")
+        self.task = self.group.task(0)
+        self.found = make_statistics(self.where, self.group)
 
     def do(self, unit: CurveUnit) -> object:
         weights = make_weights(self.where, self.task.roles)
-        problem = GroupProblem(self.method, self.task, self.where.layers[0], weights, self.quantize)
+        problem = GroupProblem(self.group.given(weights), self.quantize)
         made = curve_result(unit, problem, lambda _: self._statistics())
         return made if isinstance(made, Curve) else json.loads(json.dumps(made))
 
@@ -69,8 +70,8 @@ def test_bits_are_chosen_on_the_joined_curve(monkeypatch: pytest.MonkeyPatch) ->
     """They are chosen by the same statistics as for the whole curve."""
     given: list[tuple[Curve, Statistics]] = []
 
-    def with_bits(curve: Curve, *arguments: Any) -> Curve:
-        given.append((curve, next(found for found in arguments if isinstance(found, Statistics))))
+    def with_bits(curve: Curve, group: Group[Any], quantize: Quantize) -> Curve:
+        given.append((curve, group.statistics))
         return curve
 
     monkeypatch.setattr(workers.curves, "with_bits", with_bits)

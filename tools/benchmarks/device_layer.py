@@ -32,10 +32,10 @@ from pipeline.cost_model.phases import (
     forward_seconds,
     grid_seconds,
     importance_seconds,
-    solve_seconds,
     statistics_seconds,
 )
 from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks

@@ -69,6 +69,7 @@ PARTS: tuple[tuple[object, str, str], ...] = (  # owner, attribute, kind of work
     (ArrayWriter, "commit", "making arrays durable"),
     (ActivationStore, "writer", "storing hidden states"),
     (ArrayReader, "read", "reading hidden states, tokens"),
+    (workers.worker, "solve_group", "decompositions"),
     (workers.worker, "write_staged", "writing layers"),
     (Worker, "_reduce", "reducing"),
     (LocalTransfer, "put", "exchanging"),
@@ -163,7 +164,7 @@ def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
         patches.enter_context(mock.patch.object(Worker, "_computing", computing))
         started = time.perf_counter()
         with clock.at("everything else"):
-            run_here(manifest, _pool_with(clock))
+            run_here(manifest, InProcessPool)
         return clock, time.perf_counter() - started
 
 
@@ -177,16 +178,6 @@ def run_here(manifest: Mapping[str, Any], pool: Callable[..., InProcessPool]) ->
         pipeline.run.run_job(
             parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True, in_process=True
         )
-
-
-def _pool_with(clock: Clock) -> Callable[..., InProcessPool]:
-    def make(*arguments: Any) -> InProcessPool:
-        pool = InProcessPool(*arguments)
-        for method, _ in pool.worker.methods:
-            object.__setattr__(method, "compress", clock.timed(method.compress, "decompositions"))
-        return pool
-
-    return make
 
 
 def command_shares(seconds: Mapping[str, Any], wall: float, workers: int) -> dict[str, float]:

@@ -17,11 +17,11 @@ from pipeline.cost_model.phases import (
     moment_wait_seconds,
     pass_on_seconds,
     read_seconds,
-    solve_seconds,
     statistics_seconds,
     store_seconds,
 )
 from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork
 from tools.simulator.loss_units import (
     CORRECTED,

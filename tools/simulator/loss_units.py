@@ -20,14 +20,14 @@ from pipeline.cost_model.phases import (
     gradient_sums,
     held_out_seconds,
     pair_seconds,
-    solve_seconds,
     store_seconds,
     verify_seconds,
 )
 from pipeline.cost_model.rates import Rates
-from pipeline.cost_model.solve_work import SolveWork
+from pipeline.cost_model.solve_work import solve_seconds
 from pipeline.cost_model.work import LayerWork
 from pipeline.driver.in_flight import AHEAD
+from pipeline.methods.work import Work
 from pipeline.units.scores import COMPARED_LAYERS
 from tools.simulator.simulator import SHARDS_OF_A_MODEL, Unit
 
@@ -203,7 +203,7 @@ def _curves(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) ->
 
 def _cut(
     name: str,
-    curve: SolveWork,
+    curve: Work,
     parts: int,
     rates: Rates,
     after: tuple[str, ...],
@@ -214,7 +214,7 @@ def _cut(
     begun, whole, again = (
         solve_seconds(curve.shared, rates),
         solve_seconds(curve, rates),
-        curve.repeated_flops / rates.double,
+        curve.repeated / rates.double,
     )
     yield from read(f"{name} begun", after)
     yield Unit(f"{name} begun", "curves", begun, (f"{name} begun reread",))

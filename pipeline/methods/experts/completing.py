@@ -21,7 +21,7 @@ from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.routing import OTHERS
 from pipeline.methods.experts.method import ROUTER, ROUTER_BIAS, mixture_of, routed
 from pipeline.methods.experts.mixture import Mixture, read_by
-from pipeline.methods.method import Group, Moment, OtherInputs, Statistics, Task, Weights
+from pipeline.methods.method import Moment, OtherInputs, Statistics, Task, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pull
 
 Read = Callable[[Sequence[str]], Weights]  # returns the dense weights of some roles of a layer
@@ -62,27 +62,27 @@ def needed_records(task: Task, layer: LayerGeometry, records: Mapping[Moment, An
 
 
 def experts_with_few(
-    group: Group, layer: LayerGeometry, passed: Mapping[Moment, int], available: Sequence[Moment]
+    task: Task, layer: LayerGeometry, passed: Mapping[Moment, int], available: Sequence[Moment]
 ) -> dict[str, int]:
-    """Map the blocks of a group's experts with fewer tokens than channels to their tokens.
+    """Map the blocks of a task's experts with fewer tokens than channels to their tokens.
 
-    `passed`: as in `Statistics`. `available`: all moments of the group. Without a sample of the mixture's inputs, no
+    `passed`: as in `Statistics`. `available`: all moments of the task. Without a sample of the mixture's inputs, no
     moment can be completed.
     """
     few = {}
     for block in routed(layer):
-        counts = [passed[moment] for moment in _own(block) if moment in passed and moment in group.moments]
+        counts = [passed[moment] for moment in _own(block) if moment in passed and moment in task.moments]
         if counts and counts[0] < block.width and _sample(block, available) is not None:
             few[block.name] = counts[0]
     return few
 
 
-def completed(group: Group, layer: LayerGeometry, statistics: Statistics, read: Read) -> Statistics:
+def completed(task: Task, layer: LayerGeometry, statistics: Statistics, read: Read) -> Statistics:
     """Return the statistics with the moments of experts with few tokens completed. Others are unchanged.
 
     `read` is called for each such expert.
     """
-    few = experts_with_few(group, layer, statistics.passed, [*statistics.moments])
+    few = experts_with_few(task, layer, statistics.passed, [*statistics.moments])
     for number, block in enumerate(routed(layer)):
         if block.name in few:
             roles = [*block.roles, ROUTER, *((ROUTER_BIAS,) if ROUTER_BIAS in layer.roles else ())]

@@ -6,129 +6,164 @@ Legend: E experts of a layer, D hidden, N channels of an expert.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from manifests.method_entry import MethodEntry
 from manifests.records import FormSpec
 from pipeline.families.blocks import MLPBlock
 from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.deferred import DeferredTensors
 from pipeline.kernels.mixture_refit import SWEEPS
-from pipeline.methods.base import MethodBase
-from pipeline.methods.capabilities import Visits
+from pipeline.methods.base import E, Group, Method, Visits
 from pipeline.methods.experts.mixture import Mixture
 from pipeline.methods.experts.scores import TOKENS_BY_EXPERT, expert_counts, kept_experts
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH
 from pipeline.methods.experts.solutions import inputs_of, metric_of, mixture_from, rule_of, sample_of, solve
-from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
+from pipeline.methods.method import Moment, Ranks, Solution, Statistics, Weights
 from pipeline.methods.text_sources import BY_SOURCE
+from pipeline.methods.work import Work, is_narrow, mlp_fit, spectra
 
 ROUTER, ROUTER_BIAS = "router", "router_bias"
 LEAST_SAMPLE = 65_536  # tokens, if the text has that many
 SAMPLE_TOKENS = 4  # per channel of an expert, if routing is even
-E_ = TypeVar("E_", bound=MethodEntry)
 
 
-@dataclass(frozen=True)
-class ExpertsMethod(MethodBase[E_]):
-    """Base class of methods that prune or merge the routed experts of a layer, with their router."""
+class Experts(Group[E]):
+    """The routed experts of a layer, with their router, of which some are kept."""
 
-    by_loss: ClassVar[bool] = False
-    scored_by: ClassVar[str]
+    scored_by: ClassVar[str]  # the key of the scores in the report
 
-    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Return the claimed groups. Routers belong to their experts, so `routed_only` keeps them."""
-        return self.claimable(geometry)
+    @property
+    def routed(self) -> list[MLPBlock]:
+        """Return the experts' blocks."""
+        return routed(self.geometry)
 
-    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim the experts of every chosen layer that has a mixture. Raises ValueError if none has."""
-        layers = [layer for layer in self.chosen_layers(geometry) if layer.routing]
-        if not layers:
-            raise ValueError("no chosen layer has a mixture of experts")
-        return tuple(self._group(layer) for layer in layers)
+    @property
+    def rule(self) -> dict[str, Any]:
+        """Return the router's fields."""
+        return dict(self.geometry.routing)
 
-    def _group(self, layer: LayerGeometry) -> Group:
-        experts = routed(layer)
-        own = tuple(role for role in (ROUTER, ROUTER_BIAS) if role in layer.roles)
-        roles = tuple(role for block in experts for role in block.roles)
-        return Group(layer.index, EXPERTS, (*roles, *own), self.moments(layer))
-
-    def moments(self, layer: LayerGeometry) -> tuple[Moment, ...]:
-        """Return the sample of the mixture's inputs and, with `by_loss`, the gradient's moment at its output."""
-        sample = sample_of(routed(layer), sampled(layer))
-        return (sample, metric_of(routed(layer))) if self.by_loss else (sample,)
-
-    def numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
+    def numbers(self, count: float, width: float) -> float:
         """Count the numbers stored for `count` experts of a width and their rows of the router."""
-        bias = (ROUTER_BIAS in layer.roles) + ("bias" in layer.role_shapes(ROUTER))
-        return count * (routed(layer)[0].numbers(width) + layer.hidden + bias)
+        bias = (ROUTER_BIAS in self.geometry.roles) + ("bias" in self.geometry.role_shapes(ROUTER))
+        return count * (self.routed[0].numbers(width) + self.geometry.hidden + bias)
 
-    def counts(self, layer: LayerGeometry) -> list[int]:
+    @property
+    def counts(self) -> list[int]:
         """Return the allowed numbers of experts, ascending."""
-        rule = dict(layer.routing)
+        rule = self.rule
         groups, top_groups = rule["groups"], rule["top_groups"]
-        most = expert_counts(len(routed(layer)), rule["top_k"], groups)
+        most = expert_counts(len(self.routed), rule["top_k"], groups)
         least = groups * max(1, 2 if rule["group_score"] == "top2" and groups > 1 else 1)
         return [count for count in most if count >= least and count // groups * top_groups >= rule["top_k"]]
-
-    def least_reason(self, geometry: Geometry) -> str:
-        """Explain the smallest number of experts, for the layer whose router chooses the most."""
-        layers = [geometry.layers[group.layer] for group in self.claims(geometry) if group.name == EXPERTS]
-        if not layers:
-            return ""
-        layer = max(layers, key=lambda layer: self.counts(layer)[0])
-        rule, least = dict(layer.routing), self.counts(layer)[0]
-        groups = f" in {rule['groups']} equal groups" if rule["groups"] > 1 else ""
-        return f"a router that chooses {rule['top_k']} experts{groups} leaves {least} of {len(routed(layer))} or more"
-
-    def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
-        """Return how often each expert is read: for its score, to narrow and store it, twice to compare it with the
-        dense expert whose number it gets, for a refit also to compute the target, and in each sweep."""
-        return Visits(0, 5 + self.refits * (1 + SWEEPS))
-
-    @abstractmethod
-    def expert_scores(
-        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
-    ) -> Tensor:
-        """Return a score of each expert (E,); the experts with the highest scores are kept."""
 
     @property
     @abstractmethod
     def refits(self) -> bool:
         """Return True if the writers of the kept experts are fitted to the output of all experts."""
 
-    def compress(
-        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
-    ) -> Solution:
+    @abstractmethod
+    def expert_scores(self, mixture: Mixture) -> Tensor:
+        """Return a score of each expert (E,); the experts with the highest scores are kept."""
+
+    def solve(self, ranks: Ranks) -> Solution:
         """Keep the experts with the highest scores, in their order, renumbered from 0.
 
         The report has the sampled tokens of each dense expert and, under the key `scored_by`, its score.
         """
-        experts, mixture = routed(geometry), mixture_of(geometry, weights)
+        experts, mixture = self.routed, self.mixture
         width = ranks.get(WIDTH, experts[0].width)
         if ranks[EXPERTS] == len(experts) and width == experts[0].width:
-            return self.unchanged(geometry, weights, statistics)
-        inputs_TD = self.inputs(geometry, statistics)
-        scores_E = self.expert_scores(mixture, inputs_TD, geometry, statistics)
+            return self.unchanged()
+        scores_E = self.expert_scores(mixture)
         kept = kept_experts(scores_E, ranks[EXPERTS], mixture.rule.groups).tolist()
-        solution = solve(experts, mixture, statistics, sampled(geometry), kept, width, self.refits)
-        figures = tokens_of_experts(mixture, inputs_TD, statistics) | {self.scored_by: scores_E.tolist()}
-        return renumbered(replace(solution, report=solution.report | figures), geometry, kept, weights)
+        solution = solve(experts, mixture, self.statistics, sampled(self.geometry), kept, width, self.refits)
+        figures = tokens_of_experts(mixture, self.inputs, self.statistics) | {self.scored_by: scores_E.tolist()}
+        return renumbered(replace(solution, report=solution.report | figures), self.geometry, kept, self.weights)
 
-    def unchanged(self, layer: LayerGeometry, weights: Weights, statistics: Statistics) -> Solution:
+    def unchanged(self) -> Solution:
         """Return the weights, and the moments by which they may be rounded."""
-        inputs = inputs_of(routed(layer), mixture_of(layer, weights), self.inputs(layer, statistics))
-        return Solution(weights, {}, {"dense": True}, inputs)
+        return Solution(self.weights, {}, {"dense": True}, inputs_of(self.routed, self.mixture, self.inputs))
 
-    def inputs(self, layer: LayerGeometry, statistics: Statistics) -> Tensor:
+    @property
+    def mixture(self) -> Mixture:
+        """Return the mixture, whose experts are read on access."""
+        return mixture_of(self.geometry, self.weights)
+
+    @property
+    def inputs(self) -> Tensor:
         """Return the sampled inputs of the mixture (T, D)."""
-        return statistics.moments[sample_of(routed(layer), sampled(layer))][0]
+        return self.statistics.moments[self.moments[0]][0]
+
+    def visits(self, tokens: int) -> Visits:
+        """Return how often each expert is read: for its score, to narrow and store it, twice to compare it with the
+        dense expert whose number it gets, for a refit also to compute the target, and in each sweep."""
+        return Visits(0, 5 + self.refits * (1 + SWEEPS))
+
+    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
+        """Count the fit of one expert on the sample, and the metric of the mixture's output."""
+        fit = mlp_fit(self.routed[0], min(self.moments[0].tokens, tokens))
+        return fit if is_narrow(self.routed[0]) else fit + spectra(self.moments[1:], self.geometry)
+
+
+@dataclass(frozen=True)
+class ExpertsMethod(Method[E]):
+    """Base class of methods that prune or merge the routed experts of a layer, with their router."""
+
+    by_loss: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def kind(self) -> Callable[..., Experts[Any]]:
+        """Return the class of the groups of experts."""
+
+    @property
+    def claims_experts(self) -> bool:
+        """Return True unless the entry leaves out the experts."""
+        return True
+
+    def claims(self, geometry: Geometry) -> tuple[Group[Any], ...]:
+        """Return the groups of every chosen layer. Raises ValueError if none has a mixture.
+
+        Routers belong to their experts, so `routed_only` keeps them.
+        """
+        layers = self.chosen_layers(geometry)
+        if self.claims_experts and not any(layer.routing for layer in layers):
+            raise ValueError("no chosen layer has a mixture of experts")
+        return tuple(group for layer in layers for group in self.groups(layer))
+
+    def groups(self, layer: LayerGeometry) -> Iterator[Group[Any]]:
+        """Claim the experts, if the layer has a mixture."""
+        if (experts := self.experts(layer)) is not None:
+            yield experts
+
+    def experts(self, layer: LayerGeometry) -> Experts[Any] | None:
+        """Return the group of a layer's experts, or None."""
+        if not (self.claims_experts and layer.routing):
+            return None
+        own = tuple(role for role in (ROUTER, ROUTER_BIAS) if role in layer.roles)
+        roles = tuple(role for block in routed(layer) for role in block.roles)
+        return self.kind(self.entry, layer, EXPERTS, (*roles, *own), self._moments(layer))
+
+    def _moments(self, layer: LayerGeometry) -> tuple[Moment, ...]:
+        """Return the sample of the mixture's inputs and, with `by_loss`, the gradient's moment at its output."""
+        sample = sample_of(routed(layer), sampled(layer))
+        return (sample, metric_of(routed(layer))) if self.by_loss else (sample,)
+
+    def least_reason(self, geometry: Geometry) -> str:
+        """Explain the smallest number of experts, for the layer whose router chooses the most."""
+        groups = [group for layer in self.chosen_layers(geometry) if (group := self.experts(layer)) is not None]
+        if not groups:
+            return ""
+        group = max(groups, key=lambda group: group.counts[0])
+        rule, count = group.rule, len(group.routed)
+        parts = f" in {rule['groups']} equal groups" if rule["groups"] > 1 else ""
+        return f"a router that chooses {rule['top_k']} experts{parts} leaves {group.counts[0]} of {count} or more"
 
 
 def tokens_of_experts(mixture: Mixture, inputs_TD: Tensor, statistics: Statistics) -> dict[str, Any]:

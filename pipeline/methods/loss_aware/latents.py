@@ -8,8 +8,9 @@ the latent's reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,227 +20,239 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.blocks import Latent, LatentAttentionBlock
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.narrow_latent import narrowed_latent
-from pipeline.kernels.sensitivity import (
-    Directions,
-    input_directions,
-    least_losses,
-    losses_by_rank,
-    output_directions,
-)
-from pipeline.methods.loss_aware.attention import BASES, Heads, ValueFits, solving_metric
+from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
+from pipeline.methods.loss_aware.attention import VALUE, Heads, HeadValues
 from pipeline.methods.loss_aware.pairs import carry, complete
-from pipeline.methods.loss_aware.stacks import Stack
-from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
+from pipeline.methods.loss_aware.stacks import Stacked
+from pipeline.methods.method import Moment, Ranks, Solution, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pair, pull
 from pipeline.methods.tensors import biases_of
+from pipeline.methods.work import Work, directed_output, directed_stack, direction_losses, directions
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns, up_to_whole
 
 VALUES = "latent_values"  # the group of the cached latent, its values, and the output projection
-LATENT, VALUE, OUTPUT = "latent", "value", "o_proj"  # ranks; a pivoted form is stored under the name of its rank
+LATENT = "latent"  # the rank of a latent
 WIDTHS = 64  # how many widths of a latent are compared at most
 NORM_EPS = 1e-6  # epsilon of the norms of latents, which the config does not set
-Weights = Mapping[str, Tensor]
 
 
-def groups(layer: LayerGeometry, output: bool, corrects: bool = False) -> tuple[Group, ...]:
-    """Return the groups of a layer's latent attention, or none.
+def latent_groups(
+    entry: LossAware, layer: LayerGeometry, output: bool, corrects: bool = False
+) -> Iterator[NarrowLatent]:
+    """Yield the groups of a layer's latent attention, if it has one.
 
     `output`: put the latent of keys and values into one group with the output projection, whose rank and values can be
     cut. `corrects`: correct groups at the input of the latents' writers, and at that of the output projection.
     """
     block = layer.latent_attention
     if block is None:
-        return ()
+        return
     written = input_moment(block.writer), output_gradient(block.writer)
     read, mixed = ((pair(block.input),), (pair(block.writer.reads),)) if corrects else ((), ())
-    return tuple(
-        Group(layer.index, VALUES, (*latent.roles, block.writer.role), (*_moments(latent), *written), (*read, *mixed))
-        if latent.cached and output
-        else Group(layer.index, latent.name, latent.roles, _moments(latent), read)
-        for latent in block.latents
-    )
+    for latent in block.latents:
+        moments = input_moment(latent.reader), pull((latent.reader,)), _spread(latent)
+        if latent.cached and output:
+            roles = (*latent.roles, block.writer.role)
+            yield LatentValues(entry, layer, VALUES, roles, (*moments, *written), (*read, *mixed))
+        else:
+            yield NarrowLatent(entry, layer, latent.name, latent.roles, moments, read)
 
 
-def is_latent(group: Group, layer: LayerGeometry) -> bool:
-    """Return True if a group belongs to latent attention."""
-    block = layer.latent_attention
-    return block is not None and group.name in (VALUES, *(latent.name for latent in block.latents))
+class NarrowLatent(Stacked):
+    """A latent, which may become narrower."""
 
+    @property
+    def block(self) -> LatentAttentionBlock:
+        """Return the attention block."""
+        block = self.geometry.latent_attention
+        assert block is not None
+        return block
 
-def curve(entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-    """Return a point for each width of a latent; with the output projection, for each width, value width and rank."""
-    points = _latent_points(entry, _latent(geometry, group), geometry, weights, statistics)
-    if group.name != VALUES:
-        return to_columns(points)
-    block = _block(geometry)
-    choices = [*_value_points(entry, block, geometry, weights, statistics)]
-    return to_columns(up_to_whole([_joined(block, point, choice) for point in points for choice in choices]))
+    @property
+    def latent(self) -> Latent:
+        """Return the latent."""
+        return next(latent for latent in self.block.latents if {*latent.roles} <= {*self.roles})
 
+    def numbers(self, width: float) -> int:
+        """Count the numbers that the latent's writer, norm and reader store, biases included."""
+        writer, reader, whole = self.latent.writer, self.latent.reader, self.latent.width
+        written = writer.outputs - whole + width
+        return round(written * (writer.inputs + writer.bias) + width + reader.outputs * width)
 
-def _joined(block: LatentAttentionBlock, point: Point, choice: Point) -> Point:
-    """Combine a width of the latent with a choice of values and output. The latent's reader has fewer value rows."""
-    removed = point.ranks[LATENT] * block.heads * (block.value_width - choice.ranks[VALUE])
-    numbers = point.numbers + choice.numbers - removed
-    return Point({**point.ranks, **choice.ranks}, numbers, point.loss + choice.loss, point.cache)
+    @property
+    def widths(self) -> list[int]:
+        """Return the widths to compare."""
+        step, multiple = self.latent.step, self.multiple
+        return steps(self.latent.width, multiple if multiple % step == 0 else multiple * step, WIDTHS)
 
+    def variables(self) -> tuple[RankVariable, ...]:
+        """Return the width, by which layers of one width are tied with `shapes: stock`."""
+        if self.entry.shapes != "stock":
+            return ()
+        return (self.variable(LATENT, self.latent.width, self.numbers, multiple=1),)
 
-def least_numbers(entry: LossAware, group: Group, geometry: LayerGeometry) -> int:
-    """Count the numbers stored at the smallest size of a group."""
-    latent, block = _latent(geometry, group), _block(geometry)
-    width = steps(latent.width, _multiple(entry, latent, geometry), WIDTHS)[0]
-    if group.name != VALUES:
-        return latent_numbers(latent, width)
-    multiple = entry.multiple(geometry.hidden)
-    values = min(multiple, block.value_width)
-    stored = _stack(entry, block, geometry, values).least(multiple) + block.writer.biases
-    return latent_numbers(latent, width) - width * block.heads * (block.value_width - values) + stored
+    def least_numbers(self) -> int:
+        """Count the numbers stored at the smallest width."""
+        return self.numbers(self.widths[0])
 
+    def curve(self) -> Curve:
+        """Return a point for each width."""
+        return to_columns(self.points())
 
-def latent_numbers(latent: Latent, width: float) -> int:
-    """Count the numbers that a latent's writer, norm and reader store, biases included."""
-    written = latent.writer.outputs - latent.width + width
-    return round(written * (latent.writer.inputs + latent.writer.bias) + width + latent.reader.outputs * width)
-
-
-def variables(group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-    """Return a latent's width as a variable, by which layers of one width are tied."""
-    latent = _latent(geometry, group)
-    return (RankVariable(group.layer, group.name, LATENT, latent.width, 1, partial(latent_numbers, latent)),)
-
-
-def solve(
-    entry: LossAware, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
-) -> Solution:
-    """Narrow a latent; with the output projection, also reduce the values to a basis and the projection to its rank."""
-    latent = _latent(geometry, group)
-    if group.name != VALUES:
-        return _narrowed(entry, latent, weights, statistics, ranks[LATENT], None)
-    block = _block(geometry)
-    values = ranks[VALUE]
-    stack = _stack(entry, block, geometry, values)
-    reduced = _fits(entry, block, weights, statistics).reduced(values)
-    encode_Hrv = reduced.encode
-    if encode_Hrv is not None:
-        reader = latent.reader.weight_key
-        weights = {**weights, reader: _encoded(block, weights[reader].double(), encode_Hrv)}
-    solution = _narrowed(entry, latent, weights, statistics, ranks[LATENT], None if encode_Hrv is None else values)
-    writer = block.writer
-    cut = _cut(entry, block, stack, reduced.output, reduced.moment, statistics, ranks)
-    whole = {} if cut.forms else {writer.weight_key: weights[writer.weight_key]}
-    tensors = {**solution.tensors, **cut.tensors, **whole, **biases_of(weights, (writer,))}
-    forms = {**solution.forms, **cut.forms}
-    report = {} if forms else {"dense": True}
-    inputs = {**solution.inputs, writer.role: lambda: reduced.moment}
-    return Solution(tensors, forms, {**solution.report, **report}, inputs=inputs)
-
-
-def correct(
-    entry: LossAware,
-    group: Group,
-    geometry: LayerGeometry,
-    weights: Weights,
-    statistics: Statistics,
-    ranks: Ranks,
-    before: Weights,
-) -> Solution:
-    """Apply the correction of the pair at the latent's input, with the output projection at full rank, or else the one
-    at the output projection's input.
-    """
-    block, latent = _block(geometry), _latent(geometry, group)
-    read, mixed = pair(block.input), pair(block.writer.reads)
-    if read in statistics.moments:
-        moved = carry(statistics, read, weights, (latent.writer,)).weights
-        full = {**ranks, OUTPUT: _stack(entry, block, geometry, ranks[VALUE]).full} if group.name == VALUES else ranks
-        return solve(entry, group, geometry, moved, statistics, full)
-    completed = complete(statistics, mixed, before[block.writer.weight_key])
-    stack = _stack(entry, block, geometry, ranks[VALUE])
-    cut = _cut(entry, block, stack, completed.weight, completed.moment, statistics, ranks)
-    return Solution({**cut.tensors, **biases_of(weights, (block.writer,))}, cut.forms)
-
-
-def _cut(
-    entry: LossAware,
-    block: LatentAttentionBlock,
-    stack: Stack,
-    output_DF: Tensor,
-    moment_FF: Tensor,
-    statistics: Statistics,
-    ranks: Ranks,
-) -> Solution:
-    """Cut the output projection, whose values are already reduced, to its rank."""
-    writer, rank = block.writer, ranks[OUTPUT]
-    if rank < stack.full:
-        metric_DD = solving_metric(entry, statistics.mean(output_gradient(writer))[0])
-        directions = output_directions(output_DF, moment_FF, metric_DD)
-        first_rF, second_Dr = directions.encode[:rank] @ output_DF, directions.decode[:, :rank]
-        return Solution(*stack.store({writer.role: output_DF}, first_rF, second_Dr))
-    narrow = FormSpec(form="narrow", value_rank=ranks[VALUE])
-    return Solution({writer.weight_key: output_DF}, {writer.role: narrow} if ranks[VALUE] < block.value_width else {})
-
-
-def _latent_points(
-    entry: LossAware, latent: Latent, geometry: LayerGeometry, weights: Weights, statistics: Statistics
-) -> list[Point]:
-    metric_LL, moment_LL = _metric(latent, statistics), statistics.mean(input_moment(latent.reader))[0]
-    if entry.weighting == "loss":
-        losses = least_losses(moment_LL, metric_LL)
-    else:
-        losses = losses_by_rank(_directions(entry, latent, weights, statistics), moment_LL, metric_LL)
-    passed = latent.writer.outputs - latent.width
-    return [
-        Point(
-            {LATENT: rank},
-            latent_numbers(latent, rank),
-            0.0 if rank == latent.width else float(losses[rank]),
-            rank + passed if latent.cached else 0,
-        )
-        for rank in steps(latent.width, _multiple(entry, latent, geometry), WIDTHS)
-    ]
-
-
-def _value_points(
-    entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry, weights: Weights, statistics: Statistics
-) -> Iterator[Point]:
-    """Yield a point for each width of the values and rank of the output projection, with the projection's numbers."""
-    fits, multiple = _fits(entry, block, weights, statistics), entry.multiple(geometry.hidden)
-    for values in steps(block.value_width, multiple, count=BASES):
-        dropped, losses = fits.losses(values)
-        stack = _stack(entry, block, geometry, values)
-        points = [
-            Point({VALUE: values, **point.ranks}, point.numbers, dropped + point.loss)
-            for point in stack.points(losses, multiple)
+    def points(self) -> list[Point]:
+        """Return a point for each width of the latent."""
+        latent = self.latent
+        metric_LL, moment_LL = self._pulled, self.mean(input_moment(latent.reader))
+        if self.by_loss:
+            losses = least_losses(moment_LL, metric_LL)
+        else:
+            losses = losses_by_rank(self._directions(), moment_LL, metric_LL)
+        passed = latent.writer.outputs - latent.width
+        return [
+            Point(
+                {LATENT: rank},
+                self.numbers(rank),
+                0.0 if rank == latent.width else float(losses[rank]),
+                rank + passed if latent.cached else 0,
+            )
+            for rank in self.widths
         ]
-        for point in frontier(points):
-            yield Point(point.ranks, point.numbers + block.writer.biases, point.loss)
 
+    def solve(self, ranks: Ranks) -> Solution:
+        """Narrow the latent."""
+        return self.narrowed(ranks[LATENT])
 
-def _narrowed(
-    entry: LossAware, latent: Latent, weights: Weights, statistics: Statistics, rank: int, values: int | None
-) -> Solution:
-    """Narrow a latent. `values`: the number of values of each head, if the reader has already been cut to fewer."""
-    writer, norm, reader = (f"{role}.weight" for role in latent.roles)
-    kept = {key: weights[key] for key in (writer, latent.writer.bias_key, norm, reader) if key in weights}
-    if rank >= latent.width:
-        forms = (
-            {} if values is None else dict.fromkeys(latent.roles, FormSpec(form="narrow", rank=rank, value_rank=values))
+    def correct(self, ranks: Ranks, before: Weights) -> Solution:
+        """Apply the correction of the pair at the latent's input."""
+        return self.carried().solve(ranks)
+
+    def carried(self) -> Self:
+        """Return the group with its writer fitted to the compressed model's inputs."""
+        moved = carry(self.statistics, self.corrections[0], self.weights, (self.latent.writer,))
+        return replace(self, weights=moved.weights)
+
+    def narrowed(self, rank: int, values: int | None = None) -> Solution:
+        """Narrow the latent. `values`: the number of values of each head, if the reader has already been cut to
+        fewer."""
+        latent, weights, bias = self.latent, self.weights, self.latent.writer.bias_key
+        writer, norm, reader = (f"{role}.weight" for role in latent.roles)
+        form = FormSpec(form="narrow", rank=rank, value_rank=values)
+        if rank >= latent.width:
+            kept = {key: weights[key] for key in (writer, bias, norm, reader) if key in weights}
+            forms = {} if values is None else dict.fromkeys(latent.roles, form)
+            return Solution(kept, forms, {} if forms else {"dense": True})
+        directions = self._directions()
+        parts = narrowed_latent(
+            weights[writer],
+            weights.get(bias),
+            weights[norm],
+            weights[reader],
+            Directions(directions.values, directions.encode[:rank], directions.decode[:, :rank]),
+            self.mean(_spread(latent))[: latent.width, : latent.width],
+            NORM_EPS,
         )
-        return Solution(kept, forms, {} if forms else {"dense": True})
-    directions = _directions(entry, latent, weights, statistics)
-    parts = narrowed_latent(
-        weights[writer],
-        weights.get(latent.writer.bias_key),
-        weights[norm],
-        weights[reader],
-        Directions(directions.values, directions.encode[:rank], directions.decode[:, :rank]),
-        statistics.mean(_spread(latent))[0, : latent.width, : latent.width],
-        NORM_EPS,
-    )
-    tensors = {writer: parts.writer, norm: parts.norm, reader: parts.reader}
-    tensors |= {latent.writer.bias_key: parts.bias} if parts.bias is not None else {}
-    form, read = FormSpec(form="narrow", rank=rank, value_rank=values), input_moment(latent.reader)
-    inputs = {latent.reader.role: lambda: parts.read @ statistics.mean(read)[0] @ parts.read.T}
-    return Solution(tensors, dict.fromkeys(latent.roles, form), {"beside": parts.beside}, inputs=inputs)
+        tensors = {writer: parts.writer, norm: parts.norm, reader: parts.reader}
+        tensors |= {bias: parts.bias} if parts.bias is not None else {}
+        inputs = {latent.reader.role: lambda: parts.read @ self.mean(input_moment(latent.reader)) @ parts.read.T}
+        return Solution(tensors, dict.fromkeys(latent.roles, form), {"beside": parts.beside}, inputs=inputs)
+
+    @property
+    def _pulled(self) -> Tensor:
+        return self.mean(pull((self.latent.reader,)))
+
+    def _directions(self) -> Directions:
+        """Return the directions of the normed latent, in the metric of the loss or of the reader's outputs."""
+        moment_LL = self.mean(input_moment(self.latent.reader))
+        if self.by_loss:
+            return input_directions(moment_LL, self._pulled)
+        reader_KL = self.weight(self.latent.reader).double()
+        return input_directions(moment_LL, reader_KL.T @ reader_KL)
+
+    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
+        """Count the directions of the latent, and its stored form."""
+        outputs = sum(self.geometry.weight_shape(role)[0] for role in self.roles)
+        return directed_stack(outputs, self.latent.width)
+
+    def curve_work(self, tokens: int) -> Work:
+        """Count the losses of all widths."""
+        return direction_losses(self.latent.width)
+
+
+class LatentValues(NarrowLatent, HeadValues):
+    """The latent of keys and values, with the values of the heads and the output projection."""
+
+    output_rank = "o_proj"  # a pivoted form is stored under the name of its rank
+
+    @property
+    def heads(self) -> Heads:
+        """Return the heads, each with values of its own."""
+        return Heads(self.block.heads, self.block.heads, self.block.value_width)
+
+    def form(self, rank: int) -> FormSpec:
+        """Return the form of an uncut o."""
+        return FormSpec(form="narrow", value_rank=rank)
+
+    def curve(self) -> Curve:
+        """Return a point for each width, value width and rank of the output projection."""
+        biases = self.block.writer.biases
+        choices = [
+            replace(choice, numbers=choice.numbers + biases)
+            for values in self.value_ranks
+            for choice in frontier(self.output_points(values))
+        ]
+        return to_columns(up_to_whole([self._joined(point, choice) for point in self.points() for choice in choices]))
+
+    def _joined(self, point: Point, choice: Point) -> Point:
+        """Combine a width of the latent with a choice of values and output."""
+        numbers = point.numbers + choice.numbers - self._removed(point.ranks[LATENT], choice.ranks[VALUE])
+        return Point({**point.ranks, **choice.ranks}, numbers, point.loss + choice.loss, point.cache)
+
+    def _removed(self, width: int, values: int) -> int:
+        """Count the numbers of the value rows that the latent's reader no longer has."""
+        return width * self.block.heads * (self.block.value_width - values)
+
+    def least_numbers(self) -> int:
+        """Count the numbers stored at the smallest size."""
+        width, values = self.widths[0], min(self.multiple, self.block.value_width)
+        stored = self.output_stack(values).least(self.multiple) + self.block.writer.biases
+        return self.numbers(width) - self._removed(width, values) + stored
+
+    def solve(self, ranks: Ranks) -> Solution:
+        """Narrow the latent, reduce the values to a basis, and cut the output projection to its rank."""
+        writer, reader, values = self.block.writer, self.latent.reader, ranks[VALUE]
+        reduced = self.reduced(values)
+        if reduced.encode is None:
+            solution = self.narrowed(ranks[LATENT])
+        else:
+            encoded_KL = _encoded(self.block, self.weight(reader).double(), reduced.encode)
+            weights = {**self.weights, reader.weight_key: encoded_KL}
+            solution = replace(self, weights=weights).narrowed(ranks[LATENT], values)
+        cut = self.cut(reduced.output, reduced.moment, ranks)
+        whole = {} if cut.forms else {writer.weight_key: self.weight(writer)}
+        tensors = {**solution.tensors, **cut.tensors, **whole, **biases_of(self.weights, (writer,))}
+        forms = {**solution.forms, **cut.forms}
+        report = {} if forms else {"dense": True}
+        inputs = {**solution.inputs, writer.role: lambda: reduced.moment}
+        return Solution(tensors, forms, {**solution.report, **report}, inputs=inputs)
+
+    def correct(self, ranks: Ranks, before: Weights) -> Solution:
+        """Apply the correction of the pair at the latent's input, with the output projection at full rank, or else the
+        one at the output projection's input."""
+        read, mixed = self.corrections
+        if read in self.statistics.moments:
+            return self.carried().solve({**ranks, self.output_rank: self.output_stack(ranks[VALUE]).full})
+        completed = complete(self.statistics, mixed, before[self.block.writer.weight_key])
+        cut = self.cut(completed.weight, completed.moment, ranks)
+        return Solution({**cut.tensors, **biases_of(self.weights, (self.block.writer,))}, cut.forms)
+
+    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
+        """Count the directions of the latent, a fit of values and o, and the cut of o."""
+        return directions(self.latent.width) + directed_output(self.block.writer, self.heads.width)
+
+    def curve_work(self, tokens: int) -> Work:
+        """Count the fits at each rank of the values."""
+        return HeadValues.curve_work(self, tokens)
 
 
 def _encoded(block: LatentAttentionBlock, reader_KL: Tensor, encode_Hrv: Tensor) -> Tensor:
@@ -249,53 +262,6 @@ def _encoded(block: LatentAttentionBlock, reader_KL: Tensor, encode_Hrv: Tensor)
     return torch.cat((keys_HnL, encode_Hrv @ values_HvL), dim=1).flatten(0, 1)
 
 
-def _fits(entry: LossAware, block: LatentAttentionBlock, weights: Weights, statistics: Statistics) -> ValueFits:
-    sizes = Heads(block.heads, block.heads, block.value_width)
-    return ValueFits(entry, block.writer, sizes, weights[block.writer.weight_key], statistics)
-
-
-def _stack(entry: LossAware, block: LatentAttentionBlock, geometry: LayerGeometry, values: int) -> Stack:
-    """Return the stack of the output projection."""
-    writer = block.writer
-    widths = {} if values >= block.value_width else {"value_rank": values}
-    inputs, pivoted = block.heads * values, entry.factors == "pivoted"
-    return Stack(writer.role, (writer.role,), writer.outputs, inputs, geometry.bits, pivoted, widths)
-
-
-def _moments(latent: Latent) -> tuple[Moment, ...]:
-    """Return the moments of the normed latent, of the gradient at it, and of the latent before its norm."""
-    return input_moment(latent.reader), pull((latent.reader,)), _spread(latent)
-
-
 def _spread(latent: Latent) -> Moment:
+    """Return the moment of a latent before its norm."""
     return Moment(f"{latent.writer.role}.out")
-
-
-def _metric(latent: Latent, statistics: Statistics) -> Tensor:
-    return statistics.mean(pull((latent.reader,)))[0]
-
-
-def _directions(entry: LossAware, latent: Latent, weights: Weights, statistics: Statistics) -> Directions:
-    """Return the directions of the normed latent, in the metric of the loss or of the reader's outputs."""
-    moment_LL = statistics.mean(input_moment(latent.reader))[0]
-    if entry.weighting == "loss":
-        return input_directions(moment_LL, _metric(latent, statistics))
-    reader_KL = weights[latent.reader.weight_key].double()
-    return input_directions(moment_LL, reader_KL.T @ reader_KL)
-
-
-def _multiple(entry: LossAware, latent: Latent, geometry: LayerGeometry) -> int:
-    """Return the multiple of all widths."""
-    multiple = entry.multiple(geometry.hidden)
-    return multiple if multiple % latent.step == 0 else multiple * latent.step
-
-
-def _block(geometry: LayerGeometry) -> LatentAttentionBlock:
-    block = geometry.latent_attention
-    assert block is not None
-    return block
-
-
-def _latent(geometry: LayerGeometry, group: Group) -> Latent:
-    latents = _block(geometry).latents
-    return next(latent for latent in latents if {*latent.roles} <= {*group.roles})

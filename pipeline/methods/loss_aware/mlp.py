@@ -1,26 +1,30 @@
 """An MLP: channels are removed, then the readers are cut to a joint rank and the writer to its own rank.
 
-docs/methods.md#curves. Workers can share the curve by widths: `begin` orders the channels, `piece` computes the losses
-of some widths, and `join` returns the points. A width's result does not depend on the other widths of its worker.
+docs/methods.md#curves. Workers can share the curve by widths; the result of a width does not depend on the other widths
+of its worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from manifests.methods import LossAware
 from manifests.records import Curve
 from pipeline.families.blocks import MLPBlock, roles_of
+from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.interpolation import interpolate
 from pipeline.methods.loss_aware.mlp_sample import probed_ranks, probed_widths, routing_sample, sample_of
 from pipeline.methods.loss_aware.mlp_sizes import WIDTH, Sizes, encode_widths
 from pipeline.methods.loss_aware.mlp_solver import CACHE_BYTES, Solver
 from pipeline.methods.loss_aware.pairs import carry, complete
-from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+from pipeline.methods.method import Ranks, Solution, Weights
 from pipeline.methods.moments import input_moment, output_gradient, pair
+from pipeline.methods.work import Work, elimination, is_narrow, mlp_curve, mlp_fit, spectra
 from pipeline.ranks.curves import Point, merged, to_columns, up_to_whole
 
 
@@ -47,68 +51,163 @@ class Piece(TypedDict):
     bends: list[float]
 
 
-def moments(block: MLPBlock) -> tuple[Moment, ...]:
-    """Return the moments and samples that curve and solution need."""
+def mlp_group(entry: LossAware, layer: LayerGeometry, block: MLPBlock, corrects: bool) -> MLP:
+    """Return the group of an MLP. It has a piece of its curve for each width.
+
+    `corrects`: correct it at the readers, and at the writer.
+    """
     whole = (input_moment(block.readers[0]), input_moment(block.writer), output_gradient(block.writer))
     samples = (sample_of(block), routing_sample(block)) if block.routing else (sample_of(block),)
-    return (*whole, *samples, *map(output_gradient, block.readers))
+    moments = (*whole, *samples, *map(output_gradient, block.readers))
+    pairs = (pair(block.input), pair(block.writer.reads)) if corrects else ()
+    group = MLP(entry, layer, block.name, block.roles, moments, pairs)
+    return replace(group, pieces=len(group.widths))
 
 
-def corrections(block: MLPBlock) -> tuple[Moment, ...]:
-    """Return the pairs for `correct`, in order: at the readers, and at the writer."""
-    return pair(block.input), pair(block.writer.reads)
+class MLP(Sizes):
+    """An MLP or an expert."""
 
+    def least_numbers(self) -> int:
+        """Count the numbers stored at the smallest width and ranks."""
+        width = min(self.widths)
+        stacks = (self.reader_stack(width), self.writer_stack(width))
+        return sum(stack.least(self.multiple) for stack in stacks) + self.bias_numbers(width)
 
-def pieces(sizes: Sizes) -> int:
-    """Return the number of pieces of the curve: one for each width."""
-    return len(sizes.widths)
+    # -- the curve ---------------------------------------------------------------------------------------------------
 
+    def curve(self) -> Curve:
+        """Compare ranks of the readers and of the writer at each of a few widths.
 
-def curve(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
-    """Compare ranks of the readers and of the writer at each of a few widths.
+        The curve's hint encodes the channels that each width keeps.
+        """
+        solver = Solver(self, min(self.widths))
+        elimination = _eliminated(solver)
+        return self.join_curve(elimination, _pieces(solver, elimination, self._by_work()))
 
-    The curve's hint encodes the channels that each width keeps.
-    """
-    solver = Solver(sizes, weights, statistics, min(sizes.widths))
-    elimination = _eliminated(solver)
-    return join(sizes, elimination, _pieces(solver, elimination, _by_work(sizes)))
+    def begin_curve(self) -> EliminatedChannels:
+        """Eliminate channels down to the smallest width."""
+        return _eliminated(Solver(self, min(self.widths)))
 
+    def curve_pieces(self, shared: EliminatedChannels, numbers: Sequence[int]) -> list[Piece]:
+        """Return the pieces of some widths, given by their positions in order of work.
 
-def begin(sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics) -> EliminatedChannels:
-    """Eliminate channels. Memory: the statistics and one copy of their largest moment."""
-    return _eliminated(Solver(sizes, weights, statistics, min(sizes.widths)))
+        A worker needs at most a copy of their largest moment, and a batch of the sample. Each call repeats the work
+        that widths share (a factor of that moment, and products with it), but not the elimination.
+        """
+        widths = self._by_work()
+        return _pieces(Solver(self, min(widths), shared["order"]), shared, [widths[number] for number in numbers])
 
+    def join_curve(self, shared: EliminatedChannels, pieces: Sequence[Piece]) -> Curve:
+        """Return the points of all widths, from all pieces in order."""
+        by_width = dict(zip(self._by_work(), pieces, strict=True))
+        points = up_to_whole([*self._points(shared, by_width), self.dense_point()])
+        return to_columns(points, encode_widths(shared["order"], self.widths))
 
-def piece(
-    sizes: Sizes,
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-    elimination: EliminatedChannels,
-    numbers: Sequence[int],
-) -> list[Piece]:
-    """Compute the losses of the widths with these `numbers`, one width after another.
+    def dense_point(self) -> Point:
+        """Return the dense MLP, which loses nothing."""
+        width = self.mlp.width
+        stacks = (self.reader_stack(width), self.writer_stack(width))
+        numbers = sum(stack.numbers(stack.full) for stack in stacks) + self.bias_numbers(width)
+        return Point({WIDTH: width, **{stack.name: stack.full for stack in stacks}}, numbers, 0.0)
 
-    Memory: the statistics, one copy of their largest moment, and a batch of the sample. Each call repeats the work that
-    widths share (a factor of that moment, and products with it), but not the elimination.
-    """
-    widths = _by_work(sizes)
-    solver = Solver(sizes, weights, statistics, min(widths), elimination["order"])
-    return _pieces(solver, elimination, [widths[number] for number in numbers])
+    def _points(self, elimination: EliminatedChannels, by_width: Mapping[int, Piece]) -> Iterator[Point]:
+        for width, loss in zip(self.widths, elimination["losses"], strict=True):
+            pruned = Point({WIDTH: width}, self.bias_numbers(width), loss)
+            losses = self._reader_losses(elimination, by_width, width)
+            readers = self.reader_stack(width).points(losses, self.multiple)
+            writer = self.writer_stack(width).points(_column(by_width[width]["writer"]), self.multiple)
+            yield from merged([pruned], merged(readers, writer))
 
+    def _reader_losses(self, elimination: EliminatedChannels, by_width: Mapping[int, Piece], width: int) -> Tensor:
+        """Predict the loss of the readers at each rank: the linear prediction, times the bend measured at a few ranks.
 
-def join(sizes: Sizes, elimination: EliminatedChannels, pieces: Sequence[Piece]) -> Curve:
-    """Return the points of all widths, from all pieces in order."""
-    by_width = dict(zip(_by_work(sizes), pieces, strict=True))
-    points = up_to_whole([*_options(sizes, elimination, by_width), dense_point(sizes)])
-    return to_columns(points, encode_widths(elimination["order"], sizes.widths))
+        Bends are interpolated between the probed widths.
+        """
+        linear, ranks = _column(by_width[width]["readers"]), probed_ranks(self.mlp, width)
+        probed = elimination["probed"]
+        if not probed or not ranks or width > probed[-1]:
+            return linear
+        measured_at = [width] if width in probed else probed
+        measured = torch.stack([_column(by_width[other]["bends"]) for other in measured_at])
+        (by_share,) = interpolate(measured_at, measured, torch.tensor([width]))
+        by_place = by_share[list(ranks.values())]
+        # Below the smallest measured rank, predict no less than the linear prediction.
+        bends = torch.cat((by_place[:1].clamp_min(1.0), by_place))
+        by_rank = linear * interpolate([0, *ranks], bends, torch.arange(len(linear)))
+        return by_rank.flip(0).cummax(0).values.flip(0)  # measured losses are noisy, but a larger rank never loses more
 
+    def _by_work(self) -> list[int]:
+        """Return the widths in descending order of work: those to probe first, and within each part the largest
+        first."""
+        probed = probed_widths(self)
+        return sorted(self.widths, key=lambda width: (width not in probed, -width))
 
-def dense_point(sizes: Sizes) -> Point:
-    """Return the dense MLP, which loses nothing."""
-    width = sizes.block.width
-    stacks = (sizes.reader_stack(width), sizes.writer_stack(width))
-    numbers = sum(stack.numbers(stack.full) for stack in stacks) + sizes.bias_numbers(width)
-    return Point({WIDTH: width, **{stack.name: stack.full for stack in stacks}}, numbers, 0.0)
+    # -- solutions ---------------------------------------------------------------------------------------------------
+
+    def solve(self, ranks: Ranks) -> Solution:
+        """Return the factors at chosen ranks."""
+        return next(self.solve_sizes([ranks]))
+
+    def solve_sizes(self, sizes: Sequence[Ranks]) -> Iterator[Solution]:
+        """Prune to the `width` of each size, refit the writer, then cut readers and writer to their ranks.
+
+        Channels are eliminated once, down to the least width; the outputs of the dense MLP on the sample are computed
+        once.
+        """
+        least, cache_bytes = min(ranks[WIDTH] for ranks in sizes), CACHE_BYTES if len(sizes) > 1 else 0
+        solver = Solver(self, least, cache_bytes=cache_bytes)
+        return (self._solution(solver, ranks) for ranks in sizes)
+
+    def _solution(self, solver: Solver, ranks: Ranks) -> Solution:
+        block, width, full_rank = self.mlp, ranks[WIDTH], self.reader_stack(ranks[WIDTH]).full
+        full_writer = ranks[block.writer_group] >= self.writer_stack(width).full
+        if width >= block.width and ranks[block.reader_group] >= full_rank and full_writer:
+            return self.dense()
+        kept = solver.kept(width)
+        read = solver.read(kept, ranks)
+        refit_Dk, report = solver.refit(kept)
+        moment_kk = solver.moment(kept)
+        if ranks[block.reader_group] < full_rank and solver.has_tokens_for(width):
+            on_sample = solver.refit_on_sample(kept, ranks[block.reader_group])
+            refit_Dk, moment_kk = on_sample.weight, on_sample.moment
+            report = {**report, "refit_tokens": solver.fitted_tokens(width)}
+        written = solver.written(refit_Dk, moment_kk, ranks)
+        inputs, outputs = {block.writer.role: lambda: moment_kk}, dict.fromkeys(roles_of(block.readers), kept)
+        return Solution({**read.tensors, **written.tensors}, read.forms | written.forms, report, inputs, outputs)
+
+    def correct(self, ranks: Ranks, before: Weights) -> Solution:
+        """Apply the correction of the pair at the readers, with the writer at full rank, or else the one at the
+        writer."""
+        block, (read_pair, written_pair) = self.mlp, self.corrections
+        if read_pair not in self.statistics.moments:
+            solver = Solver(self, ranks[WIDTH])
+            others_kk = solver.others_moment(ranks[WIDTH])
+            completed = complete(self.statistics, written_pair, before[block.writer.weight_key], others_kk)
+            return solver.written(completed.weight, completed.moment, ranks)
+        moved = carry(self.statistics, read_pair, self.weights, block.readers)
+        statistics = self.statistics.with_mean(input_moment(block.readers[0]), moved.moment[None])
+        solver = Solver(self.given(moved.weights, statistics), ranks[WIDTH])
+        kept = solver.kept(ranks[WIDTH])
+        read = solver.read(kept, ranks)
+        refit_Dk, report = solver.refit(kept)
+        full = {**ranks, block.writer_group: self.writer_stack(ranks[WIDTH]).full}
+        written = solver.written(refit_Dk, solver.moment(kept), full)
+        return Solution({**read.tensors, **written.tensors}, read.forms | written.forms, report)
+
+    # -- work --------------------------------------------------------------------------------------------------------
+
+    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
+        """Count the fit on the sample, the eigenproblems of inputs and outputs, and the elimination, unless the kept
+        channels are known."""
+        block, (read, _, written, sample, *_) = self.mlp, self.moments
+        fit = mlp_fit(block, min(sample.tokens, tokens))
+        if not is_narrow(block):
+            fit += spectra((read, written), self.geometry)
+        return fit if hinted else fit + elimination(block)
+
+    def curve_work(self, tokens: int) -> Work:
+        """Count the curve with its pieces."""
+        return mlp_curve(self.mlp, self.pieces, min(sample_of(self.mlp).tokens, tokens))
 
 
 def _eliminated(solver: Solver) -> EliminatedChannels:
@@ -126,102 +225,5 @@ def _pieces(solver: Solver, elimination: EliminatedChannels, widths: Sequence[in
     return [by_width[width] for width in widths]
 
 
-def _options(sizes: Sizes, elimination: EliminatedChannels, by_width: Mapping[int, Piece]) -> Iterator[Point]:
-    for width, loss in zip(sizes.widths, elimination["losses"], strict=True):
-        pruned = Point({WIDTH: width}, sizes.bias_numbers(width), loss)
-        losses = _reader_losses(sizes.block, elimination, by_width, width)
-        readers = sizes.reader_stack(width).points(losses, sizes.multiple)
-        writer = sizes.writer_stack(width).points(_column(by_width[width]["writer"]), sizes.multiple)
-        yield from merged([pruned], merged(readers, writer))
-
-
-def _reader_losses(
-    block: MLPBlock, elimination: EliminatedChannels, by_width: Mapping[int, Piece], width: int
-) -> Tensor:
-    """Predict the loss of the readers at each rank: the linear prediction, times the bend measured at a few ranks.
-
-    Bends are interpolated between the probed widths.
-    """
-    linear, ranks = _column(by_width[width]["readers"]), probed_ranks(block, width)
-    probed = elimination["probed"]
-    if not probed or not ranks or width > probed[-1]:
-        return linear
-    measured_at = [width] if width in probed else probed
-    measured = torch.stack([_column(by_width[other]["bends"]) for other in measured_at])
-    (by_share,) = interpolate(measured_at, measured, torch.tensor([width]))
-    by_place = by_share[list(ranks.values())]
-    # Below the smallest measured rank, predict no less than the linear prediction.
-    bends = torch.cat((by_place[:1].clamp_min(1.0), by_place))
-    by_rank = linear * interpolate([0, *ranks], bends, torch.arange(len(linear)))
-    return by_rank.flip(0).cummax(0).values.flip(0)  # measured losses are noisy, but a larger rank never loses more
-
-
 def _column(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def _by_work(sizes: Sizes) -> list[int]:
-    """Return the widths in descending order of work: those to probe first, and within each part the largest first."""
-    probed = probed_widths(sizes)
-    return sorted(sizes.widths, key=lambda width: (width not in probed, -width))
-
-
-def least_numbers(sizes: Sizes) -> int:
-    """Count the numbers stored at the smallest width and ranks."""
-    width = min(sizes.widths)
-    stacks = (sizes.reader_stack(width), sizes.writer_stack(width))
-    return sum(stack.least(sizes.multiple) for stack in stacks) + sizes.bias_numbers(width)
-
-
-def solve(
-    sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, choices: Sequence[Ranks]
-) -> Iterator[Solution]:
-    """Prune to each choice's `width`, refit the writer, then cut readers and writer to their ranks.
-
-    Channels are eliminated once, down to the least width; the outputs of the dense MLP on the sample are computed once.
-    """
-    cache_bytes = CACHE_BYTES if len(choices) > 1 else 0
-    least = min(ranks[WIDTH] for ranks in choices)
-    solver = Solver(sizes, weights, statistics, least, cache_bytes=cache_bytes)
-    return (_solution(solver, ranks) for ranks in choices)
-
-
-def _solution(solver: Solver, ranks: Ranks) -> Solution:
-    sizes, block, width = solver.sizes, solver.block, ranks[WIDTH]
-    full_rank = sizes.reader_stack(width).full
-    full_ranks = ranks[block.reader_group] >= full_rank and ranks[block.writer_group] >= sizes.writer_stack(width).full
-    if width >= block.width and full_ranks:
-        return Solution(dict(solver.weights), {}, {"dense": True})
-    kept = solver.kept(width)
-    read = solver.read(kept, ranks)
-    refit_Dk, report = solver.refit(kept)
-    moment_kk = solver.moment(kept)
-    if ranks[block.reader_group] < full_rank and solver.has_tokens_for(width):
-        on_sample = solver.refit_on_sample(kept, ranks[block.reader_group])
-        refit_Dk, moment_kk = on_sample.weight, on_sample.moment
-        report = {**report, "refit_tokens": solver.fitted_tokens(width)}
-    written = solver.written(refit_Dk, moment_kk, ranks)
-    inputs, outputs = {block.writer.role: lambda: moment_kk}, dict.fromkeys(roles_of(block.readers), kept)
-    return Solution({**read.tensors, **written.tensors}, read.forms | written.forms, report, inputs, outputs)
-
-
-def correct(
-    sizes: Sizes, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks, before: Mapping[str, Tensor]
-) -> Solution:
-    """Apply the correction of the pair at the readers, with the writer at full rank, or else the one at the writer."""
-    block = sizes.block
-    read_pair, written_pair = corrections(block)
-    if read_pair not in statistics.moments:
-        solver = Solver(sizes, weights, statistics, ranks[WIDTH])
-        others_kk = solver.others_moment(ranks[WIDTH])
-        completed = complete(statistics, written_pair, before[block.writer.weight_key], others_kk)
-        return solver.written(completed.weight, completed.moment, ranks)
-    moved = carry(statistics, read_pair, weights, block.readers)
-    compressed_statistics = statistics.with_mean(input_moment(block.readers[0]), moved.moment[None])
-    solver = Solver(sizes, moved.weights, compressed_statistics, ranks[WIDTH])
-    kept = solver.kept(ranks[WIDTH])
-    read = solver.read(kept, ranks)
-    refit_Dk, report = solver.refit(kept)
-    full = {**ranks, block.writer_group: sizes.writer_stack(ranks[WIDTH]).full}
-    written = solver.written(refit_Dk, solver.moment(kept), full)
-    return Solution({**read.tensors, **written.tensors}, read.forms | written.forms, report)

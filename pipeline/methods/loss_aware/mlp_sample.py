@@ -14,15 +14,9 @@ from torch import Tensor
 from pipeline.families.blocks import MLPBlock
 from pipeline.methods.loss_aware.mlp_sizes import Sizes
 from pipeline.methods.method import Moment, Statistics
+from pipeline.methods.work import FIT_TOKENS, LEAST_PROBE, LEAST_SAMPLE, PROBE_TOKENS, PROBED, PROBES, SAMPLE_TOKENS
 from pipeline.ranks.curves import spread
 
-SAMPLE_TOKENS = 16  # per kept channel; down is refitted on them
-LEAST_SAMPLE = 65_536  # tokens, if the text has that many: a small MLP needs them too
-PROBE_TOKENS = 3  # per kept channel; enough to measure the loss of a rank of the readers
-PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of the readers
-PROBED = 3  # widths at which ranks are probed: the smallest, one between, the largest
-TOKENS_OF_FIT = 2  # per channel, at least, to fit down to a sample
-LEAST_PROBE = 2048  # tokens
 BATCH = 4096  # tokens that pass the MLP at a time
 
 
@@ -97,8 +91,8 @@ def probed_widths(sizes: Sizes, tokens: int | None = None) -> list[int]:
 
     A few suffice, because the activation's effect changes little from width to width.
     """
-    tokens = sample_of(sizes.block).tokens if tokens is None else tokens
-    return spread([width for width in sizes.widths if tokens >= TOKENS_OF_FIT * width], PROBED)
+    tokens = sample_of(sizes.mlp).tokens if tokens is None else tokens
+    return spread([width for width in sizes.widths if tokens >= FIT_TOKENS * width], PROBED)
 
 
 def probed_ranks(block: MLPBlock, width: int) -> dict[int, int]:

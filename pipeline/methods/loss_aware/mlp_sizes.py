@@ -6,58 +6,46 @@ docs/methods.md#curves. Legend: N channels of the dense MLP.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from manifests.methods import LossAware
-from pipeline.families.blocks import Matrix, MLPBlock, roles_of
-from pipeline.families.layer_geometry import LayerGeometry
-from pipeline.methods.loss_aware.stacks import Stack
+from pipeline.families.blocks import roles_of
+from pipeline.methods.loss_aware.stacks import NO_WIDTHS, Stack, Stacked
 
 WIDTH = "width"  # rank variable; the others are named after the block's two groups
 _DIGITS = string.digits + string.ascii_lowercase  # in the order of their codes, which `decode_kept` compares
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one MLP of a layer, as an entry of the manifest allows them."""
-
-    entry: LossAware
-    geometry: LayerGeometry
-    block: MLPBlock
-
-    @property
-    def multiple(self) -> int:
-        """Return the multiple of widths and ranks."""
-        return self.entry.multiple(self.geometry.hidden)
+class Sizes(Stacked):
+    """An MLP, or an expert, with the sizes that the entry allows."""
 
     @cached_property
     def widths(self) -> list[int]:
         """Return a few evenly spaced widths, up to the full one."""
-        whole, multiple, count = self.block.width, self.multiple, self.entry.widths
+        whole, multiple, count = self.mlp.width, self.multiple, self.entry.widths
         even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
         return [*sorted(width for width in even if width < whole), whole]
 
     def reader_stack(self, width: int) -> Stack:
         """Return the stack of the readers at a width."""
-        return self._stack(self.block.reader_group, self.block.readers, len(self.block.readers) * width, None, width)
+        roles = roles_of(self.mlp.readers)
+        return self.stack(self.mlp.reader_group, roles, len(roles) * width, self.geometry.hidden, self._form(width))
 
     def writer_stack(self, width: int) -> Stack:
         """Return the writer at a width."""
-        return self._stack(self.block.writer_group, (self.block.writer,), self.geometry.hidden, width, width)
+        return self.stack(
+            self.mlp.writer_group, (self.mlp.writer.role,), self.geometry.hidden, width, self._form(width)
+        )
 
-    def _stack(self, name: str, matrices: tuple[Matrix, ...], outputs: int, inputs: int | None, width: int) -> Stack:
-        inputs, pivoted = inputs or self.geometry.hidden, self.entry.factors == "pivoted"
-        form = {} if width >= self.block.width else {"width": width}
-        return Stack(name, roles_of(matrices), outputs, inputs, self.geometry.bits, pivoted, form)
+    def _form(self, width: int) -> Mapping[str, int]:
+        return NO_WIDTHS if width >= self.mlp.width else {"width": width}
 
     def bias_numbers(self, width: int) -> int:
         """Count the numbers of all biases."""
-        return width * sum(reader.bias for reader in self.block.readers) + self.block.writer.biases
+        return width * sum(reader.bias for reader in self.mlp.readers) + self.mlp.writer.biases
 
 
 def encode_widths(order: Sequence[int], widths: Sequence[int]) -> str:

@@ -34,22 +34,13 @@ from pipeline.kernels.sensitivity import (
     weighted_directions,
     weighted_losses,
 )
-from pipeline.methods.loss_aware.mlp_sample import (
-    BATCH,
-    PROBES,
-    TOKENS_OF_FIT,
-    Sample,
-    probe_tokens,
-    probed_ranks,
-    read_sample,
-    sampled,
-)
+from pipeline.methods.loss_aware.mlp_sample import BATCH, Sample, probe_tokens, probed_ranks, read_sample, sampled
 from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
-from pipeline.methods.method import Ranks, Solution, Statistics
+from pipeline.methods.method import Ranks, Solution
 from pipeline.methods.moments import factored_mean, input_moment, output_gradient
 from pipeline.methods.tensors import biases_of, channel_priority
+from pipeline.methods.work import FIT_TOKENS, PROBE_OUTPUTS, PROBES
 
-PROBE_OUTPUTS = 256  # a probe's loss is measured in at most this many random mixtures of outputs
 CACHE_BYTES = 2**27  # the largest outputs of a sample that are cached, if several sizes are fitted to them
 
 
@@ -69,15 +60,7 @@ class _Cut(NamedTuple):
 class Solver:
     """Computes losses, channels and refits of one MLP from its statistics."""
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        least: int,
-        order: Sequence[int] | None = None,
-        cache_bytes: int = 0,
-    ) -> None:
+    def __init__(self, sizes: Sizes, least: int, order: Sequence[int] | None = None, cache_bytes: int = 0) -> None:
         """Read the weights, the moments and the sample of an MLP.
 
         least: the smallest width of any call.
@@ -86,23 +69,21 @@ class Solver:
         """
         self.cache_bytes = cache_bytes
         self._outputs: dict[tuple[int, int], Tensor] = {}  # by the first token of a part and the number of fitted ones
-        self.order, self.least, self.hint = order, least, statistics.hint
-        self.sizes, self.block, self.weights = sizes, sizes.block, weights
-        self.by_loss = sizes.entry.weighting == "loss"
+        self.order, self.least, self.hint = order, least, sizes.statistics.hint
+        self.sizes, self.block, self.weights, self.by_loss = sizes, sizes.mlp, sizes.weights, sizes.by_loss
         readers, writer = self.block.readers, self.block.writer
-        self.down_DN = weights[writer.weight_key].double()
-        self.input_DD = statistics.mean(input_moment(readers[0]))[0]
-        self.hidden_NN = statistics.mean(input_moment(writer))[0]
-        self.metric_DD = statistics.mean(output_gradient(writer))[0]
-        self.gradients_N = {reader: statistics.mean(output_gradient(reader))[0] for reader in readers}
-        self.sample = read_sample(self.block, statistics)
-        self._statistics = statistics
+        self.down_DN = sizes.weight(writer).double()
+        self.input_DD, self.hidden_NN = sizes.mean(input_moment(readers[0])), sizes.mean(input_moment(writer))
+        self.metric_DD = sizes.mean(output_gradient(writer))
+        self.gradients_N = {reader: sizes.mean(output_gradient(reader)) for reader in readers}
+        self.sample = read_sample(self.block, sizes.statistics)
+        self._statistics = sizes.statistics
         self._directions: dict[int, Directions] = {}  # by width
         self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
     def has_tokens_for(self, width: int) -> bool:
         """Return True if the sample has enough tokens to fit `width` channels."""
-        return len(self.sample.inputs) >= TOKENS_OF_FIT * width
+        return len(self.sample.inputs) >= FIT_TOKENS * width
 
     @cached_property
     def priority(self) -> Tensor:

@@ -5,115 +5,88 @@ Legend: D hidden, m rows of q and k, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from manifests.methods import LossAware
 from manifests.records import Curve
-from pipeline.families.blocks import AttentionBlock, roles_of
-from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
 from pipeline.methods.loss_aware.pairs import carry
-from pipeline.methods.loss_aware.stacks import Stack
-from pipeline.methods.method import Moment, Ranks, Solution, Statistics
-from pipeline.methods.moments import input_moment, pair, pull
+from pipeline.methods.loss_aware.stacks import Stack, Stacked
+from pipeline.methods.method import Ranks, Solution, Weights
 from pipeline.methods.tensors import biases_of
-from pipeline.ranks.curves import Point, to_columns, up_to_whole
+from pipeline.methods.work import Work, directed_stack, direction_losses
+from pipeline.ranks.curves import to_columns, up_to_whole
 
 NAME = "query_key"
 
 
-def moments(block: AttentionBlock) -> tuple[Moment, ...]:
-    """Return the moments of the input, and of the gradient at it through q and k."""
-    return input_moment(block.query), pull(block.query_key)
+class QueryKey(Stacked):
+    """Queries and keys of a layer. `moments`: of their input, and of the gradient at it through q and k."""
 
+    @property
+    def whole(self) -> Stack:
+        """Return the stack [q; k]."""
+        rows = sum(matrix.outputs for matrix in self.geometry.attention.query_key)
+        return self.stack(NAME, self.roles, rows, self.geometry.hidden)
 
-def corrections(block: AttentionBlock) -> tuple[Moment, ...]:
-    """Return the pairs for `correct`."""
-    return (pair(block.input),)
+    @property
+    def bias_numbers(self) -> int:
+        """Count the numbers of both biases."""
+        return sum(matrix.biases for matrix in self.geometry.attention.query_key)
 
+    def curve(self) -> Curve:
+        """Return a point for each rank of the stack."""
+        input_DD, pull_DD = map(self.mean, self.moments)
+        if self.by_loss:
+            losses = least_losses(input_DD, pull_DD)
+        else:
+            losses = losses_by_rank(input_directions(input_DD, self._gram(self.weights)), input_DD, pull_DD)
+        biases, cache = self.bias_numbers, self.geometry.attention.key.outputs
+        stacked = self.whole.points(losses, self.multiple)
+        points = [replace(point, numbers=point.numbers + biases, cache=cache) for point in stacked]
+        return to_columns(up_to_whole(points))
 
-def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
-    """Return a point for each rank of the stack [q; k]."""
-    block = geometry.attention
-    pull_DD, input_DD = statistics.mean(pull(block.query_key))[0], statistics.mean(input_moment(block.query))[0]
-    if entry.weighting == "loss":
-        losses = least_losses(input_DD, pull_DD)
-    else:
-        losses = losses_by_rank(_directions(entry, block, weights, statistics), input_DD, pull_DD)
-    biases, cache = _bias_numbers(block), block.key.outputs
-    stacked = _stack(entry, geometry).points(losses, entry.multiple(geometry.hidden))
-    points = [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in stacked]
-    return to_columns(up_to_whole(points))
+    def least_numbers(self) -> int:
+        """Count the numbers stored at the smallest rank."""
+        return self.whole.least(self.multiple) + self.bias_numbers
 
+    def solve(self, ranks: Ranks) -> Solution:
+        """Cut the stack to its rank, with unchanged biases."""
+        if ranks[NAME] >= self.whole.full:
+            return self.dense()
+        input_DD, pull_DD = map(self.mean, self.moments)
+        metric_DD = pull_DD if self.by_loss else self._gram(self.weights)
+        return self._stored(self.weights, input_directions(input_DD, metric_DD), ranks[NAME])
 
-def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
-    """Count the numbers stored at the smallest rank."""
-    return _stack(entry, geometry).least(entry.multiple(geometry.hidden)) + _bias_numbers(geometry.attention)
+    def correct(self, ranks: Ranks, before: Weights) -> Solution:
+        """Fit the stack to the compressed model's inputs, and cut it to its rank."""
+        moved = carry(self.statistics, self.corrections[0], self.weights, self.geometry.attention.query_key)
+        if ranks[NAME] >= self.whole.full:
+            return Solution(moved.weights, {})
+        if self.by_loss:
+            metric_DD = moved.transfer.T @ self.mean(self.moments[1]) @ moved.transfer
+        else:
+            metric_DD = self._gram(moved.weights)
+        return self._stored(moved.weights, input_directions(moved.moment, metric_DD), ranks[NAME])
 
+    def _stored(self, weights: Weights, directions: Directions, rank: int) -> Solution:
+        matrices = self.geometry.attention.query_key
+        parts = {matrix.role: weights[matrix.weight_key] for matrix in matrices}
+        stacked_mD = torch.cat([part.double() for part in parts.values()])
+        tensors, forms = self.whole.store(parts, directions.encode[:rank], stacked_mD @ directions.decode[:, :rank])
+        return Solution(tensors | biases_of(weights, matrices), forms)
 
-def solve(
-    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, ranks: Ranks
-) -> Solution:
-    """Cut the stack to its rank, with unchanged biases."""
-    if ranks[NAME] >= _stack(entry, geometry).full:
-        return Solution(dict(weights), {}, {"dense": True})
-    order = _directions(entry, geometry.attention, weights, statistics)
-    return _stored(entry, geometry, weights, order, ranks[NAME])
+    def _gram(self, weights: Weights) -> Tensor:
+        matrices = self.geometry.attention.query_key
+        stacked_mD = torch.cat([weights[matrix.weight_key].double() for matrix in matrices])
+        return stacked_mD.T @ stacked_mD
 
+    def solve_work(self, tokens: int, hinted: bool = False) -> Work:
+        """Count the directions of the stack, and its stored form."""
+        return directed_stack(self.whole.outputs, self.geometry.hidden)
 
-def correct(
-    entry: LossAware,
-    geometry: LayerGeometry,
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-    ranks: Ranks,
-    before: Mapping[str, Tensor],
-) -> Solution:
-    """Fit the stack to the compressed model's inputs, and cut it to its rank."""
-    block = geometry.attention
-    moved = carry(statistics, pair(block.input), weights, block.query_key)
-    if ranks[NAME] >= _stack(entry, geometry).full:
-        return Solution(moved.weights, {})
-    if entry.weighting == "loss":
-        pull_DD = moved.transfer.T @ statistics.mean(pull(block.query_key))[0] @ moved.transfer
-    else:
-        pull_DD = _gram(block, moved.weights)
-    return _stored(entry, geometry, moved.weights, input_directions(moved.moment, pull_DD), ranks[NAME])
-
-
-def _stored(
-    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], directions: Directions, rank: int
-) -> Solution:
-    stack = _stack(entry, geometry)
-    matrices = geometry.attention.query_key
-    parts = {matrix.role: weights[matrix.weight_key] for matrix in matrices}
-    stacked_mD = torch.cat([part.double() for part in parts.values()])
-    tensors, forms = stack.store(parts, directions.encode[:rank], stacked_mD @ directions.decode[:, :rank])
-    return Solution(tensors | biases_of(weights, matrices), forms)
-
-
-def _directions(
-    entry: LossAware, block: AttentionBlock, weights: Mapping[str, Tensor], statistics: Statistics
-) -> Directions:
-    input_DD = statistics.mean(input_moment(block.query))[0]
-    if entry.weighting == "loss":
-        return input_directions(input_DD, statistics.mean(pull(block.query_key))[0])
-    return input_directions(input_DD, _gram(block, weights))
-
-
-def _gram(block: AttentionBlock, weights: Mapping[str, Tensor]) -> Tensor:
-    stacked_mD = torch.cat([weights[matrix.weight_key].double() for matrix in block.query_key])
-    return stacked_mD.T @ stacked_mD
-
-
-def _stack(entry: LossAware, geometry: LayerGeometry) -> Stack:
-    matrices = geometry.attention.query_key
-    rows = sum(matrix.outputs for matrix in matrices)
-    return Stack(NAME, roles_of(matrices), rows, geometry.hidden, geometry.bits, entry.factors == "pivoted")
-
-
-def _bias_numbers(block: AttentionBlock) -> int:
-    return sum(matrix.biases for matrix in block.query_key)
+    def curve_work(self, tokens: int) -> Work:
+        """Count the losses of all ranks."""
+        return direction_losses(self.geometry.hidden)

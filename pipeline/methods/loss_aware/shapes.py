@@ -6,29 +6,29 @@ docs/methods.md#mixtures, docs/methods.md#latent-attention.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import Curve
-from pipeline.families.geometry import Geometry
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.source_config import shared_padding, shares_width
 from pipeline.kernels.mixture_refit import SWEEPS
-from pipeline.methods.capabilities import Visits
-from pipeline.methods.experts.method import ExpertsMethod, mixture_of, routed, sampled
+from pipeline.kernels.sensitivity import Factored
+from pipeline.methods.base import Group, Visits
+from pipeline.methods.experts.method import Experts, ExpertsMethod
 from pipeline.methods.experts.mixture import Mixture, width_losses
 from pipeline.methods.experts.removal import refitted_counts, remaining_shares, removal_losses, removal_span
 from pipeline.methods.experts.scores import REMOVAL_LOSS_BY_EXPERT
 from pipeline.methods.experts.shapes import EXPERTS, WIDTH, shape_points
-from pipeline.methods.experts.solutions import metric_of
-from pipeline.methods.loss_aware import latents
-from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.loss_aware.latents import latent_groups
 from pipeline.methods.moments import factored_mean
+from pipeline.methods.work import Work, mlp_curve
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import steps, to_columns, up_to_whole
 
@@ -38,12 +38,105 @@ ROW_BITS = 128  # transformers' grouped product needs rows of a multiple of so m
 
 
 @dataclass(frozen=True)
+class Shape(Experts[LossAware]):
+    """The experts of a mixture, in one number and width. `moments`: the sample, and the gradient at the output.
+
+    `padded`: the padding of the shared expert in an export counts, too.
+    """
+
+    scored_by: ClassVar[str] = REMOVAL_LOSS_BY_EXPERT
+    refits: ClassVar[bool] = True
+    padded: bool = False
+
+    @property
+    def stock(self) -> bool:
+        """Return True if all layers get one shape."""
+        return self.entry.shapes == "stock"
+
+    @property
+    def widths(self) -> list[int]:
+        """Return the widths to compare, the full one last; only the full one if the config has no field for others."""
+        width = self.routed[0].width
+        if self.stock and shares_width(self.geometry):
+            return [width]
+        return steps(width, self.width_multiple, WIDTHS)
+
+    @property
+    def width_multiple(self) -> int:
+        """Return the multiple of all widths: the manifest's, else one that suits the kernels that read the experts."""
+        if self.entry.rank_multiple:
+            return self.multiple
+        if self.routed[0].width >= WIDE_EXPERT:
+            return FUSED_MULTIPLE
+        return max(self.multiple, ROW_BITS // self.geometry.bits) if self.stock else self.multiple
+
+    def variables(self) -> tuple[RankVariable, ...]:
+        """Return the number of experts, by which layers of one shape are tied. Shapes themselves are points of
+        curves."""
+        cost = partial(self.numbers, width=self.routed[0].width)
+        return (self.variable(EXPERTS, len(self.routed), cost, multiple=1),) if self.stock else ()
+
+    def least_numbers(self) -> int:
+        """Count the numbers of the smallest shape."""
+        return round(self.numbers(self.counts[0], self.widths[0]))
+
+    def curve(self) -> Curve:
+        """Return the shapes on the frontier; with `stock` all shapes, because the layers' curves are added by shape."""
+        mixture, inputs_TD, metric, counts = self.mixture, self.inputs, self._metric, self.counts
+        removal_E = removal_losses(mixture, inputs_TD, metric)
+        losses_En, output_TD = width_losses(mixture, inputs_TD, metric, self.widths)
+        remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, output_TD)
+        points = shape_points(removal_E, losses_En, self.widths, counts, 1, mixture.rule.groups, remaining_C.tolist())
+        counted = [
+            replace(point, numbers=round(self.counted_numbers(point.ranks[EXPERTS], point.ranks[WIDTH])))
+            for point in points
+        ]
+        # The hint: the solve need not compute the losses of removal again.
+        return to_columns(counted if self.stock else up_to_whole(counted), json.dumps(removal_E.tolist()))
+
+    def counted_numbers(self, count: float, width: float) -> float:
+        """Count the numbers of a shape, with its padding."""
+        return self.numbers(count, width) + (shared_padding(self.geometry, round(width)) if self.padded else 0)
+
+    def expert_scores(self, mixture: Mixture) -> Tensor:
+        """Return the predicted loss of each expert's removal, nats per token."""
+        if self.statistics.hint:
+            return torch.tensor(json.loads(self.statistics.hint), dtype=torch.float64, device=self.inputs.device)
+        return removal_losses(mixture, self.inputs, self._metric)
+
+    @property
+    def _metric(self) -> Factored:
+        return factored_mean(self.statistics, self.moments[1])
+
+    def visits(self, tokens: int) -> Visits:
+        """Return how often each expert is read.
+
+        A curve reads it for the losses of widths, for those of removals once per span of tokens, and, if a refit keeps
+        it or it follows one that is kept and is read ahead, for the start and each sweep. A solve reads it for
+        the target of the refit, to narrow it, in each sweep, and to store it.
+        """
+        sample, experts = min(tokens, self.moments[0].tokens), len(self.routed)
+        spans = -(-sample // removal_span(sample, self.rule["top_k"]))
+        most = max(refitted_counts(self.counts, experts), default=0)  # smaller numbers keep some of the same
+        kept = most / experts
+        return Visits(1 + spans + kept * (2 - kept) * (1 + SWEEPS), 3 + SWEEPS)
+
+    def curve_work(self, tokens: int) -> Work:
+        """Count the curve of one expert on the sample."""
+        return mlp_curve(self.routed[0], 1, min(self.moments[0].tokens, tokens))
+
+
+@dataclass(frozen=True)
 class ShapedExperts(ExpertsMethod[LossAware]):
     """`method: loss_aware` with one shape for all experts of a layer, and one width for each of its latents."""
 
     name: ClassVar[str] = "loss_aware"
     by_loss: ClassVar[bool] = True
-    scored_by: ClassVar[str] = REMOVAL_LOSS_BY_EXPERT
+
+    @property
+    def kind(self) -> Callable[..., Shape]:
+        """Return `Shape`, padded with `stock`, unless the budget is one of routed experts alone."""
+        return partial(Shape, padded=self.uniform and not self.routed_only)
 
     @property
     def uniform(self) -> bool:
@@ -51,100 +144,12 @@ class ShapedExperts(ExpertsMethod[LossAware]):
         return self.entry.shapes == "stock"
 
     @property
-    def refits(self) -> bool:
-        """Return True."""
-        return True
+    def claims_experts(self) -> bool:
+        """Return the entry's `mlp`."""
+        return self.entry.mlp
 
-    def claimable(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Claim the experts, and the latents of latent attention. Raises ValueError if no layer has a mixture."""
-        experts = super().claimable(geometry) if self.entry.mlp else ()
-        if self.routed_only or not self.entry.attention:
-            return experts
-        layers = self.chosen_layers(geometry)
-        return (*experts, *(group for layer in layers for group in latents.groups(layer, output=False)))
-
-    def widths(self, layer: LayerGeometry) -> list[int]:
-        """Return the widths to compare, the full one last; only the full one if the config has no field for others."""
-        if self.uniform and shares_width(layer):
-            return [routed(layer)[0].width]
-        return steps(routed(layer)[0].width, self.multiple(layer), WIDTHS)
-
-    def multiple(self, layer: LayerGeometry) -> int:
-        """Return the multiple of all widths: the manifest's, else one that suits the kernels that read the experts."""
-        usual = self.entry.multiple(layer.hidden)
-        if self.entry.rank_multiple:
-            return usual
-        if routed(layer)[0].width >= WIDE_EXPERT:
-            return FUSED_MULTIPLE
-        return max(usual, ROW_BITS // layer.bits) if self.uniform else usual
-
-    def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """Count the numbers of the smallest shape."""
-        if latents.is_latent(group, geometry):
-            return latents.least_numbers(self.entry, group, geometry)
-        return round(self.numbers(geometry, self.counts(geometry)[0], self.widths(geometry)[0]))
-
-    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Return the shapes on the frontier; with `stock` all shapes, because the layers' curves are added by shape."""
-        if latents.is_latent(group, geometry):
-            return latents.curve(self.entry, group, geometry, weights, statistics)
-        mixture, inputs_TD = mixture_of(geometry, weights), self.inputs(geometry, statistics)
-        metric, widths = factored_mean(statistics, metric_of(routed(geometry))), self.widths(geometry)
-        removal_E, counts = removal_losses(mixture, inputs_TD, metric), self.counts(geometry)
-        losses_En, output_TD = width_losses(mixture, inputs_TD, metric, widths)
-        remaining_C = remaining_shares(mixture, inputs_TD, metric, removal_E, counts, output_TD)
-        points = shape_points(removal_E, losses_En, widths, counts, 1, mixture.rule.groups, remaining_C.tolist())
-        counted = [
-            replace(point, numbers=round(self.stored_numbers(geometry, point.ranks[EXPERTS], point.ranks[WIDTH])))
-            for point in points
-        ]
-        # The hint: the solve need not compute the losses of removal again.
-        return to_columns(counted if self.uniform else up_to_whole(counted), json.dumps(removal_E.tolist()))
-
-    def visits(self, layer: LayerGeometry, tokens: int) -> Visits:
-        """Return how often each expert is read.
-
-        A curve reads it for the losses of widths, for those of removals once per span of tokens, and, if a refit keeps
-        it or it follows one that is kept and is read ahead, for the start and each sweep. A solve reads it for
-        the target of the refit, to narrow it, in each sweep, and to store it.
-        """
-        sample, experts = min(tokens, sampled(layer)), len(routed(layer))
-        spans = -(-sample // removal_span(sample, dict(layer.routing)["top_k"]))
-        most = max(refitted_counts(self.counts(layer), experts), default=0)  # smaller numbers keep some of the same
-        kept = most / experts
-        return Visits(1 + spans + kept * (2 - kept) * (1 + SWEEPS), 3 + SWEEPS)
-
-    def stored_numbers(self, layer: LayerGeometry, count: float, width: float) -> float:
-        """Count the numbers of a shape. With `stock` the padding of the shared expert in an export counts, too, unless
-        the budget is one of routed experts alone."""
-        if not self.uniform or self.routed_only:
-            return self.numbers(layer, count, width)
-        return self.numbers(layer, count, width) + shared_padding(layer, round(width))
-
-    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
-        """Return the variables by which layers of one shape are tied. Shapes themselves are points of curves."""
-        if latents.is_latent(group, geometry):
-            return latents.variables(group, geometry) if self.uniform else ()
-        experts = routed(geometry)
-        cost = partial(self.numbers, geometry, width=experts[0].width)
-        return (RankVariable(group.layer, group.name, EXPERTS, len(experts), 1, cost),) if self.uniform else ()
-
-    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Return none: shapes are points of curves."""
-        return {}
-
-    def compress(
-        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
-    ) -> Solution:
-        """Keep the experts with the largest removal losses, or narrow a latent."""
-        if latents.is_latent(group, geometry):
-            return latents.solve(self.entry, group, geometry, weights, statistics, ranks)
-        return super().compress(group, geometry, weights, statistics, ranks)
-
-    def expert_scores(
-        self, mixture: Mixture, inputs_TD: Tensor, layer: LayerGeometry, statistics: Statistics
-    ) -> Tensor:
-        """Return the predicted loss of each expert's removal, nats per token."""
-        if statistics.hint:
-            return torch.tensor(json.loads(statistics.hint), dtype=torch.float64, device=inputs_TD.device)
-        return removal_losses(mixture, inputs_TD, factored_mean(statistics, metric_of(routed(layer))))
+    def groups(self, layer: LayerGeometry) -> Iterator[Group[Any]]:
+        """Claim the experts, and the latents of latent attention."""
+        yield from super().groups(layer)
+        if self.entry.attention and not self.routed_only:
+            yield from latent_groups(self.entry, layer, output=False)

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from manifests.methods import LossAware
 from manifests.records import FormSpec
 from pipeline.kernels.pivoted import pivoted, pivoted_numbers
+from pipeline.methods.base import Group
 from pipeline.ranks.curves import Point, steps
+
+NO_WIDTHS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -91,3 +96,18 @@ class Stack:
     def _form(self, form: str, rank: int, group: str | None = None) -> FormSpec:
         value_rank, width = self.widths.get("value_rank"), self.widths.get("width")
         return FormSpec(form=form, rank=rank, group=group, value_rank=value_rank, width=width)
+
+
+class Stacked(Group[LossAware]):
+    """A group whose weights are stored as stacks, and whose ranks are points of its curve."""
+
+    @property
+    def by_loss(self) -> bool:
+        """Return True if factors minimise the predicted loss, not the error of outputs."""
+        return self.entry.weighting == "loss"
+
+    def stack(
+        self, name: str, roles: tuple[str, ...], outputs: int, inputs: int, widths: Mapping[str, int] = NO_WIDTHS
+    ) -> Stack:
+        """Return a stack as the entry stores it."""
+        return Stack(name, roles, outputs, inputs, self.geometry.bits, self.entry.factors == "pivoted", widths)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.experts.completing import completed, experts_with_few, sample_of_others, with_samples
 from pipeline.methods.experts.method import mixture_of, routed
-from pipeline.methods.method import Group, Moment, Statistics, Task
+from pipeline.methods.method import Moment, Statistics, Task
 from pipeline.methods.moments import input_moment, output_gradient, pull
 from pipeline.methods.registry import build_methods, claim_tasks
 from tests import factories
@@ -48,7 +48,7 @@ class Layer:
         self.moments |= {output_gradient(reader): draw(1, width).square() for reader in (gate, up)}
         self.moments[sample_of_others(self.block)] = self.inputs_TD[None]
         counts = {moment: passed for moment in full if moment.kind == "value"}
-        self.group = Group(self.layer.index, self.block.name, self.block.roles, tuple(self.moments))
+        self.task = Task(self.layer.index, self.block.name, self.block.roles, tuple(self.moments), method=0)
         self.statistics = Statistics(self.moments, TOKENS, passed=counts)
 
     def read(self, roles: Any) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ class Layer:
         }
 
     def completed(self) -> Statistics:
-        return completed(self.group, self.layer, self.statistics, self.read)
+        return completed(self.task, self.layer, self.statistics, self.read)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -122,8 +122,8 @@ def test_an_expert_with_enough_tokens_keeps_its_statistics(passed: int) -> None:
 
 def test_without_the_sample_no_expert_has_few() -> None:
     case = Layer("mixtral", 1)
-    assert experts_with_few(case.group, case.layer, case.statistics.passed, [*case.moments]) == {"experts.2": 1}
-    assert experts_with_few(case.group, case.layer, case.statistics.passed, []) == {}
+    assert experts_with_few(case.task, case.layer, case.statistics.passed, [*case.moments]) == {"experts.2": 1}
+    assert experts_with_few(case.task, case.layer, case.statistics.passed, []) == {}
 
 
 def test_a_pair_without_tokens_stays_unseen() -> None:
