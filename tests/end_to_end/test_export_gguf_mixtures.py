@@ -112,6 +112,7 @@ def test_the_file_holds_the_tensors_of_a_stock_checkpoint(family: str, tmp_path:
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: false"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "dense MLPs between mixtures of experts"),
         ("qwen3_moe", {"attention_bias": True}, "biases on"),
+        ("qwen3_moe", {"attention_bias": True, "hidden_size": 64}, "biases on k, o, q, v"),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 1.0}}, "YaRN with mscale 1.0 and mscale_all_dim 0.7"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave: false"),
         ("deepseek_v3", {"first_k_dense_replace": 2}, "a deepseek_v3 model without experts"),
