@@ -1,4 +1,4 @@
-"""llama.cpp's server, as the package xllamacpp brings it, built. `tools/engines.sh llama-cpp` installs it in seconds."""
+"""llama.cpp's server, as the package xllamacpp brings it, built. `tools/engines.sh llama-cpp` installs it."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def _block_is(name: str, needed: Any) -> Rule:
 
 
 def _biases(described: LayersConfig) -> str | None:
-    """Find biases that llama.cpp does not add: of mixtures, outside of attention, and of queries wider than the model."""
+    """Find biases that llama.cpp lacks: of mixtures, outside of attention, and of queries wider than the model."""
     biases, heads = {*described.block["biases"]}, described.num_attention_heads
     if others := biases - {*(GGUF_BIASES if described.mixture is None else ())}:
         return f"biases on {', '.join(sorted(others))}"
