@@ -10,7 +10,8 @@ transformers (for a file, of the folder before it), and names the largest differ
 them: near zero, the tokens were as good as tied. `chat` is what OpenAI's chat endpoint did with messages,
 streaming, stop words and log-probabilities. Tokens per second are those of decoding, per CPU-second of all processes of
 a server (median of the turns), which other programs on the machine disturb least. Memory is the proportional set size
-(PSS) of these processes after the answers. Overhead is what it has beyond the weights and the reserved cache.
+(PSS) of these processes after the answers. Overhead is what it has beyond the weights and the reserved cache. That of
+transformers is right for the first folder of a run alone, as memory of earlier models may stay with the process.
 """
 
 from __future__ import annotations
@@ -102,7 +103,11 @@ def running(command: list[str], url: str, model: str, environment: dict[str, str
         whole = psutil.Process(process.pid)
         yield Server(url, model, [whole, *whole.children(recursive=True)])
     finally:
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=60)
+        for each in alive:
+            each.kill()
         process.wait(timeout=60)
 
 
@@ -292,6 +297,7 @@ def main() -> None:
                 each = of_server(server, prompts, options)
             engine, dtype = "llama.cpp", "the file's"
         else:
+            model = None
             model, each = of_transformers(path, options)
             each["overhead"] = overhead(each, model, "transformers", path, options.dtype)
             print(row(path, "transformers", options.dtype, each, None), flush=True)
