@@ -17,6 +17,7 @@ from typing import Any
 import gguf
 
 OUTER = ("token_embd.weight", "output.weight")
+WRITTEN = ("general.architecture", "general.file_type", "general.quantization_version")  # anew
 
 
 def kind_of(tensor: Any, wanted: str) -> gguf.GGMLQuantizationType:
@@ -34,7 +35,7 @@ def rewrite(source: Path, destination: Path, wanted: str) -> None:
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(destination, architecture)
     for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+        if name.startswith("GGUF.") or name in WRITTEN:
             continue
         kind = field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
