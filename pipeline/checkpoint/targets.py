@@ -314,9 +314,9 @@ def _block_is(name: str, needed: Any) -> Rule:
 
 
 def _biases(described: LayersConfig) -> str | None:
-    """Find biases that llama.cpp does not add: those outside of attention, and of queries wider than the model."""
+    """Find biases that llama.cpp lacks: of mixtures, outside of attention, and of queries wider than the model."""
     biases, heads = {*described.block["biases"]}, described.num_attention_heads
-    if others := biases - {*GGUF_BIASES}:
+    if others := biases - {*(GGUF_BIASES if described.mixture is None else ())}:
         return f"biases on {', '.join(sorted(others))}"
     if "q" in biases and heads * described.head_dim != described.hidden_size:
         return f"a bias on q, whose {heads} heads of {described.head_dim} are not the {described.hidden_size} of hidden"

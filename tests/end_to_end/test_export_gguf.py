@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from tests.end_to_end.jobs import Job, command, load, logits_of, relative_error,
 from tests.end_to_end.sources import make_source
 from tests.end_to_end.test_export import METHODS, export
 from tests.factories import make_tokenizer
+from tests.llama_cpp import LlamaCpp, needs_llama_cpp
 
 MakeJob = Callable[..., Job]
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf, an extra, is not installed")
@@ -28,9 +27,6 @@ ROLES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
 }  # fmt: skip
-needs_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp is not there: make test-llama-cpp builds it"
-)
 TEXTS = (
     "Once upon a time, there was a girl.", " leading", "tail ", "one\ntwo\n\n three\ttabs\r\n", "Zoë's 3rd café 😀!",
     "I'LL don't we've 123456 3..3", "中文字", "special <s> and </s> here", "x",
@@ -194,48 +190,29 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     assert (ended.code, "pip install 'CHECKOUT[gguf]'" in ended.err) == (2, True)
 
 
-def without_repacking(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The class of models, which llama-cpp-python 0.3.36 opens with weights repacked for the CPU.
-
-    On one with AMX it then dies in the first forward pass of any file of codes, one that it has quantised itself too.
-    """
-    import llama_cpp.llama_cpp
-
-    defaults = llama_cpp.llama_cpp.llama_model_default_params
-
-    def plain() -> Any:
-        params = defaults()
-        params.use_extra_bufts = False
-        return params
-
-    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", plain)
-    return llama_cpp.Llama
-
-
 @needs_llama_cpp
 @needs_gguf
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("method", [UNIFORM, BY_LAYER, ROUNDED], ids=["llama", "deci", "rounded"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_llama_cpp_computes_the_same(
-    family: str, method: dict[str, Any], tmp_path: Path, job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_cpp_computes_the_same(family: str, method: dict[str, Any], tmp_path: Path, job: MakeJob) -> None:
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 96,
         "head_dim": 32,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
+        "vocab_size": 324,
     }
-    made = job(make_source(tmp_path / "source", family, **sizes), **method)
+    source = make_source(tmp_path / "source", family, **sizes)
+    make_tokenizer().save_pretrained(source)  # 320 tokens, to which transformers adds one for qwen2
+    made = job(source, **method)
     made.run().json  # noqa: B018 - asserts the exit code
-    ended, destination = export(made, "gguf", "model.gguf", *(["--no-vocabulary"] if family == "qwen2" else []))
+    ended, destination = export(made, "gguf", "model.gguf")
     assert ended.code == 0, ended.err
     ids_BT = some_tokens(320, length=16)[:1]
-    llama = without_repacking(monkeypatch)(str(destination), n_ctx=64, logits_all=True, verbose=False)
-    llama.eval(ids_BT[0].tolist())
-    got = torch.from_numpy(llama.scores[: ids_BT.shape[1]].copy())
-    expected = logits_of(load(made.output), ids_BT)[0]
+    got = LlamaCpp(destination).log_probabilities(ids_BT[0].tolist(), sizes["vocab_size"])
+    expected = logits_of(load(made.output), ids_BT)[0].log_softmax(-1)
     if method is ROUNDED:  # beside codes it rounds activations, to 8 bits
         assert relative_error(got, expected) < 0.08
         return
@@ -274,29 +251,40 @@ def test_metadata(tmp_path: Path, job: MakeJob) -> None:
 @pytest.mark.parametrize("name", ["stories260K", "wiki-llama-gqa-8m"])
 def test_llama_cpp_answers_in_words(name: str, tmp_path: Path, job: MakeJob, shared_dir: Path) -> None:
     """Trained models, with SentencePiece's vocabulary and with one of bytes: the same tokens, and the same answer."""
-    import llama_cpp
-
     made = job(shared_dir / "models" / name, **{"budget.keep": 0.95, "methods": [{"method": "magnitude"}]})
     made.run().json  # noqa: B018 - asserts the exit code
     ended, destination = export(made, "gguf", "model.gguf")
     assert ended.code == 0, ended.err
     tokenizer: Any = AutoTokenizer.from_pretrained(shared_dir / "models" / name)
-    llama = llama_cpp.Llama(str(destination), n_ctx=128, verbose=False)
-    begins = llama.metadata["tokenizer.ggml.add_bos_token"] == "true"
+    llama = LlamaCpp(destination)
     for text in TEXTS:
-        ids = llama.tokenize(text.encode(), add_bos=begins, special=True)
-        assert ids == tokenizer(text)["input_ids"], text
+        assert llama.tokens(text) == tokenizer(text)["input_ids"], text
     prompt = tokenizer("Once upon a time", return_tensors="pt").input_ids
     said = load(made.output).float().generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
-    answer = llama("Once upon a time", max_tokens=12, temperature=0.0)["choices"][0]["text"]
     expected = tokenizer.decode([*prompt[0], *said])[len(tokenizer.decode(prompt[0])) :]
-    assert answer == expected
-    if shutil.which("llama-cli"):
-        options = ["-m", str(destination), "-p", "Once upon a time", "-n", "12", "--temp", "0", "--no-repack"]
-        assert program("llama-completion", *options, "-no-cnv", "--no-display-prompt").strip() == expected.strip()
-        assert "> Once upon a time" in program("llama-cli", *options, "-st")
+    assert llama.answer("Once upon a time", 12) == expected
 
 
-def program(name: str, *options: str) -> str:
-    """Run a program of llama.cpp, and return what it writes."""
-    return subprocess.run([name, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+@needs_llama_cpp
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+def test_llama_cpp_chats_by_the_model_s_template(tmp_path: Path, job: MakeJob) -> None:
+    """What it computes of a message is the template's text, which makes transformers say the same."""
+    source = make_source(tmp_path / "source", "llama", layers=2)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ '<s>' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(source)
+    made = job(source, **UNIFORM)
+    made.run().json  # noqa: B018 - asserts the exit code
+    ended, destination = export(made, "gguf", "model.gguf")
+    assert ended.code == 0, ended.err
+    messages = [{"role": "user", "content": "a story of Anna"}]
+    prompt: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    ids_BT = prompt if isinstance(prompt, Tensor) else prompt["input_ids"]
+    said = load(made.output).float().generate(ids_BT, max_new_tokens=8, do_sample=False)[0, ids_BT.shape[1] :]
+    answer, count = LlamaCpp(destination).chat("a story of Anna", 8)
+    assert count == ids_BT.shape[1]
+    assert answer == tokenizer.decode(said, skip_special_tokens=True)

@@ -108,6 +108,9 @@ def test_an_engine_is_asked_for(init: Init, llama: Path, text: Path, tmp_path: P
     assert factors in command("plan", "job.yaml").out
     bits = command("plan", "job.yaml", "--set", "quantize={bits: 3}", "--json").json["engines"]
     assert "less   vllm: has no kernel for 3 bits, which are multiplied out" in bits
+    codes = command("plan", "job.yaml", "--set", "quantize={bits: 4}", "--set", "methods=[]", "--set", "budget=null")
+    assert "serves transformers with compressed-tensors" in codes.out
+    assert factors not in codes.out
     source = factories.make_model(tmp_path / "neox", "gpt_neox")
     refused = init(source, "--text", text, "--for", "llama.cpp", "-o", "other.yaml")
     assert refused.code == 2

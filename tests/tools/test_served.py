@@ -1,0 +1,103 @@
+"""The table of real checkpoints as servers: answers, rates and what a chat client would not expect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.end_to_end.test_export_gguf import needs_gguf, read_gguf
+from tools.benchmarks import served
+
+WORDS = ["Paris", " is", " nice"]
+
+
+class Successor:
+    """A model whose most likely token is the last one plus one."""
+
+    def __call__(self, ids_BT: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(ids_BT + 1, 16) * 2.0)
+
+
+class Chat(served.Server):
+    """A server that answers with the words, and keeps to what it is asked for, unless it is `deaf`."""
+
+    deaf = False
+
+    def post(self, route: str, **body: Any) -> str:
+        said = "".join(WORDS)
+        if body.get("stream"):
+            words = WORDS[:-1] if self.deaf else WORDS
+            parts = [json.dumps({"choices": [{"delta": {"content": word}}]}) for word in words]
+            return "\n\n".join(f"data: {part}" for part in (*parts, "[DONE]")) + "\n\n"
+        stopped = bool(body.get("stop")) and not self.deaf
+        content = said.split(body["stop"][0])[0] if stopped else said
+        tokens = {"content": [{"token": word} for word in WORDS]}
+        choice = {"message": {"content": content}, "finish_reason": "stop" if stopped else "length"}
+        return json.dumps({"choices": [{**choice, "logprobs": tokens}]})
+
+
+def test_answers_that_are_the_most_likely_ones() -> None:
+    assert served.agreement(Successor(), [[1, 2], [5]], [[3, 4, 5], [6]]) == (2, 0.0)
+    assert served.agreement(Successor(), [[1, 2], [5]], [[3, 9, 10], [6]]) == (1, 2.0)
+
+
+def test_the_first_token_is_no_decoding() -> None:
+    clock = [0.0]
+
+    def answer(new: int) -> None:
+        clock[0] += 5 + new  # a prefill of five seconds
+
+    options = argparse.Namespace(new=8, repeats=3)
+    assert served.decoding_rate(lambda: clock[0], answer, 2, options) == 2.0
+
+
+def test_what_a_chat_client_gets() -> None:
+    chat = Chat("http://nowhere", "vllm", [])
+    assert served.chat_faults(chat) == []
+    deaf = type("Deaf", (Chat,), {"deaf": True})("http://nowhere", "vllm", [])
+    streamed, stopped = served.chat_faults(deaf)
+    assert streamed == "streamed 'Paris is', whole 'Paris is nice'"
+    assert stopped == "not stopped at 'nice': 'Paris is nice'"
+
+
+def test_the_line_names_the_gap() -> None:
+    each = {"rates": [1.0, 2000.0], "memory": 3 * 2**20, "overhead": 2**20, "chat": "ok"}
+    line = served.row("a/b.gguf", "llama.cpp", "the file's", each, (19, 0.0123))
+    assert line == "| b.gguf | llama.cpp | the file's | 1.0 | 2,000.0 | 3 | 1 | 19 of 20 (gap 0.012) | ok |"
+
+
+@needs_gguf
+@pytest.mark.parametrize(("wanted", "error"), [("F32", 0.0), ("Q4_0", 0.2)])
+def test_a_file_in_other_numbers(wanted: str, error: float, tmp_path: Path) -> None:
+    import gguf
+    import numpy as np
+
+    from tools.benchmarks.plain_gguf import rewrite
+
+    first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
+    writer = gguf.GGUFWriter(first, "llama")
+    writer.add_block_count(1)
+    writer.add_token_list(["a", "b"])
+    matrix = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    for name in ("token_embd.weight", "blk.0.ffn_up.weight"):
+        writer.add_tensor(name, matrix)
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    rewrite(first, second, wanted)
+    fields, tensors = read_gguf(second)
+    assert (fields["llama.block_count"], fields["tokenizer.ggml.tokens"]) == (1, ["a", "b"])
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(second).tensors}
+    assert kinds["blk.0.ffn_up.weight"] == wanted
+    assert kinds["token_embd.weight"] == ("F32" if wanted == "F32" else "Q8_0")
+    assert kinds["output_norm.weight"] == "F32"
+    gone = tensors["blk.0.ffn_up.weight"] - torch.from_numpy(matrix)
+    assert float(gone.abs().max()) <= error * float(np.abs(matrix).max())

@@ -1,0 +1,315 @@
+"""Compare real checkpoints as servers, vLLM and llama.cpp beside transformers: answers, tokens per second, memory.
+
+    python -m tools.benchmarks.served dense int4 dense.gguf int4.gguf --tokenizer MODEL \\
+        --vllm .engines/vllm/bin/python --llama-cpp .engines/llama-cpp [--new 32] [--repeats 3]
+
+Folders run in transformers (in this environment) and in vLLM's OpenAI server, both in `--dtype`; files in llama.cpp's
+server, in the numbers of the file. Every engine has one thread. Each server gets the same 20 questions at once, by the
+chat template of `--tokenizer`, as token ids. `same` counts the answers all of whose tokens are the most likely ones of
+transformers (for a file, of the folder before it), and names the largest difference of two logits where an answer left
+them: near zero, the tokens were as good as tied. `chat` is what OpenAI's chat endpoint did with messages,
+streaming, stop words and log-probabilities. Tokens per second are those of decoding, per CPU-second of all processes of
+a server (median of the turns), which other programs on the machine disturb least. Memory is the proportional set size
+(PSS) of these processes after the answers. Overhead is what it has beyond the weights and the reserved cache. That of
+transformers is right for the first folder of a run alone, as memory of earlier models may stay with the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+LIMIT, CACHE_GIB, AT_ONCE = 256, 1, 32  # tokens of a sequence; vLLM's cache; requests
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": f"{CACHE_GIB}"}
+QUESTIONS = (
+    "What is the capital of France?", "Name three colours of the rainbow.", "How many days has a week?",
+    "Write a sentence about the sea.", "What is two plus two?", "Who wrote Hamlet?", "What do bees make?",
+    "Give me a word that rhymes with cat.", "What is water made of?", "Which planet is the largest?",
+    "Translate 'good morning' to Spanish.", "Why is the sky blue?", "Write a Python function that adds two numbers.",
+    "What is the opposite of hot?", "Name a fruit that is yellow.", "How do I boil an egg?",
+    "What is a prime number?", "Reverse the list [1, 2, 3] in Python.", "Tell me a very short story.",
+    "What is the largest ocean?",
+)  # fmt: skip
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server. `family`: its own process and those that it started."""
+
+    url: str
+    model: str
+    family: list[psutil.Process]
+
+    def post(self, route: str, **body: Any) -> str:
+        """Return the answer to a request, as text."""
+        content = json.dumps({"model": self.model, "temperature": 0, **body}).encode()
+        request = urllib.request.Request(f"{self.url}{route}", content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return str(answer.read().decode())
+
+    def cpu_seconds(self) -> float:
+        """Return those of all processes."""
+        return sum(times.user + times.system for times in (process.cpu_times() for process in self.family))
+
+    def pss(self) -> int:
+        """Return the memory of all processes in bytes; what they share counts once."""
+        return sum(process.memory_full_info().pss for process in self.family)
+
+    def answers(self, prompts: Sequence[list[int]], new: int, ends: bool = False) -> list[list[int]]:
+        """Return the greedy tokens of all prompts, sent at once; `ends`: answers may be shorter than `new`."""
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(lambda ids: self._tokens(ids, new, ends), prompts))
+
+    def _tokens(self, ids: list[int], new: int, ends: bool) -> list[int]:
+        common = {"prompt": ids, "ignore_eos": not ends}
+        if self.model == "llama.cpp":
+            one = self.post("/completion", n_predict=new, return_tokens=True, cache_prompt=False, **common)
+            return [*json.loads(one)["tokens"]]
+        one = self.post("/v1/completions", max_tokens=new, return_token_ids=True, **common)
+        return [*json.loads(one)["choices"][0]["token_ids"]]
+
+
+@contextmanager
+def running(command: list[str], url: str, model: str, environment: dict[str, str]) -> Iterator[Server]:
+    """Yield a server once it answers, and end its processes."""
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD, **environment}, stdout=sys.stderr)
+    try:
+        deadline = time.monotonic() + 900
+        while not _answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{' '.join(command)}: did not start")
+            time.sleep(1)
+        whole = psutil.Process(process.pid)
+        yield Server(url, model, [whole, *whole.children(recursive=True)])
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=60)
+        for each in alive:
+            each.kill()
+        process.wait(timeout=60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def vllm_command(python: str, folder: str, dtype: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command of vLLM's server, and its environment."""
+    latent = json.loads(Path(folder, "config.json").read_text())["model_type"] == "deepseek_v3"
+    options = {"model": folder, "served-model-name": "vllm", "dtype": dtype, "max-model-len": LIMIT, "port": port,
+               "max-num-seqs": AT_ONCE, "host": "127.0.0.1"}  # fmt: skip
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--no-enable-prefix-caching"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    if latent:  # vLLM's operator for CPUs rotates only the first head
+        command.append('--compilation-config={"custom_ops": ["-rotary_embedding"]}')
+    environment = {"PYTHONPATH": f"{ROOT / 'deploy' / 'serving'}", **({"VLLM_MLA_DISABLE": "1"} if latent else {})}
+    return command, environment
+
+
+def serve_file(path: str, port: int) -> None:
+    """Serve a file by llama.cpp in this process, until it is ended."""
+    import xllamacpp
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.port, settings.verbosity = path, port, 0
+    settings.n_ctx, settings.n_parallel, settings.cache_ram_mib = LIMIT * AT_ONCE, AT_ONCE, 0
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(settings)
+    print(server.listening_address, flush=True)
+    while True:
+        time.sleep(3600)
+
+
+def question_ids(tokenizer: Any, question: str) -> list[int]:
+    """Return a question by the chat template, as token ids."""
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return [*tokenizer(text, add_special_tokens=False).input_ids]
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def decoding_rate(seconds: Callable[[], float], answer: Callable[[int], Any], batch: int, options: Any) -> float:
+    """Return decoded tokens per second: of `options.new` tokens behind a first one, whose seconds do not count."""
+    rates = []
+    for _ in range(options.repeats):
+        start = seconds()
+        answer(1)
+        middle = seconds()
+        answer(options.new + 1)
+        rates.append(batch * options.new / (seconds() - middle - (middle - start)))
+    return statistics.median(rates)
+
+
+def chat_faults(server: Server) -> list[str]:
+    """Return what a client of OpenAI's chat endpoint would not expect."""
+    ask = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 16}
+    whole = json.loads(server.post("/v1/chat/completions", **ask, logprobs=True, top_logprobs=2))
+    choice = whole["choices"][0]
+    said, faults = choice["message"]["content"], []
+    lines = server.post("/v1/chat/completions", **ask, stream=True).splitlines()
+    parts = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
+    streamed = "".join(part[0]["delta"].get("content") or "" for part in parts if part)
+    if streamed != said or lines[-2:] not in (["data: [DONE]", ""], ["", "data: [DONE]"]):
+        faults.append(f"streamed {streamed!r}, whole {said!r}")
+    if "".join(token["token"] for token in choice["logprobs"]["content"])[: len(said)] != said:
+        faults.append("log-probabilities of other tokens")
+    word = said.split()[-1]
+    stopped = json.loads(server.post("/v1/chat/completions", **ask, stop=[word]))["choices"][0]
+    if stopped["finish_reason"] != "stop" or word in stopped["message"]["content"]:
+        faults.append(f"not stopped at {word!r}: {stopped['message']['content']!r}")
+    print(f"  {server.model}: {said!r}", file=sys.stderr)
+    return faults
+
+
+def of_server(server: Server, prompts: Sequence[list[int]], options: Any) -> dict[str, Any]:
+    """Return the measurements of a server."""
+    answers = server.answers(prompts, options.new, ends=True)
+    faults = chat_faults(server)
+    rates = [
+        decoding_rate(server.cpu_seconds, lambda new, n=n: server.answers([*prompts, *prompts][:n], new), n, options)
+        for n in (1, AT_ONCE)
+    ]
+    return {"rates": rates, "memory": server.pss(), "answers": answers, "chat": "; ".join(faults) or "ok"}
+
+
+def of_transformers(folder: str, options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the model in transformers, and its measurements."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
+
+    def answer(batch: int, new: int) -> None:
+        ids = torch.full((batch, 40), 9)
+        model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    rates = [
+        decoding_rate(time.process_time, lambda new, n=n: answer(n, new), n, options)  # type: ignore[misc]
+        for n in (1, AT_ONCE)
+    ]
+    return model, {"rates": rates, "memory": psutil.Process().memory_full_info().pss, "chat": ""}
+
+
+def agreement(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> tuple[int, float]:
+    """Return how many answers have the model's most likely tokens alone, and the largest gap of logits where the
+    others left them."""
+    same, gap = 0, 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits_TV = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+        short_T = logits_TV.amax(-1) - logits_TV[torch.arange(len(answer)), torch.tensor(answer)]
+        first = next((float(value) for value in short_T if value > 0), None)
+        same += first is None
+        gap = max(gap, first or 0.0)
+    return same, gap
+
+
+def overhead(each: dict[str, Any], model: Any, engine: str, path: str, dtype: str) -> int:
+    """Return the memory beyond weights and cache, in bytes; weights are those of the file, or in `dtype`."""
+    config = model.config
+    if engine == "llama.cpp":
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
+        return int(each["memory"]) - Path(path).stat().st_size - per_token * LIMIT * AT_ONCE
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    cache = CACHE_GIB * 2**30 if engine == "vLLM" else 0
+    return int(each["memory"]) - numbers * getattr(torch, dtype).itemsize - cache
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def row(path: str, engine: str, dtype: str, each: dict[str, Any], compared: tuple[int, float] | None) -> str:
+    """Return the line of a measurement."""
+    one, many = (f"{rate:,.1f}" for rate in each["rates"])
+    same = "" if compared is None else f"{compared[0]} of {len(QUESTIONS)}"
+    if compared and compared[0] < len(QUESTIONS):
+        same += f" (gap {compared[1]:.2g})"
+    cells = (
+        Path(path).name,
+        engine,
+        dtype,
+        one,
+        many,
+        f"{each['memory'] / MIB:,.0f}",
+        f"{each['overhead'] / MIB:,.0f}",
+    )
+    return f"| {' | '.join(cells)} | {same} | {each['chat']} |"
+
+
+def main() -> None:
+    """Print the table, or serve a file as a child process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", help="checkpoints, each before the GGUF files that were made of it")
+    parser.add_argument("--tokenizer", help="the model whose chat template asks the questions; default: the first")
+    parser.add_argument("--vllm", help="the Python of an environment with vLLM; without it, not measured")
+    parser.add_argument("--llama-cpp", default="", help="the folder of xllamacpp; default: this environment's")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--port", type=int, default=8093)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve_file(options.models[0], options.port)
+    from transformers import AutoTokenizer
+
+    import lamina  # noqa: F401  # registers its classes
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.tokenizer or options.models[0])
+    prompts = [question_ids(tokenizer, text) for text in QUESTIONS]
+    print("| model | engine | numbers | decode, 1 | decode, 32 | memory, MiB | overhead, MiB | same | chat |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    model: Any = None
+    url = f"http://127.0.0.1:{options.port}"
+    for path in options.models:
+        if path.endswith(".gguf"):
+            command = [sys.executable, "-m", "tools.benchmarks.served", path, "--serve", f"--port={options.port}"]
+            places = f"{options.llama_cpp}:{ROOT}:{ROOT / 'deploy' / 'serving'}"
+            with running(command, url, "llama.cpp", {"PYTHONPATH": places}) as server:
+                each = of_server(server, prompts, options)
+            engine, dtype = "llama.cpp", "the file's"
+        else:
+            model = None
+            model, each = of_transformers(path, options)
+            each["overhead"] = overhead(each, model, "transformers", path, options.dtype)
+            print(row(path, "transformers", options.dtype, each, None), flush=True)
+            if not options.vllm:
+                continue
+            command, environment = vllm_command(options.vllm, path, options.dtype, options.port)
+            with running(command, url, "vllm", environment) as server:
+                each = of_server(server, prompts, options)
+            engine, dtype = "vLLM", options.dtype
+        each["overhead"] = overhead(each, model, engine, path, options.dtype)
+        print(row(path, engine, dtype, each, agreement(model, prompts, each["answers"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
