@@ -43,9 +43,9 @@ def rewrite(source: Path, destination: Path, wanted: str) -> None:
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if wanted == "F32" else f"MOSTLY_{wanted}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for tensor in reader.tensors:
-        kind = kind_of(tensor, wanted)
+        stored = kind_of(tensor, wanted)
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """Return those of all processes."""
-        return sum(times.user + times.system for times in (process.cpu_times() for process in self.family))
+        return sum(float(times.user + times.system) for times in (process.cpu_times() for process in self.family))
 
     def pss(self) -> int:
         """Return the memory of all processes in bytes; what they share counts once."""
@@ -158,7 +159,7 @@ def question_ids(tokenizer: Any, question: str) -> list[int]:
 
 def decoding_rate(seconds: Callable[[], float], answer: Callable[[int], Any], batch: int, options: Any) -> float:
     """Return decoded tokens per second: of `options.new` tokens behind a first one, whose seconds do not count."""
-    rates = []
+    rates: list[float] = []
     for _ in range(options.repeats):
         start = seconds()
         answer(1)
@@ -193,9 +194,10 @@ def of_server(server: Server, prompts: Sequence[list[int]], options: Any) -> dic
     """Return the measurements of a server."""
     answers = server.answers(prompts, options.new, ends=True)
     faults = chat_faults(server)
+    batches = {count: [*prompts, *prompts][:count] for count in (1, AT_ONCE)}
     rates = [
-        decoding_rate(server.cpu_seconds, lambda new, n=n: server.answers([*prompts, *prompts][:n], new), n, options)
-        for n in (1, AT_ONCE)
+        decoding_rate(server.cpu_seconds, partial(server.answers, batch), count, options)
+        for count, batch in batches.items()
     ]
     return {"rates": rates, "memory": server.pss(), "answers": answers, "chat": "; ".join(faults) or "ok"}
 
@@ -237,10 +239,10 @@ def overhead(each: dict[str, Any], model: Any, engine: str, path: str, dtype: st
     config = model.config
     if engine == "llama.cpp":
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
-        return int(each["memory"]) - Path(path).stat().st_size - per_token * LIMIT * AT_ONCE
-    numbers = sum(parameter.numel() for parameter in model.parameters())
+        return int(each["memory"]) - Path(path).stat().st_size - int(per_token) * LIMIT * AT_ONCE
+    numbers = sum(int(parameter.numel()) for parameter in model.parameters())
     cache = CACHE_GIB * 2**30 if engine == "vLLM" else 0
-    return int(each["memory"]) - numbers * getattr(torch, dtype).itemsize - cache
+    return int(each["memory"]) - numbers * int(getattr(torch, dtype).itemsize) - cache
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
