@@ -144,7 +144,9 @@ def make_plan(
         * (passes + walk.importance / walk.shards)
         * sum(forward_flops(layer, sequence) for layer in geometry.layers),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
-        solve_flops=sum(solve_flops(solve_work(task, groups[task.key], tokens)) for task in tasks),
+        solve_flops=sum(
+            solve_flops(solve_work(task, groups[task.key], tokens)) for task in tasks if task.key in groups
+        ),
         calibration_tokens=tokens,
         workers=workers,
     )

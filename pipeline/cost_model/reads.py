@@ -104,7 +104,7 @@ def _solving_phases(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task
         layer, own = geometry.layers[index], [task for task in tasks if task.layer == index]
         held = manifest.workers.experts
         for phase, some in (("curves", [task for task in own if task.key in predicted]), ("solve", own)):
-            phases[phase] += sum(_weight_bytes(groups[task.key], held, tokens, phase) for task in some)
+            phases[phase] += sum(_weight_bytes(task, groups.get(task.key), layer, held, tokens, phase) for task in some)
             sliced = layer.num_experts > held  # the moments of earlier slices are stored
             if phase == "curves" or sliced or not walk.from_memory:
                 each = {moment for task in some for moment in task.moments}
@@ -112,10 +112,12 @@ def _solving_phases(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task
     return phases
 
 
-def _weight_bytes(group: Group[Any], held: int, tokens: int, phase: str) -> int:
-    """Return the bytes of a group's weights, those of streamed experts as often as they are visited."""
-    layer, whole, visits = group.geometry, group.geometry.stored_bytes(group.roles), group.visits(tokens)
-    experts = [block for block in layer.mlps if block.routing and block.roles[0] in group.roles]
+def _weight_bytes(
+    task: Task, group: Group[Any] | None, layer: LayerGeometry, held: int, tokens: int, phase: str
+) -> int:
+    """Return the bytes of a task's weights, those of streamed experts as often as its group visits them."""
+    whole, visits = layer.stored_bytes(task.roles), None if group is None else group.visits(tokens)
+    experts = [block for block in layer.mlps if block.routing and block.roles[0] in task.roles]
     if len(experts) <= held or visits is None:
         return whole
     routed = layer.stored_bytes(tuple(role for block in experts for role in block.roles))

@@ -230,7 +230,11 @@ def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _
         moments=tuple(moment for moment in moments if moment.kind != "sample"),
         samples=tuple(moment for moment in moments if moment.kind == "sample"),
         gradients=tuple(layer_gradients(tasks, busiest)),
-        tasks=tuple((own.get(task.key, task), groups[task.key]) for task in tasks if task.layer == busiest),
+        tasks=tuple(
+            (own.get(task.key, task), groups[task.key])
+            for task in tasks
+            if task.layer == busiest and task.key in groups
+        ),
         predicted=frozenset(task.name for task in predict_tasks(methods, geometry) if task.layer == busiest),
     )
 

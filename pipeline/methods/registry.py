@@ -150,7 +150,8 @@ def _refuse_idle(where: str, geometry: Geometry) -> None:
 
 
 def task_groups(methods: Methods, geometry: Geometry) -> dict[str, Group[Any]]:
-    """Map the keys of all tasks to their groups."""
+    """Map the keys of all tasks of these methods to their groups. What the points of a sweep share has more tasks:
+    those of the methods of all points."""
     claims = ((position, group) for position, method in enumerate(methods) for group in method.claims(geometry))
     return {task_key(group.layer, position, group.name): group for position, group in claims}
 
