@@ -352,13 +352,13 @@ class Manifest(Block):
     def semantic(self) -> dict[str, Any]:
         """Return the fields that change the output's bytes; the fingerprint covers them.
 
-        Paths and evaluation change nothing, and healing follows the solve. The calibration text is covered by its token
-        ids, so that files may move.
+        Paths and evaluation change nothing, healing follows the solve, and `budget.fit` has become `budget.bytes`. The
+        calibration text is covered by its token ids, so that files may move.
         """
         fields = self.model_dump(
             mode="json",
             include={"version", "seed", "budget", "calibration", "methods", "quantize"},
-            exclude={"calibration": {"text"}},
+            exclude={"calibration": {"text"}, "budget": {"fit"}},
         )
         if self.rounding is not None:
             fields["quantize"]["feedback"] = self.rounding.feedback
