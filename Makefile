@@ -75,8 +75,9 @@ mutants: setup
 quickstart: setup
 	$(BIN)/python -m deploy.quickstart
 
-# The README's table and plot, in runs/real: about an hour on two idle cores; the same command goes on after a kill. The
-# model and its texts come from the hub, or from the folders LAMINA_REAL_MODELS and LAMINA_REAL_TEXTS (docs/results.md).
+# Methods and bits compared on a real model, in runs/real, some hours on two cores; the same command goes on after a kill.
+# The model and its texts come from the hub; or from LAMINA_REAL_MODELS, a folder with smollm2-135m-instruct, and
+# LAMINA_REAL_TEXTS, one with wikitext103_train.txt and wikitext2_test.txt, of which a tenth is scored.
 REAL := --set output=runs/real/model --set run_dir=runs/real/run --plots runs/real
 ifdef LAMINA_REAL_MODELS
 REAL += --set model.source=$(LAMINA_REAL_MODELS)/smollm2-135m-instruct
