@@ -292,13 +292,15 @@ class Manifest(Block):
 
     @property
     def rounding(self) -> Quantize | None:
-        """`quantize` with the feedback that null stands for: none without calibration text; on both sides where levels
-        are uniform and a method measures the loss's gradients on the dense model anyway; else of inputs."""
+        """`quantize` with the feedback that null stands for: none without calibration text; on both sides where uniform
+        codes have less than 8 bits and a method measures the loss's gradients on the dense model anyway; else of
+        inputs."""
         if self.quantize is None or self.quantize.feedback is not None:
             return self.quantize
         if self.calibration is None:
             return self.quantize.model_copy(update={"feedback": False})
-        pays = self.quantize.levels == "uniform" and any(entry.needs_gradient for entry in self.methods)
+        coarse = self.quantize.levels == "uniform" and self.quantize.bits != 8
+        pays = coarse and any(entry.needs_gradient for entry in self.methods)
         feedback: Literal["both", True] = "both" if pays and self._unfit_for_both_sides() is None else True
         return self.quantize.model_copy(update={"feedback": feedback})
 
