@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from manifests.errors import InputError
 from manifests.methods import MLA
+from pipeline.families.geometry import Geometry
 from pipeline.families.latent import plain_pairs
 from pipeline.families.latent_config import described_config, output_config
 from pipeline.families.registry import geometry_of, standard_config
@@ -27,15 +28,20 @@ def made(**fields: Any) -> MLAMethod:
     return MLAMethod(MLA(**{**ENTRY, **fields}))
 
 
+def group_of(geometry: Geometry, **fields: Any) -> Any:
+    """The group of the first layer."""
+    return next(iter(made(**fields).groups(geometry.layers[0])))
+
+
 def test_sizes_of_a_model() -> None:
     geometry = llama("gqa")  # two heads of 16 for keys, and for values: 64 numbers, of D = 48
     (group, *_) = made().claims(geometry)
     assert group.roles == ("q", "k", "v")
     assert made().cache_target(geometry) == 6 * 32
-    assert made()._choices(geometry.layers[0]) == [(p, m) for m in (1, 2) for p in range(2 * m, 16 * m + 1, 2 * m)]
-    assert made(rope=8)._choices(geometry.layers[0]) == [(8, 1), (8, 2)]
-    assert made(rope=20)._choices(geometry.layers[0]) == [(20, 2)]
-    assert made(cache_keep=1.0)._ranks(geometry.layers[0])[-1] == 48
+    assert group_of(geometry).choices == [(p, m) for m in (1, 2) for p in range(2 * m, 16 * m + 1, 2 * m)]
+    assert group_of(geometry, rope=8).choices == [(8, 1), (8, 2)]
+    assert group_of(geometry, rope=20).choices == [(20, 2)]
+    assert group_of(geometry, cache_keep=1.0).ranks[-1] == 48
     assert made().rank_variables(geometry)[0].cap == 32
 
 
@@ -92,7 +98,7 @@ def test_llama3_turns_its_first_frequencies_alone_by_powers() -> None:
     geometry = llama("gqa", rope_parameters=LLAMA3)
     frequencies = geometry.layers[0].frequencies
     assert 1 <= plain_pairs(frequencies) < len(frequencies) == 8
-    choices = made()._choices(geometry.layers[0])
+    choices = group_of(geometry).choices
     assert max(p for p, density in choices if density == 1) == 2 * plain_pairs(frequencies)
 
 

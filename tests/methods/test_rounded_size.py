@@ -82,7 +82,7 @@ def test_rounding_alone_takes_what_is_counted(sizes: dict[str, Any], bits: int, 
 def test_a_scale_for_each_row_is_not_counted_ahead() -> None:
     with pytest.raises(InputError, match=r"budget\.bytes counts a scale for each group"):
         manifest(0.5, {"bits": 8, "group": None}, {"method": "flat_llm"})
-    with pytest.raises(InputError, match="give either `keep`, `bytes` or `max_loss`, and not keep and bytes"):
+    with pytest.raises(InputError, match="give either `keep`, `bytes`, `max_loss` or `fit`, and not keep and bytes"):
         parse_manifest(
             {**manifest(0.5, None, {"method": "flat_llm"}).model_dump(), "budget": {"keep": 0.5, "bytes": 0.5}}
         )
