@@ -42,7 +42,7 @@ class Quantize(Block):
     routed experts alone, `shared.down` and its like those of the shared expert alone. `feedback`: later columns
     compensate the error of each column (GPTQ), which needs calibration text. `both`: later rows compensate it, too,
     by the gradients of the model's loss at their outputs. null: to the nearest code without calibration text; both if
-    uniform codes have less than 8 bits and a method measures these gradients of the dense model anyway; else as true.
+    uniform codes have fewer than 8 bits and a method measures these gradients of the dense model anyway; else as true.
     `damping`: of the moment that feedback follows, in shares of its mean diagonal; more of it trusts the text less.
     `least_clip`: the least share of a group's largest magnitude that its codes may cover, with feedback. `polish`:
     sweeps over uniform codes and their scales after feedback, each of which lowers the error.

@@ -293,7 +293,7 @@ class Manifest(Block):
     @property
     def rounding(self) -> Quantize | None:
         """`quantize` with the feedback that null stands for: none without calibration text; on both sides where uniform
-        codes have less than 8 bits and a method measures the loss's gradients on the dense model anyway; else of
+        codes have fewer than 8 bits and a method measures the loss's gradients on the dense model anyway; else of
         inputs."""
         if self.quantize is None or self.quantize.feedback is not None:
             return self.quantize

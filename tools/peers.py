@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import os
 import subprocess
 import sys
 import tarfile
@@ -32,6 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tools.benchmarks.memory_over_layers import Watch
 from tools.tuning import READS, Bench, add_options, linears
 
 SCRIPTS = Path(__file__).parent / "peer_programs"
@@ -123,11 +123,11 @@ def by_program(bench: Bench, checkpoint: str, peer: str, folder: Path) -> dict[s
     begun = time.monotonic()
     with (bench.folder / f"{peer.replace(':', '-')}.log").open("w") as log:
         command: list[str | Path] = [python, SCRIPTS / PROGRAMS[name], checkpoint, ids, rounded, *settings]
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        raise SystemExit(f"{peer} ended with {os.waitstatus_to_exitcode(status)}; see {log.name}")
-    seconds, peak = time.monotonic() - begun, usage.ru_maxrss * 1024 / MIB
+        child, watch = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), Watch()
+        watch(child.pid)
+    if code := child.wait():
+        raise SystemExit(f"{peer} ended with {code}; see {log.name}")
+    seconds, peak = time.monotonic() - begun, watch.processes[child.pid].rss_bytes / MIB
     missing, unknown = bench.model.load_state_dict(load_file(rounded), strict=False)
     assert not unknown, unknown
     assert not [key for key in missing if "_proj" in key], missing

@@ -115,7 +115,10 @@ def _solving_phases(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task
 def _weight_bytes(
     task: Task, group: Group[Any] | None, layer: LayerGeometry, held: int, tokens: int, phase: str
 ) -> int:
-    """Return the bytes of a task's weights, those of streamed experts as often as its group visits them."""
+    """Return the bytes of a task's weights, those of streamed experts as often as its group visits them.
+
+    `group`: None for a task of another point of a sweep, whose weights are counted once.
+    """
     whole, visits = layer.stored_bytes(task.roles), None if group is None else group.visits(tokens)
     experts = [block for block in layer.mlps if block.routing and block.roles[0] in task.roles]
     if len(experts) <= held or visits is None:

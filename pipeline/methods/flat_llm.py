@@ -201,11 +201,6 @@ class FlatLLMMethod(Method[FlatLLM]):
     name: ClassVar[str] = "flat_llm"
 
     @property
-    def fixed_ranks(self) -> bool:
-        """Return True if the entry gives ranks."""
-        return self.entry.ranks is not None
-
-    @property
     def uniform(self) -> bool:
         """Return True if the entry asks for the same rank in every layer."""
         return self.entry.uniform

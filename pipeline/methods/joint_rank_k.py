@@ -171,11 +171,6 @@ class JointRankKMethod(Method[JointRankK]):
 
     name: ClassVar[str] = "joint_rank_k"
 
-    @property
-    def fixed_ranks(self) -> bool:
-        """Return True if the entry gives ranks."""
-        return self.entry.ranks is not None
-
     def groups(self, layer: LayerGeometry) -> Iterator[Pair]:
         """Claim groups `query_key` (q, k) and the matrices that read the MLP's input.
 

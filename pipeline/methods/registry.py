@@ -150,8 +150,11 @@ def _refuse_idle(where: str, geometry: Geometry) -> None:
 
 
 def task_groups(methods: Methods, geometry: Geometry) -> dict[str, Group[Any]]:
-    """Map the keys of all tasks of these methods to their groups. What the points of a sweep share has more tasks:
-    those of the methods of all points."""
+    """Map the keys of these methods' tasks to their groups.
+
+    Where points of a sweep are planned together, their tasks name methods of all points; those of another point than
+    `methods` have no group here.
+    """
     claims = ((position, group) for position, method in enumerate(methods) for group in method.claims(geometry))
     return {task_key(group.layer, position, group.name): group for position, group in claims}
 

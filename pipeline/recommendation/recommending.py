@@ -77,8 +77,9 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     choice = _choose(goal, sized, partial(inputs_of, settings=_trial_settings(use))) if goal.fit else None
     goal = goal if choice is None else replace(goal, recipe=choice.recipe)
     settings = choose_settings(use, _nodes(request), lambda settings: bounded_plan(inputs_of(goal, settings)))
-    manifest = _parsed(commented_manifest(command, places, goal, settings))
-    inputs = inputs_of(goal, settings)
+    text = commented_manifest(command, places, goal, settings)
+    manifest = _parsed(text)
+    inputs = read_inputs(manifest, weights=False)
     stays_stored = bool(inputs.source.stored_bytes()) and not manifest.quantize
     _refuse_engine(request.engine, planned_config(inputs), stays_stored)
     rates = RateSource(None, None, request.address is not None, request.address, request.connect_timeout_s)
@@ -86,7 +87,7 @@ def recommend(request: Request, command: str) -> tuple[str, Verdict]:
     engines = planned_engines(planned_config(inputs), stays_stored)
     serving, chosen = planned_lines(inputs) if request.engine else (), _choice_lines(choice, report)
     verdict = Verdict(report, goal, engines, text_remarks(tokenizer, read), serving, chosen)
-    return commented_manifest(command, places, goal, settings), verdict
+    return text, verdict
 
 
 def _trial_settings(use: TextUse) -> Settings:

@@ -36,6 +36,8 @@ from typing import Any
 import psutil
 import torch
 
+from tools.benchmarks.memory_over_layers import family_of
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 LIMIT, CACHE_GIB, AT_ONCE = 256, 1, 32  # tokens of a sequence; vLLM's cache; requests
@@ -101,8 +103,7 @@ def running(command: list[str], url: str, model: str, environment: dict[str, str
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{' '.join(command)}: did not start")
             time.sleep(1)
-        whole = psutil.Process(process.pid)
-        yield Server(url, model, [whole, *whole.children(recursive=True)])
+        yield Server(url, model, [*family_of(psutil.Process(process.pid))])
     finally:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()

@@ -30,6 +30,7 @@ def serve(checkpoint: str, sequences: int, context: int, new: int) -> int:
     from transformers import AutoModelForCausalLM
 
     import lamina  # noqa: F401  # registers its classes
+    from workers.memory import peak_bytes
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
@@ -38,8 +39,7 @@ def serve(checkpoint: str, sequences: int, context: int, new: int) -> int:
         out = model(ids, use_cache=True, logits_to_keep=1)
         for _ in range(new):
             out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    return peak_bytes()
 
 
 def predicted(manifest: str, options: argparse.Namespace, dense: bool) -> tuple[str, dict[str, Any]]:
