@@ -1,15 +1,14 @@
 """How far is a model from itself when other programs round it, on the text and windows of `tools.tuning`?
 
 python -m tools.peers CHECKPOINT --text PASSAGES.json:0-820 --score TEST.txt PASSAGES.json:910- --cache FOLDER \
-    llm-compressor:gptq:3:32 llm-compressor:awq:4:32 auto-round:200:3:32 ggml:Q4_0 ggml:IQ4_NL
+    llm-compressor:gptq:3:32 auto-round:200:3:32 ggml:Q4_0 ggml:IQ4_NL
 
-llm-compressor: algorithm, bits, group. auto-round: steps, bits, group. ggml: a type of llama.cpp, rounded by its
-kernels with an importance matrix of the calibration text; rows that a type does not fit get llama.cpp's substitute, or
-stay in 16 bits.
-Environments (about 1 GB each) and kernels (45 seconds of compiling, with cmake and a C++ compiler) are made in --made
-at the first use. All round the decoder's linear modules and are scored in float32. Results are appended to
-FOLDER/results.jsonl, beside those of `tools.tuning` with the same FOLDER: divergence, bits per number (scales counted),
-seconds, and peak memory.
+llm-compressor: gptq or awq (which 0.14.0.1 runs on GPUs alone), bits, group. auto-round: steps, bits, group. ggml: a
+type of llama.cpp, rounded by its kernels with an importance matrix of the calibration text; rows that a type does not
+fit get llama.cpp's substitute, or stay in 16 bits. Environments (about 1 GB each) and kernels (45 seconds of
+compiling, with cmake and a C++ compiler) are made in --made at the first use. All round the decoder's linear modules
+and are scored in float32. Results are appended to FOLDER/results.jsonl, beside those of `tools.tuning` with the same
+FOLDER: divergence, bits per number (scales counted), seconds, and peak memory.
 """
 
 from __future__ import annotations
@@ -115,6 +114,11 @@ def by_ggml(bench: Bench, name: str, folder: Path) -> dict[str, Any]:
     return {"bits": 8 * stored / numbers, "seconds": round(time.monotonic() - begun, 1)}
 
 
+def levels_of(weight_OI: Tensor, group: int) -> int:
+    """Return the most distinct numbers of a group in the first row of a matrix."""
+    return max(len(group_g.unique()) for group_g in weight_OI[0].split(group))
+
+
 def by_program(bench: Bench, checkpoint: str, peer: str, folder: Path) -> dict[str, Any]:
     """Round the model by a program in an environment of its own."""
     name, *settings = peer.split(":")
@@ -133,6 +137,13 @@ def by_program(bench: Bench, checkpoint: str, peer: str, folder: Path) -> dict[s
     assert not [key for key in missing if "_proj" in key], missing
     rounded.unlink()
     _, bits, group = settings
+    whole = {
+        role
+        for (_, role), module in linears(bench.model).items()
+        if levels_of(module.weight, int(group)) > 2 ** int(bits)
+    }
+    if whole:
+        raise SystemExit(f"{peer} has left {', '.join(sorted(whole))} as they were; see {log.name}")
     return {"bits": int(bits) + 16 / int(group), "seconds": round(seconds, 1), "peak_mib": round(peak)}
 
 
