@@ -46,7 +46,7 @@ COMMANDS = {
 METHODS = {"flat_llm", "lorc", "lestd", "joint_rank_k"} | {
     name for entry in MethodEntry.__subclasses__() for name in get_args(entry.model_fields["method"].annotation)
 }
-FILES_WITH_RAY = 3
+FILES_WITH_RAY = 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ LAYERS = {  # the longest name that fits a module is its layer
     "pipeline.cost_model": Layer(
         ("manifests", "lamina.processor_lamina", *_rooms("kernels", "families", "methods", "units", "driver"))
     ),
-    "workers": Layer(("manifests", "stores", "lamina", *MODELS, *_rooms("units", "cost_model")), never=frozenset()),
+    "pipeline.healing": Layer(("manifests", "stores", "lamina", "pipeline.kernels")),
+    "workers": Layer(
+        ("manifests", "stores", "lamina", *MODELS, *_rooms("units", "cost_model", "healing")), never=frozenset()
+    ),
     "pipeline.inputs": Layer(("manifests", "stores", "workers", "lamina", *MODELS, *WORK)),
     "pipeline.console": Layer(("manifests", "stores", "pipeline.units")),
     "pipeline.evaluation": Layer(
@@ -91,7 +94,6 @@ LAYERS = {  # the longest name that fits a module is its layer
     "pipeline.checkpoint": Layer(
         ("manifests", "stores", "workers", "lamina", *MODELS, *WORK, *_rooms("inputs", "evaluation"))
     ),
-    "pipeline.healing": Layer(("manifests", "lamina", "pipeline.kernels")),
     "pipeline.reporting": Layer(("manifests", "stores", *MODELS, *WORK, *_rooms("console", "evaluation"))),
     "pipeline.verification": Layer(
         ("manifests", "stores", "workers", "lamina", *MODELS, *_rooms("inputs", "checkpoint"))

@@ -63,6 +63,7 @@ def connect(
     timeout_s: float = 30.0,
     stopped: Callable[[], bool] = lambda: False,
     about: Mapping[str, str] = MappingProxyType({}),
+    trains: bool = False,
 ) -> str:
     """Join a running Ray cluster, or start one on this machine that listens only on loopback. Return its address.
 
@@ -73,6 +74,7 @@ def connect(
         timeout_s: how long to wait for a cluster that does not answer.
         stopped: returns True after a signal; checked while waiting.
         about: metadata of the job, which Ray's dashboard and `ray list jobs` show.
+        trains: whether Ray Train will be used, which needs the agent for runtime environments.
 
     Raises:
         InputError: no cluster answers, it has another version, this machine has fewer cores or GPUs than a worker
@@ -101,7 +103,7 @@ def connect(
             job = JobConfig(metadata=dict(about))
             ray.init(address=at, job_config=job, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            _start_local(workers)
+            _start_local(workers, trains)
     except AuthenticationError as error:
         raise InputError(f"Ray: {error}") from error
     except (OSError, RuntimeError, ValueError) as error:
@@ -185,7 +187,7 @@ def check_temporary_folder() -> None:
         )
 
 
-def _start_local(workers: Workers) -> None:
+def _start_local(workers: Workers, trains: bool) -> None:
     """Start Ray on this machine. Raise WorkerError if it does not start at the second attempt."""
     os.environ.pop(RAY_JOB_CONFIG_JSON_ENV_VAR, None)  # of a submitted job that does not use the cluster it runs on
     environment = _user_hook(name)(None) if (name := os.environ.get(HOOK)) else None
@@ -195,7 +197,7 @@ def _start_local(workers: Workers) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, workers starve on a busy machine
     for start in range(STARTS):
         try:
-            with _bare_node(with_environments=bool(environment)):
+            with _bare_node(with_environments=trains or bool(environment)):
                 ray.init(
                     address="local",  # not a cluster that runs here already
                     num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
@@ -319,6 +321,13 @@ def _room(workers: Workers) -> int:
     free = ray.available_resources()
     by_gpu = free.get("GPU", 0.0) // workers.gpus if workers.gpus else float("inf")
     return max(1, int(min(free.get("CPU", 0.0) // workers.cpus, by_gpu)))
+
+
+def whole_room(workers: Workers) -> int:
+    """Return how many workers the cluster's nodes hold without other jobs; at least 1."""
+    asked = {"CPU": float(workers.cpus), "GPU": workers.gpus}
+    of_nodes = (min(node.get(kind, 0.0) // amount for kind, amount in asked.items() if amount) for node in live_nodes())
+    return max(1, int(sum(of_nodes)))
 
 
 def machine_bytes() -> int:
