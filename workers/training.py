@@ -98,7 +98,7 @@ def train_in_processes(task: TrainingTask, journal: Journal, processes: int, wor
     trainer = TorchTrainer(
         _process,
         train_loop_config={"task": task, "mailbox": mailbox},
-        scaling_config=ScalingConfig(processes, use_gpu=workers.gpus > 0, resources_per_worker=resources),
+        scaling_config=ScalingConfig(num_workers=processes, use_gpu=workers.gpus > 0, resources_per_worker=resources),
         run_config=RunConfig(
             name=task.of[:16],
             storage_path=str(task.run_dir / STORAGE),
