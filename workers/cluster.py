@@ -44,9 +44,10 @@ from workers.liveness import RayWatch, fault_at
 from workers.ray_messages import log_message
 
 CHECK_SECONDS = 0.2
+ENVIRONMENT_AGENT = "--runtime_env_agent_command"
 AGENTS = {  # a raylet's option with the command of an agent -> the ports of that agent
     "--dashboard_agent_command": ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT"),
-    "--runtime_env_agent_command": ("RUNTIME_ENV_AGENT",),
+    ENVIRONMENT_AGENT: ("RUNTIME_ENV_AGENT",),
 }
 UV_SWITCH = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # in the environment: whether Ray sends the environment of `uv run`
 HOOK = ray_constants.RAY_RUNTIME_ENV_HOOK  # in the environment: a function that returns a runtime environment
@@ -67,7 +68,8 @@ def connect(
 ) -> str:
     """Join a running Ray cluster, or start one on this machine that listens only on loopback. Return its address.
 
-    Do nothing if the process is already connected. `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`,
+    Do nothing if the process is already connected; but a Ray of this process that cannot train is started anew if
+    `trains`. `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`,
     workers run on the Python of their nodes, here this one, and not in an environment that uv resolves again.
 
     Args:
@@ -82,8 +84,9 @@ def connect(
         Interrupted: `stopped` returned True.
         WorkerError: Ray did not start on this machine.
     """
-    if ray.is_initialized():
+    if ray.is_initialized() and not (trains and _lacks_environments()):
         return str(ray.get_runtime_context().gcs_address)
+    ray.shutdown()
     joined = address or os.environ.get("RAY_ADDRESS")
     if not joined and (fault := thread_fault(workers.cpus, machine_cores(), "this machine")):
         raise InputError(fault)
@@ -289,12 +292,16 @@ class _BareNode(ray_node.Node):
             services.start_ray_process, ray_utils.get_dashboard_dependency_error = start_process, dashboard_error
 
 
+def _lacks_environments() -> bool:
+    """Return True if this process has started its Ray without the agent for runtime environments."""
+    return isinstance(ray_worker._global_node, _BareNode) and ENVIRONMENT_AGENT in _BareNode.absent
+
+
 @contextmanager
 def _bare_node(with_environments: bool) -> Iterator[None]:
     """Make `ray.init` start a `_BareNode` within this context. `with_environments`: with the agent that makes them."""
     original = ray_node.Node
-    dashboard, environments = AGENTS
-    _BareNode.absent = (dashboard,) if with_environments else (dashboard, environments)
+    _BareNode.absent = tuple(agent for agent in AGENTS if not (with_environments and agent == ENVIRONMENT_AGENT))
     ray_node.Node = _BareNode  # type: ignore[misc]
     try:
         yield

@@ -23,7 +23,6 @@ from stores.activations import ActivationStore
 from stores.run_directory import ACTIVATIONS
 from stores.storage import open_storage
 
-CHECKPOINT_S = 180.0  # between two checkpoints
 LINE_S = 30.0  # between two lines about steps
 GO_ON, STORE, STOP = 0, 1, 2
 
@@ -40,6 +39,7 @@ class TrainingTask:
         sizes, teacher: the text, and the dense model's distribution on it.
         use_gpu, threads: of a process.
         activation_bytes: of a micro-batch.
+        checkpoint_s: between two checkpoints.
     """
 
     run_dir: Path
@@ -52,6 +52,7 @@ class TrainingTask:
     use_gpu: bool
     threads: int
     activation_bytes: int
+    checkpoint_s: float
 
 
 class Journal(Protocol):
@@ -138,7 +139,7 @@ class _Process:
             training.say(
                 f"heal step {step} of {steps}: divergence {training.loss:.4f} in training, {left_s:,.0f} s left"
             )
-        return STORE if now - self.stored >= CHECKPOINT_S and step < steps else GO_ON
+        return STORE if now - self.stored >= self.task.checkpoint_s and step < steps else GO_ON
 
     def _store(self) -> None:
         progress = self.training.progress

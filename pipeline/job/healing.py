@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 NAME = "teacher"  # of the dense model among scored models
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
+CHECKPOINT_S = 180.0  # between two checkpoints of a training
 SHARDS = 16  # of the text, in a job without calibration
 TRIES = 3  # trainings, of which the last checkpoint was damaged
 ACTIVATION_NUMBERS = (16, 4)  # for each token and layer, in units of the hidden size and of the MLP's width
@@ -292,6 +293,7 @@ def _trained(
             use_gpu=workers.gpus > 0,
             threads=workers.cpus,
             activation_bytes=_activation_bytes(job, sizes),
+            checkpoint_s=CHECKPOINT_S,
         )
         job.observer.stage("heal")
         job.observer.say(

@@ -131,7 +131,7 @@ def test_an_interrupted_healing_resumes_with_the_same_bytes(
     digests = file_digests(healed.output)
     healed.put_back()
     base = file_digests(healed.output)
-    monkeypatch.setattr(pipeline.healing.process, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(*dying())
         assert command("heal", str(healed.run_dir), *SETTINGS).code == 75
