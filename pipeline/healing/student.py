@@ -99,8 +99,10 @@ class Student:
         return self.logits(norm(outputs_TD.to(self.device, torch.float32)))
 
     def rounded_copy(self) -> dict[str, Tensor]:
-        """Return the trained tensors, of this process's parts, in the dtypes in which a checkpoint stores them."""
-        return {name: parameter.detach().to(self.dtypes[name], copy=True) for name, parameter in self.trained.items()}
+        """Return this process's parts of the trained tensors, on the CPU, in the dtypes that a checkpoint stores."""
+        return {
+            name: parameter.detach().to("cpu", self.dtypes[name], copy=True) for name, parameter in self.trained.items()
+        }
 
     @contextmanager
     def rounded(self) -> Iterator[None]:

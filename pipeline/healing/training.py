@@ -132,7 +132,7 @@ class Training:
             state[f"weight/{name}"] = parameter.detach()
             for kind in ("exp_avg", "exp_avg_sq"):
                 state[f"{kind}/{name}"] = moments.get(kind, torch.zeros_like(parameter))
-            empty = torch.zeros_like(parameter, dtype=self.student.dtypes[name])
+            empty = torch.zeros_like(parameter, dtype=self.student.dtypes[name], device="cpu")
             state[BEST + name] = self.progress.best.get(name, empty)
         return state
 
