@@ -245,12 +245,16 @@ class HealingCurve(Record):
 
 
 class HealingEntry(Record):
-    """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR."""
+    """A healing in progress: its digest, and the folder of its last checkpoint in RUN_DIR.
+
+    `per_step`: windows of a step, which stay when other processes go on; None: of a version with one process.
+    """
 
     of: Sha256
     step: NonNegativeInt
     folder: str
     curve: HealingCurve
+    per_step: NonNegativeInt | None = None
 
 
 class HealedEntry(Record):

@@ -44,9 +44,10 @@ from workers.liveness import RayWatch, fault_at
 from workers.ray_messages import log_message
 
 CHECK_SECONDS = 0.2
+ENVIRONMENT_AGENT = "--runtime_env_agent_command"
 AGENTS = {  # a raylet's option with the command of an agent -> the ports of that agent
     "--dashboard_agent_command": ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT"),
-    "--runtime_env_agent_command": ("RUNTIME_ENV_AGENT",),
+    ENVIRONMENT_AGENT: ("RUNTIME_ENV_AGENT",),
 }
 UV_SWITCH = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # in the environment: whether Ray sends the environment of `uv run`
 HOOK = ray_constants.RAY_RUNTIME_ENV_HOOK  # in the environment: a function that returns a runtime environment
@@ -63,16 +64,19 @@ def connect(
     timeout_s: float = 30.0,
     stopped: Callable[[], bool] = lambda: False,
     about: Mapping[str, str] = MappingProxyType({}),
+    trains: bool = False,
 ) -> str:
     """Join a running Ray cluster, or start one on this machine that listens only on loopback. Return its address.
 
-    Do nothing if the process is already connected. `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`,
+    Do nothing if the process is already connected; but a Ray of this process that cannot train is started anew if
+    `trains`. `ray job submit` sets the address by RAY_ADDRESS. Below `uv run`,
     workers run on the Python of their nodes, here this one, and not in an environment that uv resolves again.
 
     Args:
         timeout_s: how long to wait for a cluster that does not answer.
         stopped: returns True after a signal; checked while waiting.
         about: metadata of the job, which Ray's dashboard and `ray list jobs` show.
+        trains: whether Ray Train will be used, which needs the agent for runtime environments.
 
     Raises:
         InputError: no cluster answers, it has another version, this machine has fewer cores or GPUs than a worker
@@ -80,8 +84,9 @@ def connect(
         Interrupted: `stopped` returned True.
         WorkerError: Ray did not start on this machine.
     """
-    if ray.is_initialized():
+    if ray.is_initialized() and not (trains and _lacks_environments()):
         return str(ray.get_runtime_context().gcs_address)
+    ray.shutdown()
     joined = address or os.environ.get("RAY_ADDRESS")
     if not joined and (fault := thread_fault(workers.cpus, machine_cores(), "this machine")):
         raise InputError(fault)
@@ -101,7 +106,7 @@ def connect(
             job = JobConfig(metadata=dict(about))
             ray.init(address=at, job_config=job, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            _start_local(workers)
+            _start_local(workers, trains)
     except AuthenticationError as error:
         raise InputError(f"Ray: {error}") from error
     except (OSError, RuntimeError, ValueError) as error:
@@ -185,7 +190,7 @@ def check_temporary_folder() -> None:
         )
 
 
-def _start_local(workers: Workers) -> None:
+def _start_local(workers: Workers, trains: bool) -> None:
     """Start Ray on this machine. Raise WorkerError if it does not start at the second attempt."""
     os.environ.pop(RAY_JOB_CONFIG_JSON_ENV_VAR, None)  # of a submitted job that does not use the cluster it runs on
     environment = _user_hook(name)(None) if (name := os.environ.get(HOOK)) else None
@@ -195,7 +200,7 @@ def _start_local(workers: Workers) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, workers starve on a busy machine
     for start in range(STARTS):
         try:
-            with _bare_node(with_environments=bool(environment)):
+            with _bare_node(with_environments=trains or bool(environment)):
                 ray.init(
                     address="local",  # not a cluster that runs here already
                     num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
@@ -287,12 +292,16 @@ class _BareNode(ray_node.Node):
             services.start_ray_process, ray_utils.get_dashboard_dependency_error = start_process, dashboard_error
 
 
+def _lacks_environments() -> bool:
+    """Return True if this process has started its Ray without the agent for runtime environments."""
+    return isinstance(ray_worker._global_node, _BareNode) and ENVIRONMENT_AGENT in _BareNode.absent
+
+
 @contextmanager
 def _bare_node(with_environments: bool) -> Iterator[None]:
     """Make `ray.init` start a `_BareNode` within this context. `with_environments`: with the agent that makes them."""
     original = ray_node.Node
-    dashboard, environments = AGENTS
-    _BareNode.absent = (dashboard,) if with_environments else (dashboard, environments)
+    _BareNode.absent = tuple(agent for agent in AGENTS if not (with_environments and agent == ENVIRONMENT_AGENT))
     ray_node.Node = _BareNode  # type: ignore[misc]
     try:
         yield
@@ -319,6 +328,13 @@ def _room(workers: Workers) -> int:
     free = ray.available_resources()
     by_gpu = free.get("GPU", 0.0) // workers.gpus if workers.gpus else float("inf")
     return max(1, int(min(free.get("CPU", 0.0) // workers.cpus, by_gpu)))
+
+
+def whole_room(workers: Workers) -> int:
+    """Return how many workers the cluster's nodes hold without other jobs; at least 1."""
+    asked = {"CPU": float(workers.cpus), "GPU": workers.gpus}
+    of_nodes = (min(node.get(kind, 0.0) // amount for kind, amount in asked.items() if amount) for node in live_nodes())
+    return max(1, int(sum(of_nodes)))
 
 
 def machine_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,9 @@ EVALUATIONS = 9
 PRODUCTS = 3.0  # forward, and two backward; the gradient of the embeddings and of the head is not computed
 CHECKPOINTED = 4.0  # with the forward pass a second time
 MASTER_BYTES = 4  # of a number in training
-STATE_BYTES = 4 + 4 + 4 + 4  # of a trained number: gradient, both moments of Adam, a copy while it is evaluated
+STATE_BYTES = 4 + 4 + 4  # of a trained number beside it: gradient, both moments of Adam
+EXCHANGED = 3 * MASTER_BYTES  # bytes of a number in a step between processes: gathered twice, its gradient summed once
+STEP_TOKENS = 4096  # at least, and a window for each process
 ROWS = 256  # tokens whose logits are in memory at a time
 ROW_TENSORS = 6  # of their size, in float32
 LONG_ACTIVATIONS = 4 * 2**30  # bytes of activations from which they are computed twice
@@ -32,27 +35,35 @@ class HealingWork:
 
     Attributes:
         tokens: trained tokens, once; held_out: held-out tokens.
-        teacher_flops, student_flops: operations of both.
-        memory_bytes: of the process that trains; disk_bytes: in the run directory.
+        processes: that train.
+        teacher_flops, training_flops, evaluation_flops: operations, of all processes together.
+        exchanged_bytes: that a process gets from the others.
+        memory_bytes: of a process, on its device; disk_bytes: in the run directory.
     """
 
     tokens: int
     held_out: int
+    processes: int
     teacher_flops: float
-    student_flops: float
+    training_flops: float
+    evaluation_flops: float
+    exchanged_bytes: float
     memory_bytes: int
     disk_bytes: int
 
     def seconds(self, rates: Rates, workers: int) -> dict[str, float]:
-        """Return the seconds by phase. All workers pass the dense model, and one process trains."""
+        """Return the seconds by phase. All workers pass the dense model, and as many processes train."""
+        computing = self.training_flops / rates.backward + self.evaluation_flops / rates.single
         teacher = WORKERS_SECONDS + self.teacher_flops / rates.single / workers
-        return {"score teacher": teacher, "heal": WORKERS_SECONDS + self.student_flops / rates.single}
+        between_nodes = self.exchanged_bytes / rates.network if self.processes > rates.workers_per_node else 0.0
+        return {"score teacher": teacher, "heal": WORKERS_SECONDS + computing / self.processes + between_nodes}
 
     def report(self) -> Mapping[str, float]:
         """Return the figures of the plan's report."""
         return {
             "healing_bytes": self.memory_bytes,
             "healing_disk_bytes": self.disk_bytes,
+            "healing_processes": self.processes,
             "healing_tokens": self.tokens,
         }
 
@@ -73,19 +84,28 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
     length = calibration.sequence_length if calibration else DEFAULT_LENGTH
     held_out = min(tokens // HELD_OUT_SHARE, HELD_OUT_TOKENS)
     dense = scoring_flops(geometry, length)
-    activations = 4 * ACTIVATION_NUMBERS * geometry.hidden * geometry.num_layers * max(length, MICRO_TOKENS)
+    processes, layers = manifest.workers.max, geometry.num_layers
+    activations = 4 * ACTIVATION_NUMBERS * geometry.hidden * layers * max(length, MICRO_TOKENS)
     twice = activations > LONG_ACTIVATIONS
-    steps = heal.epochs * tokens * dense * share * (CHECKPOINTED if twice else PRODUCTS)
+    steps = math.ceil(heal.epochs * tokens / max(STEP_TOKENS, processes * length))
     numbers = int(geometry.model_numbers() * share)
-    states = STATE_BYTES + itemsize  # the best weights so far
-    memory = numbers * (MASTER_BYTES + states) + ROWS * ROW_TENSORS * 4 * geometry.vocab
-    memory += activations // geometry.num_layers if twice else activations
+    whole = min(numbers, geometry.model_numbers() - geometry.decoder_numbers())  # embeddings and head
+    trained = numbers - whole
+    memory = trained // processes * (MASTER_BYTES + STATE_BYTES) + whole * MASTER_BYTES
+    memory += 0 if manifest.workers.gpus else trained // processes * (MASTER_BYTES + itemsize)  # else on the host
+    memory += 0 if processes == 1 else 2 * MASTER_BYTES * trained // layers  # a layer, and the next one
+    memory += ROWS * ROW_TENSORS * 4 * geometry.vocab
+    kept = 4 * geometry.hidden * layers * max(length, MICRO_TOKENS)  # inputs of layers
+    memory += activations // layers + kept if twice else activations
     rows = tokens * row_bytes(geometry.vocab) + held_out * geometry.hidden * 4
     return HealingWork(
         tokens=tokens,
         held_out=held_out,
+        processes=processes,
         teacher_flops=(tokens + held_out) * dense,
-        student_flops=steps + EVALUATIONS * held_out * (dense * share + 2.0 * geometry.hidden * geometry.vocab),
+        training_flops=heal.epochs * tokens * dense * share * (CHECKPOINTED if twice else PRODUCTS),
+        evaluation_flops=EVALUATIONS * held_out * (dense * share + 2.0 * geometry.hidden * geometry.vocab),
+        exchanged_bytes=0.0 if processes == 1 else float(steps * EXCHANGED * trained),
         memory_bytes=memory,
         disk_bytes=rows + numbers * (itemsize + 2 * (MASTER_BYTES + 8 + itemsize)),
     )

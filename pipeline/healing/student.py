@@ -1,5 +1,8 @@
 """The compressed model while it is trained: loaded by transformers as a user loads it, with float32 weights.
 
+Of several processes, each holds a part of every decoder layer's weights, cut by FSDP2; a layer is whole only while it
+computes. Embeddings, the final norm and the head do not train, and are whole in every process.
+
 Legend: B windows, S tokens of a window, T tokens, D hidden, V vocabulary.
 """
 
@@ -11,14 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import lamina  # noqa: F401 - registers its classes, so that no code of the checkpoint runs
 from lamina.decoder_layer_lamina import find
 from lamina.embedding_lamina import finish_logits
-from lamina.factored_lamina import stored_factors
+from lamina.factored_lamina import StoredFactor, stored_factors
+from lamina.processor_lamina import product_dtype
 from manifests.errors import InputError
+from pipeline.healing.processes import Processes, local
 
 CHECKPOINTED_BYTES = 4 * 2**30  # of activations of a micro-batch, from which they are computed twice
 
@@ -30,8 +38,15 @@ class Student:
         trained: stored name -> parameter in float32.
     """
 
-    def __init__(self, folder: Path, names: Mapping[str, torch.dtype], device: torch.device, activation_bytes: int):
-        """Load a checkpoint.
+    def __init__(
+        self,
+        folder: Path,
+        names: Mapping[str, torch.dtype],
+        device: torch.device,
+        activation_bytes: int,
+        processes: Processes,
+    ) -> None:
+        """Load a checkpoint; all processes at the same time.
 
         Args:
             folder: the checkpoint.
@@ -41,10 +56,10 @@ class Student:
 
         Raises InputError if a named tensor is no parameter.
         """
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-        self.model: Any = loaded.to(device).requires_grad_(False)
+        self.model = _loaded(folder, device, processes)
         self.model.config.attention_dropout = 0.0
         self.dtypes, self.device = names, device
+        self.half_products = product_dtype(torch.bfloat16, device) is torch.bfloat16
         self.factors = {stored: (name, factor) for name, (stored, factor) in stored_factors(self.model).items()}
         parameters = dict(self.model.named_parameters())
         self.trained = {name: _parameter(parameters, self._path(name), name) for name in sorted(names)}
@@ -61,9 +76,14 @@ class Student:
         return int(self.model.config.vocab_size)
 
     def hidden(self, ids_BS: Tensor) -> Tensor:
-        """Return the head's inputs (B, S, D)."""
-        hidden_BSD: Tensor = self.model.get_decoder()(input_ids=ids_BS, use_cache=False).last_hidden_state
-        return hidden_BSD
+        """Return the head's inputs (B, S, D).
+
+        With gradients, products are in bfloat16 where the device multiplies it fast, and sums in float32.
+        """
+        half = self.half_products and torch.is_grad_enabled()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+            hidden_BSD: Tensor = self.model.get_decoder()(input_ids=ids_BS, use_cache=False).last_hidden_state
+        return hidden_BSD.float()
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits (T, V) of the head's inputs (T, D)."""
@@ -78,30 +98,40 @@ class Student:
         norm: nn.Module = find(base, base._names["final_norm"])
         return self.logits(norm(outputs_TD.to(self.device, torch.float32)))
 
-    def stored(self) -> dict[str, Tensor]:
-        """Return the trained tensors, on the CPU, as a checkpoint stores them."""
-        tensors = {}
-        for name, parameter in self.trained.items():
-            value = parameter.detach().to(self.dtypes[name]).cpu()
-            tensors[name] = self.factors[name][1].stored(value) if name in self.factors else value.clone()
-        return tensors
+    def rounded_copy(self) -> dict[str, Tensor]:
+        """Return this process's parts of the trained tensors, on the CPU, in the dtypes that a checkpoint stores."""
+        return {
+            name: parameter.detach().to("cpu", self.dtypes[name], copy=True) for name, parameter in self.trained.items()
+        }
 
     @contextmanager
     def rounded(self) -> Iterator[None]:
-        """Compute with the weights as they would be stored, in the block."""
-        masters = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter.copy_(parameter.to(self.dtypes[name]))
+        """Compute with the weights as they would be stored, in the block. The exact ones wait on the CPU."""
+        parts = {name: local(parameter.detach()) for name, parameter in self.trained.items()}
+        masters = {name: part.to("cpu", copy=True) for name, part in parts.items()}
+        for name, part in parts.items():
+            part.copy_(part.to(self.dtypes[name]))
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self.trained.items():
-                    parameter.copy_(masters[name])
+            for name, part in parts.items():
+                part.copy_(masters[name])
 
     def _path(self, stored: str) -> str:
         return self.factors[stored][0] if stored in self.factors else stored
+
+
+def stored_forms(folder: Path) -> dict[str, StoredFactor]:
+    """Return the factors of a checkpoint's model that are stored in another shape, by stored name. No weight is
+    read."""
+    return dict(stored_factors(_empty(folder)).values())
+
+
+def _empty(folder: Path) -> Any:
+    """Return the model of a checkpoint in float32, without memory for its tensors."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def _parameter(parameters: Mapping[str, nn.Parameter], path: str, stored: str) -> nn.Parameter:
@@ -111,3 +141,41 @@ def _parameter(parameters: Mapping[str, nn.Parameter], path: str, stored: str) -
             "train; leave out heal, or compress without the method that wrote it"
         )
     return parameters[path]
+
+
+def _loaded(folder: Path, device: torch.device, processes: Processes) -> Any:
+    """Load a model in float32, each process a part of its layers. Process 0 reads it, and sends it layer by layer."""
+    if processes.rank == 0:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    else:
+        model = _empty(folder)
+    model.requires_grad_(False)
+    if processes.count == 1:
+        return model.to(device)
+    base = model.get_decoder()
+    *parents, last = base._names["layers"]
+    holder, layers = find(base, tuple(parents)), find(base, base._names["layers"])
+    setattr(holder, last, nn.ModuleList())
+    _receive(model, device)
+    model.tie_weights()
+    whole = {*model.parameters()}
+    setattr(holder, last, layers)
+    mesh = init_device_mesh(device.type, (processes.count,))
+    for layer in layers.children():
+        _receive(layer, device)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(base, mesh=mesh, ignored_params=whole)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reduce_scatter_unused_params(True)  # such as of experts without a token in this process
+    return model
+
+
+def _receive(module: nn.Module, device: torch.device) -> None:
+    """Move a module of process 0 to the device, and send its tensors to those of the other processes."""
+    if next(module.parameters()).is_meta:
+        module.to_empty(device=device)
+    else:
+        module.to(device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), src=0)

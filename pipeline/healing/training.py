@@ -1,6 +1,7 @@
 """The training loop of a healing: AdamW on the divergence from the teacher's stored rows. docs/methods.md#healing.
 
 It continues from any step with the same bits: the order of windows follows from the seed and the number of the step.
+Several processes share the windows of each step; all of them call each function at the same time.
 
 Legend: B windows of a micro-batch, S tokens of a window, T scored tokens of these, D hidden, V vocabulary, W bytes.
 """
@@ -8,16 +9,16 @@ Legend: B windows of a micro-batch, S tokens of a window, T scored tokens of the
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from manifests.entries import HealingCurve
 from manifests.errors import NumericsError
+from pipeline.healing.processes import Processes, local
+from pipeline.healing.stored_text import StoredText
 from pipeline.healing.student import Student
 from pipeline.kernels.teacher_rows import full_divergence, row_divergence
 
@@ -27,29 +28,8 @@ BETAS = (0.9, 0.95)
 EVALUATIONS = 8
 MOST_SKIPPED = 10  # steps whose gradient is not finite
 ROWS = 256  # tokens whose logits are in memory at a time
+BEST = "best/"  # of the names of best tensors in a checkpoint
 BASE_RATE, BASE_WIDTH = 3e-5, 576  # measured on SmolLM2-135M; Adam's rate of a hidden matrix falls with 1 / width
-
-
-class Windows(Protocol):
-    """The text of a healing, and the teacher on it."""
-
-    unscored: int  # tokens at the beginning of a window that are not scored
-    trained: int  # windows
-    held_out: int  # windows
-    length: int  # tokens of a window
-    micro_batch: int  # windows that pass the model at a time
-
-    def ids(self, windows: list[int]) -> Tensor:
-        """Return token ids (B, S) of trained windows."""
-
-    def rows(self, windows: list[int]) -> Tensor:
-        """Return the teacher's rows (T, W) of trained windows."""
-
-    def held_out_ids(self, window: int) -> Tensor:
-        """Return token ids (1, S) of a held-out window."""
-
-    def held_out_outputs(self, window: int) -> Tensor:
-        """Return the teacher's last hidden states (S, D) of a held-out window."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +78,7 @@ def default_rate(hidden: int) -> float:
 
 @dataclass
 class Progress:
-    """The state of a training between two steps. `best`: the stored tensors of the best evaluation so far."""
+    """The state of a training between two steps. `best`: the rounded tensors of the best evaluation so far."""
 
     step: int
     curve: HealingCurve
@@ -113,9 +93,17 @@ class Progress:
 class Training:
     """Trains a student. `state` and `load` exchange everything that a later process needs to continue."""
 
-    def __init__(self, student: Student, windows: Windows, schedule: Schedule, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        student: Student,
+        text: StoredText,
+        schedule: Schedule,
+        processes: Processes,
+        say: Callable[[str], None],
+    ) -> None:
         self.student = student
-        self.windows = windows
+        self.processes = processes
+        self.text = text
         self.schedule = schedule
         self.say = say
         self.optimizer = torch.optim.AdamW(student.trained.values(), lr=0.0, betas=BETAS, weight_decay=0.0)
@@ -144,12 +132,13 @@ class Training:
             state[f"weight/{name}"] = parameter.detach()
             for kind in ("exp_avg", "exp_avg_sq"):
                 state[f"{kind}/{name}"] = moments.get(kind, torch.zeros_like(parameter))
-            state[f"best/{name}"] = self.progress.best.get(name, self._empty(name))
+            empty = torch.zeros_like(parameter, dtype=self.student.dtypes[name], device="cpu")
+            state[BEST + name] = self.progress.best.get(name, empty)
         return state
 
     def load(self, state: Mapping[str, Tensor], step: int, curve: HealingCurve) -> None:
         """Continue from a checkpoint: the result of `state` with other values."""
-        best = {name: state[f"best/{name}"] for name in self.student.trained} if curve.best else {}
+        best = {name: state[BEST + name] for name in self.student.trained} if curve.best else {}
         self.progress = Progress(step, curve, best)
         taken = torch.tensor(float(step - curve.skipped))
         for name, parameter in self.student.trained.items():
@@ -157,11 +146,6 @@ class Training:
                 parameter.copy_(state[f"weight/{name}"])
             moments = {kind: state[f"{kind}/{name}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": taken.clone(), **moments}
-
-    def _empty(self, name: str) -> Tensor:
-        """Return a tensor of a stored tensor's shape."""
-        parameter = self.student.trained[name].detach().to(self.student.dtypes[name]).cpu()
-        return self.student.factors[name][1].stored(parameter) if name in self.student.factors else parameter
 
     def _step(self) -> None:
         step, curve = self.progress.step, self.progress.curve
@@ -183,29 +167,30 @@ class Training:
 
     def _gradients(self, chosen: list[int]) -> float:
         """Add up the gradients of the mean divergence over some windows. Return the divergence in nats per token."""
-        scored = len(chosen) * (self.windows.length - self.windows.unscored)
+        scored = len(chosen) * (self.text.sizes.length - self.text.sizes.unscored)
         total = 0.0
-        for start in range(0, len(chosen), self.windows.micro_batch):
-            batch = chosen[start : start + self.windows.micro_batch]
-            rows_TW = self.windows.rows(batch)
-            hidden_TD = self._scored(self.student.hidden(self.windows.ids(batch).to(self.student.device)))
+        for batch, weight in self.processes.share(chosen, self.text.sizes.micro_batch):
+            rows_TW = self.text.rows(batch)
+            hidden_TD = self._scored(self.student.hidden(self.text.ids(batch).to(self.student.device)))
             # The head stays as it is, so that only the gradient at its inputs is needed: some tokens at a time.
             leaf_TD = hidden_TD.detach().requires_grad_()
             for first in range(0, len(rows_TW), ROWS):
                 part = slice(first, first + ROWS)
-                loss = row_divergence(self.student.logits(leaf_TD[part]), rows_TW[part]) / scored
+                loss = row_divergence(self.student.logits(leaf_TD[part]), rows_TW[part]) * (weight / scored)
                 loss.backward()
                 total += loss.item()
-            hidden_TD.backward(leaf_TD.grad)
-        return total
+            assert leaf_TD.grad is not None
+            hidden_TD.backward(leaf_TD.grad * self.processes.count)  # FSDP takes the mean over processes
+        return self.processes.total(total)
 
     def _scored(self, hidden_BSD: Tensor) -> Tensor:
         """Return the tokens (T, D) of windows that predict a scored one."""
-        return hidden_BSD[:, self.windows.unscored - 1 : -1].flatten(0, 1)
+        return hidden_BSD[:, self.text.sizes.unscored - 1 : -1].flatten(0, 1)
 
     def _is_finite(self) -> bool:
-        gradients = [parameter.grad for parameter in self.student.trained.values() if parameter.grad is not None]
-        return bool(torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all())
+        gradients = [local(each.grad) for each in self.student.trained.values() if each.grad is not None]
+        finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        return not self.processes.any(not finite)
 
     def _evaluate(self) -> None:
         """Measure the divergence on the held-out windows, with the weights as they would be stored; keep the best."""
@@ -220,30 +205,20 @@ class Training:
                 "best": step if is_best else curve.best,
             }
         )
-        best = self.student.stored() if is_best and step else self.progress.best
+        best = self.student.rounded_copy() if is_best and step else self.progress.best
         self.progress = Progress(step, curve, best)
         self.say(f"heal step {step} of {self.schedule.steps}: divergence {divergence:.4f} nats per token held out")
 
     def _held_out_divergence(self) -> float:
         total = 0.0
-        for window in range(self.windows.held_out):
-            ids_BS = self.windows.held_out_ids(window).to(self.student.device)
+        for (window,), weight in self.processes.share([*range(self.text.sizes.held_out)], 1):
+            ids_BS = self.text.held_out_ids(window).to(self.student.device)
             hidden_TD = self._scored(self.student.hidden(ids_BS))
-            teacher_TD = self._scored(self.windows.held_out_outputs(window)[None])
+            teacher_TD = self._scored(self.text.held_out_outputs(window)[None])
             for first in range(0, len(hidden_TD), ROWS):
                 part = slice(first, first + ROWS)
                 teacher_TV = self.student.teacher_logits(teacher_TD[part])
-                total += full_divergence(teacher_TV, self.student.logits(hidden_TD[part])).item()
-        return total / (self.windows.held_out * (self.windows.length - self.windows.unscored))
-
-
-class Pace:
-    """Estimates the seconds that are left from the steps of this process."""
-
-    def __init__(self, first: int, steps: int) -> None:
-        self.first, self.steps, self.started = first, steps, time.monotonic()
-
-    def seconds_left(self, step: int) -> float:
-        """Return the seconds until the last step."""
-        done = max(1, step - self.first)
-        return (time.monotonic() - self.started) / done * (self.steps - step)
+                total += weight * full_divergence(teacher_TV, self.student.logits(hidden_TD[part])).item()
+        return self.processes.total(total) / (
+            self.text.sizes.held_out * (self.text.sizes.length - self.text.sizes.unscored)
+        )

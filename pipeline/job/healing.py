@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.entries import HealedEntry, HealingEntry, TeacherEntry
-from manifests.errors import CorruptError, InputError, Interrupted
+from manifests.errors import CorruptError, InputError
 from manifests.heal import Heal
 from manifests.importing import quick_imports
-from manifests.records import StagedRecord
+from manifests.records import ArrayRecord, StagedRecord
 from pipeline.checkpoint.assembling import Assembler, own_class
 from pipeline.console.signals import interrupting
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, TEACHER, layer_key
@@ -34,22 +33,24 @@ from pipeline.inputs.calibration import tokens_digest
 from pipeline.inputs.healing_text import HealingTokens, calibration_as_text
 from pipeline.job.context import JobContext
 from pipeline.job.healed_ledger import HealedLedger, forget_figures
-from pipeline.job.healing_windows import StoredWindows, teacher_windows
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
 from pipeline.job.worker_session import job_workers, teacher_arrays
 from pipeline.kernels.teacher_rows import FORMAT
+from pipeline.units.scores import Windows
 from stores.checkpoint import verify_shard
 from stores.headers import DTYPES
 from stores.staging import read_staged, write_staged
 
 if TYPE_CHECKING:
-    from pipeline.healing.training import Training
+    from pipeline.healing.process import TrainingTask
+    from pipeline.healing.stored_text import TextSizes
 
 NAME = "teacher"  # of the dense model among scored models
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
 CHECKPOINT_S = 180.0  # between two checkpoints of a training
-LINE_S = 30.0  # between two lines about steps
+SHARDS = 16  # of the text, in a job without calibration
+TRIES = 3  # trainings, of which the last checkpoint was damaged
 ACTIVATION_NUMBERS = (16, 4)  # for each token and layer, in units of the hidden size and of the MLP's width
 
 
@@ -98,11 +99,6 @@ def check_healing(job: JobContext) -> None:
         raise InputError(
             f"heal: run_dir {job.run_dir.place} is a bucket, and checkpoints of the training are files; set run_dir to "
             "a directory"
-        )
-    if job.manifest.workers.gpus and not torch.cuda.is_available():
-        raise InputError(
-            f"heal: workers.gpus: {job.manifest.workers.gpus:g}: the training runs in the command's own process, in "
-            "which torch sees no GPU; run the command on a machine with one, or leave out heal"
         )
     if own_class(job.inputs):
         raise InputError(
@@ -173,16 +169,18 @@ def _heal(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> HealedEntr
         from pipeline.healing.checkpoints import sweep_states
 
     assert job.run_dir.storage.folder is not None
-    run_dir = Path(job.run_dir.storage.folder)
-    entry = _teacher(job, healing, heartbeat)
-    with _student_folder(job, run_dir) as (folder, compression), interrupting(job.stop):
-        names = trained_tensors(job, compression, healing.settings)
-        best, figures = _train(job, healing, StoredWindows(job, healing.tokens, entry), folder, names, run_dir)
-    layers: dict[str, StagedRecord] = {}
-    trained: tuple[str, ...] = ()
-    if best:
-        layers, trained = _staged(job, best)
-    else:
+    run_dir = Path(job.run_dir.storage.folder).absolute()
+    teacher = _teacher(job, healing, heartbeat)
+    for left in range(TRIES - 1, -1, -1):
+        try:
+            figures, layers, trained = _trained(job, healing, teacher, run_dir)
+            break
+        except CorruptError as error:  # of the checkpoint
+            job.ledger.retract(HEALING)
+            if not left:
+                raise
+            job.observer.repaired(str(error), [HEALING])
+    if not layers:
         job.observer.say(
             f"heal: no step came closer to the dense model on held-out text than the start ({figures['before']:.4f} "
             "nats per token); the layers stay as they were",
@@ -210,7 +208,7 @@ def _teacher(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> Teacher
     with job_workers(job, heartbeat) as workers:
         stored = job.run_dir.activations.write_tokens(tokens.windows.to(torch.int32))
         workers.always.append(stored)
-        windows, taught = teacher_windows(job, tokens, stored)
+        windows, taught = _teacher_windows(job, tokens, stored)
         scorer = workers.scorer(job)
         rows, outputs = scorer.taught(windows, NAME, [None] * job.inputs.geometry.num_layers, taught)
         entry = TeacherEntry(of=of, tokens=stored, rows=rows, outputs=outputs)
@@ -218,6 +216,18 @@ def _teacher(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> Teacher
         workers.always.extend(teacher_arrays(job.ledger))
         scorer.forget(NAME)
     return entry
+
+
+def _teacher_windows(job: JobContext, tokens: HealingTokens, stored: ArrayRecord) -> tuple[Windows, int]:
+    """Return the windows of the teacher's pass, trained ones first, and the number of shards with these."""
+    calibration = job.manifest.calibration
+    shards, micro_batch = (calibration.shards, calibration.micro_batch) if calibration else (SHARDS, 1)
+    dtype = str(torch.promote_types(job.inputs.dtype, torch.float32)).removeprefix("torch.")
+    count = len(tokens.trained)
+    trained = Windows.even(count, shards, dtype, micro_batch).ranges
+    held_out = Windows.even(len(tokens.held_out), shards, dtype, micro_batch).ranges
+    ranges = (*trained, *((count + first, count + end) for first, end in held_out))
+    return Windows(ranges, dtype, micro_batch, stored, len(tokens.prefix)), len(trained)
 
 
 @contextmanager
@@ -246,146 +256,159 @@ def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: H
     return names
 
 
-def _train(
-    job: JobContext,
-    healing: Healing,
-    windows: StoredWindows,
-    folder: Path,
-    names: Mapping[str, torch.dtype],
-    run_dir: Path,
-) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Train from the last checkpoint, or from the start. Return the best tensors, none if the start is best, and the
-    figures of the healing."""
+def _trained(
+    job: JobContext, healing: Healing, teacher: TeacherEntry, run_dir: Path
+) -> tuple[dict[str, Any], dict[str, StagedRecord], tuple[str, ...]]:
+    """Train from the last checkpoint, or from the start. Return the figures of the healing, and as `_staged` does the
+    layers of the best step; none if the start is best. Raises CorruptError if the checkpoint is damaged."""
     with quick_imports():
-        from transformers.utils import logging as transformers_logging
+        from pipeline.healing.process import TrainingTask
+        from pipeline.healing.stored_text import TextSizes
+        from pipeline.healing.training import STEP_TOKENS, Schedule, default_rate
 
-        from pipeline.healing.student import Student
-        from pipeline.healing.training import STEP_TOKENS, Schedule, Training, default_rate
-
-    manifest, hidden = job.manifest, job.inputs.geometry.hidden
-    job.observer.stage("heal")
-    transformers_logging.disable_progress_bar()
-    device = torch.device("cuda" if manifest.workers.gpus else "cpu")
-    student = Student(folder, names, device, _activation_bytes(job, windows))
-    asked = healing.settings.learning_rate
+    settings, tokens, workers = healing.settings, healing.tokens, job.manifest.workers
+    held_out, unscored = len(tokens.held_out), max(1, len(tokens.prefix))
+    sizes = TextSizes(len(tokens.trained), held_out, tokens.trained.shape[1], unscored)
+    asked = settings.learning_rate
+    processes = 1 if job.in_process else _processes(job)
+    begun = _begun(job, healing)
     schedule = Schedule(
-        windows=windows.trained,
-        per_step=max(1, STEP_TOKENS // windows.length),
-        epochs=healing.settings.epochs,
-        peak=default_rate(hidden) if asked == "auto" else asked,
-        seed=manifest.seed,
+        windows=sizes.trained,
+        per_step=begun.per_step if begun and begun.per_step else max(1, STEP_TOKENS // sizes.length, processes),
+        epochs=settings.epochs,
+        peak=default_rate(job.inputs.geometry.hidden) if asked == "auto" else asked,
+        seed=job.manifest.seed,
     )
-    training = Training(student, windows, schedule, job.observer.say)
-    numbers = sum(parameter.numel() for parameter in student.trained.values())
-    job.observer.say(
-        f"heal: {numbers:,} numbers, {schedule.steps} steps on {windows.tokens:,} tokens, learning rate "
-        f"{schedule.peak:.3g}"
-    )
-    _resume(job, healing, training, run_dir)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(manifest.workers.cpus)
-    try:
-        progress = training.run(_Keeper(job, healing, training, run_dir).after_step)
-    finally:
-        torch.set_num_threads(threads)
-    curve = progress.curve
+    with _student_folder(job, run_dir) as (folder, compression):
+        names = trained_tensors(job, compression, settings)
+        numbers = sum(math.prod(compression["tensors"][name]["shape"]) for name in names)
+        task = TrainingTask(
+            run_dir=run_dir,
+            of=healing.of,
+            student=folder,
+            names=names,
+            sizes=sizes,
+            teacher=teacher,
+            schedule=schedule,
+            use_gpu=workers.gpus > 0,
+            threads=workers.cpus,
+            activation_bytes=_activation_bytes(job, sizes),
+            checkpoint_s=CHECKPOINT_S,
+        )
+        job.observer.stage("heal")
+        job.observer.say(
+            f"heal: {numbers:,} numbers, {schedule.steps} steps on {sizes.tokens:,} tokens, learning rate "
+            f"{schedule.peak:.3g}, processes: {processes}"
+        )
+        entry = _checkpoint_at_the_end(job, task, processes)
+        best = entry.curve.best
+        layers, trained = _staged(job, folder, run_dir, entry.folder, names) if best else ({}, ())
+    curve = entry.curve
     figures = {
-        "text": list(healing.tokens.names),
-        "tokens": windows.tokens,
-        "epochs": healing.settings.epochs,
+        "text": list(tokens.names),
+        "tokens": sizes.tokens,
+        "epochs": settings.epochs,
         "steps": schedule.steps,
         "learning_rate": schedule.peak,
-        "what": healing.settings.what,
+        "what": settings.what,
         "numbers": numbers,
-        "held_out_tokens": windows.held_out_tokens,
+        "processes": processes,
+        "held_out_tokens": sizes.held_out_tokens,
         "before": curve.divergences[0],
-        "after": progress.divergence,
-        "best_step": curve.best,
+        "after": min(curve.divergences),
+        "best_step": best,
         "skipped": curve.skipped,
         "curve": [list(point) for point in zip(curve.steps, curve.divergences, strict=True)],
     }
-    return progress.best if curve.best else {}, figures
+    return figures, layers, trained
 
 
-def _activation_bytes(job: JobContext, windows: StoredWindows) -> int:
+def _begun(job: JobContext, healing: Healing) -> HealingEntry | None:
+    """Return the last checkpoint of this healing; retract that of another one."""
+    entered = job.ledger.get(HEALING)
+    if entered is None or entered.of == healing.of:
+        return entered
+    job.ledger.retract(HEALING)
+    return None
+
+
+def _processes(job: JobContext) -> int:
+    """Return the number of processes that train: that of the workers, or as many as the cluster has room for."""
+    with quick_imports():
+        from workers.cluster import whole_room
+
+    return min(job.manifest.workers.max, whole_room(job.manifest.workers))
+
+
+def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) -> HealingEntry:
+    """Train to the end, unless a checkpoint of the end is entered. Return its entry."""
+    from pipeline.healing.checkpoints import sweep_states
+
+    entered = job.ledger.get(HEALING)
+    sweep_states(task.run_dir, entered.folder if entered else None)
+    if entered is None or entered.step < task.schedule.steps:
+        journal = _Journal(job, task.run_dir)
+        with interrupting(job.stop):
+            if job.in_process:
+                from pipeline.healing.process import train
+
+                train(task, journal)
+            else:
+                from workers.training import train_in_processes
+
+                train_in_processes(task, journal, processes, job.manifest.workers)
+        entered = job.ledger.get(HEALING)
+    assert entered is not None, "a training ends with a checkpoint"
+    return entered
+
+
+def _activation_bytes(job: JobContext, sizes: TextSizes) -> int:
     """Return about the bytes of the activations of a micro-batch in float32."""
     hidden = job.inputs.geometry.hidden
     width = job.inputs.config.get("intermediate_size") or 4 * hidden
     numbers = ACTIVATION_NUMBERS[0] * hidden + ACTIVATION_NUMBERS[1] * int(width)
-    return 4 * numbers * job.inputs.geometry.num_layers * windows.micro_batch * windows.length
+    return 4 * numbers * job.inputs.geometry.num_layers * sizes.micro_batch * sizes.length
 
 
-def _resume(job: JobContext, healing: Healing, training: Training, run_dir: Path) -> None:
-    """Continue from the checkpoint of this healing, if there is one. Remove others."""
-    from pipeline.healing.checkpoints import load_state, sweep_states
+class _Journal:
+    """Implements `pipeline.healing.process.Journal` for a job."""
 
-    entered = job.ledger.get(HEALING)
-    if entered is not None and entered.of != healing.of:
-        job.ledger.retract(HEALING)
-        entered = None
-    sweep_states(run_dir, entered.folder if entered else None)
-    if entered is None:
-        return
-    state = training.state()
-    state = {name: tensor.clone() for name, tensor in state.items()}
-    try:
-        load_state(run_dir, entered.folder, state)
-    except CorruptError as error:
-        job.observer.repaired(str(error), [HEALING])
-        job.ledger.retract(HEALING)
-        return
-    training.load(state, entered.step, entered.curve)
-    job.observer.say(f"heal: resuming behind step {entered.step} of {training.schedule.steps}")
+    def __init__(self, job: JobContext, run_dir: Path) -> None:
+        self.job, self.run_dir = job, run_dir
 
+    def last(self) -> HealingEntry | None:
+        return self.job.ledger.get(HEALING)
 
-class _Keeper:
-    """Shows the progress of a training, and stores its state every few minutes."""
+    def say(self, line: str) -> None:
+        self.job.observer.say(line)
 
-    def __init__(self, job: JobContext, healing: Healing, training: Training, run_dir: Path) -> None:
-        self.job, self.healing, self.training, self.run_dir = job, healing, training, run_dir
-        self.first, self.begun = training.progress.step, time.monotonic()
-        self.stored = self.shown = self.begun
+    def step(self, step: int, of: int, loss: float, seconds_left: float) -> bool:
+        shown = {"unit": f"heal/{step}", "done": step, "of": of, "seconds_left": seconds_left, "loss": loss}
+        self.job.observer.state |= shown
+        return self.job.stop.is_set()
 
-    def after_step(self) -> None:
-        """Raise Interrupted if the job is to stop."""
-        job, progress, schedule = self.job, self.training.progress, self.training.schedule
-        if job.stop.is_set():
-            raise Interrupted("stopped by a signal; run the same command again to resume")
-        now, done = time.monotonic(), progress.step - self.first
-        left_s = (now - self.begun) / done * (schedule.steps - progress.step)
-        job.observer.state |= {
-            "unit": f"heal/{progress.step}", "done": progress.step, "of": schedule.steps,
-            "seconds_left": round(left_s, 1), "loss": self.training.loss,
-        }  # fmt: skip
-        if now - self.shown >= LINE_S:
-            self.shown = now
-            job.observer.say(
-                f"heal step {progress.step} of {schedule.steps}: divergence {self.training.loss:.4f} in training, "
-                f"{left_s:,.0f} s left"
-            )
-        if now - self.stored >= CHECKPOINT_S and progress.step < schedule.steps:
-            self.store()
-            self.stored = time.monotonic()
+    def enter(self, entry: HealingEntry) -> None:
+        from pipeline.healing.checkpoints import sweep_states
 
-    def store(self) -> None:
-        """Store the state, enter it, and remove the one before."""
-        from pipeline.healing.checkpoints import save_state, sweep_states
-
-        progress = self.training.progress
-        folder = save_state(self.run_dir, progress.step, self.training.state())
-        entry = HealingEntry(of=self.healing.of, step=progress.step, folder=folder, curve=progress.curve)
         self.job.ledger.commit(HEALING, entry)
-        sweep_states(self.run_dir, folder)
+        sweep_states(self.run_dir, entry.folder)
 
 
-def _staged(job: JobContext, best: Mapping[str, Tensor]) -> tuple[dict[str, StagedRecord], tuple[str, ...]]:
-    """Stage the layers with trained tensors. Return their records by layer, and the names of tensors that changed."""
-    records, changed = {}, list[str]()
+def _staged(
+    job: JobContext, student: Path, run_dir: Path, checkpoint: str, names: Mapping[str, torch.dtype]
+) -> tuple[dict[str, StagedRecord], tuple[str, ...]]:
+    """Stage the layers with the best tensors of a checkpoint, one layer in memory at a time. Return their records by
+    layer, and the names of tensors that changed."""
+    from pipeline.healing.checkpoints import read_best
+    from pipeline.healing.student import stored_forms
+
+    records, changed, forms = {}, list[str](), stored_forms(student)
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry = job.ledger.get(layer_key(layer))
         assert entry is not None
         tensors = read_staged(job.run_dir.storage, entry.staged)
-        tensors |= {name: best[name] for name in tensors.keys() & best.keys()}
+        best = read_best(run_dir, checkpoint, tensors.keys() & names.keys())
+        tensors |= {name: forms[name].stored(tensor) if name in forms else tensor for name, tensor in best.items()}
         records[str(layer)] = staged = write_staged(job.run_dir.storage, layer, tensors)
         solved = entry.staged.tensors
         changed += [name for name, tensor in staged.tensors.items() if tensor.sha256 != solved[name].sha256]

@@ -231,8 +231,8 @@ def exceeded_limits(manifest: Manifest, plan: Mapping[str, Any], source: RateSou
     healing = plan.get("healing_bytes", 0)
     if source.gpu is not None and manifest.workers.gpus and healing > plan["rates"]["device_bytes"]:
         limits.append(
-            f"does not fit: heal trains on one GPU and needs {healing / 1e9:,.0f} GB of it, which has "
-            f"{plan['rates']['device_bytes'] / 1e9:.0f}; leave out heal, or take a larger one"
+            f"does not fit: heal needs {healing / 1e9:,.0f} GB of each of {plan['healing_processes']} GPUs, which has "
+            f"{plan['rates']['device_bytes'] / 1e9:.0f}; raise workers.max, leave out heal, or take a larger one"
         )
     run_dir_bytes = plan["run_dir_bytes"] + plan.get("healing_disk_bytes", 0)
     for name, needed in (("output", plan["output_bytes"]), ("run_dir", run_dir_bytes)):
@@ -264,10 +264,11 @@ def _beyond_this_machine(manifest: Manifest, plan: Mapping[str, Any]) -> list[st
             "--address of a cluster"
         )
     healing = plan.get("healing_bytes", 0)
-    if not manifest.workers.gpus and healing > machine:
+    processes = plan.get("healing_processes", 0)
+    if not manifest.workers.gpus and healing * processes > machine:
         limits.append(
-            f"does not fit: heal trains in one process, which takes {healing / 1e9:,.1f} GB of memory, this machine "
-            f"has {machine / 1e9:,.1f}; leave out heal"
+            f"does not fit: heal trains in {processes} processes of {healing / 1e9:,.1f} GB of memory, this machine "
+            f"has {machine / 1e9:,.1f}; leave out heal, or give --address of a cluster"
         )
     gpus, workers = torch.cuda.device_count(), manifest.workers
     if workers.gpus * workers.min > gpus:

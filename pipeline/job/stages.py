@@ -64,7 +64,8 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
     methods = "+".join(dict.fromkeys(entry.method for entry in job.manifest.methods))
     labels = {"lamina": job.name, "run_dir": job.run_dir.place, "output": job.output, "methods": methods}
     with deferred_signals(job.stop):
-        cluster = connect(address, job.manifest.workers, timeout_s, job.stop.is_set, labels)
+        trains = job.manifest.heal is not None
+        cluster = connect(address, job.manifest.workers, timeout_s, job.stop.is_set, labels, trains)
     job.observer.say(f"Ray at {cluster}")
 
 

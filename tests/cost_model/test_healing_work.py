@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,14 +28,23 @@ def work(**fields: Any) -> HealingWork | None:
 
 
 def test_a_70b_model() -> None:
-    planned = work(heal={"text": {"files": ["-"]}, "tokens": 10_000_000})
+    gpus = {"min": 1, "max": 8, "gpus": 1}
+    planned = work(heal={"text": {"files": ["-"]}, "tokens": 10_000_000}, workers=gpus)
     assert planned is not None
     assert planned.teacher_flops == pytest.approx(1.4e18, rel=0.1)
-    assert planned.student_flops == pytest.approx(4.5e18, rel=0.15)
+    assert planned.training_flops == pytest.approx(4.5e18, rel=0.15)
     assert planned.disk_bytes > 192 * 10_000_000
-    assert planned.memory_bytes > 22 * 0.8 * 68e9
-    seconds = planned.seconds(GPUS["NVIDIA H200"], 8)
-    assert seconds["heal"] > 20 * seconds["score teacher"]  # one process trains
+    h200 = GPUS["NVIDIA H200"]
+    assert 16 * 0.8 * 68e9 / 8 < planned.memory_bytes < h200.device_bytes
+    seconds = planned.seconds(h200, 8)
+    assert sum(seconds.values()) < 7200.0
+    assert seconds["heal"] > planned.training_flops / 8 / h200.backward
+    alone = work(heal={"text": {"files": ["-"]}, "tokens": 10_000_000}, workers={**gpus, "max": 1})
+    assert alone is not None
+    assert alone.memory_bytes > 16 * 0.8 * 68e9
+    assert alone.exchanged_bytes == 0.0
+    nodes = planned.seconds(replace(h200, workers_per_node=4), 8)
+    assert nodes["heal"] == pytest.approx(seconds["heal"] + planned.exchanged_bytes / h200.network)
 
 
 def test_the_calibration_text_and_texts_of_unknown_length() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import pipeline.healing.checkpoints
+import pipeline.healing.process
 import pipeline.healing.training
 import pipeline.job.healing
 from manifests.errors import NumericsError
@@ -118,7 +119,7 @@ def _dying(owner: Any, name: str, calls: int, after: bool = False) -> tuple[Any,
     ("dying", "said"),
     [
         (lambda: _dying(Training, "_step", 8), "resuming behind step 7 of 16"),
-        (lambda: _dying(pipeline.healing.checkpoints, "save_state", 4, after=True), "resuming behind step 3 of 16"),
+        (lambda: _dying(pipeline.healing.process, "save_state", 4, after=True), "resuming behind step 3 of 16"),
         (lambda: _dying(pipeline.job.healing, "forget_figures", 1), "resuming behind step 15 of 16"),
         (lambda: _dying(pipeline.job.healing, "score_held_out", 1), "healed: 16 steps"),
     ],

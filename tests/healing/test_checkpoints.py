@@ -9,6 +9,7 @@ import torch
 
 from manifests.errors import CorruptError, StorageError
 from pipeline.healing.checkpoints import load_state, save_state, sweep_states
+from pipeline.healing.processes import Processes
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -17,7 +18,7 @@ def state(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_is_read_back_and_older_ones_are_swept(tmp_path: Path) -> None:
-    old, new = save_state(tmp_path, 3, state()), save_state(tmp_path, 4, state(seed=1))
+    old, new = save_state(tmp_path, 3, state(), Processes()), save_state(tmp_path, 4, state(seed=1), Processes())
     read = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
     load_state(tmp_path, new, read)
     assert all(torch.equal(tensor, read[name]) for name, tensor in state(seed=1).items())
@@ -29,7 +30,7 @@ def test_a_checkpoint_is_read_back_and_older_ones_are_swept(tmp_path: Path) -> N
 
 
 def test_a_damaged_or_missing_checkpoint(tmp_path: Path) -> None:
-    folder = save_state(tmp_path, 3, state())
+    folder = save_state(tmp_path, 3, state(), Processes())
     for file in (tmp_path / folder).glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(CorruptError, match="the checkpoint of a healing is damaged"):
@@ -42,4 +43,4 @@ def test_a_damaged_or_missing_checkpoint(tmp_path: Path) -> None:
 def test_a_disk_that_takes_no_files(tmp_path: Path) -> None:
     (tmp_path / "healing").write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"):
-        save_state(tmp_path, 3, state())
+        save_state(tmp_path, 3, state(), Processes())

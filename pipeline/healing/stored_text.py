@@ -7,45 +7,27 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from manifests.entries import TeacherEntry
-from manifests.records import ArrayRecord
-from pipeline.inputs.healing_text import HealingTokens
-from pipeline.job.context import JobContext
-from pipeline.units.scores import Windows
+from stores.activations import ActivationStore
 from stores.arrays import ArrayReader
 
-SHARDS = 16  # of the text, in a job without calibration
 MICRO_TOKENS = 2048  # about, of a micro-batch
 
 
-def teacher_windows(job: JobContext, tokens: HealingTokens, stored: ArrayRecord) -> tuple[Windows, int]:
-    """Return the windows of the teacher's pass, trained ones first, and the number of shards with these."""
-    calibration = job.manifest.calibration
-    shards, micro_batch = (calibration.shards, calibration.micro_batch) if calibration else (SHARDS, 1)
-    dtype = str(torch.promote_types(job.inputs.dtype, torch.float32)).removeprefix("torch.")
-    count = len(tokens.trained)
-    trained = Windows.even(count, shards, dtype, micro_batch).ranges
-    held_out = Windows.even(len(tokens.held_out), shards, dtype, micro_batch).ranges
-    ranges = (*trained, *((count + first, count + end) for first, end in held_out))
-    return Windows(ranges, dtype, micro_batch, stored, len(tokens.prefix)), len(trained)
+@dataclass(frozen=True)
+class TextSizes:
+    """The numbers of trained and of held-out windows, the tokens of each, and how many at its beginning are not
+    scored."""
 
-
-class StoredWindows:
-    """Implements `pipeline.healing.training.Windows` from the stores of RUN_DIR."""
-
-    def __init__(self, job: JobContext, tokens: HealingTokens, entry: TeacherEntry) -> None:
-        self.token_ids = tokens
-        self.unscored = max(1, len(tokens.prefix))
-        self.trained, self.length = tokens.trained.shape
-        self.held_out = len(tokens.held_out)
-        self.micro_batch = max(1, MICRO_TOKENS // self.length)
-        store = job.run_dir.activations
-        self._rows = _Shards([store.open(record) for record in entry.rows])
-        self._outputs = _Shards([store.open(record) for record in entry.outputs])
+    trained: int
+    held_out: int
+    length: int
+    unscored: int
 
     @property
     def tokens(self) -> int:
@@ -57,9 +39,24 @@ class StoredWindows:
         """The number of tokens in held-out windows."""
         return self.held_out * self.length
 
+    @property
+    def micro_batch(self) -> int:
+        """The number of windows that pass the model at a time."""
+        return max(1, MICRO_TOKENS // self.length)
+
+
+class StoredText:
+    """The windows and the teacher's rows in RUN_DIR."""
+
+    def __init__(self, sizes: TextSizes, entry: TeacherEntry, store: ActivationStore) -> None:
+        self.sizes = sizes
+        self._ids = _Shards([store.open(entry.tokens)])
+        self._rows = _Shards([store.open(record) for record in entry.rows])
+        self._outputs = _Shards([store.open(record) for record in entry.outputs])
+
     def ids(self, windows: list[int]) -> Tensor:
         """Return token ids (B, S) of trained windows."""
-        return self.token_ids.trained[windows]
+        return torch.stack([self._ids.read(window) for window in windows]).long()
 
     def rows(self, windows: list[int]) -> Tensor:
         """Return the teacher's rows (B·T, W) of trained windows."""
@@ -67,7 +64,7 @@ class StoredWindows:
 
     def held_out_ids(self, window: int) -> Tensor:
         """Return token ids (1, S) of a held-out window."""
-        return self.token_ids.held_out[window : window + 1]
+        return self._ids.read(self.sizes.trained + window)[None].long()
 
     def held_out_outputs(self, window: int) -> Tensor:
         """Return the teacher's last hidden states (S, D) of a held-out window."""

@@ -1,0 +1,160 @@
+"""What each process of a healing does: it loads its part of the model, trains, and stores its part of checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import lamina  # noqa: F401 - registers its classes
+from manifests.entries import HealingEntry, TeacherEntry
+from manifests.errors import Interrupted
+from pipeline.healing.checkpoints import load_state, save_state
+from pipeline.healing.processes import Processes
+from pipeline.healing.stored_text import StoredText, TextSizes
+from pipeline.healing.student import Student
+from pipeline.healing.training import Schedule, Training
+from stores.activations import ActivationStore
+from stores.run_directory import ACTIVATIONS
+from stores.storage import open_storage
+
+LINE_S = 30.0  # between two lines about steps
+GO_ON, STORE, STOP = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """What a process needs to train. It can be pickled.
+
+    Attributes:
+        run_dir: absolute.
+        of: the digest of the healing, for the entries of checkpoints.
+        student: the folder of the checkpoint that is trained.
+        names: the stored names of trained tensors, with their dtypes.
+        sizes, teacher: the text, and the dense model's distribution on it.
+        use_gpu, threads: of a process.
+        activation_bytes: of a micro-batch.
+        checkpoint_s: between two checkpoints.
+    """
+
+    run_dir: Path
+    of: str
+    student: Path
+    names: Mapping[str, torch.dtype]
+    sizes: TextSizes
+    teacher: TeacherEntry
+    schedule: Schedule
+    use_gpu: bool
+    threads: int
+    activation_bytes: int
+    checkpoint_s: float
+
+
+class Journal(Protocol):
+    """The driver of a healing, as its process 0 sees it."""
+
+    def last(self) -> HealingEntry | None:
+        """Return the last entered checkpoint of this healing."""
+
+    def say(self, line: str) -> None:
+        """Write a line to the log."""
+
+    def step(self, step: int, of: int, loss: float, seconds_left: float) -> bool:
+        """Show a step. Return True if the training is to stop."""
+
+    def enter(self, entry: HealingEntry) -> None:
+        """Enter a checkpoint, which replaces the one before."""
+
+
+def train(task: TrainingTask, journal: Journal) -> None:
+    """Train from the last checkpoint to the end, and store the state there.
+
+    Raises:
+        InputError: a tensor does not train.
+        CorruptError: the last checkpoint is damaged.
+        NumericsError: gradients are not finite.
+        StorageError: a checkpoint cannot be written.
+        Interrupted: the journal stops it.
+    """
+    processes = Processes.joined()
+    transformers_logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(task.threads)
+    try:
+        device = torch.device("cuda" if task.use_gpu else "cpu")
+        student = Student(task.student, task.names, device, task.activation_bytes, processes)
+        store = ActivationStore(open_storage(str(task.run_dir)).below(ACTIVATIONS))
+        say = journal.say if processes.rank == 0 else _nothing
+        text = StoredText(task.sizes, task.teacher, store)
+        training = Training(student, text, task.schedule, processes, say)
+        _Process(task, training, journal, processes).run()
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Process:
+    """Resumes a training, shows its progress, and stores its state every few minutes and at the end."""
+
+    def __init__(self, task: TrainingTask, training: Training, journal: Journal, processes: Processes) -> None:
+        self.task, self.training, self.journal, self.processes = task, training, journal, processes
+
+    def run(self) -> None:
+        self._resume()
+        self.first, self.begun = self.training.progress.step, time.monotonic()
+        self.stored = self.shown = self.begun
+        self.training.run(self._after_step)
+        self._store()
+
+    def _resume(self) -> None:
+        entered = self.journal.last()
+        if entered is None:
+            return
+        state = {name: tensor.clone() for name, tensor in self.training.state().items()}
+        load_state(self.task.run_dir, entered.folder, state)
+        self.training.load(state, entered.step, entered.curve)
+        self.training.say(f"heal: resuming behind step {entered.step} of {self.training.schedule.steps}")
+
+    def _after_step(self) -> None:
+        """Do what process 0 decides. Raise Interrupted if the job is to stop."""
+        decided = self.processes.total(float(self._decided()) if self.processes.rank == 0 else 0.0)
+        if decided == STOP:
+            raise Interrupted("stopped by a signal; run the same command again to resume")
+        if decided == STORE:
+            self._store()
+            self.stored = time.monotonic()
+
+    def _decided(self) -> int:
+        training, now = self.training, time.monotonic()
+        step, steps = training.progress.step, training.schedule.steps
+        left_s = (now - self.begun) / (step - self.first) * (steps - step)
+        if self.journal.step(step, steps, training.loss, round(left_s, 1)):
+            return STOP
+        if now - self.shown >= LINE_S:
+            self.shown = now
+            training.say(
+                f"heal step {step} of {steps}: divergence {training.loss:.4f} in training, {left_s:,.0f} s left"
+            )
+        return STORE if now - self.stored >= self.task.checkpoint_s and step < steps else GO_ON
+
+    def _store(self) -> None:
+        progress = self.training.progress
+        folder = save_state(self.task.run_dir, progress.step, self.training.state(), self.processes)
+        if self.processes.rank == 0:
+            self.journal.enter(
+                HealingEntry(
+                    of=self.task.of,
+                    step=progress.step,
+                    folder=folder,
+                    curve=progress.curve,
+                    per_step=self.task.schedule.per_step,
+                )
+            )
+
+
+def _nothing(line: str) -> None:
+    """Say nothing: process 0 speaks for all."""

@@ -1,0 +1,176 @@
+"""Healing in several processes of Ray Train: equal to one process within rounding, and what a kill costs."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import pipeline.healing.process
+import pipeline.healing.training
+import pipeline.job.healing
+from manifests.entries import HealingEntry
+from pipeline.healing.process import Journal, TrainingTask, train
+from tests.end_to_end.children import CONTEXT, Child, end_group
+from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
+
+WAIT_S = 300.0
+SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
+
+
+def small_steps() -> None:
+    """Make steps of three windows in a child."""
+    pipeline.healing.training.STEP_TOKENS = 96
+
+
+def many_checkpoints() -> None:
+    """Make small steps, each with a checkpoint, in a child."""
+    small_steps()
+    pipeline.job.healing.CHECKPOINT_S = 0.0
+
+
+@pytest.fixture
+def solved(tmp_path: Path, llama: Path, text: Path) -> Job:
+    """Return a finished job."""
+    made = Job(tmp_path / "job", llama, text)
+    with without_ray():
+        assert made.run().json
+    made.keep()
+    return made
+
+
+def heal(made: Job, processes: int = 2, prepare: Callable[[], None] = small_steps) -> Child:
+    options = [*SETTINGS, "--set", f"workers.max={processes}"]
+    return Child("heal", [str(made.run_dir), *options], made.root / "log", None, False, prepare)
+
+
+def ended(child: Child) -> str:
+    assert child.end(WAIT_S) == 0, child.said
+    end_group(child.pid)
+    return child.said
+
+
+def wait_for_line(child: Child, line: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while line not in child.said:
+        assert child.process.is_alive(), child.said
+        assert time.monotonic() < deadline, child.said
+        time.sleep(0.05)
+
+
+def training_processes(child: Child) -> list[psutil.Process]:
+    """Return the processes in which Ray Train trains."""
+    return [each for each in psutil.Process(child.pid).children(recursive=True) if "RayTrainWorker" in each.name()]
+
+
+@dataclass
+class Written:
+    """A journal that keeps the last checkpoint in a file."""
+
+    path: Path
+
+    def last(self) -> None:
+        """Return None: each training begins at the start."""
+
+    def say(self, line: str) -> None:
+        pass
+
+    def step(self, *_: float) -> bool:
+        return False
+
+    def enter(self, entry: HealingEntry) -> None:
+        self.path.write_bytes(pickle.dumps(entry))
+
+
+def train_one(task: TrainingTask, rank: int, folder: Path) -> None:
+    """Be one of two processes that gloo joins."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/joined", rank=rank, world_size=2)
+    train(task, Written(folder / "entry"))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_two(task: TrainingTask, journal: Journal) -> None:
+        both = [CONTEXT.Process(target=train_one, args=(task, rank, tmp_path)) for rank in range(2)]
+        for process in both:
+            process.start()
+        for process in both:
+            process.join(WAIT_S)
+            assert process.exitcode == 0
+        journal.enter(pickle.loads((tmp_path / "entry").read_bytes()))
+
+    small_steps_of(monkeypatch)
+    with without_ray():
+        assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
+        one, figures = read_tensors(solved.output), solved.compression()["healed"]
+        solved.put_back()
+        monkeypatch.setattr(pipeline.healing.process, "train", train_two)
+        assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
+    assert not (solved.run_dir / "healing").exists()
+    assert_close(solved, one, figures)
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_two_processes_of_ray_train_heal_as_one_does(solved: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_steps_of(monkeypatch)
+    with without_ray():
+        assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
+    one, figures = read_tensors(solved.output), solved.compression()["healed"]
+    solved.put_back()
+    said = ended(heal(solved))
+    assert "processes: 2" in said
+    assert_close(solved, one, figures)
+
+
+def small_steps_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.healing.training, "STEP_TOKENS", 96)
+
+
+def assert_close(made: Job, one: dict[str, torch.Tensor], figures: dict[str, Any]) -> None:
+    """Compare a healing with that of one process. Adam's steps have a size of their own, even of tiny gradients, so
+    that rounding shows in single numbers."""
+    two = made.compression()["healed"]
+    assert [step for step, _ in two["curve"]] == [step for step, _ in figures["curve"]]
+    assert two["after"] < two["before"]
+    assert two["after"] == pytest.approx(figures["after"], rel=1e-2)
+    for name, tensor in read_tensors(made.output).items():
+        assert (tensor - one[name]).norm() <= 0.02 * one[name].norm(), name
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(solved: Job) -> None:
+    ended(heal(solved))
+    digests = file_digests(solved.output)
+    solved.put_back()
+    child = heal(solved, prepare=many_checkpoints)
+    wait_for_line(child, "heal step 6 of 16")
+    training_processes(child)[1].kill()
+    assert "resuming behind step" in ended(child)
+    assert file_digests(solved.output) == digests
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_after_a_kill_another_number_of_processes_goes_on(solved: Job) -> None:
+    child = heal(solved, prepare=many_checkpoints)
+    wait_for_line(child, "heal step 6 of 16")
+    child.kill()
+    end_group(child.pid)
+    assert child.process.exitcode == -signal.SIGKILL
+    said = ended(heal(solved, processes=3))
+    assert "processes: 3" in said
+    assert "resuming behind step" in said
+    figures = solved.compression()["healed"]
+    assert figures["after"] < figures["before"]
+    assert figures["steps"] == 16

@@ -1,0 +1,176 @@
+"""Trains a healing in processes of Ray Train, on the job's cluster.
+
+The command keeps the run directory's ledger. Process 0 sends it lines, steps and checkpoints through a mailbox, an
+actor that outlives the processes: when one is lost, Ray Train starts all of them again, and they go on from the last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from manifests.entries import HealingEntry
+from manifests.errors import Interrupted, LaminaError, NumericsError, WorkerError
+from manifests.packages import prepare_process
+from manifests.schema import Workers
+
+if TYPE_CHECKING:
+    from pipeline.healing.process import Journal, TrainingTask
+
+LOSSES = 3  # of processes, after which a training is given up
+POLL_S = 0.2
+SILENT_S = 600.0  # without an answer of a process, after which the others give up
+STORAGE = "healing/ray"  # in RUN_DIR: Ray Train's own files
+
+
+@ray.remote(num_cpus=0)
+class Mailbox:
+    """Messages between process 0 and the command."""
+
+    def __init__(self, entered: HealingEntry | None) -> None:
+        self.entered = entered
+        self.messages: list[tuple[str, tuple[Any, ...]]] = []
+        self.is_over = False
+
+    def last(self) -> HealingEntry | None:
+        """Return the last checkpoint."""
+        return self.entered
+
+    def post(self, kind: str, *content: Any) -> bool:
+        """Take a message. Return True if the training is to stop."""
+        self.messages.append((kind, content))
+        if kind == "enter":
+            (self.entered,) = content
+        return self.is_over
+
+    def taken(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """Return the messages since the last call."""
+        messages, self.messages = self.messages, []
+        return messages
+
+    def end(self) -> None:
+        """Stop the training at its next step."""
+        self.is_over = True
+
+    def has_ended(self) -> bool:
+        """Return True if there is nothing to train any more."""
+        return self.is_over
+
+
+class _Sender:
+    """Implements `pipeline.healing.process.Journal` in a process."""
+
+    def __init__(self, mailbox: Any) -> None:
+        self.mailbox = mailbox
+
+    def last(self) -> HealingEntry | None:
+        entered: HealingEntry | None = ray.get(self.mailbox.last.remote())
+        return entered
+
+    def say(self, line: str) -> None:
+        self._post("say", line)
+
+    def step(self, step: int, of: int, loss: float, seconds_left: float) -> bool:
+        return self._post("step", step, of, loss, seconds_left)
+
+    def enter(self, entry: HealingEntry) -> None:
+        self._post("enter", entry)
+
+    def _post(self, kind: str, *content: Any) -> bool:
+        is_over: bool = ray.get(self.mailbox.post.remote(kind, *content))
+        return is_over
+
+
+def train_in_processes(task: TrainingTask, journal: Journal, processes: int, workers: Workers) -> None:
+    """Train in some processes, each with the resources of a worker.
+
+    Raises the errors of `pipeline.healing.process.train`, and WorkerError if processes are lost again and again.
+    """
+    logging.getLogger("ray.train").setLevel(logging.ERROR)
+    mailbox: Any = Mailbox.remote(journal.last())  # type: ignore[attr-defined]  # of the decorator
+    resources = {"CPU": float(workers.cpus), **({"GPU": workers.gpus} if workers.gpus else {})}
+    trainer = TorchTrainer(
+        _process,
+        train_loop_config={"task": task, "mailbox": mailbox},
+        scaling_config=ScalingConfig(num_workers=processes, use_gpu=workers.gpus > 0, resources_per_worker=resources),
+        run_config=RunConfig(
+            name=task.of[:16],
+            storage_path=str(task.run_dir / STORAGE),
+            failure_config=FailureConfig(max_failures=LOSSES),
+        ),
+        torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo", timeout_s=int(SILENT_S)),
+    )
+    fitting = _Fitting(trainer)
+    failures: list[LaminaError] = []
+    try:
+        while not failures and not fitting.ended(POLL_S):
+            failures += _delivered(mailbox, journal)
+        failures += _delivered(mailbox, journal)
+    finally:
+        mailbox.end.remote()
+    if failures:
+        raise failures[0]
+    if fitting.error is not None:
+        raise WorkerError(
+            f"heal: processes of the training ended {LOSSES + 1} times ({_first_line(fitting.error)}); their logs are "
+            "in Ray's session folder; run the same command again to go on from the last checkpoint"
+        ) from fitting.error
+
+
+class _Fitting:
+    """Runs a trainer in a thread of its own, since it would take over signals. An abandoned one ends with the
+    process."""
+
+    def __init__(self, trainer: TorchTrainer) -> None:
+        self.trainer = trainer
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._fit, name="ray-train", daemon=True)
+        self._thread.start()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait. Return True if the training has ended, by an error if `error` is set."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _fit(self) -> None:
+        try:
+            self.trainer.fit()
+        except Exception as error:  # Ray Train raises its own types and those of the processes
+            self.error = error
+
+
+def _delivered(mailbox: Any, journal: Journal) -> list[LaminaError]:
+    """Give the journal what process 0 has sent. Return errors."""
+    failures = []
+    for kind, content in ray.get(mailbox.taken.remote()):
+        if kind == "failed":
+            failures += content
+        elif getattr(journal, kind)(*content) and kind == "step":
+            mailbox.end.remote()
+    return failures
+
+
+def _process(config: dict[str, Any]) -> None:
+    """Run one process of a training."""
+    prepare_process()
+    from pipeline.healing.process import train  # imports lamina
+
+    mailbox = config["mailbox"]
+    if ray.get(mailbox.has_ended.remote()):
+        return  # another process found an error that stays
+    try:
+        train(config["task"], _Sender(mailbox))
+    except LaminaError as error:
+        ray.get(mailbox.post.remote("failed", error))
+        if not isinstance(error, (Interrupted, NumericsError)):  # which all processes raise at the same step
+            raise
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
