@@ -41,8 +41,8 @@ from stores.storage import open_storage
 from workers.actor import RateProbe
 from workers.hardware import machine_cores, thread_fault
 from workers.liveness import RayWatch, fault_at
-from workers.ray_messages import log_message
 
+RAY_LOG = logging.getLogger("lamina.ray")  # `pipeline.console.log_files` adds a file; otherwise it writes to stderr
 CHECK_SECONDS = 0.2
 ENVIRONMENT_AGENT = "--runtime_env_agent_command"
 AGENTS = {  # a raylet's option with the command of an agent -> the ports of that agent
@@ -154,6 +154,12 @@ def watch_ray(note: Callable[[str], None]) -> RayWatch:
     """Return a watch over the cluster of this process. `note`: writes a line to the log."""
     node: Any = ray_worker._global_node
     return RayWatch(node.raylet_socket_name, node.gcs_address, node.get_logs_dir_path(), note)
+
+
+def log_message(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Log one message. Replaces the function by which Ray prints messages on a driver's terminal."""
+    prefix = "" if ignore_prefix else f"({data.get('pid')}) "
+    RAY_LOG.warning("%s%s", prefix, "\n".join(data["lines"]))
 
 
 def _refusal(address: str | None, error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 Units wait here until a worker is free. A shard's forward units go to the worker that holds its hidden states. A worker
 without units takes over a shard from one that has more. If a worker dies, its units are queued again and another worker
-is started: at once, or after a pause if its node was short of memory (`workers.memory_pressure`).
+is started: at once, or after a pause if its node was short of memory (`workers.pool_health.Pause`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -34,15 +34,11 @@ from pipeline.units.units import ConcurrentUnit, ShardUnit, Summable, Unit
 from workers.actor import BESIDE, WorkerActor
 from workers.cluster import declared_memory, watch_ray, why_unplaceable
 from workers.config import WorkerConfig
-from workers.deaths import Deaths, worker_name
-from workers.failures import START, Failures, failure_key
 from workers.hardware import differing, software_versions, thread_fault
-from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
 from workers.outcomes import Outcome, UnitAccounts, result_of, unit_kind
-from workers.placement import choose, shard_of
-from workers.pool_member import Member
-from workers.shortage import Shortage
+from workers.placement import Shard, choose, shard_of
+from workers.pool_health import START, Deaths, Failures, Pause, Shortage, failure_key, others_hold_most, worker_name
 from workers.tensor_transfer import attach_handles
 
 DEPTH = 2  # units that a worker has at a time, so that it never waits for the driver
@@ -50,6 +46,40 @@ POLL_SECONDS = 0.5  # how soon a signal is noticed
 FULL = (OutOfDiskError, ObjectStoreFullError)
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError, OutOfMemoryError, *FULL)
 MEMORY_PAUSE_SECONDS = 5.0  # the first pause before a worker starts again after a lack of memory
+
+
+@dataclass
+class Member:
+    """A worker of the pool.
+
+    `ready`: the reference whose value the actor returns when it has started.
+    """
+
+    actor: Any
+    ready: Any
+    live: bool = False
+    where: dict[str, Any] = field(default_factory=dict)
+    shards: set[Shard] = field(default_factory=set)
+    running: dict[Any, Unit] = field(default_factory=dict)
+    tensors: dict[Any, list[Any]] = field(default_factory=dict)  # the tensors that a running unit will return
+    started_at: dict[Any, float] = field(default_factory=dict)  # by the clock of `time.monotonic`
+    leaving: bool = False  # receives no more units, and ends after its last
+    sums: set[str] = field(default_factory=set)  # passes whose sums it holds until they are collected
+
+    @property
+    def name(self) -> str:
+        """The worker's name, once it is ready."""
+        return str(self.where.get("worker", ""))
+
+    @property
+    def idle(self) -> bool:
+        """True if the worker runs no unit, or only `ConcurrentUnit`s."""
+        return self.unit_count(beside=False) == 0
+
+    def unit_count(self, beside: bool) -> int:
+        """Return how many `ConcurrentUnit`s, or how many other units, the worker has; `Collect` units do not count."""
+        running = (unit for unit in self.running.values() if not isinstance(unit, Collect))
+        return sum(isinstance(unit, ConcurrentUnit) == beside for unit in running)
 
 
 class RayPool(UnitAccounts):

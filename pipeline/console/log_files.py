@@ -16,7 +16,7 @@ from stores.storage import Appender, Place, Storage, open_storage
 
 LOG = logging.getLogger("lamina")
 STORES = logging.getLogger("stores")
-RAY = logging.getLogger("lamina.ray")  # messages that `workers.ray_messages` passes on
+RAY = logging.getLogger("lamina.ray")  # messages that `workers.cluster.log_message` passes on
 WHERE = ("phase", "layer", "shard", "unit")
 
 

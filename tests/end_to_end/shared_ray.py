@@ -11,8 +11,7 @@ from typing import Any
 import ray
 
 from workers.actor import BESIDE, WorkerActor
-from workers.pool import RayPool
-from workers.pool_member import Member
+from workers.pool import Member, RayPool
 
 SECONDS = 20.0
 

@@ -29,8 +29,7 @@ from pipeline.cost_model.probe import ProbedShape
 from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from stores.disk import Disk
 from workers import actor, cluster
-from workers.cluster import autoscales, await_cluster, connect, declared_memory, why_unplaceable
-from workers.ray_messages import log_message
+from workers.cluster import autoscales, await_cluster, connect, declared_memory, log_message, why_unplaceable
 
 
 @pytest.fixture(autouse=True)

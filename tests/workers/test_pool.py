@@ -36,12 +36,12 @@ from pipeline.units.sums import (
 )
 from pipeline.units.units import Forward, Pair, Reduce, ShardDone, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay, Watch
-from workers import deaths, shortage
 from workers import pool as pool_module
+from workers import pool_health
 from workers.hardware import software_versions
-from workers.memory_pressure import others_hold_most
 from workers.outcomes import Outcome
 from workers.pool import RayPool
+from workers.pool_health import others_hold_most
 from workers.tensor_transfer import Handle
 
 
@@ -52,7 +52,7 @@ def memory_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    monkeypatch.setattr(deaths, "GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(pool_health, "GATHER_SECONDS", 0.0)
     found = Watch()
     monkeypatch.setattr(pool_module, "watch_ray", lambda _: found)
     return found
@@ -513,7 +513,7 @@ def test_one_that_dies_while_it_leaves_is_not_replaced(make: Any) -> None:
 
 
 def test_a_cluster_that_lost_all_its_workers_is_said(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortage, "WARNING_SECONDS", 0.0)
+    monkeypatch.setattr(pool_health, "WARNING_SECONDS", 0.0)
     fake = FakeRay((0, 5, 12), (3000, 5, None))
     pool = make(fake, max=1)
     do(pool, forward(0))
@@ -694,7 +694,7 @@ def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPa
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((10**9, 1, None)))
     monkeypatch.setattr(pool_module, "why_unplaceable", lambda workers, _: f"a worker asks for {workers.cpus} CPUs")
-    monkeypatch.setattr(shortage, "WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(pool_health, "WARNING_SECONDS", 0.1)
     setup: Any = SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0)
     with pytest.raises(WorkerError, match=r"asks for 64 CPUs; waited \d+ s \(workers.start_timeout_s\)"):
         RayPool(setup, Workers(cpus=64, start_timeout_s=0.4), threading.Event(), notes.append)
@@ -704,7 +704,7 @@ def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPa
 def test_waiting_long_for_workers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((250, 1, None)))
-    monkeypatch.setattr(shortage, "WARNING_SECONDS", 0.0)
+    monkeypatch.setattr(pool_health, "WARNING_SECONDS", 0.0)
     monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: None)
     RayPool(
         SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0),

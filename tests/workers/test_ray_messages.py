@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.console.log_files import close_log, open_log
-from workers.ray_messages import log_message
+from workers.cluster import log_message
 
 DUMP = {"lines": ["raylet died; its last lines:", "[state-dump] a", "[state-dump] b"], "pid": "raylet", "is_err": False}
 
