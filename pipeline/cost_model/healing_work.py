@@ -21,6 +21,8 @@ CHECKPOINTED = 4.0  # with the forward pass a second time
 MASTER_BYTES = 4  # of a number in training
 STATE_BYTES = 4 + 4 + 4  # of a trained number beside it: gradient, both moments of Adam
 EXCHANGED = 3 * MASTER_BYTES  # bytes of a number in a step between processes: gathered twice, its gradient summed once
+LONG_GROUP = 1024  # columns that share a scale, about, where rows have one
+MULTIPLIED_OUT = 8  # bytes of a number that its codes take in float32: the level, and its product with the scale
 STEP_TOKENS = 4096  # at least, and a window for each process
 ROWS = 256  # tokens whose logits are in memory at a time
 ROW_TENSORS = 6  # of their size, in float32
@@ -90,10 +92,16 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
     steps = math.ceil(heal.epochs * tokens / max(STEP_TOKENS, processes * length))
     numbers = int(geometry.model_numbers() * share)
     whole = min(numbers, geometry.model_numbers() - geometry.decoder_numbers())  # embeddings and head
-    trained = numbers - whole
-    memory = trained // processes * (MASTER_BYTES + STATE_BYTES) + whole * MASTER_BYTES
+    written = numbers - whole
+    rounding, trained = manifest.quantize, written
+    memory = whole * MASTER_BYTES
+    if rounding is not None:  # scales train, and codes stay; rows are multiplied out while a layer computes
+        trained = written // (rounding.group or LONG_GROUP)
+        bits = 8 if rounding.bits == "auto" else rounding.bits
+        memory += written * bits // 8 // processes + MULTIPLIED_OUT * (written // layers if twice else written)
+    memory += trained // processes * (MASTER_BYTES + STATE_BYTES)
     memory += 0 if manifest.workers.gpus else trained // processes * (MASTER_BYTES + itemsize)  # else on the host
-    memory += 0 if processes == 1 else 2 * MASTER_BYTES * trained // layers  # a layer, and the next one
+    memory += 0 if processes == 1 else 2 * MASTER_BYTES * (trained // layers)  # a layer, and the next one
     memory += ROWS * ROW_TENSORS * 4 * geometry.vocab
     kept = 4 * geometry.hidden * layers * max(length, MICRO_TOKENS)  # inputs of layers
     memory += activations // layers + kept if twice else activations
@@ -107,5 +115,5 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
         evaluation_flops=EVALUATIONS * held_out * (dense * share + 2.0 * geometry.hidden * geometry.vocab),
         exchanged_bytes=0.0 if processes == 1 else float(steps * EXCHANGED * trained),
         memory_bytes=memory,
-        disk_bytes=rows + numbers * (itemsize + 2 * (MASTER_BYTES + 8 + itemsize)),
+        disk_bytes=rows + numbers * itemsize + 2 * trained * (MASTER_BYTES + 8 + itemsize),
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,12 @@ class Processes:
         """Return True if the flag of any process is set."""
         return self.total(float(flag)) > 0.0
 
-    def first(self, text: str) -> str:
-        """Return the text of process 0."""
-        texts = [text]
+    def first(self, value: T) -> T:
+        """Return the value of process 0."""
+        values = [value]
         if self.count > 1:
-            dist.broadcast_object_list(texts, src=0)
-        return texts[0]
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def share(self, windows: list[int], size: int) -> list[tuple[list[int], float]]:
         """Return this process's windows in batches of `size`, each with its weight.

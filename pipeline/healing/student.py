@@ -24,6 +24,7 @@ import lamina  # noqa: F401 - registers its classes, so that no code of the chec
 from lamina.decoder_layer_lamina import find
 from lamina.embedding_lamina import finish_logits
 from lamina.factored_lamina import StoredFactor, stored_factors
+from lamina.levels_lamina import LEVELS, PACKED, SCALE, WORD_BITS, TableLinear
 from lamina.processor_lamina import product_dtype
 from manifests.errors import InputError
 from pipeline.healing.processes import Processes, local
@@ -149,6 +150,7 @@ def _loaded(folder: Path, device: torch.device, processes: Processes) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     else:
         model = _empty(folder)
+    _train_codes(model, processes.first(_even_codes(model)))
     model.requires_grad_(False)
     if processes.count == 1:
         return model.to(device)
@@ -169,6 +171,35 @@ def _loaded(folder: Path, device: torch.device, processes: Processes) -> Any:
         if isinstance(module, FSDPModule):
             module.set_reduce_scatter_unused_params(True)  # such as of experts without a token in this process
     return model
+
+
+def _even_codes(model: nn.Module) -> dict[str, tuple[int, int | None]]:
+    """Return the linears that compressed-tensors stores as codes of even steps: path → (bits, group)."""
+    even = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and hasattr(module, PACKED):
+            words, scales = getattr(module, PACKED).shape[1], getattr(module, SCALE).shape[1]
+            group = module.in_features // scales if scales > 1 else None
+            even[path] = (words * WORD_BITS // module.in_features, group)
+    return even
+
+
+def _train_codes(model: nn.Module, even: Mapping[str, tuple[int, int | None]]) -> None:
+    """Make the stored tensors of rounded matrices parameters, which FSDP cuts. Scales and levels train; the levels of
+    even steps do not."""
+    for path, (bits, group) in even.items():
+        linear = model.get_submodule(path)
+        table = TableLinear(linear, bits, group)
+        for name in (PACKED, SCALE) if hasattr(linear, PACKED) else ():
+            setattr(table, name, getattr(linear, name).detach())
+        table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
+        model.set_submodule(path, table)
+    for path, module in model.named_modules():
+        if isinstance(module, TableLinear):
+            for name in (PACKED, SCALE) if path in even else (PACKED, SCALE, LEVELS):
+                stored: Tensor = getattr(module, name)
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(stored, requires_grad=False))
 
 
 def _receive(module: nn.Module, device: torch.device) -> None:

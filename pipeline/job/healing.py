@@ -104,10 +104,10 @@ def check_healing(job: JobContext) -> None:
         raise InputError(
             "heal: the method mla writes a checkpoint of another class, which does not train yet; leave out heal"
         )
-    if job.manifest.quantize is not None:
+    if job.manifest.quantize is not None and job.manifest.quantize.what == "all":
         raise InputError(
-            "heal: weights that are stored as codes of few bits (quantize) do not train yet; heal without quantize, or "
-            "leave out heal"
+            "heal: the head is the dense model's while layers are healed, and quantize.what: all rounds it; set "
+            "quantize.what to factors, or leave out heal"
         )
     if kept := sorted({record.form.kind for record in job.inputs.source.tensors.values() if record.form is not None}):
         raise InputError(
@@ -388,10 +388,10 @@ class _Journal:
         return self.job.stop.is_set()
 
     def enter(self, entry: HealingEntry) -> None:
-        from pipeline.healing.checkpoints import sweep_states
-
+        before = self.last()
         self.job.ledger.commit(HEALING, entry)
-        sweep_states(self.run_dir, entry.folder)
+        if before is not None and before.folder != entry.folder:  # the processes may write the next one already
+            shutil.rmtree(self.run_dir / before.folder, ignore_errors=True)
 
 
 def _staged(

@@ -43,6 +43,9 @@ def test_a_70b_model() -> None:
     assert alone is not None
     assert alone.memory_bytes > 16 * 0.8 * 68e9
     assert alone.exchanged_bytes == 0.0
+    rounded = work(heal={"tokens": 10_000_000}, workers=gpus, quantize={"bits": 4})
+    assert rounded is not None
+    assert rounded.memory_bytes < planned.memory_bytes / 2
     nodes = planned.seconds(replace(h200, workers_per_node=4), 8)
     assert nodes["heal"] == pytest.approx(seconds["heal"] + planned.exchanged_bytes / h200.network)
 

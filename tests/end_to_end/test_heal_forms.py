@@ -60,6 +60,28 @@ def test_a_form_trains_and_is_written_back(method: str, job: MakeJob) -> None:
     assert not any(name.endswith("indices") for name in changed)
 
 
+WHOLE: dict[str, Any] = {"methods": [], "budget": None}
+ROUNDED: dict[str, dict[str, Any]] = {
+    "uniform": {"quantize": {"bits": 3}, **WHOLE},
+    "tables": {"quantize": {"bits": 3, "levels": "normal"}, **WHOLE},
+    "rows": {"quantize": {"bits": 4, "group": None}, **WHOLE},
+    "factors": {**WHOLE, "quantize": {"bits": 4, "levels": "normal"}, "methods": [ENTRIES["loss-aware"][0]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(name, marks=[] if name == "uniform" else [pytest.mark.nightly]) for name in ROUNDED]
+)
+def test_scales_and_levels_train_while_codes_stay(form: str, job: MakeJob) -> None:
+    made = job(heal={"epochs": 4, "learning_rate": 0.0005}, **{"calibration.propagate": "dense", **ROUNDED[form]})
+    changed = healed(made)
+    assert any(name.endswith("weight_scale") for name in changed)
+    assert any(name.endswith("weight_levels") for name in changed) == ("levels: normal" in made.manifest.read_text())
+    assert not any(name.endswith(("weight_packed", "weight_shape")) for name in changed)
+    figures, held_out = made.compression()["healed"], made.ledger("held_out_score")
+    assert figures["before"] == pytest.approx(held_out["divergence"], rel=0.02)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family(family: str, job: MakeJob, tmp_path: Path) -> None:
