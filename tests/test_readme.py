@@ -69,6 +69,7 @@ def test_each_command_of_the_pages_is_run_by_a_test() -> None:
         "make setup": ".github/workflows/test.yml",  # which `make test` comes after
         "make test": ".github/workflows/test.yml",
         "make quickstart": "tests/test_quickstart_model.py",
+        "make real": tables,
         "make docs": "tests/docs/test_site.py",
         "make dist": "tests/test_wheels.py",
         "ray job submit": "tests/end_to_end/test_submitted.py",

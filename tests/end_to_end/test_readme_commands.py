@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TABLE = (ROOT / "docs" / "running-jobs.md").read_text(encoding="utf-8")
 WAIT_S = 240
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WINDOW = "32"  # of a model that has seen no more
 
 
@@ -70,16 +71,31 @@ def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
     assert "flat_llm-0.6" in said
 
 
+@pytest.mark.nightly
+def test_the_sweep_of_make_real(tmp_path: Path, text: Path, scored: Path, llama: Path) -> None:
+    """Every point of it, on another model and other texts."""
+    said = _run(
+        tmp_path, "sweep", "--set", f"model.source={llama}", "--set", "model.accept_loss=true",
+        "--set", f"calibration.text={{files: [{text}]}}", "--set", "calibration.samples=8",
+        "--set", "calibration.sequence_length=24", "--set", f"evaluation.perplexity.text={{files: [{scored}]}}",
+        "--set", "evaluation.perplexity.window=24", "--set", "workers.max=1",
+        "--set", f"output={tmp_path / 'real'}", "--set", f"run_dir={tmp_path / 'real.run'}",
+        SWEEP=str(ROOT / "manifests/sweeps/real.yaml"),
+    )  # fmt: skip
+    points = ["svd_llm-0.6", "flat_llm-0.9", "loss_aware-0.8", "bits-int4", "bits-int3-normal"]
+    assert [point for point in points if point not in said] == []
+
+
 def test_the_first_job_of_the_readme(tmp_path: Path, text: Path) -> None:
     """Word for word, but for the places of the model, the text and what is written; so is what they print."""
     lines = re.findall(r"^python -m pipeline\.(\w+) (.+)$", README, re.MULTILINE)
     assert [name for name, _ in lines] == ["init", "run"]
     shown = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     llama = factories.make_model(tmp_path / "llama", peaked=False)
-    places = {"runs/quickstart/model": llama, "runs/quickstart/calibration.txt": text, "runs/quickstart": tmp_path}
+    places = {MODEL: llama, "passages.jsonl": text, "job.yaml": tmp_path / "job.yaml"}
     for (name, words), printed in zip(lines, shown, strict=True):
         for place, real in places.items():
-            words = words.replace(f"{place} ", f"{real} ").replace(f"{place}/", f"{real}/")
+            words = words.replace(place, str(real))
         child = Child(name, words.split(), tmp_path / f"{name}.log", inline=False)
         assert child.end(WAIT_S) == 0, child.said
         heads = [line.split()[0] for line in printed.splitlines() if line[:1].islower()]
