@@ -75,7 +75,7 @@ LAYERS = {  # the longest name that fits a module is its layer
     "pipeline.families": Layer(
         ("manifests", *(f"lamina.{name}_lamina" for name in ("activation", "block", "foreign", "mixture")))
     ),
-    "pipeline.methods": Layer(("manifests", *_rooms("kernels", "ranks", "families"))),
+    "pipeline.methods": Layer(("manifests", "lamina.processor_lamina", *_rooms("kernels", "ranks", "families"))),
     "pipeline.rounding": Layer(("manifests", *_rooms("kernels", "ranks", "families", "methods"))),
     "pipeline.units": Layer(("manifests", "pipeline.methods")),
     "pipeline.driver": Layer(("manifests", *_rooms("methods", "units"))),

@@ -25,6 +25,7 @@ from pipeline.kernels.nystrom import nested_losses, nested_outputs
 from pipeline.kernels.routing import Others, Routing, RoutingRule, route
 from pipeline.kernels.sensitivity import Factored
 from pipeline.methods.experts.scores import ExpertSums
+from pipeline.methods.products import passed
 from pipeline.methods.tensors import channel_priority
 
 BATCH = 4096  # tokens of one product with an expert's weights
@@ -83,7 +84,7 @@ class Mixture:
     def outputs(self, expert: int, inputs_tD: Tensor) -> Tensor:
         """Return the outputs (t, D) of one expert, before the router's weight."""
         weights, dtype = self.experts[expert], inputs_tD.dtype
-        outputs_tD = self.hidden(expert, inputs_tD) @ weights.writer.to(dtype).T
+        outputs_tD = passed(self.hidden(expert, inputs_tD), weights.writer)
         return outputs_tD if weights.biases is None else outputs_tD + weights.biases[-1].to(dtype)
 
     def served(self, expert: int, inputs_TD: Tensor, routing: Routing) -> Served:
@@ -174,7 +175,7 @@ class SolvedExpert:
 def read_by(weights: ExpertWeights, inputs_tD: Tensor) -> list[Tensor]:
     """Return the outputs (t, N) of gate and up, or of up alone, in the dtype of the inputs."""
     dtype = inputs_tD.dtype
-    read = [inputs_tD @ weight.to(dtype).T for weight in weights.readers]
+    read = [passed(inputs_tD, weight) for weight in weights.readers]
     if weights.biases is not None:
         read = [values + bias.to(dtype) for values, bias in zip(read, weights.biases, strict=False)]
     return read

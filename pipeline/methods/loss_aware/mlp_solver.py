@@ -38,6 +38,7 @@ from pipeline.methods.loss_aware.mlp_sample import BATCH, Sample, probe_tokens, 
 from pipeline.methods.loss_aware.mlp_sizes import Sizes, decode_kept
 from pipeline.methods.method import Ranks, Solution
 from pipeline.methods.moments import factored_mean, input_moment, output_gradient
+from pipeline.methods.products import passed
 from pipeline.methods.tensors import biases_of, channel_priority
 from pipeline.methods.work import FIT_TOKENS, PROBE_OUTPUTS, PROBES
 
@@ -278,7 +279,7 @@ class Solver:
         if (cached := self._outputs.get((start, tokens))) is not None:
             return cached
         hidden_TN = self._hidden(part, self._whole)
-        targets_TD = hidden_TN @ self.weights[self.block.writer.weight_key].to(hidden_TN.dtype).T
+        targets_TD = passed(hidden_TN, self.weights[self.block.writer.weight_key])
         if tokens * targets_TD.shape[1] * targets_TD.itemsize <= self.cache_bytes:
             self._outputs[start, tokens] = targets_TD
         return targets_TD
@@ -353,10 +354,10 @@ class Solver:
         Values of an expert are multiplied by its routing weights.
         """
         dtype, biases = part.inputs.dtype, cut.biases
-        read_TF = part.inputs if cut.first is None else part.inputs @ cut.first.to(dtype).T
+        read_TF = part.inputs if cut.first is None else passed(part.inputs, cut.first)
         values = []
         for reader, weight in cut.parts.items():
-            product = read_TF @ weight.to(dtype).T
+            product = passed(read_TF, weight)
             values.append(product + biases[reader].to(dtype) if reader in biases else product)
         hidden_TF = channels_of(self.block)(*values)
         return hidden_TF if part.weights is None else hidden_TF * part.weights[:, None].to(dtype)
