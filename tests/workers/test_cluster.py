@@ -29,7 +29,15 @@ from pipeline.cost_model.probe import ProbedShape
 from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from stores.disk import Disk
 from workers import actor, cluster
-from workers.cluster import autoscales, await_cluster, connect, declared_memory, log_message, why_unplaceable
+from workers.cluster import (
+    autoscales,
+    await_cluster,
+    connect,
+    declared_memory,
+    log_message,
+    whole_room,
+    why_unplaceable,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -418,3 +426,13 @@ def test_a_hook_that_fails_is_named(
     message = r"RAY_RUNTIME_ENV_HOOK: no_such_module.hook fails \(ModuleNotFoundError: .*\); correct it, or unset it$"
     with pytest.raises(InputError, match=message):
         connect(None, Workers())
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, 5), (1, 3)])
+def test_the_whole_cluster_holds_what_each_node_holds(
+    gpus: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"CPU": 7.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 8.0}, {"CPU": 3.0}]
+    monkeypatch.setattr(cluster, "live_nodes", lambda: nodes)
+    assert whole_room(Workers(max=8, cpus=2, gpus=gpus)) == expected
+    assert whole_room(Workers(max=8, cpus=9, gpus=gpus)) == 1
