@@ -118,7 +118,7 @@ def train_in_processes(task: TrainingTask, journal: Journal, processes: int, wor
         raise failures[0]
     if fitting.error is not None:
         raise WorkerError(
-            f"heal: processes of the training ended {LOSSES + 1} times ({_first_line(fitting.error)}); their logs are "
+            f"heal: processes of the training ended {LOSSES + 1} times ({_reasons(fitting.error)}); their logs are "
             "in Ray's session folder; run the same command again to go on from the last checkpoint"
         ) from fitting.error
 
@@ -172,5 +172,8 @@ def _process(config: dict[str, Any]) -> None:
             raise
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _reasons(error: Exception) -> str:
+    """Return what ended the processes, one line for each."""
+    failures: dict[int, Exception] = getattr(error, "worker_failures", {})
+    lines = {rank: str(failure).strip().splitlines() for rank, failure in failures.items()}
+    return "; ".join(f"process {rank}: {said[0]}" for rank, said in lines.items() if said) or type(error).__name__

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +149,8 @@ def _parameter(parameters: Mapping[str, nn.Parameter], path: str, stored: str) -
 def _loaded(folder: Path, device: torch.device, processes: Processes) -> Any:
     """Load a model in float32, each process a part of its layers. Process 0 reads it, and sends it layer by layer."""
     if processes.rank == 0:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        with _undivided():
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     else:
         model = _empty(folder)
     _train_codes(model, processes.first(_even_codes(model)))
@@ -158,19 +161,35 @@ def _loaded(folder: Path, device: torch.device, processes: Processes) -> Any:
     *parents, last = base._names["layers"]
     holder, layers = find(base, tuple(parents)), find(base, base._names["layers"])
     setattr(holder, last, nn.ModuleList())
-    _receive(model, device)
-    model.tie_weights()
+    _place(model, device)
+    model.tie_weights()  # which `to_empty` has untied: every process must have as many tensors
+    _send(model)
     whole = {*model.parameters()}
     setattr(holder, last, layers)
     mesh = init_device_mesh(device.type, (processes.count,))
     for layer in layers.children():
-        _receive(layer, device)
+        _place(layer, device)
+        _send(layer)
         fully_shard(layer, mesh=mesh)
     fully_shard(base, mesh=mesh, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reduce_scatter_unused_params(True)  # such as of experts without a token in this process
     return model
+
+
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Keep compressed-tensors from dividing the work of loading with processes that do not load."""
+    if find_spec("compressed_tensors") is None:
+        yield
+        return
+    compressor: Any = import_module("compressed_tensors.compressors.model_compressors.model_compressor")
+    original, compressor.is_distributed = compressor.is_distributed, lambda: False
+    try:
+        yield
+    finally:
+        compressor.is_distributed = original
 
 
 def _even_codes(model: nn.Module) -> dict[str, tuple[int, int | None]]:
@@ -189,10 +208,11 @@ def _train_codes(model: nn.Module, even: Mapping[str, tuple[int, int | None]]) -
     even steps do not."""
     for path, (bits, group) in even.items():
         linear = model.get_submodule(path)
-        table = TableLinear(linear, bits, group)
+        with next(linear.parameters()).device:
+            table = TableLinear(linear, bits, group)
+            table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
         for name in (PACKED, SCALE) if hasattr(linear, PACKED) else ():
             setattr(table, name, getattr(linear, name).detach())
-        table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
         model.set_submodule(path, table)
     for path, module in model.named_modules():
         if isinstance(module, TableLinear):
@@ -202,11 +222,15 @@ def _train_codes(model: nn.Module, even: Mapping[str, tuple[int, int | None]]) -
                 module.register_parameter(name, nn.Parameter(stored, requires_grad=False))
 
 
-def _receive(module: nn.Module, device: torch.device) -> None:
-    """Move a module of process 0 to the device, and send its tensors to those of the other processes."""
+def _place(module: nn.Module, device: torch.device) -> None:
+    """Move a module of process 0 to the device; give those of other processes memory there."""
     if next(module.parameters()).is_meta:
         module.to_empty(device=device)
     else:
         module.to(device)
+
+
+def _send(module: nn.Module) -> None:
+    """Send the tensors of process 0 to the other processes."""
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), src=0)
