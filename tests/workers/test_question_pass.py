@@ -34,7 +34,9 @@ def questions_of(vocab: int) -> list[Question]:
         return tuple(torch.randint(3, vocab, (count,), generator=draws).tolist())
 
     contexts = [ids(count) for count in (1, 4, 11, 23)]
-    return [Question(context, ids(count)) for context in contexts for count in (1, 3, 6, 2)]
+    asked = [Question(context, ids(count)) for context in contexts for count in (1, 3, 6, 2)]
+    alike = [Question(question.context, (*question.continuation[:3], 5, 6)) for question in asked[2::4]]
+    return [*asked, *alike, Question((*contexts[3][:20], 7), (8, 9))]
 
 
 def answered(setup: WorkerConfig, asked: Sequence[Question], branching: bool, batch_tokens: int = 64) -> list[Answers]:
@@ -90,7 +92,7 @@ def own_answer(model: torch.nn.Module, question: Question) -> tuple[float, bool]
 
 
 def test_places_of_branches() -> None:
-    places = Places(torch.tensor([[0, 0, 1, 1, 2, 2]]))
+    places = Places(torch.tensor([[6, 6, 4, 4, 6, 6]]))
     assert places.positions.tolist() == [[0, 1, 2, 3, 2, 3]]
     assert places.mask(None)[0, 5].tolist() == [True, True, False, False, True, True]
     assert places.mask(3)[0, 5].tolist() == [False, True, False, False, True, True]
