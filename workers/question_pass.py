@@ -44,7 +44,7 @@ class QuestionWindows(WindowShard):
         assert isinstance(unit.windows, Questions)
         self.at = unit.windows.of[unit.shard]
         self.length = self.at.length
-        self.batch = max(1, unit.windows.batch_tokens // self.length)
+        self.batch = max(1, round(unit.windows.batch_tokens / self.length))
 
     def places(self, start: int, stop: int) -> Places | None:
         """Return the places of the tokens of some windows; None: each window is one sequence."""

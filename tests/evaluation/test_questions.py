@@ -24,17 +24,21 @@ def places_of(window: Window) -> dict[int, list[tuple[int, int]]]:
 
 def test_what_begins_alike_is_run_once() -> None:
     """A context with two continuations, of which a third begins like the first, and a shorter context."""
-    asked = [Question(CONTEXT, (5, 6, 7)), Question(CONTEXT, (8, 9)), Question((1, 2), (5,)), Question(CONTEXT, (5, 7, 0))]
+    continuations = (5, 6, 7), (8, 9), (5, 7, 0)
+    asked = [*(Question(CONTEXT, continuation) for continuation in continuations), Question((1, 2), (5,))]
     (shared,) = windows_of(asked, 100, branching=True)
     assert shared.ids == [1, 2, 3, 4, 5, 6, 7, 8]
     assert shared.ends == [8, 8, 8, 8, 7, 6, 7, 8]
     assert places_of(shared) == {
-        0: [(3, 5), (4, 6), (5, 7)], 1: [(3, 8), (7, 9)], 2: [(1, 5)], 3: [(3, 5), (4, 7), (6, 0)]
-    }  # fmt: skip
+        0: [(3, 5), (4, 6), (5, 7)],
+        1: [(3, 8), (7, 9)],
+        2: [(3, 5), (4, 7), (6, 0)],
+        3: [(1, 5)],
+    }
     apart = windows_of(asked, 100, branching=False)
     assert [window.ids for window in apart] == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 8]]
     assert not any(window.branched for window in apart)
-    assert places_of(apart[0]) == {0: [(3, 5), (4, 6), (5, 7)], 2: [(1, 5)]}
+    assert places_of(apart[0]) == {0: [(3, 5), (4, 6), (5, 7)], 3: [(1, 5)]}
 
 
 def test_questions_behind_the_same_examples_share_them() -> None:
