@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests import factories
 from tests.workers.bench import make_setup, make_worker, save_source
 from workers.branched_layer import Places
 from workers.config import WorkerConfig
+from workers.tapped_layer import TappedLayer
 
 pytestmark = pytest.mark.sample(4)
 FAMILIES = ("llama-gqa", "mistral-window", "opt-tied", "gemma2-tied", "olmo3", "gptj")
@@ -89,6 +91,22 @@ def own_answer(model: torch.nn.Module, question: Question) -> tuple[float, bool]
     places = range(len(question.context), ids.shape[1])
     log = sum(float(logs[place - 1, ids[0, place]]) for place in places)
     return log, all(int(logs[place - 1].argmax()) == ids[0, place] for place in places)
+
+
+def test_layers_see_no_padding_beyond_the_longest_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make_setup(save_source(tmp_path / "model", "llama-gqa"), tmp_path / "run")
+    run, lengths = TappedLayer.run, list[int]()
+
+    def seen(self: TappedLayer, hidden_BSD: Tensor, *arguments: Any, **named: Any) -> Tensor | None:
+        lengths.extend([hidden_BSD.shape[1]] * len(hidden_BSD))
+        return run(self, hidden_BSD, *arguments, **named)
+
+    monkeypatch.setattr(TappedLayer, "run", seen)
+    asked = [Question(tuple(range(3, 3 + length)), (9,)) for length in (24, 20, 6, 5)]
+    asked = [Question((number, *question.context[1:]), (9,)) for number, question in enumerate(asked)]
+    (answers,) = answered(setup, asked, branching=True, batch_tokens=48)
+    assert lengths == [24, 24, 6, 6] * setup.geometry.num_layers
+    assert len(answers.questions) == 4
 
 
 def test_places_of_branches() -> None:
