@@ -1,4 +1,4 @@
-"""Decoder layers on samples that branch: one context, and several continuations that do not see each other.
+"""Decoder layers on samples that branch: sequences that begin alike, and do not see each other where they differ.
 
 Legend: B samples, S tokens of a sample, D hidden, H query heads, G key/value heads, d head_dim, w width of a value
 head.
@@ -22,22 +22,20 @@ from lamina.rotary_lamina import Angles
 class Places:
     """The places of tokens in samples that branch.
 
-    `branches` (B, S): 0 in the context, and the number of its continuation for each token behind it.
+    `ends` (B, S): one past the last token that continues the sequence of each token.
     """
 
-    branches: Tensor
+    ends: Tensor
 
     @cached_property
     def seen(self) -> Tensor:
-        """True where a token attends (B, S, S): to itself, and to earlier ones of the context and its continuation."""
-        branch_BS = self.branches
-        tokens_S = torch.arange(branch_BS.shape[1], device=branch_BS.device)
-        near_BSS = (branch_BS[:, None] == 0) | (branch_BS[:, None] == branch_BS[:, :, None])
-        return near_BSS & (tokens_S <= tokens_S[:, None])
+        """True where a token attends (B, S, S): to itself, and to earlier ones whose sequence it continues."""
+        tokens_S = torch.arange(self.ends.shape[1], device=self.ends.device)
+        return (tokens_S[:, None] < self.ends[:, None]) & (tokens_S <= tokens_S[:, None])
 
     @cached_property
     def positions(self) -> Tensor:
-        """The position of each token (B, S) in its own sequence: the context and one continuation."""
+        """The position of each token (B, S) in its own sequence."""
         return self.seen.sum(dim=2) - 1
 
     def mask(self, window: int | None) -> Tensor:

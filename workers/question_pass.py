@@ -44,14 +44,17 @@ class QuestionWindows(WindowShard):
         assert isinstance(unit.windows, Questions)
         self.at = unit.windows.of[unit.shard]
         self.length = self.at.length
-        self.batch = max(1, unit.windows.batch_tokens // self.length)
+        self.batch = max(1, round(unit.windows.batch_tokens / self.length))
 
     def places(self, start: int, stop: int) -> Places | None:
         """Return the places of the tokens of some windows; None: each window is one sequence."""
         if not self.at.branched:
             return None
-        branch_MS = self.numbers[self.at.tokens : 2 * self.at.tokens].view(self.at.windows, self.length)
-        return Places(branch_MS[start:stop].to(self.layers.device))
+        return Places(self.ends[start:stop, : self.longest(start, stop)].to(self.layers.device))
+
+    def longest(self, start: int, stop: int) -> int:
+        """Return the tokens of the longest of some windows, without padding."""
+        return int(self.ends[start:stop, 0].max())
 
     def answers(self, last: HiddenReader) -> Answers:
         """Return the answers of all windows. `last`: the outputs of the last layer.
@@ -60,21 +63,26 @@ class QuestionWindows(WindowShard):
         """
         to_logits = head(self.layers, self.unit.staged)
         window_P, row_P, target_P, question_P = self.numbers[-4 * self.at.places :].view(-1, 4).long().T
-        log_P = torch.empty(len(window_P), dtype=torch.float64)
-        likeliest_P = torch.empty(len(window_P), dtype=torch.bool)
-        for start, stop in self._micro_batches():
-            inside = ((window_P >= start) & (window_P < stop)).nonzero()[:, 0]
-            rows_P = (window_P[inside] - start) * self.length + row_P[inside]
-            rows_R, index_P = torch.unique(rows_P, return_inverse=True)
-            hidden_RD = last.read(start, stop).flatten(0, 1)[rows_R].to(self.layers.device)
-            for first in range(0, len(rows_R), ROWS_PER_LOGITS):
-                here = (index_P >= first) & (index_P < first + ROWS_PER_LOGITS)
-                logits_RV = to_logits(hidden_RD[first : first + ROWS_PER_LOGITS])
-                if not all_finite(logits_RV):
-                    raise NumericsError("evaluation: the logits hold NaN or infinity")
-                figures = _at_targets(logits_RV, index_P[here] - first, target_P[inside[here]])
-                log_P[inside[here]], likeliest_P[inside[here]] = figures
+        rows_R, index_P = torch.unique(window_P * self.length + row_P, return_inverse=True)
+        hidden_RD = self._rows(last, rows_R)
+        log_P = torch.empty(len(row_P), dtype=torch.float64)
+        likeliest_P = torch.empty(len(row_P), dtype=torch.bool)
+        for first in range(0, len(rows_R), ROWS_PER_LOGITS):
+            here = (index_P >= first) & (index_P < first + ROWS_PER_LOGITS)
+            logits_RV = to_logits(hidden_RD[first : first + ROWS_PER_LOGITS])
+            if not all_finite(logits_RV):
+                raise NumericsError("evaluation: the logits hold NaN or infinity")
+            log_P[here], likeliest_P[here] = _at_targets(logits_RV, index_P[here] - first, target_P[here])
         return _by_question(question_P, log_P, likeliest_P)
+
+    def _rows(self, last: HiddenReader, rows_R: Tensor) -> Tensor:
+        """Return the last layer's outputs (R, D) at rows of the shard, in ascending order."""
+        parts = []
+        for start, stop in self._micro_batches():
+            first, end = start * self.length, stop * self.length
+            inside_R = rows_R[(rows_R >= first) & (rows_R < end)] - first
+            parts.append(last.read(start, stop).flatten(0, 1)[inside_R].to(self.layers.device))
+        return torch.cat(parts)
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -83,9 +91,14 @@ class QuestionWindows(WindowShard):
         rows = self.ids.read(first // ROW_WIDTH, -(-stop // ROW_WIDTH)).flatten()
         return rows[first % ROW_WIDTH :][: stop - first]
 
+    @property
+    def ends(self) -> Tensor:
+        """Return the end of each token (M, S)."""
+        return self.numbers[self.at.tokens : 2 * self.at.tokens].view(self.at.windows, self.length)
+
     def _tokens(self, start: int, stop: int) -> Tensor:
         ids_MS = self.numbers[: self.at.tokens].view(self.at.windows, self.length)
-        return ids_MS[start:stop].long().to(self.layers.device)
+        return ids_MS[start:stop, : self.longest(start, stop)].long().to(self.layers.device)
 
 
 def _at_targets(logits_RV: Tensor, row_P: Tensor, target_P: Tensor) -> tuple[Tensor, Tensor]:

@@ -190,10 +190,9 @@ class WindowShard:
                     yield from (output_BSD for _, output_BSD in self.owner.sliced.run(at, part=part))
                 return
             for start, stop in self._micro_batches():
+                hidden_BSD = inputs.read(start, stop)[:, : self.longest(start, stop)].to(self.layers.device)
                 with self.owner.computing(), tensor_cores(self.owner.setup.dtype):
-                    output_BSD = block.run(
-                        inputs.read(start, stop).to(self.layers.device), places=self.places(start, stop)
-                    )
+                    output_BSD = block.run(hidden_BSD, places=self.places(start, stop))
                 assert output_BSD is not None
                 yield output_BSD
 
@@ -245,7 +244,8 @@ class WindowShard:
         shape_MSD = (self.windows_M, self.length, self.owner.setup.geometry.hidden)
         writer = hidden.hidden_writer(shard_key, shape_MSD, self.layers.setup.dtype, store, self.batch)
         for part_BSD in parts:
-            writer.append(part_BSD)
+            missing = self.length - part_BSD.shape[1]
+            writer.append(functional.pad(part_BSD, (0, 0, 0, missing)) if missing else part_BSD)
         return hidden.keep(shard_key, writer)
 
     def _held(self, layer: int) -> HiddenReader:
@@ -256,6 +256,10 @@ class WindowShard:
     def places(self, start: int, stop: int) -> Places | None:
         """Return the places of the tokens of some windows; None: each window is one sequence."""
         return None
+
+    def longest(self, start: int, stop: int) -> int:
+        """Return the tokens of the longest of some windows, without padding."""
+        return self.length
 
     @cached_property
     def ids(self) -> HiddenReader:

@@ -1,12 +1,12 @@
 """Packs questions, each a context and a continuation, into windows that the workers run.
 
-Continuations of one context share a window, so that the context is computed once. Windows are sorted by length, and
-those of a shard padded on the right to the longest of them, which no causal model notices.
+Questions whose tokens begin alike share a window: what they share is run once, and what differs stands side by side.
+Windows are sorted by length, and those of a shard padded on the right to the longest of them, which no causal model
+notices.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,8 +19,8 @@ from pipeline.units.questions import ROW_WIDTH, Answers, QuestionShard
 SHARDS = 64  # about
 LEAST_TOKENS = 8192  # of a shard, about
 PADDED = 8  # the shortest window of a shard lacks at most this part of its length, if the shard has enough tokens
-SHARED = 4  # a context shares its window if it has at least this part of the tokens of a continuation
-MOST_BRANCHES = 1024  # tokens of the continuations in one window, about
+ATTENDED = 512  # tokens that a token attends to in the time of its other products, at least
+MOST_APART = 1024  # tokens of a window that a question in it does not share, about
 
 Ids = tuple[int, ...]
 Answered = list[tuple[float, bool]]  # by question: its log-likelihood, and whether its tokens are the likeliest
@@ -38,47 +38,56 @@ class Question:
         room = most + 1 - len(self.continuation)
         return self if len(self.context) <= room else Question(self.context[-room:], self.continuation)
 
+    @property
+    def ids(self) -> Ids:
+        """The tokens that the model reads: all but the last one."""
+        return self.context + self.continuation[:-1]
+
 
 @dataclass
 class Window:
-    """Tokens that are run as one sequence, or as a context with several continuations.
+    """Tokens that are run as one sequence, or as a tree of sequences that begin alike, depth first.
 
     Attributes:
-        branches: of each token: 0, or the number of its continuation.
+        ends: for each token, one past the last row that sees it: rows behind it up to there continue its sequence.
+        path: the rows of the sequence that was added last.
         places: row, next token and question of each token that is scored.
     """
 
-    ids: list[int]
-    branches: list[int]
-    context: int
-    starts: dict[Ids, int] = field(default_factory=dict)  # of each continuation without its last token
+    ids: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
     places: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def branched(self) -> bool:
-        """True if it has several continuations."""
-        return self.branches[-1] > 1
+        """True if it holds more than one sequence."""
+        return len(self.path) < len(self.ids)
 
-    def has_room(self, stem: Ids) -> bool:
-        """True if one more continuation should share the context."""
-        held = len(self.ids) - self.context
-        return SHARED * self.context >= len(stem) and held + len(stem) <= max(MOST_BRANCHES, self.context)
+    def takes(self, own: int, shared: int, branching: bool) -> bool:
+        """Return True if a sequence should join the window.
 
-    def add(self, stem: Ids) -> None:
-        """Add a continuation without its last token."""
-        self.starts[stem] = len(self.ids)
-        self.branches += [self.branches[-1] + 1] * len(stem)
-        self.ids += stem
+        `own`: the tokens that it adds; `shared`: those at its beginning that it has in common with the last one. It
+        saves the products of these, and costs attention between its own tokens and those that it does not share.
+        """
+        if shared == len(self.path) and not self.branched:
+            return True  # it continues the only sequence
+        apart = len(self.ids) - shared
+        pays = 2 * own * apart <= shared * (ATTENDED + shared)
+        return branching and pays and own + apart <= max(MOST_APART, shared)
 
-    def start_of(self, stem: Ids) -> int | None:
-        """Return the row where a continuation begins; None if the window lacks it."""
-        if stem in self.starts:
-            return self.starts[stem]
-        return next((start for held, start in self.starts.items() if held[: len(stem)] == stem), None)
+    def add(self, ids: Ids, shared: int) -> None:
+        """Add a sequence. `shared`: the tokens at its beginning that it has in common with the last one."""
+        first = len(self.ids)
+        self.ids += ids[shared:]
+        self.ends += [0] * (len(self.ids) - first)
+        self.path[shared:] = range(first, len(self.ids))
+        for row in self.path:
+            self.ends[row] = len(self.ids)
 
-    def ask(self, number: int, question: Question, start: int) -> None:
-        """Add the places of a question, whose continuation begins at row `start`."""
-        rows = [self.context - 1, *range(start, start + len(question.continuation) - 1)]
+    def ask(self, number: int, question: Question) -> None:
+        """Add the places of a question, whose sequence was added last."""
+        rows = self.path[len(question.context) - 1 :]
         self.places += [(row, token, number) for row, token in zip(rows, question.continuation, strict=True)]
 
 
@@ -87,29 +96,26 @@ def windows_of(questions: Sequence[Question], most: int, branching: bool) -> lis
 
     Args:
         most: the largest number of tokens that the model reads as one sequence.
-        branching: continuations of one context may share a window.
+        branching: different sequences may share a window.
     """
     windows: list[Window] = []
-    by_context: defaultdict[Ids, list[tuple[int, Question]]] = defaultdict(list)
-    for number, whole in enumerate(questions):
-        question = whole.cut(most)
-        by_context[question.context].append((number, question))
-    for context, group in by_context.items():
-        held: dict[Ids, Window] = {}
-        current: Window | None = None
-        for number, question in sorted(group, key=lambda one: -len(one[1].continuation)):  # the longest holds others
-            stem = question.continuation[:-1]
-            window = held.get(stem) or (current if current and current.start_of(stem) is not None else None)
-            if window is None:
-                if current is None or not branching or not current.has_room(stem):
-                    current = Window([*context], [0] * len(context), len(context))
-                    windows.append(current)
-                current.add(stem)
-                window = held[stem] = current
-            start = window.start_of(stem)
-            assert start is not None
-            window.ask(number, question, start)
+    last: Ids = ()
+    cut = [question.cut(most) for question in questions]
+    for ids, number in sorted((question.ids, number) for number, question in enumerate(cut)):
+        shared = _alike(last, ids)
+        if not windows or not windows[-1].takes(len(ids) - shared, shared, branching):
+            windows.append(Window())
+            shared = 0
+        windows[-1].add(ids, shared)
+        windows[-1].ask(number, cut[number])
+        last = ids
     return windows
+
+
+def _alike(one: Ids, other: Ids) -> int:
+    """Return the number of tokens with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def packed(windows: Sequence[Window]) -> tuple[list[QuestionShard], torch.Tensor]:
@@ -122,10 +128,11 @@ def packed(windows: Sequence[Window]) -> tuple[list[QuestionShard], torch.Tensor
         length = len(group[0].ids)
         places = [(index, *place) for index, window in enumerate(group) for place in window.places]
         first = sum(part.size for part in parts)
-        tables = [_table([window.ids for window in group], length)]
-        if group[0].branched:
-            tables.append(_table([window.branches for window in group], length))
-        tables.append(np.asarray(places, dtype=np.int32))
+        tables = [
+            _table([window.ids for window in group], length, 0),
+            _table([window.ends for window in group], length, length),  # padding sees padding
+            np.asarray(places, dtype=np.int32),
+        ]
         shards.append(QuestionShard(first, len(group), length, len(places), group[0].branched))
         parts += [table.ravel() for table in tables]
     flat = np.concatenate(parts)
@@ -153,8 +160,8 @@ def _is_full(group: Sequence[Window], window: Window, enough: int) -> bool:
     return tokens >= enough or (too_short and tokens >= LEAST_TOKENS // 2)
 
 
-def _table(lists: Sequence[Sequence[int]], length: int) -> NDArray[np.int32]:
-    table = np.zeros((len(lists), length), dtype=np.int32)
+def _table(lists: Sequence[Sequence[int]], length: int, padding: int) -> NDArray[np.int32]:
+    table = np.full((len(lists), length), padding, dtype=np.int32)
     for row, values in zip(table, lists, strict=True):
         row[: len(values)] = values
     return table

@@ -87,7 +87,7 @@ def score_streamed(
 
 @dataclass(frozen=True)
 class CountedPass:
-    """The size of a pass: tokens with padding, places that are scored, and the mean length of windows."""
+    """The size of a pass: tokens without padding, places that are scored, and the mean length of windows."""
 
     tokens: int
     places: int
@@ -108,9 +108,8 @@ def count_tokens(
 
     def count(_: str, questions: Sequence[Question], most: int) -> Answered:
         windows = windows_of(questions, most, can_branch(config, held))
-        shards, _numbers = packed(windows)
-        tokens = sum(shard.tokens for shard in shards)
-        counted.append(CountedPass(tokens, sum(shard.places for shard in shards), tokens // len(windows)))
+        tokens = sum(len(window.ids) for window in windows)
+        counted.append(CountedPass(tokens, sum(len(window.places) for window in windows), tokens // len(windows)))
         return [(0.0, False)] * len(questions)
 
     lm = StreamedLM(load_tokenizer(source.storage, trust_remote_code), sequence_limit(config)[1], count)
@@ -144,7 +143,7 @@ class _Passes:
             ledger = Ledger(open_storage(place).below(LEDGER))
             entered = ledger.get(answers_key(name))
             if entered is None or entered.of != digest:
-                tokens = sum(shard.tokens for shard in shards)
+                tokens = sum(len(window.ids) for window in windows)
                 self.scoring.observer.say(
                     f"{name}: {len(questions):,} questions in {len(windows):,} windows, {tokens:,} tokens through "
                     f"{len(layer_parts(self.config, 1))} layers"

@@ -17,10 +17,10 @@ class QuestionShard:
     """Windows of one length, and the places in them that are scored, within the table of the numbers of all shards.
 
     Attributes:
-        first: the index of the shard's first number. Its token ids (windows, length) come first, then the branch of
-            each token (windows, length) if `branched`, then its places (places, 4): window, row, next token, question.
-        branched: windows are a context and several continuations of it. The branch of a token is 0 in the context, and
-            the number of its continuation behind it. A token attends to the context and to its own continuation.
+        first: the index of the shard's first number. Its token ids (windows, length) come first, then the end of each
+            token (windows, length), then its places (places, 4): window, row, next token, question. Rows from a token
+            up to its end, exclusive, continue its sequence. The end of a window's first token is the window's length.
+        branched: windows are trees of sequences that begin alike. A token attends to those whose end is behind it.
     """
 
     first: int
@@ -37,7 +37,7 @@ class QuestionShard:
     @property
     def numbers(self) -> int:
         """The number of all numbers of the shard."""
-        return self.tokens * (2 if self.branched else 1) + 4 * self.places
+        return 2 * self.tokens + 4 * self.places
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests import factories
 from tests.workers.bench import make_setup, make_worker, save_source
 from workers.branched_layer import Places
 from workers.config import WorkerConfig
+from workers.tapped_layer import TappedLayer
 
 pytestmark = pytest.mark.sample(4)
 FAMILIES = ("llama-gqa", "mistral-window", "opt-tied", "gemma2-tied", "olmo3", "gptj")
@@ -34,7 +36,9 @@ def questions_of(vocab: int) -> list[Question]:
         return tuple(torch.randint(3, vocab, (count,), generator=draws).tolist())
 
     contexts = [ids(count) for count in (1, 4, 11, 23)]
-    return [Question(context, ids(count)) for context in contexts for count in (1, 3, 6, 2)]
+    asked = [Question(context, ids(count)) for context in contexts for count in (1, 3, 6, 2)]
+    alike = [Question(question.context, (*question.continuation[:3], 5, 6)) for question in asked[2::4]]
+    return [*asked, *alike, Question((*contexts[3][:20], 7), (8, 9))]
 
 
 def answered(setup: WorkerConfig, asked: Sequence[Question], branching: bool, batch_tokens: int = 64) -> list[Answers]:
@@ -89,8 +93,24 @@ def own_answer(model: torch.nn.Module, question: Question) -> tuple[float, bool]
     return log, all(int(logs[place - 1].argmax()) == ids[0, place] for place in places)
 
 
+def test_layers_see_no_padding_beyond_the_longest_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make_setup(save_source(tmp_path / "model", "llama-gqa"), tmp_path / "run")
+    run, lengths = TappedLayer.run, list[int]()
+
+    def seen(self: TappedLayer, hidden_BSD: Tensor, *arguments: Any, **named: Any) -> Tensor | None:
+        lengths.extend([hidden_BSD.shape[1]] * len(hidden_BSD))
+        return run(self, hidden_BSD, *arguments, **named)
+
+    monkeypatch.setattr(TappedLayer, "run", seen)
+    asked = [Question(tuple(range(3, 3 + length)), (9,)) for length in (24, 20, 6, 5)]
+    asked = [Question((number, *question.context[1:]), (9,)) for number, question in enumerate(asked)]
+    (answers,) = answered(setup, asked, branching=True, batch_tokens=48)
+    assert lengths == [24, 24, 6, 6] * setup.geometry.num_layers
+    assert len(answers.questions) == 4
+
+
 def test_places_of_branches() -> None:
-    places = Places(torch.tensor([[0, 0, 1, 1, 2, 2]]))
+    places = Places(torch.tensor([[6, 6, 4, 4, 6, 6]]))
     assert places.positions.tolist() == [[0, 1, 2, 3, 2, 3]]
     assert places.mask(None)[0, 5].tolist() == [True, True, False, False, True, True]
     assert places.mask(3)[0, 5].tolist() == [False, True, False, False, True, True]

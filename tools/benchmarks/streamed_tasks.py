@@ -1,6 +1,6 @@
 """Tasks of log-likelihoods: one layer at a time, beside lm-eval's own class `hf`, in turns within one process.
 
-python -m tools.benchmarks.streamed_tasks MODEL arc_easy piqa --limit 50 --batches 1 8 16 --turns 2
+python -m tools.benchmarks.streamed_tasks MODEL tools/tasks/*_local.yaml --limit 12 --batches 4 8 16 --turns 2
 """
 
 from __future__ import annotations
