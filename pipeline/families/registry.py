@@ -19,51 +19,7 @@ from lamina.activation_lamina import Channels
 from lamina.block_lamina import SINKS, clamp_of, foreign_roles, modules_of_type
 from lamina.mixture_lamina import layer_modules, mixture_of
 from manifests.errors import InputError
-from pipeline.families import (
-    cohere,
-    cohere2,
-    deepseek_v2,
-    deepseek_v3,
-    deepseek_v32,
-    dots1,
-    ernie4_5,
-    falcon,
-    gemma2,
-    gemma3,
-    glm,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    glm_moe_dsa,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    granitemoe,
-    hunyuan,
-    kimi_linear,
-    llama,
-    llama4,
-    minimax_m2,
-    mistral,
-    mixtral,
-    nemotron_h,
-    olmo2,
-    olmo3,
-    opt,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-    seed_oss,
-    smollm3,
-    solar_open,
-    starcoder2,
-)
+from pipeline.families import deepseek, delta, dense, kimi_linear, llama4, moe, nemotron_h, older
 from pipeline.families.blocks import Copied, MLPBlock, dense_blocks, mixture_blocks
 from pipeline.families.config_fields import (
     COPIED_FIELDS,
@@ -82,13 +38,9 @@ from pipeline.families.norms import has_norm_bias, norms_of
 from pipeline.families.rotation import rope_parameters
 from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault
 
-MODULES = (
-    llama, mistral, qwen2, qwen3, opt, gptj, mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, deepseek_v32,
-    glm_moe_dsa, glm4_moe, glm4_moe_lite, dots1, solar_open, minimax_m2, gpt_oss, granitemoe, hunyuan, llama4,
-    qwen3_next, qwen3_5, qwen3_5_moe, kimi_linear, nemotron_h, gemma2, gemma3, olmo2, olmo3, granite, smollm3, phi3,
-    glm, glm4, starcoder2, cohere, cohere2, gpt_neox, falcon, seed_oss, ernie4_5,
-)  # fmt: skip
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
+TABLES = (dense, older, deepseek, moe, llama4, delta, kimi_linear, nemotron_h)
+# Of families that call a block's modules alike, the description of an unknown model names the first.
+FAMILIES: dict[str, Family] = {family.model_type: family for table in TABLES for family in table.FAMILIES}
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the equivalent one in transformers
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
 BY_LAYER = "per_layer_config"  # field of a source's config.json in transformers: layer -> its differing fields
