@@ -14,6 +14,7 @@ from typing import Any
 import transformers
 from transformers.configuration_utils import PreTrainedConfig
 
+from lamina.block_lamina import value_faults
 from manifests.errors import InputError
 from pipeline.families.family import Family
 
@@ -49,6 +50,12 @@ UNREAD_FIELDS: Mapping[str, str] = {  # in no family they change logits
     **dict.fromkeys(("hidden_dropout", "layerdrop", "resid_pdrop", "residual_dropout"), TRAINING),
     **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise"), TRAINING),
 }
+
+
+def check_fields(standard: Mapping[str, Any]) -> None:
+    """Check the values of a standard config. Raises InputError with every fault."""
+    if faults := value_faults(standard):
+        raise InputError("config.json:\n  " + "\n  ".join(faults))
 
 
 def config_class(family: Family) -> type[PreTrainedConfig]:

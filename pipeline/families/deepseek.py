@@ -10,11 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lamina.block_lamina import FULL, INDEXED
 from lamina.foreign_lamina import SHARING_LAYERS
 from pipeline.families.dense import BLOCK, MLP_HALF, MODULES
 from pipeline.families.family import Family
 from pipeline.families.foreign import (
-    FULL,
     LATENT_BIASES,
     LATENT_MODULES,
     LATENT_ROLES,
@@ -47,7 +47,6 @@ OTHER_HEAD_DIM = {"head_dim": "qk_rope_head_dim replaces it"}
 V3_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 V2_ROUTER = {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1}
 
-INDEXED = "indexed_attention"
 INDEXER = {f"index_{name}": f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "k_norm", "weights_proj")}
 LATENT = {role: f"self_attn.{role}" for role in LATENT_ROLES if role != "q_proj"}
 INDEXED_BLOCK: dict[str, Any] = BLOCK | {

@@ -10,14 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lamina.block_lamina import FULL, RECURRENT
 from lamina.foreign_lamina import DELTA_FIELDS
 from pipeline.families.blocks import Copied
 from pipeline.families.dense import BLOCK, MLP_HALF, MODULES
 from pipeline.families.family import Family
 from pipeline.families.foreign import (
     ATTENTION_MODULES,
-    FULL,
-    LINEAR,
     ForeignBlock,
     ForeignFamily,
     copied_attention,
@@ -28,7 +27,7 @@ from pipeline.families.foreign import (
 from pipeline.families.mixture import DOWN, EVERY_LAYER, GATE_UP, FusedExperts
 from pipeline.families.moe import QWEN2_MIXTURE
 
-PATHS = {LINEAR: "linear_attn", FULL: "self_attn"}
+PATHS = {RECURRENT: "linear_attn", FULL: "self_attn"}
 Widths = tuple[int, int, int]  # of all keys, of all values, heads of values
 ReaderShapes = Callable[[Widths], dict[str, int]]
 
@@ -51,8 +50,8 @@ def _block(readers: ReaderShapes) -> dict[str, Any]:
     return BLOCK | {
         "modules": {
             "input_norm": MODULES["input_norm"],
-            **{f"{LINEAR}.{name}": f"{PATHS[LINEAR]}.{name}" for name in inside},
-            f"{LINEAR}.decay": PATHS[LINEAR],
+            **{f"{RECURRENT}.{name}": f"{PATHS[RECURRENT]}.{name}" for name in inside},
+            f"{RECURRENT}.decay": PATHS[RECURRENT],
             **{f"{FULL}.{name}": f"{PATHS[FULL]}.{name}" for name in (*ATTENTION_MODULES, "q_norm", "k_norm")},
             **MLP_HALF,
         },
@@ -65,7 +64,7 @@ def _block(readers: ReaderShapes) -> dict[str, Any]:
 def _hybrid(model_type: str, name: str, readers: ReaderShapes, **others: Any) -> Family:
     """Return a family whose delta networks have these readers."""
     layers: dict[str, Callable[[Mapping[str, Any]], ForeignBlock]] = {
-        LINEAR: partial(_delta_network, readers=readers),
+        RECURRENT: partial(_delta_network, readers=readers),
         FULL: _gated_attention,
     }
     foreign = ForeignFamily(model_type, None, "", _faults, layers)
@@ -85,8 +84,8 @@ def _delta_network(sizes: Mapping[str, Any], readers: ReaderShapes) -> ForeignBl
         "norm": (sizes["linear_value_head_dim"],),
         "out_proj": (hidden, values),
     }
-    decay = Copied(f"{LINEAR}.decay", (("A_log", (heads,)), ("dt_bias", (heads,))))
-    return ForeignBlock(None, (*copied_modules(LINEAR, shapes), decay), (), heads, channels, 0)
+    decay = Copied(f"{RECURRENT}.decay", (("A_log", (heads,)), ("dt_bias", (heads,))))
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes), decay), (), heads, channels, 0)
 
 
 def _gated_attention(sizes: Mapping[str, Any]) -> ForeignBlock:

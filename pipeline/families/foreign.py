@@ -109,7 +109,6 @@ def sequence_limit(standard: Mapping[str, Any]) -> tuple[str, int]:
     return min(limits.items(), key=lambda limit: limit[1])
 
 
-LINEAR, FULL = "linear_attention", "full_attention"  # types of layers
 SHARED = "shared"  # the kind of a layer that shares another layer's indexer
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -10,15 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lamina.block_lamina import FULL, RECURRENT
 from pipeline.families.blocks import Copied
 from pipeline.families.deepseek import ALL_HEADS
 from pipeline.families.dense import BLOCK, MLP_HALF, MODULES
 from pipeline.families.family import Family
 from pipeline.families.foreign import (
-    FULL,
     LATENT_BIASES,
     LATENT_ROLES,
-    LINEAR,
     ForeignBlock,
     ForeignFamily,
     copied_latent_attention,
@@ -45,8 +44,8 @@ def _delta_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
     shapes |= {"f_a_proj": (width, hidden), "f_b_proj": (channels, width), "b_proj": (heads, hidden)}
     shapes |= {"g_a_proj": (width, hidden), "g_b_proj": (channels, width)}
     shapes |= {"o_norm": (width,), "o_proj": (hidden, channels)}
-    decay = Copied(f"{LINEAR}.decay", (("A_log", (1, 1, heads, 1)), ("dt_bias", (channels,))))
-    return ForeignBlock(None, (*copied_modules(LINEAR, shapes), decay), (), heads, 3 * channels, 0)
+    decay = Copied(f"{RECURRENT}.decay", (("A_log", (1, 1, heads, 1)), ("dt_bias", (channels,))))
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes), decay), (), heads, 3 * channels, 0)
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
@@ -56,12 +55,12 @@ def _faults(fields: Mapping[str, Any]) -> list[str]:
 
 def _hub_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the field that other engines read instead of `layer_types` and the sizes of linear attention."""
-    layers: dict[str, list[int]] = {FULL: [], LINEAR: []}
+    layers: dict[str, list[int]] = {FULL: [], RECURRENT: []}
     for number, layer_type in enumerate(fields["layer_types"], start=1):
         layers[layer_type].append(number)
     width, heads, kernel = (fields[name] for name in DELTA_SIZES)
     sizes = {"head_dim": width, "num_heads": heads, "short_conv_kernel_size": kernel}
-    return {"linear_attn_config": {**sizes, "full_attn_layers": layers[FULL], "kda_layers": layers[LINEAR]}}
+    return {"linear_attn_config": {**sizes, "full_attn_layers": layers[FULL], "kda_layers": layers[RECURRENT]}}
 
 
 KIMI = Family(
@@ -71,13 +70,13 @@ KIMI = Family(
     | {
         "modules": {
             "input_norm": MODULES["input_norm"],
-            **{f"{LINEAR}.{name}": f"self_attn.{name}" for name in DELTA},
-            f"{LINEAR}.decay": "self_attn",
+            **{f"{RECURRENT}.{name}": f"self_attn.{name}" for name in DELTA},
+            f"{RECURRENT}.decay": "self_attn",
             **{f"{FULL}.{name}": f"self_attn.{name}" for name in LATENT_ROLES},
             **MLP_HALF,
         },
         "biases": {f"{FULL}.{role}": field for role, field in LATENT_BIASES.items()},
-        "foreign": {LINEAR: "self_attn", FULL: "self_attn"},
+        "foreign": {RECURRENT: "self_attn", FULL: "self_attn"},
         "rotary": None,
     },
     # transformers writes dense MLPs under these names, and reads both.
@@ -92,7 +91,7 @@ KIMI = Family(
         None,
         "qk_rope_head_dim",
         _faults,
-        layers={LINEAR: _delta_attention, FULL: partial(copied_latent_attention, layer_type=FULL)},
+        layers={RECURRENT: _delta_attention, FULL: partial(copied_latent_attention, layer_type=FULL)},
     ),
     mixture=replace(
         V3_MIXTURE,

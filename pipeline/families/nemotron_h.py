@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lamina.block_lamina import ATTENTION, MLP
+from lamina.block_lamina import ATTENTION, FULL, MLP, RECURRENT
 from pipeline.families.blocks import Copied
 from pipeline.families.dense import BLOCK
 from pipeline.families.family import Family
 from pipeline.families.foreign import (
     ATTENTION_MODULES,
-    FULL,
-    LINEAR,
     ForeignBlock,
     ForeignFamily,
     copied_attention,
@@ -31,7 +29,7 @@ PROJECTIONS = {"up": "up_proj", "down": "down_proj"}
 MAMBA = ("in_proj", "conv1d", "norm", "out_proj")
 COUNTS = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size")
 SWITCHES = ("use_conv_bias", "use_bias")
-PATTERN = {LINEAR: "M", FULL: "*", "mlp": "-", "moe": "E"}  # letters of layer types
+PATTERN = {RECURRENT: "M", FULL: "*", "mlp": "-", "moe": "E"}  # letters of layer types
 INITIAL = "only initial values"
 
 
@@ -47,8 +45,8 @@ def _mamba(sizes: Mapping[str, Any]) -> ForeignBlock:
         "out_proj": (hidden, inner),
     }
     biased = (*(("in_proj", "out_proj") if sizes["use_bias"] else ()), *(("conv1d",) if sizes["use_conv_bias"] else ()))
-    decay = Copied(f"{LINEAR}.decay", tuple((name, (heads,)) for name in ("A_log", "D", "dt_bias")))
-    return ForeignBlock(None, (*copied_modules(LINEAR, shapes, biased), decay), (), heads, inner, 0)
+    decay = Copied(f"{RECURRENT}.decay", tuple((name, (heads,)) for name in ("A_log", "D", "dt_bias")))
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes, biased), decay), (), heads, inner, 0)
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
@@ -77,14 +75,14 @@ NEMOTRON = Family(
         "final_norm": "backbone.norm_f",
         "modules": {
             "input_norm": "norm",
-            **{f"{LINEAR}.{name}": f"mixer.{name}" for name in MAMBA},
-            f"{LINEAR}.decay": "mixer",
+            **{f"{RECURRENT}.{name}": f"mixer.{name}" for name in MAMBA},
+            f"{RECURRENT}.decay": "mixer",
             **{f"{FULL}.{name}": f"mixer.{name}" for name in ATTENTION_MODULES},
             "mlp_norm": "norm",
             **{role: f"mixer.{name}" for role, name in PROJECTIONS.items()},
         },
-        "foreign": {LINEAR: "mixer", FULL: "mixer"},
-        "alone": {LINEAR: ATTENTION, FULL: ATTENTION, "mlp": MLP, "moe": MLP},
+        "foreign": {RECURRENT: "mixer", FULL: "mixer"},
+        "alone": {RECURRENT: ATTENTION, FULL: ATTENTION, "mlp": MLP, "moe": MLP},
         "rotary": None,
     },
     fields={"norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
@@ -92,7 +90,7 @@ NEMOTRON = Family(
     windows=("layer_types",),
     engine_fields=_engine_fields,
     foreign=ForeignFamily(
-        "nemotron_h", None, "", _faults, {LINEAR: _mamba, FULL: partial(copied_attention, layer_type=FULL)}
+        "nemotron_h", None, "", _faults, {RECURRENT: _mamba, FULL: partial(copied_attention, layer_type=FULL)}
     ),
     mixture=MixtureFamily(
         {

@@ -9,10 +9,9 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lamina.block_lamina import LAYER_TYPES
 from manifests.errors import InputError
 from pipeline.families.family import Family
-
-LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:

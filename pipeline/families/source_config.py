@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from transformers.configuration_utils import PreTrainedConfig
 
+from lamina.block_lamina import SLIDING
 from lamina.mixture_lamina import SHARED
 from manifests.errors import InputError
 from pipeline.families.config_fields import PRETRAINED_LENGTH, listed_fields, standard_fields, window_switches
@@ -15,8 +16,6 @@ from pipeline.families.family import Family
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import FAMILIES, standard_config
 from pipeline.families.wrapper import towers, wrapped_config
-
-SLIDING = "sliding_attention"
 
 
 def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:

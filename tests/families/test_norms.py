@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from lamina.block_lamina import LayerShape, has_norm_bias
 from pipeline.families.layer_geometry import Norm
-from pipeline.families.norms import has_norm_bias, norms_of
+from pipeline.families.norms import norms_of
 
-SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 MODULES = {"input_norm": "a", "q_norm": "b", "k_norm": "c", "q": "d", "mlp_norm": "e"}
+SHAPE = LayerShape(32, 80, 4, 2, 8, MODULES, frozenset())
 
 
 def test_a_norm_of_heads_is_as_wide_as_a_head_and_has_no_bias() -> None:
-    assert norms_of({"norm": "layer"}, MODULES, 32, SIZES) == (
+    assert norms_of({"norm": "layer"}, SHAPE) == (
         Norm("input_norm", 32, bias=True),
         Norm("q_norm", 8, bias=False),
         Norm("k_norm", 8, bias=False),
@@ -19,7 +20,7 @@ def test_a_norm_of_heads_is_as_wide_as_a_head_and_has_no_bias() -> None:
 
 
 def test_a_norm_of_all_heads_together_is_as_wide_as_these() -> None:
-    norms = norms_of({"norm": "rms", "head_norms": "all"}, MODULES, 32, SIZES)
+    norms = norms_of({"norm": "rms", "head_norms": "all"}, SHAPE)
     assert [norm.size for norm in norms] == [32, 32, 16, 32]
 
 
