@@ -138,6 +138,11 @@ def sizes_of_layer(fields: Mapping[str, Any], layer: int) -> dict[str, int]:
     return {name: fields[name] for name in LAYER_FIELDS} | (own[layer] if own else {})
 
 
+def rotary_width(rope: Mapping[str, Any], head_dim: int) -> int:
+    """Return the count of a head's first numbers that rotate."""
+    return round(head_dim * rope.get("partial_rotary_factor", 1.0))
+
+
 def has_norm_bias(block: Mapping[str, Any]) -> bool:
     """Return True if the norms of layers, other than those of heads, have biases."""
     return block["norm"] in BIASED and bool(block.get("norm_bias", True))
