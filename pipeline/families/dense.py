@@ -26,7 +26,8 @@ NO_NORMS = {role: path for role, path in MODULES.items() if not role.endswith("n
 NO_MLP_NORM = {role: path for role, path in MODULES.items() if role != "mlp_norm"}
 MLP_HALF = {role: MODULES[role] for role in ("mlp_norm", *MLP)}
 NO_MLP = {role: path for role, path in MODULES.items() if role not in MLP}
-FUSED_QKV, FUSED_MLP = {"self_attn.qkv_proj": QKV}, {"mlp.gate_up_proj": ("gate", "up")}
+FUSED_QKV: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": QKV}
+FUSED_MLP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate", "up")}
 WINDOW, WINDOWS = ("sliding_window",), ("sliding_window", "layer_types")
 
 LLAMA_BLOCK = BLOCK | {"biases": ATTENTION_BIAS | MLP_BIAS}

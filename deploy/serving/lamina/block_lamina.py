@@ -132,7 +132,7 @@ class LayerShape:
         return self.head_dim * (heads if block.get("head_norms") == "all" else 1)
 
 
-def sizes_of_layer(fields: Mapping[str, Any], layer: int) -> dict[str, int]:
+def sizes_of_layer(fields: Mapping[str, Any], layer: int) -> dict[str, Any]:
     """Return the LAYER_FIELDS of a layer: the model's, or those of `layer_sizes`."""
     own = fields.get("layer_sizes") or ()
     return {name: fields[name] for name in LAYER_FIELDS} | (own[layer] if own else {})
@@ -140,7 +140,8 @@ def sizes_of_layer(fields: Mapping[str, Any], layer: int) -> dict[str, int]:
 
 def rotary_width(rope: Mapping[str, Any], head_dim: int) -> int:
     """Return the count of a head's first numbers that rotate."""
-    return round(head_dim * rope.get("partial_rotary_factor", 1.0))
+    share: float = rope.get("partial_rotary_factor", 1.0)
+    return round(head_dim * share)
 
 
 def has_norm_bias(block: Mapping[str, Any]) -> bool:
@@ -159,7 +160,7 @@ def value_faults(fields: Mapping[str, Any]) -> list[str]:
         each = ((layer, size_faults({**fields, **sizes})) for layer, sizes in enumerate(own))
         faults += [f"layer {layer}: {fault}" for layer, of_layer in each for fault in of_layer]
     epsilon, activation, window = (fields.get(name) for name in ("norm_eps", "hidden_act", "sliding_window"))
-    if type(epsilon) not in (int, float) or not 0 <= epsilon < 1:
+    if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 0 <= epsilon < 1:
         faults.append(f"norm epsilon: {epsilon!r:.80} is not a number from 0 to 1")
     if not isinstance(activation, str) or not is_activation(activation):
         faults.append(f"activation: {activation!r:.80} is not an activation of transformers")
