@@ -349,7 +349,7 @@ def dense_blocks(
 
     Args:
         shape: without `gate` among its modules, the MLP has one reader; without `q` or `down`, there is no block.
-        activation, clamp: as in `MLPBlock`.
+        activation: that of the MLP; `clamp`: of clamped channels, as in `MLPBlock`.
         scaled: outputs are multiplied by a number before they are added to the residual stream.
     """
     modules = shape.modules
