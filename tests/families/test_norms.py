@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lamina.block_lamina import LayerShape, has_norm_bias
+import pytest
+
+from lamina.block_lamina import BLOCK_DEFAULTS, LayerShape, has_norm_bias
+from lamina.norms_lamina import NORMS
 from pipeline.families.layer_geometry import Norm
 from pipeline.families.norms import norms_of
 
@@ -28,3 +31,10 @@ def test_only_a_layer_norm_that_says_nothing_else_has_a_bias() -> None:
     assert has_norm_bias({"norm": "layer"})
     assert not has_norm_bias({"norm": "layer", "norm_bias": False})
     assert not has_norm_bias({"norm": "rms", "norm_bias": True})
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_s_module_has_the_tensors_that_the_geometry_names(kind: str) -> None:
+    module = NORMS[kind](32, 1e-6, BLOCK_DEFAULTS)
+    named = {"weight": (32,)} | ({"bias": (32,)} if has_norm_bias({"norm": kind}) else {})
+    assert {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()} == named

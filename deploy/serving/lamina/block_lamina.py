@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .activation_lamina import is_activation
-from .norms_lamina import BIASED, NORMS
+from .norms_lamina import NORMS
 
 REQUIRED_ROLES = ("q", "k", "v", "o", "up", "down")
 INPUT_NORM_ROLES = ("input_norm", "mlp_norm")  # norms of the inputs of attention and MLP
@@ -146,7 +146,8 @@ def rotary_width(rope: Mapping[str, Any], head_dim: int) -> int:
 
 def has_norm_bias(block: Mapping[str, Any]) -> bool:
     """Return True if the norms of layers, other than those of heads, have biases."""
-    return block["norm"] in BIASED and bool(block.get("norm_bias", True))
+    norm = NORMS[block["norm"]](1, 0.0, {**BLOCK_DEFAULTS, **block})
+    return getattr(norm, "bias", None) is not None
 
 
 def value_faults(fields: Mapping[str, Any]) -> list[str]:

@@ -49,10 +49,8 @@ def _layer_norm(width: int, eps: float, block: Mapping[str, Any]) -> nn.Module:
     return nn.LayerNorm(width, eps=eps) if block["norm_bias"] else LaminaLayerNorm(width, eps)
 
 
-# `norm` of a block -> (width, eps, block) -> the module, with a weight of `width` numbers, and a bias of as many if the
-# kind is one of BIASED and the block has `norm_bias`.
+# `norm` of a block -> (width, eps, block) -> the module: a weight of `width` numbers, and perhaps a bias of as many.
 NORMS: dict[str, Callable[[int, float, Mapping[str, Any]], nn.Module]] = {"rms": _rms_norm, "layer": _layer_norm}
-BIASED = ("layer",)
 
 
 def make_norm(config: Any) -> nn.Module:
