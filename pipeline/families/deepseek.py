@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from lamina.block_lamina import FULL, INDEXED
-from lamina.foreign_lamina import SHARING_LAYERS
 from pipeline.families.dense import BLOCK, MLP_HALF, MODULES
 from pipeline.families.family import Family
 from pipeline.families.foreign import (
@@ -76,8 +75,7 @@ def _attention_of_type(sizes: Mapping[str, Any], layer_type: str) -> ForeignBloc
         "index_weights_proj": (heads, hidden),
     }
     own = copied_modules(layer_type, indexer, ("index_k_norm",)) if layer_type == INDEXED else ()
-    cached = SHARING_LAYERS[layer_type].cache_numbers(sizes)
-    return replace(latent, copied=(*latent.copied, *own), cache_numbers=cached)
+    return replace(latent, copied=(*latent.copied, *own))
 
 
 def _index_faults(fields: Mapping[str, Any]) -> list[str]:

@@ -85,7 +85,7 @@ def _delta_network(sizes: Mapping[str, Any], readers: ReaderShapes) -> ForeignBl
         "out_proj": (hidden, values),
     }
     decay = Copied(f"{RECURRENT}.decay", (("A_log", (heads,)), ("dt_bias", (heads,))))
-    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes), decay), (), heads, channels, 0)
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes), decay), (), heads, channels)
 
 
 def _gated_attention(sizes: Mapping[str, Any]) -> ForeignBlock:

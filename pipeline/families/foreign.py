@@ -24,7 +24,7 @@ class ForeignBlock:
         scores: the roles whose outputs produce attention scores. A kernel replaces non-finite scores by zeros.
         heads: the number of query heads.
         query_features: the width of all query heads together.
-        cache_numbers: the numbers that are cached per token.
+        cache_numbers: the numbers that are cached per token; those of a hybrid's layers follow from their type.
     """
 
     block: LatentAttentionBlock | None
@@ -32,7 +32,7 @@ class ForeignBlock:
     scores: tuple[str, ...]
     heads: int
     query_features: int
-    cache_numbers: int
+    cache_numbers: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,11 @@ class ForeignFamily:
         if self.block is not None:
             sizes = standard["foreign"], standard["hidden_size"], standard["num_attention_heads"]
             return self.block(*sizes, standard["block"]["biases"])
-        block = self.layers.get(standard["layer_types"][layer])
-        return None if block is None else block({**standard, **standard["foreign"]})
+        layer_type = standard["layer_types"][layer]
+        if (block := self.layers.get(layer_type)) is None:
+            return None
+        fields = {**standard, **standard["foreign"]}
+        return replace(block(fields), cache_numbers=FOREIGN[self.model_type].layers[layer_type].cache_numbers(fields))
 
     def roles(self, standard: Mapping[str, Any]) -> set[str]:
         """Return the roles of foreign attention in all layers of a model with this standard config."""
@@ -196,7 +199,7 @@ def copied_attention(sizes: Mapping[str, Any], layer_type: str, gates: bool = Fa
     biased = ATTENTION_MODULES if sizes.get("attention_bias", False) else ()
     copied = copied_modules(layer_type, dict(zip(ATTENTION_MODULES, rows, strict=True)), biased)
     scores = tuple(f"{layer_type}.{name}" for name in ATTENTION_MODULES[:2])
-    return ForeignBlock(None, copied, scores, heads, queries, 2 * keys)
+    return ForeignBlock(None, copied, scores, heads, queries)
 
 
 def latent_faults(fields: Mapping[str, Any]) -> list[str]:

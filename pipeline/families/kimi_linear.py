@@ -45,7 +45,7 @@ def _delta_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
     shapes |= {"g_a_proj": (width, hidden), "g_b_proj": (channels, width)}
     shapes |= {"o_norm": (width,), "o_proj": (hidden, channels)}
     decay = Copied(f"{RECURRENT}.decay", (("A_log", (1, 1, heads, 1)), ("dt_bias", (channels,))))
-    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes), decay), (), heads, 3 * channels, 0)
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes), decay), (), heads, 3 * channels)
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:

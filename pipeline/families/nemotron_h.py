@@ -46,7 +46,7 @@ def _mamba(sizes: Mapping[str, Any]) -> ForeignBlock:
     }
     biased = (*(("in_proj", "out_proj") if sizes["use_bias"] else ()), *(("conv1d",) if sizes["use_conv_bias"] else ()))
     decay = Copied(f"{RECURRENT}.decay", tuple((name, (heads,)) for name in ("A_log", "D", "dt_bias")))
-    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes, biased), decay), (), heads, inner, 0)
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes, biased), decay), (), heads, inner)
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
