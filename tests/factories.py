@@ -8,157 +8,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    Dots1Config,
-    Dots1ForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    GlmConfig,
-    GlmForCausalLM,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    HunYuanMoEV1Config,
-    HunYuanMoEV1ForCausalLM,
-    KimiLinearConfig,
-    KimiLinearForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    SolarOpenConfig,
-    SolarOpenForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deploy.quickstart.text import story_text
+from pipeline.families.registry import FAMILIES as REGISTERED
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "opt": (OPTConfig, OPTForCausalLM),
-    "gptj": (GPTJConfig, GPTJForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "granite": (GraniteConfig, GraniteForCausalLM),
-    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
-    "cohere2": (Cohere2Config, Cohere2ForCausalLM),
-    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
-    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
-    "cohere": (CohereConfig, CohereForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "glm": (GlmConfig, GlmForCausalLM),
-    "glm4": (Glm4Config, Glm4ForCausalLM),
-    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
-    "falcon": (FalconConfig, FalconForCausalLM),
-    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
-    "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
-}
-MIXTURES: dict[str, tuple[Any, Any]] = {
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
-    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
-    "hunyuan_v1_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
-    "dots1": (Dots1Config, Dots1ForCausalLM),
-    "solar_open": (SolarOpenConfig, SolarOpenForCausalLM),
-}
-FOREIGN: dict[str, tuple[Any, Any]] = {  # mixtures whose attention no method compresses
-    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
-}
-CHUNKED: dict[str, tuple[Any, Any]] = {  # attention within chunks, which is copied, and weighed inputs of experts
-    "llama4_text": (Llama4TextConfig, Llama4ForCausalLM),
-}
-HYBRIDS: dict[str, tuple[Any, Any]] = {  # two kinds of attention, which no method compresses; mixtures in most
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
-    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "kimi_linear": (KimiLinearConfig, KimiLinearForCausalLM),
-    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM),
-}
-INDEXED: dict[str, tuple[Any, Any]] = {  # latent attention with an indexer, which is copied
-    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
-    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
-}
-CLASSES = FAMILIES | MIXTURES | FOREIGN | HYBRIDS | INDEXED | CHUNKED
+
+def _of_kind(mixture: bool, first: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the families whose attention methods compress, with or without mixtures, some of them first."""
+    kind = (name for name, family in REGISTERED.items() if not family.foreign and bool(family.mixture) == mixture)
+    return tuple(dict.fromkeys((*first, *kind)))
+
+
+# Samples of tests are drawn in this order; families that are not named follow.
+FAMILIES = _of_kind(False, (
+    "llama", "mistral", "qwen2", "qwen3", "opt", "gptj", "gemma2", "granite", "olmo3", "cohere2", "gemma3_text",
+    "olmo2", "smollm3", "starcoder2", "cohere", "phi3", "glm", "glm4", "gpt_neox", "falcon", "seed_oss",
+    "ernie4_5",
+))  # fmt: skip
+MIXTURES = _of_kind(True, (
+    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "granitemoe", "hunyuan_v1_moe",
+    "dots1", "solar_open",
+))  # fmt: skip
+FOREIGN = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # mixtures whose attention no method compresses
+CHUNKED = ("llama4_text",)  # attention within chunks, which is copied, and weighed inputs of experts
+HYBRIDS = (  # two kinds of attention, which no method compresses; mixtures in most
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "kimi_linear",
+    "nemotron_h",
+)
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # latent attention with an indexer, which is copied
+ALL_FAMILIES = (*FAMILIES, *MIXTURES, *FOREIGN, *HYBRIDS, *INDEXED, *CHUNKED)
 GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size / heads, three layers
     "vocab_size": 320,
     "hidden_size": 48,
@@ -321,8 +208,13 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     cycles = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}  # as long as the layers
     count = fields.get("num_hidden_layers", fields.get("n_layer", 0))
     fields |= {name: (value * count)[:count] for name, value in cycles.items()}
-    config: PreTrainedConfig = CLASSES[family][0](**fields)
+    config: PreTrainedConfig = CONFIG_MAPPING[family](**fields)
     return config
+
+
+def model_class(family: str) -> Any:
+    """Return the class of a family's models in transformers."""
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
 
 
 MADE: dict[str, dict[str, bytes]] = {}  # arguments of `make_model` -> files, as tests ask for the same models again
@@ -349,7 +241,7 @@ def make_model(
     if key not in MADE:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model: Any = CLASSES[family][1](make_config(family, **overrides))
+            model: Any = model_class(family)(make_config(family, **overrides))
         if peaked:
             randomise_(model, seed)
         with tempfile.TemporaryDirectory() as place:

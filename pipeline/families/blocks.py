@@ -6,13 +6,22 @@ A *point* names values in a layer: `attention.in`, `o.in`, `mlp.in` and `down.in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from lamina.block_lamina import SINKS
-from lamina.mixture_lamina import INPUTS, ROUTER, ROUTER_BIAS, SHARED, SHARED_GATE, expert_blocks, mixture_of
+from lamina.block_lamina import SINKS, LayerShape
+from lamina.mixture_lamina import (
+    INPUTS,
+    ROUTER,
+    ROUTER_BIAS,
+    SHARED,
+    SHARED_GATE,
+    expert_blocks,
+    has_biases,
+    mixture_of,
+)
 
 STREAM_POINTS = ("mid", "out")
 ROUTING = ".routing"  # suffix of the points of routing weights
@@ -313,7 +322,7 @@ def mixture_blocks(
     experts = []
     for name in expert_blocks(sizes):
         width, inside = sizes.width_of(name), f"{name}.down.in"
-        bias = mixture["biases"] and name != SHARED
+        bias = has_biases(mixture, name)
         weighed = name != SHARED and mixture["weighs"] == INPUTS
         reads = f"{name}.in" if weighed else "mlp.in"
         roles = (role for role in ("gate", "up") if role in mixture["modules"])
@@ -334,47 +343,44 @@ def mixture_blocks(
 
 
 def dense_blocks(
-    modules: Mapping[str, str], biased: Collection[str], hidden: int, sizes: Mapping[str, Any], scaled: bool = False
+    shape: LayerShape, activation: str, clamp: tuple[float, float] | None = None, scaled: bool = False
 ) -> tuple[Block, ...]:
     """Return the attention block and the MLP block of a dense layer, as far as it has them and they are not foreign.
 
     Args:
-        modules: role → module path; without `gate`, the MLP has one reader; without `q` or `down`, there is no block.
-        biased: the roles that have a bias.
-        sizes: `num_attention_heads`, `num_key_value_heads`, `head_dim`, `intermediate_size`, `hidden_act` and, for
-            clamped channels, `clamp`.
+        shape: without `gate` among its modules, the MLP has one reader; without `q` or `down`, there is no block.
+        activation: that of the MLP; `clamp`: of clamped channels, as in `MLPBlock`.
         scaled: outputs are multiplied by a number before they are added to the residual stream.
     """
-    heads, kv_heads, head_dim = (sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    width = sizes["intermediate_size"]
+    modules = shape.modules
 
-    def matrix(role: str, outputs: int, inputs: int, reads: str, feeds: str = "") -> Matrix:
-        return Matrix(role, outputs, inputs, role in biased, reads, feeds)
+    def matrix(role: str, reads: str, feeds: str = "") -> Matrix:
+        inputs, outputs = shape.widths(role)
+        return Matrix(role, outputs, inputs, role in shape.biases, reads, feeds)
 
-    def writer(role: str, inputs: int, kind: type[Block]) -> Matrix:
+    def writer(role: str, kind: type[Block]) -> Matrix:
         changed = scaled or kind.out_norm in modules
-        return matrix(role, hidden, inputs, f"{role}.in", f"{role}.out" if changed else kind.stream)
+        return matrix(role, f"{role}.in", f"{role}.out" if changed else kind.stream)
 
-    queries, keys = heads * head_dim, kv_heads * head_dim
     attention = AttentionBlock(
         name="attention",
         readers=(
-            matrix("q", queries, hidden, "attention.in"),
-            matrix("k", keys, hidden, "attention.in"),
-            matrix("v", keys, hidden, "attention.in", "o.in"),
+            matrix("q", "attention.in"),
+            matrix("k", "attention.in"),
+            matrix("v", "attention.in", "o.in"),
         ),
-        writer=writer("o", queries, AttentionBlock),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        writer=writer("o", AttentionBlock),
+        heads=shape.num_attention_heads,
+        kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
         sinks=SINKS in modules,
     )
     mlp = MLPBlock(
         name="mlp",
-        readers=tuple(matrix(role, width, hidden, "mlp.in", "down.in") for role in ("gate", "up") if role in modules),
-        writer=writer("down", width, MLPBlock),
-        width=width,
-        activation=sizes["hidden_act"],
-        clamp=sizes.get("clamp"),
+        readers=tuple(matrix(role, "mlp.in", "down.in") for role in ("gate", "up") if role in modules),
+        writer=writer("down", MLPBlock),
+        width=shape.intermediate_size,
+        activation=activation,
+        clamp=clamp,
     )
     return tuple(block for block in (attention, mlp) if block.writer.role in modules)

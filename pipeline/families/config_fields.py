@@ -14,6 +14,7 @@ from typing import Any
 import transformers
 from transformers.configuration_utils import PreTrainedConfig
 
+from lamina.block_lamina import value_faults
 from manifests.errors import InputError
 from pipeline.families.family import Family
 
@@ -32,18 +33,29 @@ RENAMED_FIELDS = ("intermediate_size", "num_key_value_heads", "hidden_act", "nor
 SWITCH_FIELDS = ("use_sliding_window", "max_window_layers")  # transformers derives window and layer types from them
 PRETRAINED_LENGTH = "original_max_position_embeddings"  # some classes have it outside of `rope_parameters`
 FIXED_FIELDS: Mapping[str, Any] = {"is_encoder_decoder": False}
-UNREAD_FIELDS: Mapping[str, str] = {
+TRAINING, OUTPUTS = "training alone", "the outputs of a call"
+UNREAD_FIELDS: Mapping[str, str] = {  # in no family they change logits
     "transformers_version": "the version that wrote the file",
     "architectures": "checked elsewhere; exports name the family's",
     "dtype": "the tensors' own dtypes count; exports write theirs",
-    "output_hidden_states": "the outputs of a call",
-    "return_dict": "the outputs of a call",
+    **dict.fromkeys(("output_hidden_states", "output_router_logits", "return_dict"), OUTPUTS),
     "use_cache": "speed of generation",
     "chunk_size_feed_forward": "no supported model reads it",
     "id2label": "labels of a classifier",
     "label2id": "labels of a classifier",
     "problem_type": "the loss of a classifier",
+    "classifier_dropout": "a setting of a classifier",
+    "pretraining_tp": "an unused setting of parallel products",
+    **dict.fromkeys(("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout"), TRAINING),
+    **dict.fromkeys(("hidden_dropout", "layerdrop", "resid_pdrop", "residual_dropout"), TRAINING),
+    **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise"), TRAINING),
 }
+
+
+def check_fields(standard: Mapping[str, Any]) -> None:
+    """Check the values of a standard config. Raises InputError with every fault."""
+    if faults := value_faults(standard):
+        raise InputError("config.json:\n  " + "\n  ".join(faults))
 
 
 def config_class(family: Family) -> type[PreTrainedConfig]:
@@ -67,7 +79,7 @@ def standard_fields(family: Family) -> dict[str, str]:
     renamed = {own_name(family, name): name for name in RENAMED_FIELDS}
     fields = copied | {own: name for own, name in renamed.items() if isinstance(own, str) and own not in COPIED_FIELDS}
     by_heads = family.foreign is None or not family.foreign.rotary_width
-    if by_heads and ("head_dim" in listed or "head_dim" in family.unlisted):
+    if by_heads and family.own_head_dim:
         fields["head_dim"] = "head_dim"
     return fields
 

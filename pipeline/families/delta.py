@@ -6,60 +6,70 @@ Both are copied, and run by transformers' own modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lamina.block_lamina import FULL, RECURRENT
 from lamina.foreign_lamina import DELTA_FIELDS
 from pipeline.families.blocks import Copied
-from pipeline.families.foreign import ForeignBlock, ForeignFamily, size_faults, switch_faults
-from pipeline.families.llama import BLOCK, MODULES
+from pipeline.families.dense import BLOCK, MLP_HALF, MODULES
+from pipeline.families.family import Family
+from pipeline.families.foreign import (
+    ATTENTION_MODULES,
+    ForeignBlock,
+    ForeignFamily,
+    copied_attention,
+    copied_modules,
+    size_faults,
+    switch_faults,
+)
+from pipeline.families.mixture import DOWN, EVERY_LAYER, GATE_UP, FusedExperts
+from pipeline.families.moe import QWEN2_MIXTURE
 
-LINEAR, FULL = "linear_attention", "full_attention"
-PATHS = {LINEAR: "linear_attn", FULL: "self_attn"}
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PATHS = {RECURRENT: "linear_attn", FULL: "self_attn"}
 Widths = tuple[int, int, int]  # of all keys, of all values, heads of values
 ReaderShapes = Callable[[Widths], dict[str, int]]
 
 
-def readers_of_next(widths: Widths) -> dict[str, int]:
+def _readers_of_next(widths: Widths) -> dict[str, int]:
     """Return the outputs of Qwen3-Next's matrices that read the layer's input."""
     keys, values, heads = widths
     return {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
 
 
-def readers_apart(widths: Widths) -> dict[str, int]:
+def _readers_apart(widths: Widths) -> dict[str, int]:
     """Return the outputs of Qwen3.5's matrices that read the layer's input."""
     keys, values, heads = widths
     return {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
 
 
-def hybrid_modules(readers: ReaderShapes) -> dict[str, str]:
-    """Map the roles of a layer of either type, with a dense MLP, to their paths."""
+def _block(readers: ReaderShapes) -> dict[str, Any]:
+    """Return the block of a family, with the roles of layers of either type."""
     inside = [*readers((1, 1, 1)), "conv1d", "norm", "out_proj"]
-    modules = {f"{LINEAR}.{name}": f"{PATHS[LINEAR]}.{name}" for name in inside}
-    modules[f"{LINEAR}.decay"] = PATHS[LINEAR]
-    modules |= {f"{FULL}.{name}": f"{PATHS[FULL]}.{name}" for name in (*PROJECTIONS, "q_norm", "k_norm")}
-    own = {role: path for role, path in MODULES.items() if role not in ("q", "k", "v", "o")}
-    return {"input_norm": own.pop("input_norm"), **modules, **own}
-
-
-def hybrid_block(readers: ReaderShapes) -> dict[str, Any]:
-    """Return the block of a family of hybrids."""
     return BLOCK | {
-        "modules": hybrid_modules(readers),
-        "biases": {f"{FULL}.{name}": "attention_bias" for name in PROJECTIONS},
+        "modules": {
+            "input_norm": MODULES["input_norm"],
+            **{f"{RECURRENT}.{name}": f"{PATHS[RECURRENT]}.{name}" for name in inside},
+            f"{RECURRENT}.decay": PATHS[RECURRENT],
+            **{f"{FULL}.{name}": f"{PATHS[FULL]}.{name}" for name in (*ATTENTION_MODULES, "q_norm", "k_norm")},
+            **MLP_HALF,
+        },
+        "biases": {f"{FULL}.{name}": "attention_bias" for name in ATTENTION_MODULES},
         "foreign": PATHS,
         "norm_offset": 1.0,
     }
 
 
-def delta_family(model_type: str, readers: ReaderShapes) -> ForeignFamily:
-    """Return the foreign attention of a family."""
+def _hybrid(model_type: str, name: str, readers: ReaderShapes, **others: Any) -> Family:
+    """Return a family whose delta networks have these readers."""
     layers: dict[str, Callable[[Mapping[str, Any]], ForeignBlock]] = {
-        LINEAR: partial(_delta_network, readers=readers),
+        RECURRENT: partial(_delta_network, readers=readers),
         FULL: _gated_attention,
     }
-    return ForeignFamily(model_type, None, "", _faults, layers)
+    foreign = ForeignFamily(model_type, None, "", _faults, layers)
+    windows = ("layer_types",)
+    return Family(model_type, name, _block(readers), foreign=foreign, windows=windows, partial_rotary=True, **others)
 
 
 def _delta_network(sizes: Mapping[str, Any], readers: ReaderShapes) -> ForeignBlock:
@@ -74,26 +84,15 @@ def _delta_network(sizes: Mapping[str, Any], readers: ReaderShapes) -> ForeignBl
         "norm": (sizes["linear_value_head_dim"],),
         "out_proj": (hidden, values),
     }
-    copied = [Copied(f"{LINEAR}.{name}", (("weight", shape),)) for name, shape in shapes.items()]
-    copied.append(Copied(f"{LINEAR}.decay", (("A_log", (heads,)), ("dt_bias", (heads,)))))
-    return ForeignBlock(None, tuple(copied), (), heads, channels, 0)
+    decay = Copied(f"{RECURRENT}.decay", (("A_log", (heads,)), ("dt_bias", (heads,))))
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes), decay), (), heads, channels)
 
 
 def _gated_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return grouped attention whose query matrix also computes a gate for each number of the heads' outputs."""
-    head_dim, hidden = sizes["head_dim"], sizes["hidden_size"]
-    queries, keys = (sizes[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
-    shapes = {"q_proj": (2 * queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
-    shapes["o_proj"] = (hidden, queries)
-    biased = sizes["attention_bias"]
-    copied = [
-        Copied(f"{FULL}.{name}", (("weight", shape), *([("bias", shape[:1])] if biased else [])))
-        for name, shape in shapes.items()
-    ]
-    norms = ("q_norm", "k_norm")
-    copied += [Copied(f"{FULL}.{name}", (("weight", (head_dim,)),)) for name in norms]
+    """Return grouped attention with gates, and norms of query and key heads."""
+    plain, norms = copied_attention(sizes, FULL, gates=True), dict.fromkeys(("q_norm", "k_norm"), (sizes["head_dim"],))
     scores = tuple(f"{FULL}.{name}" for name in norms)
-    return ForeignBlock(None, tuple(copied), scores, sizes["num_attention_heads"], 2 * queries, 2 * keys)
+    return replace(plain, copied=(*plain.copied, *copied_modules(FULL, norms)), scores=scores)
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
@@ -106,3 +105,24 @@ def _faults(fields: Mapping[str, Any]) -> list[str]:
             f"{sizes['linear_num_key_heads']}"
         )
     return faults + switch_faults(fields, ["attention_bias"])
+
+
+FAMILIES = (
+    _hybrid("qwen3_next", "Qwen3-Next", _readers_of_next, mixture=QWEN2_MIXTURE),
+    _hybrid("qwen3_5_text", "Qwen3.5", _readers_apart),
+    _hybrid(
+        "qwen3_5_moe_text",
+        "Qwen3.5 (experts)",
+        _readers_apart,
+        fields={"intermediate_size": "moe_intermediate_size"},
+        mixture=replace(
+            QWEN2_MIXTURE,
+            fields={},
+            dense_layers=EVERY_LAYER,
+            fused={
+                "mlp.experts.gate_up_proj": FusedExperts(GATE_UP),
+                "mlp.experts.down_proj": FusedExperts(DOWN),
+            },
+        ),
+    ),
+)

@@ -13,14 +13,13 @@ from pipeline.families.foreign import ForeignFamily
 from pipeline.families.mixture import MixtureFamily
 from pipeline.families.variants import Variant
 
-TRAINING = "training alone"
-
 
 @dataclass(frozen=True)
 class Family:
-    """One family of decoder models, defined in a file of its own and listed in `registry.py`.
+    """One family of decoder models, an entry of `FAMILIES` in a file of its kin.
 
     Attributes:
+        model_type: its name in transformers; `name`: in the documentation.
         block: the `block` of a checkpoint's config.json: module paths, roles, norm, rotation (`lamina.block_lamina`
             lists and checks its keys). `biases` map a role to True, or to the config field that switches the bias on.
         optional: role -> the config field that switches its module on, for optional modules.
@@ -31,8 +30,8 @@ class Family:
         fields: standard config name -> this family's name for it, or a constant (`= value` if not a string).
         requires: config field -> the only supported value.
         equal: config field -> another field that it must equal.
-        unread: config field -> why it changes no logits. `config_fields` has those of all families.
-        unlisted: fields that the family's model in transformers reads, although its config class does not list them.
+        unread: config field -> why it changes no logits. `config_fields` has those that change none in any family.
+        own_head_dim: the config may have `head_dim`; otherwise the width of heads follows from the hidden size.
         mixture: the mixtures of experts of its layers; None for a family with dense MLPs.
         foreign: attention that is copied and run by transformers' module.
         further_layers: checkpoints on the hub may have additional layers that predict further tokens.
@@ -45,6 +44,7 @@ class Family:
     """
 
     model_type: str
+    name: str
     block: Mapping[str, Any]
     optional: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Family:
     requires: Mapping[str, Any] = field(default_factory=dict)
     equal: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
-    unlisted: tuple[str, ...] = ()
+    own_head_dim: bool = True
     rotary_field: str = "rope_parameters"
     partial_rotary: bool = False
     variants: tuple[Variant, ...] = ()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lamina.foreign_lamina import FOREIGN, LATENT_CACHE, LATENTS, foreign_cache_numbers, rank_step
@@ -24,7 +24,7 @@ class ForeignBlock:
         scores: the roles whose outputs produce attention scores. A kernel replaces non-finite scores by zeros.
         heads: the number of query heads.
         query_features: the width of all query heads together.
-        cache_numbers: the numbers that are cached per token.
+        cache_numbers: the numbers that are cached per token; those of a hybrid's layers follow from their type.
     """
 
     block: LatentAttentionBlock | None
@@ -32,7 +32,7 @@ class ForeignBlock:
     scores: tuple[str, ...]
     heads: int
     query_features: int
-    cache_numbers: int
+    cache_numbers: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,11 @@ class ForeignFamily:
         if self.block is not None:
             sizes = standard["foreign"], standard["hidden_size"], standard["num_attention_heads"]
             return self.block(*sizes, standard["block"]["biases"])
-        block = self.layers.get(standard["layer_types"][layer])
-        return None if block is None else block({**standard, **standard["foreign"]})
+        layer_type = standard["layer_types"][layer]
+        if (block := self.layers.get(layer_type)) is None:
+            return None
+        fields = {**standard, **standard["foreign"]}
+        return replace(block(fields), cache_numbers=FOREIGN[self.model_type].layers[layer_type].cache_numbers(fields))
 
     def roles(self, standard: Mapping[str, Any]) -> set[str]:
         """Return the roles of foreign attention in all layers of a model with this standard config."""
@@ -110,6 +113,7 @@ def sequence_limit(standard: Mapping[str, Any]) -> tuple[str, int]:
 
 
 SHARED = "shared"  # the kind of a layer that shares another layer's indexer
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_ROLES = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
                 "o_proj")  # fmt: skip
@@ -161,6 +165,41 @@ def latent_attention(fields: Mapping[str, Any], hidden: int, heads: int, biased:
     return ForeignBlock(
         block, copied, (queries, "kv_a_proj_with_mqa", "kv_b_proj"), heads, query, foreign_cache_numbers(fields)
     )
+
+
+def copied_latent_attention(sizes: Mapping[str, Any], layer_type: str) -> ForeignBlock:
+    """Return latent attention of a hybrid's layers of one type, which no method compresses."""
+    biased = LATENT_BIASES if sizes["attention_bias"] else ()
+    fields = {**sizes, "model_type": "deepseek_v3"}
+    latent = latent_attention(fields, sizes["hidden_size"], sizes["num_attention_heads"], biased)
+    copied = tuple(replace(each, role=f"{layer_type}.{each.role}", reads="") for each in latent.copied)
+    return replace(latent, block=None, copied=copied, scores=tuple(f"{layer_type}.{role}" for role in latent.scores))
+
+
+def copied_modules(
+    layer_type: str, shapes: Mapping[str, tuple[int, ...]], biased: Collection[str] = ()
+) -> tuple[Copied, ...]:
+    """Return the modules of a hybrid's layers of one type: name -> the shape of the weight, whose rows a bias has."""
+    return tuple(
+        Copied(f"{layer_type}.{name}", (("weight", shape), *([("bias", shape[:1])] if name in biased else [])))
+        for name, shape in shapes.items()
+    )
+
+
+def copied_attention(sizes: Mapping[str, Any], layer_type: str, gates: bool = False) -> ForeignBlock:
+    """Return grouped attention of a hybrid's layers of one type.
+
+    `sizes`: without `attention_bias`, its module has no biases. `gates`: the query matrix also computes a gate for each
+    number of the heads' outputs.
+    """
+    hidden, head_dim, heads = sizes["hidden_size"], sizes["head_dim"], sizes["num_attention_heads"]
+    outputs, keys = heads * head_dim, sizes["num_key_value_heads"] * head_dim
+    queries = 2 * outputs if gates else outputs
+    rows = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, outputs))
+    biased = ATTENTION_MODULES if sizes.get("attention_bias", False) else ()
+    copied = copied_modules(layer_type, dict(zip(ATTENTION_MODULES, rows, strict=True)), biased)
+    scores = tuple(f"{layer_type}.{name}" for name in ATTENTION_MODULES[:2])
+    return ForeignBlock(None, copied, scores, heads, queries)
 
 
 def latent_faults(fields: Mapping[str, Any]) -> list[str]:

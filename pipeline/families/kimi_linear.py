@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from pipeline.families import deepseek_v3
+from lamina.block_lamina import FULL, RECURRENT
 from pipeline.families.blocks import Copied
-from pipeline.families.delta import FULL, LINEAR
-from pipeline.families.family import TRAINING, Family
+from pipeline.families.deepseek import ALL_HEADS
+from pipeline.families.dense import BLOCK, MLP_HALF, MODULES
+from pipeline.families.family import Family
 from pipeline.families.foreign import (
     LATENT_BIASES,
     LATENT_ROLES,
     ForeignBlock,
     ForeignFamily,
-    latent_attention,
+    copied_latent_attention,
+    copied_modules,
     latent_faults,
     size_faults,
 )
-from pipeline.families.llama import BLOCK, MODULES
-from pipeline.families.mixture import LISTED, MixtureFamily
-from pipeline.families.qwen3_moe import PROJECTIONS
+from pipeline.families.mixture import LISTED
+from pipeline.families.moe import MIXTRAL_PATHS, PROJECTIONS, SIZES, V3_MIXTURE
 
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 DELTA = ("q_proj", "k_proj", "v_proj", *CONVOLUTIONS, "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj",
@@ -42,18 +44,8 @@ def _delta_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
     shapes |= {"f_a_proj": (width, hidden), "f_b_proj": (channels, width), "b_proj": (heads, hidden)}
     shapes |= {"g_a_proj": (width, hidden), "g_b_proj": (channels, width)}
     shapes |= {"o_norm": (width,), "o_proj": (hidden, channels)}
-    copied = [Copied(f"{LINEAR}.{name}", (("weight", shape),)) for name, shape in shapes.items()]
-    copied.append(Copied(f"{LINEAR}.decay", (("A_log", (1, 1, heads, 1)), ("dt_bias", (channels,)))))
-    return ForeignBlock(None, tuple(copied), (), heads, 3 * channels, 0)
-
-
-def _latent_attention(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return latent attention without rotation."""
-    biased = LATENT_BIASES if sizes["attention_bias"] else ()
-    fields = {**sizes, "model_type": "deepseek_v3"}
-    latent = latent_attention(fields, sizes["hidden_size"], sizes["num_attention_heads"], biased)
-    copied = tuple(replace(each, role=f"{FULL}.{each.role}", reads="") for each in latent.copied)
-    return replace(latent, block=None, copied=copied, scores=tuple(f"{FULL}.{role}" for role in latent.scores))
+    decay = Copied(f"{RECURRENT}.decay", (("A_log", (1, 1, heads, 1)), ("dt_bias", (channels,))))
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes), decay), (), heads, 3 * channels)
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
@@ -63,58 +55,57 @@ def _faults(fields: Mapping[str, Any]) -> list[str]:
 
 def _hub_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the field that other engines read instead of `layer_types` and the sizes of linear attention."""
-    layers: dict[str, list[int]] = {FULL: [], LINEAR: []}
+    layers: dict[str, list[int]] = {FULL: [], RECURRENT: []}
     for number, layer_type in enumerate(fields["layer_types"], start=1):
         layers[layer_type].append(number)
     width, heads, kernel = (fields[name] for name in DELTA_SIZES)
     sizes = {"head_dim": width, "num_heads": heads, "short_conv_kernel_size": kernel}
-    return {"linear_attn_config": {**sizes, "full_attn_layers": layers[FULL], "kda_layers": layers[LINEAR]}}
+    return {"linear_attn_config": {**sizes, "full_attn_layers": layers[FULL], "kda_layers": layers[RECURRENT]}}
 
 
-_mixture = deepseek_v3.FAMILY.mixture
-assert isinstance(_mixture, MixtureFamily)
-
-FAMILY = Family(
-    model_type="kimi_linear",
-    block=BLOCK
+KIMI = Family(
+    "kimi_linear",
+    "Kimi-Linear",
+    BLOCK
     | {
         "modules": {
             "input_norm": MODULES["input_norm"],
-            **{f"{LINEAR}.{name}": f"self_attn.{name}" for name in DELTA},
-            f"{LINEAR}.decay": "self_attn",
+            **{f"{RECURRENT}.{name}": f"self_attn.{name}" for name in DELTA},
+            f"{RECURRENT}.decay": "self_attn",
             **{f"{FULL}.{name}": f"self_attn.{name}" for name in LATENT_ROLES},
-            **{role: MODULES[role] for role in ("mlp_norm", "gate", "up", "down")},
+            **MLP_HALF,
         },
         "biases": {f"{FULL}.{role}": field for role, field in LATENT_BIASES.items()},
-        "foreign": {LINEAR: "self_attn", FULL: "self_attn"},
+        "foreign": {RECURRENT: "self_attn", FULL: "self_attn"},
         "rotary": None,
     },
     # transformers writes dense MLPs under these names, and reads both.
     other_names={f"{MOE}.{name}": f"mlp.{name}" for name in PROJECTIONS.values()},
     engine_fields=_hub_fields,
-    fields=deepseek_v3.EQUAL,
-    equal=deepseek_v3.EQUAL,
+    fields=ALL_HEADS,
+    equal=ALL_HEADS,
     requires={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
     windows=("layer_types",),
-    unread={
-        "attention_dropout": TRAINING,
-        "pretraining_tp": "an unused setting of parallel products",
-        "output_router_logits": "the outputs of a call",
-    },
     foreign=ForeignFamily(
-        "kimi_linear", None, "qk_rope_head_dim", _faults, {LINEAR: _delta_attention, FULL: _latent_attention}
+        "kimi_linear",
+        None,
+        "qk_rope_head_dim",
+        _faults,
+        layers={RECURRENT: _delta_attention, FULL: partial(copied_latent_attention, layer_type=FULL)},
     ),
     mixture=replace(
-        _mixture,
+        V3_MIXTURE,
         paths={
             "router": f"{MOE}.gate",
             "score_bias": f"{MOE}.gate.e_score_correction_bias",
             "experts": f"{MOE}.experts",
-            "modules": {"gate": "w1", "up": "w3", "down": "w2"},
+            "modules": MIXTRAL_PATHS["modules"],
             "shared": f"{MOE}.shared_experts",
             "shared_modules": PROJECTIONS,
         },
-        sizes={"experts": "num_local_experts", "width": "moe_intermediate_size", "top_k": "num_experts_per_tok"},
+        sizes=SIZES | {"experts": "num_local_experts"},
         dense_layers=LISTED,
     ),
 )
+
+FAMILIES = (KIMI,)

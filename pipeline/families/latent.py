@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pipeline.families.llama import BLOCK
+from pipeline.families.dense import BLOCK
 
 LATENT_FORM = "mla"
 ACTIVATION = "silu"

@@ -28,11 +28,7 @@ ROUTING_FIELDS = (
     "top_groups",
     "group_score",
 )  # of a layer's router
-GATE_UP = ("gate", "up")  # the roles that most fused tensors hold
-ROUTING = {  # unread fields of most families, with the reason
-    "output_router_logits": "the outputs of a call",
-    "router_aux_loss_coef": "training alone",
-}
+GATE_UP, DOWN = ("gate", "up"), ("down",)  # the roles that most fused tensors hold
 
 
 @dataclass(frozen=True)

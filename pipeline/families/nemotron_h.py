@@ -6,22 +6,30 @@ Mamba 2 (arXiv 2405.21060) and attention, without rotation, are copied and run b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from lamina.block_lamina import ATTENTION, MLP
+from lamina.block_lamina import ATTENTION, FULL, MLP, RECURRENT
 from pipeline.families.blocks import Copied
-from pipeline.families.deepseek_v3 import GROUPS, SIGMOID, SIZES
-from pipeline.families.delta import FULL, LINEAR
-from pipeline.families.family import TRAINING, Family
-from pipeline.families.foreign import ForeignBlock, ForeignFamily, size_faults, switch_faults
-from pipeline.families.llama import BLOCK
+from pipeline.families.dense import BLOCK
+from pipeline.families.family import Family
+from pipeline.families.foreign import (
+    ATTENTION_MODULES,
+    ForeignBlock,
+    ForeignFamily,
+    copied_attention,
+    copied_modules,
+    size_faults,
+    switch_faults,
+)
 from pipeline.families.mixture import BY_TYPE, MixtureFamily
+from pipeline.families.moe import DEEPSEEK_SIZES, GROUPS, RENORMALISE, SIGMOID
 
 PROJECTIONS = {"up": "up_proj", "down": "down_proj"}
-MAMBA, HEADS = ("in_proj", "conv1d", "norm", "out_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+MAMBA = ("in_proj", "conv1d", "norm", "out_proj")
 COUNTS = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size")
 SWITCHES = ("use_conv_bias", "use_bias")
-PATTERN = {LINEAR: "M", FULL: "*", "mlp": "-", "moe": "E"}  # letters of layer types
+PATTERN = {RECURRENT: "M", FULL: "*", "mlp": "-", "moe": "E"}  # letters of layer types
 INITIAL = "only initial values"
 
 
@@ -36,22 +44,9 @@ def _mamba(sizes: Mapping[str, Any]) -> ForeignBlock:
         "norm": (inner,),
         "out_proj": (hidden, inner),
     }
-    biased = {"in_proj": sizes["use_bias"], "out_proj": sizes["use_bias"], "conv1d": sizes["use_conv_bias"]}
-    copied = [
-        Copied(f"{LINEAR}.{name}", (("weight", shape), *([("bias", shape[:1])] if biased.get(name) else [])))
-        for name, shape in shapes.items()
-    ]
-    copied.append(Copied(f"{LINEAR}.decay", tuple((name, (heads,)) for name in ("A_log", "D", "dt_bias"))))
-    return ForeignBlock(None, tuple(copied), (), heads, inner, 0)
-
-
-def _attention(sizes: Mapping[str, Any]) -> ForeignBlock:
-    """Return grouped attention without rotation or biases."""
-    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-    queries, keys = (count * sizes["head_dim"] for count in (heads, sizes["num_key_value_heads"]))
-    rows = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
-    copied = (Copied(f"{FULL}.{name}", (("weight", shape),)) for name, shape in zip(HEADS, rows, strict=True))
-    return ForeignBlock(None, tuple(copied), tuple(f"{FULL}.{name}" for name in HEADS[:2]), heads, queries, 2 * keys)
+    biased = (*(("in_proj", "out_proj") if sizes["use_bias"] else ()), *(("conv1d",) if sizes["use_conv_bias"] else ()))
+    decay = Copied(f"{RECURRENT}.decay", tuple((name, (heads,)) for name in ("A_log", "D", "dt_bias")))
+    return ForeignBlock(None, (*copied_modules(RECURRENT, shapes, biased), decay), (), heads, inner)
 
 
 def _faults(fields: Mapping[str, Any]) -> list[str]:
@@ -70,47 +65,48 @@ def _engine_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_hidden_layers": len(types), "hybrid_override_pattern": "".join(PATTERN[each] for each in types)}
 
 
-FAMILY = Family(
-    model_type="nemotron_h",
-    block=BLOCK
+NEMOTRON = Family(
+    "nemotron_h",
+    "Nemotron-H",
+    BLOCK
     | {
         "embed": "backbone.embeddings",
         "layers": "backbone.layers",
         "final_norm": "backbone.norm_f",
         "modules": {
             "input_norm": "norm",
-            **{f"{LINEAR}.{name}": f"mixer.{name}" for name in MAMBA},
-            f"{LINEAR}.decay": "mixer",
-            **{f"{FULL}.{name}": f"mixer.{name}" for name in HEADS},
+            **{f"{RECURRENT}.{name}": f"mixer.{name}" for name in MAMBA},
+            f"{RECURRENT}.decay": "mixer",
+            **{f"{FULL}.{name}": f"mixer.{name}" for name in ATTENTION_MODULES},
             "mlp_norm": "norm",
             **{role: f"mixer.{name}" for role, name in PROJECTIONS.items()},
         },
-        "foreign": {LINEAR: "mixer", FULL: "mixer"},
-        "alone": {LINEAR: ATTENTION, FULL: ATTENTION, "mlp": MLP, "moe": MLP},
+        "foreign": {RECURRENT: "mixer", FULL: "mixer"},
+        "alone": {RECURRENT: ATTENTION, FULL: ATTENTION, "mlp": MLP, "moe": MLP},
         "rotary": None,
     },
     fields={"norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
     requires={"mlp_bias": False, "moe_latent_size": None, "n_shared_experts": 1, "residual_in_fp32": False},
     windows=("layer_types",),
     engine_fields=_engine_fields,
-    foreign=ForeignFamily("nemotron_h", None, "", _faults, {LINEAR: _mamba, FULL: _attention}),
+    foreign=ForeignFamily(
+        "nemotron_h", None, "", _faults, {RECURRENT: _mamba, FULL: partial(copied_attention, layer_type=FULL)}
+    ),
     mixture=MixtureFamily(
-        paths={
+        {
             "router": "mixer.gate",
             "score_bias": "mixer.gate.e_score_correction_bias",
             "experts": "mixer.experts",
             "modules": PROJECTIONS,
             "shared": "mixer.shared_experts",
         },
-        sizes=SIZES,
+        DEEPSEEK_SIZES,
         shared=("moe_shared_expert_intermediate_size",),
         routing=SIGMOID,
-        fields=GROUPS | {"renormalise": "norm_topk_prob"},
+        fields=GROUPS | RENORMALISE,
         dense_layers=BY_TYPE,
     ),
     unread={
-        "attention_dropout": TRAINING,
-        "hidden_dropout": TRAINING,
         "attention_bias": "the module has none",
         "sliding_window": "the module has none",
         "mamba_proj_bias": "use_bias determines it",
@@ -118,7 +114,6 @@ FAMILY = Family(
         "mamba_ssm_cache_dtype": "the dtype of states in other engines",
         "moe_shared_expert_overlap": "speed in other engines",
         "num_logits_to_keep": "the outputs of a call",
-        "output_router_logits": "the outputs of a call",
         "time_step_limit": "the module uses time_step_min, and no upper limit",
         **dict.fromkeys(("time_step_max", "time_step_floor", "rescale_prenorm_residual"), INITIAL),
         **dict.fromkeys(
@@ -126,3 +121,5 @@ FAMILY = Family(
         ),
     },
 )
+
+FAMILIES = (NEMOTRON,)

@@ -5,28 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lamina.block_lamina import HEAD_NORM_ROLES, INPUT_NORM_ROLES, OUTPUT_NORM_ROLES, LayerShape, has_norm_bias
 from pipeline.families.layer_geometry import Norm
 
-NORM_ROLES = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")  # of the hidden size
-HEAD_NORM_ROLES = ("q_norm", "k_norm")
+NORM_ROLES = (*INPUT_NORM_ROLES, *OUTPUT_NORM_ROLES, *HEAD_NORM_ROLES)
 
 
-def has_norm_bias(block: Mapping[str, Any]) -> bool:
-    """Return True if the norms of a family's layers have biases."""
-    return block["norm"] == "layer" and bool(block.get("norm_bias", True))
-
-
-def norms_of(
-    block: Mapping[str, Any], modules: Mapping[str, str], hidden: int, sizes: Mapping[str, int]
-) -> tuple[Norm, ...]:
+def norms_of(block: Mapping[str, Any], shape: LayerShape) -> tuple[Norm, ...]:
     """Return the norms of a layer: of the blocks' inputs and outputs, and of query and key heads."""
-    together = block.get("head_norms") == "all"
-    head_dim = sizes["head_dim"]
-    heads = zip(HEAD_NORM_ROLES, ("num_attention_heads", "num_key_value_heads"), strict=True)
-    widths = dict.fromkeys(NORM_ROLES, hidden)
-    widths |= {role: sizes[count] * head_dim if together else head_dim for role, count in heads}
+    biased = has_norm_bias(block)
     return tuple(
-        Norm(role, widths[role], has_norm_bias(block) and role not in HEAD_NORM_ROLES)
-        for role in modules
-        if role in widths
+        Norm(role, shape.norm_width(role, block), biased and role not in HEAD_NORM_ROLES)
+        for role in shape.modules
+        if role in NORM_ROLES
     )

@@ -16,81 +16,43 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from lamina.activation_lamina import Channels
-from lamina.block_lamina import SINKS, clamp_of, foreign_roles, modules_of_type
+from lamina.block_lamina import (
+    COUNTS,
+    LAYER_FIELDS,
+    MAX_LAYERS,
+    SINKS,
+    LayerShape,
+    clamp_of,
+    foreign_roles,
+    has_norm_bias,
+    modules_of_type,
+    sizes_of_layer,
+)
 from lamina.mixture_lamina import layer_modules, mixture_of
 from manifests.errors import InputError
-from pipeline.families import (
-    cohere,
-    cohere2,
-    deepseek_v2,
-    deepseek_v3,
-    deepseek_v32,
-    dots1,
-    ernie4_5,
-    falcon,
-    gemma2,
-    gemma3,
-    glm,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    glm_moe_dsa,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    granitemoe,
-    hunyuan,
-    kimi_linear,
-    llama,
-    llama4,
-    minimax_m2,
-    mistral,
-    mixtral,
-    nemotron_h,
-    olmo2,
-    olmo3,
-    opt,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-    seed_oss,
-    smollm3,
-    solar_open,
-    starcoder2,
-)
+from pipeline.families import deepseek, delta, dense, kimi_linear, llama4, moe, nemotron_h, older
 from pipeline.families.blocks import Copied, MLPBlock, dense_blocks, mixture_blocks
 from pipeline.families.config_fields import (
     COPIED_FIELDS,
     RENAMED_FIELDS,
+    check_fields,
     kept_fields,
     own_name,
     refuse_other_values,
 )
-from pipeline.families.config_values import MAX_LAYERS, POSITIVE_FIELDS, check_fields
 from pipeline.families.family import Family
 from pipeline.families.geometry import Geometry
 from pipeline.families.latent import latent_faults, rope_frequencies
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.mixture import ROUTING_FIELDS
-from pipeline.families.norms import has_norm_bias, norms_of
+from pipeline.families.norms import norms_of
 from pipeline.families.rotation import rope_parameters
 from pipeline.families.wrapper import inside_wrapper, is_wrapper, text_config, wrapper_fault
 
-MODULES = (
-    llama, mistral, qwen2, qwen3, opt, gptj, mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, deepseek_v32,
-    glm_moe_dsa, glm4_moe, glm4_moe_lite, dots1, solar_open, minimax_m2, gpt_oss, granitemoe, hunyuan, llama4,
-    qwen3_next, qwen3_5, qwen3_5_moe, kimi_linear, nemotron_h, gemma2, gemma3, olmo2, olmo3, granite, smollm3, phi3,
-    glm, glm4, starcoder2, cohere, cohere2, gpt_neox, falcon, seed_oss, ernie4_5,
-)  # fmt: skip
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
+TABLES = (dense, older, deepseek, moe, llama4, delta, kimi_linear, nemotron_h)
+# Of families that call a block's modules alike, the description of an unknown model names the first.
+FAMILIES: dict[str, Family] = {family.model_type: family for table in TABLES for family in table.FAMILIES}
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # model type on the hub -> the equivalent one in transformers
-LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
 BY_LAYER = "per_layer_config"  # field of a source's config.json in transformers: layer -> its differing fields
 
 
@@ -128,14 +90,12 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
         standard["intermediate_size"] = 4 * source.hidden_size
     if sizes := _layer_sizes(family, source, config.get(BY_LAYER) or {}, standard):
         standard["layer_sizes"] = sizes
-    check_fields(standard)
-    standard["rope_parameters"] = rope_parameters(family, source, standard["head_dim"])
     for name in ("sliding_window", "layer_types"):
         standard[name] = getattr(source, name, None) if name in family.windows else None
+    check_fields(standard)
+    standard["rope_parameters"] = rope_parameters(family, source, standard["head_dim"])
     if family.foreign is not None:
         standard["layer_types"] = family.foreign.layer_types(standard) or standard["layer_types"]
-    if standard["sliding_window"] is not None and standard["sliding_window"] < 1:
-        raise InputError(f"config.json: sliding_window: {standard['sliding_window']} is not a positive integer")
     if family.mixture is not None:
         standard["mixture"] = family.mixture.standard(source)
     standard["source_model_type"] = family.model_type
@@ -182,9 +142,7 @@ def geometry_of(
         outer.append((f"{block['head']}.weight", (vocab, hidden)))
     if block["head_bias"]:
         outer.append((f"{block['head']}.bias", (vocab,)))
-    layers = tuple(
-        _layer_geometry(standard, index, sizes, bits) for index, sizes in enumerate(sizes_by_layer(standard))
-    )
+    layers = tuple(_layer_geometry(standard, index, bits) for index in range(standard["num_hidden_layers"]))
     return Geometry(
         model_type=standard["source_model_type"],
         hidden=hidden,
@@ -202,23 +160,24 @@ def geometry_of(
     )
 
 
-def _layer_geometry(standard: Mapping[str, Any], index: int, sizes: Mapping[str, int], bits: int) -> LayerGeometry:
+def _layer_geometry(standard: Mapping[str, Any], index: int, bits: int) -> LayerGeometry:
     block, mixture, hidden = standard["block"], standard.get("mixture"), standard["hidden_size"]
     family = FAMILIES[standard["source_model_type"]].foreign
     foreign = None if family is None else family.block_of(standard, index)
     modules = modules_of_type(block, standard["layer_types"][index] if standard["layer_types"] else "")
     scaled = block.get("residual_scale") is not None
-    clamp, heads = clamp_of(block), sizes["num_attention_heads"]
-    blocks = dense_blocks(modules, block["biases"], hidden, {**standard, **sizes, "clamp": clamp}, scaled)
-    experts, copied = mixture_blocks(mixture, index, hidden, standard["hidden_act"], clamp) if mixture else ((), ())
-    sinks = (Copied(SINKS, ((SINKS, (heads,)),)),) if SINKS in modules else ()
+    activation, clamp = standard["hidden_act"], clamp_of(block)
+    shape = LayerShape(hidden, **sizes_of_layer(standard, index), modules=modules, biases=frozenset(block["biases"]))
+    blocks = dense_blocks(shape, activation, clamp, scaled)
+    experts, copied = mixture_blocks(mixture, index, hidden, activation, clamp) if mixture else ((), ())
+    sinks = (Copied(SINKS, ((SINKS, (shape.num_attention_heads,)),)),) if SINKS in modules else ()
     return LayerGeometry(
         model_type=standard["source_model_type"],
         index=index,
         prefix=f"{block['layers']}.{index}.",
         hidden=hidden,
         blocks=(*(block for block in blocks if block.name != "mlp"), *experts) if experts else blocks,
-        norms=norms_of(block, modules, hidden, sizes),
+        norms=norms_of(block, shape),
         modules=tuple(layer_modules(modules, mixture, mixture_of(mixture, index)).items()),
         bits=bits,
         outer=_outer_matrices(standard, index),
@@ -260,13 +219,6 @@ def _outer_matrices(standard: Mapping[str, Any], layer: int) -> tuple[tuple[str,
     return tuple((role, standard["block"][role], shape) for role, owner in owners.items() if owner == layer)
 
 
-def sizes_by_layer(standard: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the LAYER_FIELDS of each layer: the model's, overridden by `layer_sizes`."""
-    common = {name: standard[name] for name in LAYER_FIELDS}
-    own = standard.get("layer_sizes") or [{}] * standard["num_hidden_layers"]
-    return [common | sizes for sizes in own]
-
-
 def channels_of(block: MLPBlock) -> Callable[..., Tensor]:
     """Return the function that computes an MLP's channels from the outputs of its readers."""
     channels: Callable[..., Tensor] = Channels(block.activation, block.clamp)
@@ -306,7 +258,7 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     try:
         source = transformers.AutoConfig.for_model(family.model_type, **fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        sizes = [f"{name}: {config[name]!r}" for name in POSITIVE_FIELDS if config.get(name) in (0, False)]
+        sizes = [f"{name}: {config[name]!r}" for name in COUNTS if config.get(name) in (0, False)]
         cause = f"{error}{'; zero: ' if sizes else ''}{', '.join(sizes)}"
         raise InputError(f"config.json: not a valid {family.model_type} config: {cause}") from error
     kinds = [variant.of(family) for variant in family.variants if variant.fits(source)]

@@ -9,10 +9,9 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lamina.block_lamina import LAYER_TYPES, rotary_width
 from manifests.errors import InputError
 from pipeline.families.family import Family
-
-LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:
@@ -53,7 +52,7 @@ def _check_rope(family: Family, rope: Mapping[str, Any], head_dim: int) -> None:
     if share != 1.0:
         _check_share(family, share, head_dim)
     if rope["rope_type"] == "longrope" and family.foreign is None:
-        _check_factors(rope, round(head_dim * share) // 2)
+        _check_factors(rope, rotary_width(rope, head_dim) // 2)
 
 
 def _check_share(family: Family, share: Any, head_dim: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from transformers.configuration_utils import PreTrainedConfig
 
+from lamina.block_lamina import SLIDING, rotary_width
 from lamina.mixture_lamina import SHARED
 from manifests.errors import InputError
 from pipeline.families.config_fields import PRETRAINED_LENGTH, listed_fields, standard_fields, window_switches
@@ -15,8 +16,6 @@ from pipeline.families.family import Family
 from pipeline.families.layer_geometry import LayerGeometry
 from pipeline.families.registry import FAMILIES, standard_config
 from pipeline.families.wrapper import towers, wrapped_config
-
-SLIDING = "sliding_attention"
 
 
 def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def _config_of(
     kind = family.model_type
     fields = {**{name: standard[other] for name, other in standard_fields(family).items()}, **own}
     if family.rotary_field == "rotary_dim":
-        fields["rotary_dim"] = round(standard["rope_parameters"]["partial_rotary_factor"] * standard["head_dim"])
+        fields["rotary_dim"] = rotary_width(standard["rope_parameters"], standard["head_dim"])
     elif family.block["rotary"]:
         fields["rope_parameters"] = standard["rope_parameters"]
         if PRETRAINED_LENGTH in listed_fields(family) and PRETRAINED_LENGTH in standard["rope_parameters"]:

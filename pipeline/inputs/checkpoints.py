@@ -12,7 +12,7 @@ from lamina.factored_lamina import stored_state
 from lamina.stored_lamina import FIELD as STORED_FORMATS
 from lamina.stored_lamina import stored_modules
 from manifests.errors import InputError
-from pipeline.families.config_values import check_fields
+from pipeline.families.config_fields import check_fields
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.job_inputs import STORED_NAMES
 from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES

@@ -42,20 +42,6 @@ USUAL: dict[str, dict[str, Any]] = {  # fields of models on the hub, where the t
         },
     },
 }  # fmt: skip
-NAMES = {
-    "cohere": "Command-R", "cohere2": "Command-A", "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3",
-    "deepseek_v32": "DeepSeek-V3.2", "dots1": "dots.llm1", "ernie4_5": "ERNIE 4.5", "glm4_moe_lite": "GLM-4.7-Flash",
-    "seed_oss": "Seed-OSS", "solar_open": "Solar Open", "falcon": "Falcon",
-    "gemma2": "Gemma 2", "gemma3_text": "Gemma 3",
-    "glm": "GLM-4 (2024)", "glm4": "GLM-4 (2025)", "glm4_moe": "GLM-4.5", "glm_moe_dsa": "GLM-5",
-    "gpt_neox": "GPT-NeoX", "gpt_oss": "gpt-oss", "gptj": "GPT-J", "granite": "Granite", "granitemoe": "Granite-MoE",
-    "hunyuan_v1_moe": "Hunyuan-MoE", "kimi_linear": "Kimi-Linear", "llama4_text": "Llama-4",
-    "nemotron_h": "Nemotron-H",
-    "llama": "Llama", "minimax_m2": "MiniMax-M2", "mistral": "Mistral", "mixtral": "Mixtral", "olmo2": "OLMo 2",
-    "olmo3": "OLMo 3", "opt": "OPT", "phi3": "Phi-3, Phi-4", "qwen2": "Qwen2", "qwen2_moe": "Qwen2-MoE",
-    "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "qwen3_next": "Qwen3-Next", "qwen3_5_moe_text": "Qwen3.5 (experts)",
-    "qwen3_5_text": "Qwen3.5", "smollm3": "SmolLM3", "starcoder2": "StarCoder2",
-}  # fmt: skip
 
 
 def table() -> str:
@@ -69,7 +55,7 @@ def table() -> str:
 def _row(name: str) -> str:
     standard = standard_config(factories.make_config(name, **USUAL.get(name, {})).to_dict())
     described = LayersConfig(**checkpoint_config(standard, standard["forms"], "float32"))
-    cells = [NAMES.get(name, name), f"`{name}`", _methods(standard), _vllm(described)]
+    cells = [FAMILIES[name].name, f"`{name}`", _methods(standard), _vllm(described)]
     return f"| {' | '.join([*cells, 'no' if gguf_faults(described) else 'yes'])} |"
 
 

@@ -81,9 +81,7 @@ def test_what_plan_says_of_the_new_family_s_model(tmp_path: Path) -> None:
     """Before the family is there; and how many files the tutorial changes."""
     page = blocks(TUTORIALS / "adding-a-family.md")
     changed = {block.path for block in page if block.path and block.language != "yaml"}
-    assert {path for path in changed if not path.startswith("tests/")} == {
-        "pipeline/families/gemma.py", "pipeline/families/registry.py",
-    }  # fmt: skip
+    assert {path for path in changed if not path.startswith("tests/")} == {"pipeline/families/dense.py"}
     _gemma(tmp_path)
     ended = command("plan", str(tmp_path / "model"))
     (said,) = [block.text for block in page if block.language == "text"]
@@ -111,11 +109,11 @@ def _gemma(tree: Path) -> None:
     factories.make_tokenizer().save_pretrained(tree / "model")
 
 
-def test_a_family_takes_two_files_besides_its_test() -> None:
+def test_a_family_takes_one_file_besides_its_test() -> None:
     page = TUTORIALS / "adding-a-family.md"
     changed = {block.path for block in blocks(page) if block.path.endswith(".py")}
-    assert changed == {"pipeline/families/gemma.py", "pipeline/families/registry.py", "tests/families/test_gemma.py"}
-    said = "two files are written or changed besides its test, and two more are read, `block_lamina.py` and"
+    assert changed == {"pipeline/families/dense.py", "tests/families/test_gemma.py"}
+    said = "one file is changed besides its test, and one more is read, `block_lamina.py`."
     assert said in " ".join(page.read_text(encoding="utf-8").split())
 
 

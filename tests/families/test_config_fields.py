@@ -13,7 +13,14 @@ from lamina.block_lamina import BLOCK_DEFAULTS, DEFAULT_BLOCK
 from manifests.errors import InputError
 from pipeline.checkpoint.targets import BLOCK, FIELDS, export_faults
 from pipeline.families import registry
-from pipeline.families.config_fields import config_class, fixed_fields, kept_fields, listed_fields, unread_fields
+from pipeline.families.config_fields import (
+    UNREAD_FIELDS,
+    config_class,
+    fixed_fields,
+    kept_fields,
+    listed_fields,
+    unread_fields,
+)
 from pipeline.families.registry import FAMILIES, checkpoint_config, standard_config
 from pipeline.families.source_config import source_config
 from tests.families.test_registry import GPTJ, LATENT, OPT, SMALL
@@ -304,7 +311,7 @@ def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> No
     assert not kept & unread
     assert not fixed & unread
     assert set(listed_fields(value)) <= kept | fixed | unread, "a field that pipeline.families does not name"
-    others = (kept | fixed | unread) - set(listed_fields(value))
+    others = (kept | fixed | set(value.unread)) - set(listed_fields(value))
     unlisted = {"mistral": {"layer_types"}, **{name: {"head_dim"} for name in UNLISTED}}
     unlisted |= {"deepseek_v2": {*ROUTING[1:]}, "deepseek_v3": {*ROUTING}}
     unlisted |= {"deepseek_v32": {*ROUTING}, "glm_moe_dsa": {*ROUTING}}
@@ -343,12 +350,16 @@ def test_an_unread_field_changes_nothing(family: str) -> None:
     assert standard_config(config_of(family, **unread)) == standard_config(config_of(family))
 
 
+def test_a_field_of_all_families_is_one_of_some_class() -> None:
+    assert {*UNREAD_FIELDS} <= {name for family in FAMILIES.values() for name in listed_fields(family)}
+
+
 def test_a_field_that_only_a_newer_class_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = dataclasses.replace(FAMILIES["llama"], unread={"pretraining_tp": ""})
-    monkeypatch.setitem(registry.FAMILIES, "llama", older)
-    assert standard_config(config_of("llama", attention_dropout=0.0))["hidden_act"] == "silu"
-    with pytest.raises(InputError, match=r"attention_dropout is 0.5, a field of llama in transformers .* not know"):
-        standard_config(config_of("llama", attention_dropout=0.5))
+    older = dataclasses.replace(FAMILIES["smollm3"], unread={})
+    monkeypatch.setitem(registry.FAMILIES, "smollm3", older)
+    assert standard_config(config_of("smollm3"))["hidden_act"] == "silu"
+    with pytest.raises(InputError, match=r"no_rope_layer_interval is 3, a field of smollm3 in transformers .* not kn"):
+        standard_config(config_of("smollm3", no_rope_layer_interval=3))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from lamina.block_lamina import COUNTS, MAX_LAYERS
 from manifests.errors import InputError
-from pipeline.families.config_values import MAX_LAYERS, POSITIVE_FIELDS, check_fields
+from pipeline.families.config_fields import check_fields
 
 RIGHT: dict[str, Any] = {
-    **dict.fromkeys(POSITIVE_FIELDS, 4),
+    **dict.fromkeys(COUNTS, 4),
     "norm_eps": 1e-6,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
@@ -30,6 +31,8 @@ def test_right_values_pass() -> None:
         ("num_hidden_layers", MAX_LAYERS + 1, "num_hidden_layers"),
         ("num_attention_heads", 6, "num_attention_heads: 6 is not a multiple of num_key_value_heads: 4"),
         ("norm_eps", float("inf"), "norm epsilon: inf"),
+        ("norm_eps", True, "norm epsilon: True"),
+        ("sliding_window", 2.5, "sliding_window: 2.5 is not a positive integer"),
         ("hidden_act", "unheard_of", "activation: 'unheard_of'"),
         ("tie_word_embeddings", None, "tie_word_embeddings: None"),
         ("layer_sizes", [{}], "layer_sizes: 1 entries for 4 layers"),

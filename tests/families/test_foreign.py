@@ -96,19 +96,22 @@ def test_the_longest_sample(fields: dict[str, Any] | None, limit: tuple[str, int
 
 
 def block(sizes: Any) -> ForeignBlock:
-    return ForeignBlock(None, (), (), sizes["heads"], 0, sizes["num_hidden_layers"])
+    return ForeignBlock(None, (), (), sizes["heads"], sizes["num_hidden_layers"])
 
 
 def hybrid(*types: str, kinds: Any = None) -> ForeignFamily:
-    return ForeignFamily("deepseek_v3", None, "", lambda _: [], dict.fromkeys(types, block), kinds)
+    return ForeignFamily("qwen3_next", None, "", lambda _: [], dict.fromkeys(types, block), kinds)
 
 
 def test_a_hybrid_has_the_block_of_the_layer_s_type() -> None:
-    standard = {"layer_types": ["linear", "full"], "num_hidden_layers": 2, "foreign": {"heads": 5}}
-    found = hybrid("linear").block_of(standard, 0)
-    assert found is not None
-    assert (found.heads, found.cache_numbers) == (5, 2)  # of the fields of both
-    assert hybrid("linear").block_of(standard, 1) is None
+    standard = {
+        "layer_types": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3, "foreign": {"heads": 5},
+        "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    family = hybrid("linear_attention", "full_attention")
+    blocks = [family.block_of(standard, layer) for layer in range(3)]
+    assert [each and (each.heads, each.query_features) for each in blocks] == [(5, 3), (5, 3), None]  # fields of both
+    assert [each and each.cache_numbers for each in blocks] == [0, 32, None]
 
 
 def test_types_of_layers() -> None:

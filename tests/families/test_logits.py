@@ -121,7 +121,7 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
             )),
         },
     }  # fmt: skip
-    return {"model_type": family, **own[family]}
+    return {"model_type": family, **own.get(family, {**gated, **stretched})}
 
 
 def models(family: str, seed: int) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from tests import factories
 
 SAMPLE = ("llama", "mixtral", "deepseek_v3", "nemotron_h", "llama4_text")
 GOALS = (None, Goal("keep", 0.6), Goal("max_loss", 0.02))
-FAMILIES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.nightly) for name in factories.CLASSES]
+FAMILIES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.nightly) for name in factories.ALL_FAMILIES]
 
 
 def recommended(folder: Path, goal: Goal | None, family: str, **config: object) -> str:

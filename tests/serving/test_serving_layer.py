@@ -146,7 +146,7 @@ def test_blocks_that_cannot_be_built(change: Any, message: str) -> None:
         ({"layer_types": ["full_attention"] * 2}, "layer_types must be 3 of"),
         ({"layer_types": ["chunked_attention"] * 3}, "layer_types must be 3 of"),
         ({"layer_types": ["sliding_attention"] * 3}, "sliding_window is null"),
-        ({"num_key_value_heads": 4}, "6 query heads over 4 KV heads"),
+        ({"num_key_value_heads": 4}, "num_attention_heads: 6 is not a multiple of num_key_value_heads: 4"),
     ],
 )
 def test_fields_that_do_not_fit(change: dict[str, Any], message: str) -> None:

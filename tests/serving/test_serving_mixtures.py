@@ -193,7 +193,7 @@ def decoded(model: Any, ids_BT: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.nightly] if seed >= 4 else []) for seed in range(20)]
 )
-@pytest.mark.parametrize("family", [name for name in factories.CLASSES if name not in factories.FAMILIES])
+@pytest.mark.parametrize("family", [name for name in factories.ALL_FAMILIES if name not in factories.FAMILIES])
 @pytest.mark.sample(14)
 def test_logits_of_random_mixtures(family: str, seed: int, tmp_path: Path) -> None:
     compare(factories.make_model(tmp_path, family, seed=seed, **random_sizes(family, seed)))

@@ -246,18 +246,18 @@ def test_damaged_positions(kind: Any, ending: str, message: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("hidden_size", "48", "hidden_size is '48', not a whole number from 1 on"),
-        ("num_hidden_layers", 10**12, "forms has 3 entries for 1000000000000 layers"),
-        ("head_dim", True, "head_dim is True, not a whole number"),
-        ("intermediate_size", None, "intermediate_size is None, not a whole number"),
+        ("hidden_size", "48", "hidden_size: '48' is not a positive integer"),
+        ("num_hidden_layers", 10**12, "num_hidden_layers: 1000000000000 is not .* below 10001"),
+        ("head_dim", True, "head_dim: True is not a positive integer"),
+        ("intermediate_size", None, "intermediate_size: None is not a positive integer"),
         ("block", "x", "block is 'x', not a dict"),
         ("block", {"parallel": "x"}, "block.parallel is 'x', which is not allowed"),
         ("block", {"head": None}, "block.head is None, which is not allowed"),
-        ("sliding_window", 0, "sliding_window is 0, not null or a whole number"),
+        ("sliding_window", 0, "sliding_window: 0 is not a positive integer"),
         ("forms", 1.5, "forms is 1.5, not a list"),
-        ("norm_eps", -1, "norm_eps is -1, not a number from 0 to 1"),
-        ("norm_eps", "x", "norm_eps is 'x', not a number"),
-        ("hidden_act", "x", "hidden_act is 'x', which transformers does not know"),
+        ("norm_eps", -1, "norm epsilon: -1 is not a number from 0 to 1"),
+        ("norm_eps", "x", "norm epsilon: 'x' is not a number"),
+        ("hidden_act", "x", "activation: 'x' is not an activation of transformers"),
     ],
 )
 def test_fields_of_another_kind(whole: Path, field: str, value: Any, message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from tests.factories import CLASSES, EXPERTS, FAMILIES
+from tests.factories import EXPERTS, FAMILIES, model_class
 
 TOKENIZER_SIZE = 261
 BOS, EOS = 0, 1
@@ -93,8 +93,8 @@ class ModelSpec:
 
     def build(self) -> Any:
         """Build the model, on the default device."""
-        config_class, model_class = CLASSES[self.family]
-        return model_class(config_class(**self.config))
+        built = model_class(self.family)
+        return built(built.config_class(**self.config))
 
 
 def draw_model(random: Random) -> ModelSpec:

@@ -1,9 +1,15 @@
-"""The block: a decoder layer of the source family as data, its modules and the sizes of one layer."""
+"""The block: a decoder layer of the source family as data, its modules and the sizes of one layer.
+
+The pipeline reads the same description: of norms, of sizes, and of the values that a config may have.
+"""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .activation_lamina import is_activation
+from .norms_lamina import NORMS
 
 REQUIRED_ROLES = ("q", "k", "v", "o", "up", "down")
 INPUT_NORM_ROLES = ("input_norm", "mlp_norm")  # norms of the inputs of attention and MLP
@@ -65,7 +71,7 @@ BACKEND_LACKS = ("attention_softcap", "logit_scale", "logit_divisor", "logit_sof
 VLLM_LACKS = (*BACKEND_LACKS, "head_norms", "residual_scale", "rotary_layers")
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "norm": ("rms", "layer"),
+    "norm": tuple(NORMS),
     "rotary": ("half", "interleaved", None),
     "norm_bias": (True, False),
     "head_norms": ("each", "all", "rotated"),
@@ -73,6 +79,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 # The sizes in which a layer may differ from the model.
 LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+COUNTS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "max_position_embeddings",
+)  # fmt: skip
+MAX_LAYERS = 10_000  # a config makes lists of this length
+MAX_SIZE = 2**31
+
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+RECURRENT, INDEXED = "linear_attention", "indexed_attention"  # types of layers with foreign attention
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,80 @@ class LayerShape:
     def value_dim(self) -> int:
         """Return the numbers of a value head of the source."""
         return int(self.foreign.get("v_head_dim", self.head_dim))
+
+    def widths(self, role: str, value_dim: int | None = None, channels: int | None = None) -> tuple[int, int]:
+        """Return the inputs and outputs of a projection; `value_dim` and `channels`: other ones than the source's."""
+        hidden, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        value = self.head_dim if value_dim is None else value_dim
+        inner = self.intermediate_size if channels is None else channels
+        return {
+            "q": (hidden, heads * self.head_dim), "k": (hidden, kv_heads * self.head_dim),
+            "v": (hidden, kv_heads * value), "o": (heads * value, hidden),
+            "gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden),
+        }[role]  # fmt: skip
+
+    def norm_width(self, role: str, block: Mapping[str, Any]) -> int:
+        """Return the width of a norm: of hidden states, of each query or key head, or of all of them together."""
+        if role not in HEAD_NORM_ROLES:
+            return self.hidden_size
+        heads = self.num_attention_heads if role == "q_norm" else self.num_key_value_heads
+        return self.head_dim * (heads if block.get("head_norms") == "all" else 1)
+
+
+def sizes_of_layer(fields: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """Return the LAYER_FIELDS of a layer: the model's, or those of `layer_sizes`."""
+    own = fields.get("layer_sizes") or ()
+    return {name: fields[name] for name in LAYER_FIELDS} | (own[layer] if own else {})
+
+
+def rotary_width(rope: Mapping[str, Any], head_dim: int) -> int:
+    """Return the count of a head's first numbers that rotate."""
+    share: float = rope.get("partial_rotary_factor", 1.0)
+    return round(head_dim * share)
+
+
+def has_norm_bias(block: Mapping[str, Any]) -> bool:
+    """Return True if the norms of layers, other than those of heads, have biases."""
+    norm = NORMS[block["norm"]](1, 0.0, {**BLOCK_DEFAULTS, **block})
+    return getattr(norm, "bias", None) is not None
+
+
+def value_faults(fields: Mapping[str, Any]) -> list[str]:
+    """Return the faults in the values of a config: sizes, epsilon, activation, tied embeddings, window."""
+    faults, own, count = size_faults(fields), fields.get("layer_sizes") or [], fields.get("num_hidden_layers")
+    if not isinstance(own, list) or not all(isinstance(sizes, Mapping) for sizes in own):
+        faults.append(f"layer_sizes: {own!r:.80} is not a list of the sizes by layer")
+    elif own and len(own) != count:
+        faults.append(f"layer_sizes: {len(own)} entries for {count!r:.80} layers")
+    elif not faults:
+        each = ((layer, size_faults({**fields, **sizes})) for layer, sizes in enumerate(own))
+        faults += [f"layer {layer}: {fault}" for layer, of_layer in each for fault in of_layer]
+    epsilon, activation, window = (fields.get(name) for name in ("norm_eps", "hidden_act", "sliding_window"))
+    if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 0 <= epsilon < 1:
+        faults.append(f"norm epsilon: {epsilon!r:.80} is not a number from 0 to 1")
+    if not isinstance(activation, str) or not is_activation(activation):
+        faults.append(f"activation: {activation!r:.80} is not an activation of transformers")
+    if not isinstance(fields.get("tie_word_embeddings"), bool):
+        faults.append(f"tie_word_embeddings: {fields.get('tie_word_embeddings')!r:.80} is neither true nor false")
+    if window is not None and (type(window) is not int or window < 1):
+        faults.append(f"sliding_window: {window!r:.80} is not a positive integer")
+    return faults
+
+
+def size_faults(sizes: Mapping[str, Any]) -> list[str]:
+    """Return the faults in the sizes of a model or of one of its layers."""
+    faults = [
+        f"{name}: {sizes.get(name)!r:.80} is not a positive integer below {limit}"
+        for name in COUNTS
+        for limit in (MAX_LAYERS + 1 if name == "num_hidden_layers" else MAX_SIZE,)
+        if type(sizes.get(name)) is not int or not 1 <= sizes[name] < limit
+    ]
+    if not faults and sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
+        faults.append(
+            f"num_attention_heads: {sizes['num_attention_heads']} is not a multiple of "
+            f"num_key_value_heads: {sizes['num_key_value_heads']}"
+        )
+    return faults
 
 
 def check_block(block: Mapping[str, Any]) -> None:

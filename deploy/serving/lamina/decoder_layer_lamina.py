@@ -21,9 +21,11 @@ from .block_lamina import (
     ATTENTION,
     ATTENTION_ROLES,
     HEAD_NORM_ROLES,
+    INDEXED,
     LINEAR_ROLES,
     MLP,
     SINKS,
+    SLIDING,
     attention_path,
     clamp_of,
     foreign_path,
@@ -31,7 +33,7 @@ from .block_lamina import (
     has_part,
 )
 from .foreign_lamina import foreign_layer, make_foreign_attention
-from .layers_config_lamina import INDEXED, LayersConfig
+from .layers_config_lamina import LayersConfig
 from .mixture_lamina import INPUTS, ROUTER, ROUTER_BIAS, SHARED_GATE, Mixing, Router, split_role
 from .norms_lamina import LaminaRMSNorm, make_head_norm, make_norm
 from .rotary_lamina import Angles, rotate
@@ -112,7 +114,7 @@ class SelfAttention(_Roles, nn.Module):
         self._head_norms = config.block["head_norms"]
         self.is_causal = True
         self.interleaved = config.block["rotary"] == "interleaved"
-        sliding = config.layer_types[layer_idx] == "sliding_attention"
+        sliding = config.layer_types[layer_idx] == SLIDING
         self.sliding_window = config.sliding_window if sliding else None
 
     def forward(

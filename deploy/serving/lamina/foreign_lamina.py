@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .block_lamina import FULL, INDEXED, RECURRENT
+
 
 @dataclass(frozen=True)
 class ForeignLayer:
@@ -86,12 +88,12 @@ DELTA_FIELDS = (
     "linear_num_value_heads", "attention_bias",
 )  # fmt: skip
 DELTA_LAYERS = {
-    "linear_attention": ForeignLayer("GatedDeltaNet", recurrent=True),
-    "full_attention": ForeignLayer("Attention"),
+    RECURRENT: ForeignLayer("GatedDeltaNet", recurrent=True),
+    FULL: ForeignLayer("Attention"),
 }
 KIMI_FIELDS = (*LATENT_FIELDS, "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 KIMI_LAYERS = {
-    "linear_attention": ForeignLayer(
+    RECURRENT: ForeignLayer(
         "DeltaAttention",
         recurrent=True,
         stored={
@@ -99,22 +101,22 @@ KIMI_LAYERS = {
             **{f"forget_gate.{name}": (name,) for name in ("f_a_proj.weight", "f_b_proj.weight", "dt_bias", "A_log")},
         },
     ),
-    "full_attention": ForeignLayer("Attention", cached=LATENT_CACHE),
+    FULL: ForeignLayer("Attention", cached=LATENT_CACHE),
 }
 MAMBA_FIELDS = (
     "mamba_num_heads", "mamba_head_dim", "mamba_hidden_act", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size",
     "time_step_min", "use_conv_bias", "use_bias", "use_mamba_kernels",
 )  # fmt: skip
 MAMBA_LAYERS = {
-    "linear_attention": ForeignLayer("Mamba2Mixer", recurrent=True),
-    "full_attention": ForeignLayer("Attention"),
+    RECURRENT: ForeignLayer("Mamba2Mixer", recurrent=True),
+    FULL: ForeignLayer("Attention"),
 }
 INDEX_FIELDS = (*LATENT_FIELDS, "index_topk", "index_head_dim", "index_n_heads")
 INDEX_LAYERS = {  # latent attention to the tokens that an indexer chooses
-    "indexed_attention": ForeignLayer("Attention", masked=True, cached=(*LATENT_CACHE, "index_head_dim")),
+    INDEXED: ForeignLayer("Attention", masked=True, cached=(*LATENT_CACHE, "index_head_dim")),
 }
 SHARING_LAYERS = INDEX_LAYERS | {
-    "full_attention": ForeignLayer("Attention", masked=True, cached=LATENT_CACHE, shares=True),
+    FULL: ForeignLayer("Attention", masked=True, cached=LATENT_CACHE, shares=True),
 }
 CHUNK = "attention_chunk_size"
 CHUNKED_FIELDS = (
@@ -122,7 +124,7 @@ CHUNKED_FIELDS = (
 )  # fmt: skip
 CHUNKED_LAYERS = {
     "chunked_attention": ForeignLayer("Attention", chunked=True),
-    "full_attention": ForeignLayer("Attention"),
+    FULL: ForeignLayer("Attention"),
 }
 FOREIGN = {
     "deepseek_v2": ForeignAttention("DeepseekV2", LATENT_FIELDS, LATENT_CACHE),

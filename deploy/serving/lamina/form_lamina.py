@@ -89,13 +89,7 @@ class Form:
         """Return the inputs and outputs of the projection, before it is factored."""
         if role == LATENT_OUTPUT:
             return shape.num_attention_heads * int(spec.get("value_rank", shape.value_dim)), shape.hidden_size
-        hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
-        width, inner = self.head_width(shape, spec), self.inner_width(shape, spec)
-        return {
-            "q": (hidden, heads * shape.head_dim), "k": (hidden, kv_heads * shape.head_dim),
-            "v": (hidden, kv_heads * width), "o": (heads * width, hidden),
-            "gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden),
-        }[role]  # fmt: skip
+        return shape.widths(role, self.head_width(shape, spec), self.inner_width(shape, spec))
 
 
 class HeadPca(Form):

@@ -16,9 +16,9 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from .block_lamina import FULL, INDEXED, RECURRENT, SLIDING
 from .configuration_lamina import LaminaConfig
 from .foreign_lamina import always_masked, has_foreign_rotary
-from .layers_config_lamina import INDEXED, RECURRENT
 from .layers_lamina import LaminaDecoderLayer
 from .rotary_lamina import Angles, LaminaRotaryEmbedding, rotation_of
 
@@ -36,8 +36,8 @@ def create_indexed_mask(**arguments: Any) -> Any:
 
 
 MASKS: dict[str, Any] = {  # by layer type
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
+    FULL: create_causal_mask,
+    SLIDING: create_sliding_window_causal_mask,
     "chunked_attention": create_chunked_causal_mask,
     RECURRENT: create_recurrent_mask,
     INDEXED: create_indexed_mask,

@@ -11,17 +11,22 @@ from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from .activation_lamina import is_activation
 from .block_lamina import (
     ATTENTION,
     BLOCK_DEFAULTS,
     DEFAULT_BLOCK,
+    FULL,
+    INDEXED,
     LAYER_FIELDS,
+    LAYER_TYPES,
     MLP_ROLES,
+    SLIDING,
     LayerShape,
     check_block,
     has_part,
     modules_of_type,
+    sizes_of_layer,
+    value_faults,
 )
 from .foreign_lamina import (
     CHUNK,
@@ -37,18 +42,17 @@ from .forms_lamina import FORMS
 from .mixture_lamina import (
     DEFAULTS,
     ROUTER,
-    SHARED,
     LayerMixture,
     block_modules,
     check_mixture,
     expert_blocks,
+    has_biases,
     layer_modules,
     mixture_of,
     split_role,
     with_experts,
 )
 
-COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
 LISTS = ("forms", "layer_types", "layer_sizes", "unused_tensors", "stored_formats")
 BLOCK_KINDS: dict[str, Any] = {
     **dict.fromkeys(("embed", "layers", "final_norm", "head"), str),
@@ -61,8 +65,6 @@ BLOCK_KINDS: dict[str, Any] = {
     "rotary_layers": list | tuple | str | None,
 }
 VALUE_MULTIPLE = 16  # kernels of engines need widths of value heads that are multiples of this
-LAYER_TYPES = ("full_attention", "sliding_attention")
-RECURRENT, INDEXED = "linear_attention", "indexed_attention"  # types of layers with foreign attention
 
 
 class LayersConfig(PreTrainedConfig):
@@ -128,7 +130,7 @@ class LayersConfig(PreTrainedConfig):
         self.block = {**BLOCK_DEFAULTS, **copy.deepcopy(self.block or DEFAULT_BLOCK)}
         self.forms = self.forms or [{} for _ in range(self.num_hidden_layers)]
         # Always filled in, because transformers' mask and cache helpers read the list if the attribute exists.
-        layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
+        layer_type = FULL if self.sliding_window is None else SLIDING
         self.layer_types = self.layer_types or [layer_type] * self.num_hidden_layers
         super().__post_init__(**kwargs)
         check_block(self.block)
@@ -164,8 +166,7 @@ class LayersConfig(PreTrainedConfig):
     def layer_shape(self, layer: int, block: str = "") -> LayerShape:
         """Return the sizes and modules of a layer; `block` names an expert, whose roles are `gate`, `up` and `down`."""
         fields = vars(self)  # transformers' access to an attribute takes microseconds
-        sizes = {name: fields[name] for name in LAYER_FIELDS}
-        sizes |= fields["layer_sizes"][layer] if fields["layer_sizes"] else {}
+        sizes = sizes_of_layer(fields, layer)
         block_fields, mixtures = fields["block"], fields["mixture"]
         modules = modules_of_type(block_fields, fields["layer_types"][layer])
         biases = frozenset(block_fields["biases"])
@@ -173,7 +174,7 @@ class LayersConfig(PreTrainedConfig):
         if mixture is not None:
             modules = {role: path for role, path in modules.items() if role not in MLP_ROLES}
             if block:
-                has_bias = mixtures["biases"] and block != SHARED
+                has_bias = has_biases(mixtures, block)
                 modules, biases = block_modules(mixtures, block), frozenset(MLP_ROLES if has_bias else ())
                 sizes["intermediate_size"] = mixture.width_of(block)
         more = {name: fields[name] for name in ("core_format", "foreign")}
@@ -246,9 +247,8 @@ class LayersConfig(PreTrainedConfig):
 
 def _check_types(config: LayersConfig) -> None:
     """Check the fields whose damage would cause an unrelated error or other logits."""
-    for name in COUNTS:
-        if type(number := getattr(config, name)) is not int or number < 1:
-            raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
+    if faults := value_faults(vars(config)):
+        raise ValueError(f"config.json: {'; '.join(faults)}")
     dicts = ("block", "foreign", "level_tables", "source_dtypes", "wrapper")
     for name, kind in {**dict.fromkeys(dicts, dict), **dict.fromkeys(LISTS, list)}.items():
         if not isinstance(value := getattr(config, name), kind | None):
@@ -256,14 +256,8 @@ def _check_types(config: LayersConfig) -> None:
     for name, value in (config.block or {}).items():
         if name in BLOCK_KINDS and not isinstance(value, BLOCK_KINDS[name]):
             raise ValueError(f"config.json: block.{name} is {value!r}, which is not allowed")
-    if (window := config.sliding_window) is not None and (type(window) is not int or window < 1):
-        raise ValueError(f"config.json: sliding_window is {window!r}, not null or a whole number from 1 on")
     if config.forms and len(config.forms) != config.num_hidden_layers:
         raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
-    if type(eps := config.norm_eps) not in (int, float) or not 0 <= eps < 1:
-        raise ValueError(f"config.json: norm_eps is {eps!r}, not a number from 0 to 1")
-    if not isinstance(act := config.hidden_act, str) or not is_activation(act):
-        raise ValueError(f"config.json: hidden_act is {act!r}, which transformers does not know")
 
 
 def _check_fields(config: LayersConfig) -> None:
@@ -278,14 +272,10 @@ def _check_fields(config: LayersConfig) -> None:
     sharing = [is_hybrid(config.foreign) and foreign_layer(config.foreign, each).shares for each in layer_types]
     if True in sharing and INDEXED not in layer_types[: sharing.index(True)]:
         raise ValueError("layer_types: the first layer has no indexer, and there is no earlier one to share")
-    if "sliding_attention" in layer_types and config.sliding_window is None:
+    if SLIDING in layer_types and config.sliding_window is None:
         raise ValueError("layer_types has sliding_attention, but sliding_window is null")
     _check_layer_sizes(config)
     _check_rotation(config)
-    for layer in range(config.num_hidden_layers):
-        shape = config.layer_shape(layer)
-        if shape.num_attention_heads % shape.num_key_value_heads:
-            raise ValueError(f"{shape.num_attention_heads} query heads over {shape.num_key_value_heads} KV heads")
 
 
 def _check_rotation(config: LayersConfig) -> None:
@@ -299,8 +289,6 @@ def _check_rotation(config: LayersConfig) -> None:
 
 
 def _check_layer_sizes(config: LayersConfig) -> None:
-    if config.layer_sizes and len(config.layer_sizes) != config.num_hidden_layers:
-        raise ValueError(f"layer_sizes has {len(config.layer_sizes)} entries for {config.num_hidden_layers} layers")
     for layer, sizes in enumerate(config.layer_sizes):
         if unknown := sorted({*sizes} - {*LAYER_FIELDS}):
             raise ValueError(f"layer_sizes: layer {layer} has unknown {', '.join(unknown)}; a newer lamina may know it")

@@ -113,6 +113,11 @@ def block_modules(mixture: Mapping[str, Any], block: str) -> dict[str, str]:
     return {role: f"{parent}.{name}" for role, name in names.items()}
 
 
+def has_biases(mixture: Mapping[str, Any], block: str) -> bool:
+    """Return True if the linears of this expert have biases."""
+    return bool(mixture["biases"]) and block != SHARED
+
+
 def check_mixture(mixture: Mapping[str, Any], layers: int) -> None:
     """Raise ValueError, naming the fault, unless `mixture` describes layers that can be built."""
     if missing := [name for name in REQUIRED if name not in mixture]:

@@ -41,7 +41,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .block_lamina import LAYER_FIELDS, attention_path, in_base
+from .block_lamina import LAYER_FIELDS, RECURRENT, attention_path, in_base
 from .checking_lamina import check_checkpoint, check_reader, shown
 from .configuration_lamina import LaminaConfig
 from .conversion_lamina import register_conversions
@@ -49,7 +49,6 @@ from .decoder_layer_lamina import attach, find
 from .embedding_lamina import finish_logits, make_embedding, make_head, make_positions
 from .factored_lamina import stored_factors
 from .inputs_lamina import prepare_layer_inputs
-from .layers_config_lamina import RECURRENT
 from .layers_lamina import LaminaAttention, LaminaDecoderLayer
 from .levels_lamina import attach_tables
 from .norms_lamina import make_norm

@@ -3,10 +3,11 @@
 D hidden, d head_dim.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-
-from .layers_config_lamina import LayersConfig
 
 
 class LaminaRMSNorm(nn.Module):
@@ -40,20 +41,24 @@ class LaminaLayerNorm(nn.Module):
         return (self.weight.to(wide.dtype) * wide).to(x.dtype)
 
 
-def make_norm(config: LayersConfig) -> nn.Module:
-    """Build a norm of D numbers, of layers or of the end of the stack: weight (D), and bias (D) if the block has it."""
-    return _norm(config, config.hidden_size, bias=config.block["norm_bias"])
+def _rms_norm(width: int, eps: float, block: Mapping[str, Any]) -> nn.Module:
+    return LaminaRMSNorm(width, eps, block["norm_offset"])
 
 
-def make_head_norm(config: LayersConfig, layer_idx: int, role: str) -> nn.Module:
+def _layer_norm(width: int, eps: float, block: Mapping[str, Any]) -> nn.Module:
+    return nn.LayerNorm(width, eps=eps) if block["norm_bias"] else LaminaLayerNorm(width, eps)
+
+
+# `norm` of a block -> (width, eps, block) -> the module: a weight of `width` numbers, and perhaps a bias of as many.
+NORMS: dict[str, Callable[[int, float, Mapping[str, Any]], nn.Module]] = {"rms": _rms_norm, "layer": _layer_norm}
+
+
+def make_norm(config: Any) -> nn.Module:
+    """Build a norm of D numbers, of layers or of the end of the stack, for a LayersConfig."""
+    return NORMS[config.block["norm"]](config.hidden_size, config.norm_eps, config.block)
+
+
+def make_head_norm(config: Any, layer_idx: int, role: str) -> nn.Module:
     """Build the norm `q_norm` or `k_norm` of a layer: of each head (d), or of the numbers of all heads together."""
-    shape = config.layer_shape(layer_idx)
-    heads = shape.num_attention_heads if role == "q_norm" else shape.num_key_value_heads
-    width = heads * shape.head_dim if config.block["head_norms"] == "all" else shape.head_dim
-    return LaminaRMSNorm(width, config.norm_eps, config.block["norm_offset"])
-
-
-def _norm(config: LayersConfig, width: int, bias: bool) -> nn.Module:
-    if config.block["norm"] == "layer":
-        return nn.LayerNorm(width, eps=config.norm_eps) if bias else LaminaLayerNorm(width, config.norm_eps)
-    return LaminaRMSNorm(width, config.norm_eps, config.block["norm_offset"])
+    width = config.layer_shape(layer_idx).norm_width(role, config.block)
+    return _rms_norm(width, config.norm_eps, config.block)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
+from .block_lamina import rotary_width
 from .foreign_lamina import has_foreign_rotary, make_foreign_rotary
 from .layers_config_lamina import LayersConfig
 
@@ -50,7 +51,7 @@ class LaminaRotaryEmbedding(nn.Module):
         Hunyuan's alpha multiplies theta by alpha^(c / (c - 2)).
         """
         rope = config.rope_parameters or {}
-        width = round(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        width = rotary_width(rope, config.head_dim)
         exponents = torch.arange(0, width, 2, dtype=torch.float, device=device) / width
         alpha = rope.get("alpha") if rope.get("rope_type") == "dynamic" else None
         theta = rope["rope_theta"] * (alpha ** (width / (width - 2)) if alpha else 1.0)
