@@ -34,7 +34,7 @@ def describe_unknown(source: SourceCheckpoint) -> str:
         lines += [f"layers: {len(layers)}, at {path}", *_kinds(layers, hidden)]
     else:
         lines.append("layers: no tensors are numbered as layers are")
-    return "\n  ".join([*lines, f"a family is a file of data: {TUTORIAL} adds one"])
+    return "\n  ".join([*lines, f"a family is an entry of a table: {TUTORIAL} adds one"])
 
 
 def _layers(source: SourceCheckpoint) -> tuple[str, dict[int, Shapes]]:
