@@ -207,7 +207,7 @@ def _train_codes(model: nn.Module, even: Mapping[str, tuple[int, int | None]]) -
     """Make the stored tensors of rounded matrices parameters, which FSDP cuts. Scales and levels train; the levels of
     even steps do not."""
     for path, (bits, group) in even.items():
-        linear = model.get_submodule(path)
+        linear: Any = model.get_submodule(path)
         with next(linear.parameters()).device:
             table = TableLinear(linear, bits, group)
             table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
