@@ -19,6 +19,7 @@ from manifests.entries import HealingEntry
 from manifests.errors import Interrupted, LaminaError, NumericsError, WorkerError
 from manifests.packages import prepare_process
 from manifests.schema import Workers
+from workers.device_settings import configure_device
 
 if TYPE_CHECKING:
     from pipeline.healing.process import Journal, TrainingTask
@@ -161,11 +162,12 @@ def _process(config: dict[str, Any]) -> None:
     prepare_process()
     from pipeline.healing.process import train  # imports lamina
 
-    mailbox = config["mailbox"]
+    mailbox, task = config["mailbox"], config["task"]
+    configure_device(float(task.use_gpu))
     if ray.get(mailbox.has_ended.remote()):
         return  # another process found an error that stays
     try:
-        train(config["task"], _Sender(mailbox))
+        train(task, _Sender(mailbox))
     except LaminaError as error:
         ray.get(mailbox.post.remote("failed", error))
         if not isinstance(error, (Interrupted, NumericsError)):  # which all processes raise at the same step

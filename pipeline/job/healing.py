@@ -26,6 +26,7 @@ from manifests.errors import CorruptError, InputError
 from manifests.heal import Heal
 from manifests.importing import quick_imports
 from manifests.records import ArrayRecord, StagedRecord
+from manifests.schema import Workers
 from pipeline.checkpoint.assembling import Assembler, own_class
 from pipeline.console.signals import interrupting
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, TEACHER, layer_key
@@ -50,7 +51,7 @@ NAME = "teacher"  # of the dense model among scored models
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
 CHECKPOINT_S = 180.0  # between two checkpoints of a training
 SHARDS = 16  # of the text, in a job without calibration
-TRIES = 3  # trainings, of which the last checkpoint was damaged
+TRIES = 3  # of a training, whose stored data was damaged
 ACTIVATION_NUMBERS = (16, 4)  # for each token and layer, in units of the hidden size and of the MLP's width
 
 
@@ -175,11 +176,14 @@ def _heal(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> HealedEntr
         try:
             figures, layers, trained = _trained(job, healing, teacher, run_dir)
             break
-        except CorruptError as error:  # of the checkpoint
-            job.ledger.retract(HEALING)
+        except CorruptError as error:
+            of_teacher = error.path in {record.path for record in teacher_arrays(job.ledger)}
+            damaged = TEACHER if of_teacher else HEALING
+            job.ledger.retract(damaged)
             if not left:
                 raise
-            job.observer.repaired(str(error), [HEALING])
+            job.observer.repaired(str(error), [damaged])
+            teacher = _teacher(job, healing, heartbeat)
     if not layers:
         job.observer.say(
             f"heal: no step came closer to the dense model on held-out text than the start ({figures['before']:.4f} "
@@ -266,7 +270,7 @@ def _trained(
         from pipeline.healing.stored_text import TextSizes
         from pipeline.healing.training import STEP_TOKENS, Schedule, default_rate
 
-    settings, tokens, workers = healing.settings, healing.tokens, job.manifest.workers
+    settings, tokens, workers = healing.settings, healing.tokens, _process_resources(job)
     held_out, unscored = len(tokens.held_out), max(1, len(tokens.prefix))
     sizes = TextSizes(len(tokens.trained), held_out, tokens.trained.shape[1], unscored)
     asked = settings.learning_rate
@@ -337,7 +341,14 @@ def _processes(job: JobContext) -> int:
     with quick_imports():
         from workers.cluster import whole_room
 
-    return min(job.manifest.workers.max, whole_room(job.manifest.workers))
+    workers = _process_resources(job)
+    return min(workers.max, whole_room(workers))
+
+
+def _process_resources(job: JobContext) -> Workers:
+    """Return the workers' settings, with a whole GPU for each process: NCCL takes no two of them on one."""
+    workers = job.manifest.workers
+    return workers.model_copy(update={"gpus": max(1.0, workers.gpus)}) if workers.gpus else workers
 
 
 def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) -> HealingEntry:
@@ -356,7 +367,7 @@ def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) 
             else:
                 from workers.training import train_in_processes
 
-                train_in_processes(task, journal, processes, job.manifest.workers)
+                train_in_processes(task, journal, processes, _process_resources(job))
         entered = job.ledger.get(HEALING)
     assert entered is not None, "a training ends with a checkpoint"
     return entered

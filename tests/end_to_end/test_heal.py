@@ -20,6 +20,7 @@ from pipeline.healing.training import Training
 from tests import factories
 from tests.encoders import encode_model
 from tests.end_to_end.jobs import Job, command, file_digests, load, read_tensors, without_ray
+from tests.workers.bench import flip
 
 MakeJob = Callable[..., Job]
 SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
@@ -144,6 +145,23 @@ def test_an_interrupted_healing_resumes_with_the_same_bytes(
     assert file_digests(healed.output) == digests
     assert not (healed.run_dir / "healing").exists()
     assert said.startswith("healed") or not [*healed.run_dir.glob("student-*")]
+
+
+def test_damaged_rows_of_the_teacher_are_computed_again(healed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = file_digests(healed.output)
+    healed.put_back()
+    with monkeypatch.context() as patch:
+        patch.setattr(*_dying(Training, "_step", 1))
+        assert command("heal", str(healed.run_dir), *SETTINGS).code == 75
+    record = healed.ledger("teacher")["rows"][0]
+    for chunk in (healed.run_dir / "activations.zarr" / record["path"]).rglob("c*"):
+        if chunk.is_file():
+            flip(chunk)
+    ended = command("heal", str(healed.run_dir), *SETTINGS)
+    assert ended.code == 0, ended.err
+    assert "repairing" in ended.err
+    assert ended.err.count("phase score teacher") == 1
+    assert file_digests(healed.output) == digests
 
 
 def test_a_healing_that_helps_nothing_changes_nothing(job: MakeJob) -> None:
