@@ -20,7 +20,7 @@ from tests import factories
 from tests.end_to_end.children import Child, Hook, wait_for
 from tests.end_to_end.jobs import FLAT_LLM, Job, command, file_digests, without_ray
 from tests.end_to_end.shared_ray import KeptPool
-from workers import deaths
+from workers import pool_health
 
 MakeJob = Callable[..., Job]
 SHARDS = 2
@@ -307,7 +307,7 @@ def test_worker_dies(
     moment: str, job: MakeJob, reference: dict[str, dict[str, str]], shared_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker process is killed; the job goes on in the same run."""
-    monkeypatch.setattr(deaths, "GATHER_SECONDS", 0.0)  # the pool is kept, not closed
+    monkeypatch.setattr(pool_health, "GATHER_SECONDS", 0.0)  # the pool is kept, not closed
     victims: list[int] = []
 
     class Deadly(KeptPool):

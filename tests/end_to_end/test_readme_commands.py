@@ -92,7 +92,7 @@ def test_the_first_job_of_the_readme(tmp_path: Path, text: Path) -> None:
     assert [name for name, _ in lines] == ["init", "run"]
     shown = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     llama = factories.make_model(tmp_path / "llama", peaked=False)
-    places = {MODEL: llama, "passages.jsonl": text, "job.yaml": tmp_path / "job.yaml"}
+    places = {MODEL: llama, "passages.json": text, "job.yaml": tmp_path / "job.yaml"}
     for (name, words), printed in zip(lines, shown, strict=True):
         for place, real in places.items():
             words = words.replace(place, str(real))

@@ -15,14 +15,14 @@ from pipeline.families.registry import checkpoint_config
 from pipeline.inputs.sources import open_dense
 from stores.source import SourceCheckpoint
 from tests.encoders import ENCODERS, encode_model
-from tests.factories import CLASSES, EXPERTS, make_model
+from tests.factories import ALL_FAMILIES, EXPERTS, make_model
 from tests.renamed_models import HEAD, IN_MEMORY, INSIDE, NEITHER, NO_PREFIX, in_files, rename, with_tensors
 
 LIMIT = 1e-5
 UNTIED = {"kimi_linear", "nemotron_h"}  # whose class in transformers ties nothing
 CASES = [
-    *((family, naming) for family in CLASSES for naming in (IN_MEMORY, NO_PREFIX, NEITHER)),
-    *((family, HEAD) for family in CLASSES if family not in UNTIED),
+    *((family, naming) for family in ALL_FAMILIES for naming in (IN_MEMORY, NO_PREFIX, NEITHER)),
+    *((family, HEAD) for family in ALL_FAMILIES if family not in UNTIED),
     ("qwen3_5_text", INSIDE),
     ("qwen3_5_moe_text", INSIDE),
 ]
