@@ -84,9 +84,10 @@ def connect(
         Interrupted: `stopped` returned True.
         WorkerError: Ray did not start on this machine.
     """
-    if ray.is_initialized() and not (trains and _lacks_environments()):
-        return str(ray.get_runtime_context().gcs_address)
-    ray.shutdown()
+    if ray.is_initialized():
+        if not (trains and _lacks_environments()):
+            return str(ray.get_runtime_context().gcs_address)
+        ray.shutdown()
     joined = address or os.environ.get("RAY_ADDRESS")
     if not joined and (fault := thread_fault(workers.cpus, machine_cores(), "this machine")):
         raise InputError(fault)

@@ -436,3 +436,18 @@ def test_the_whole_cluster_holds_what_each_node_holds(
     monkeypatch.setattr(cluster, "live_nodes", lambda: nodes)
     assert whole_room(Workers(max=8, cpus=2, gpus=gpus)) == expected
     assert whole_room(Workers(max=8, cpus=9, gpus=gpus)) == 1
+
+
+def test_our_ray_without_the_agent_is_started_anew_for_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Workers, bool]] = []
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here"))
+    monkeypatch.setattr(cluster, "_start_local", lambda workers, trains: started.append((workers, trains)))
+    monkeypatch.setattr(cluster.ray_worker, "_global_node", object.__new__(cluster._BareNode))
+    for absent in ((cluster.ENVIRONMENT_AGENT,), ()):
+        monkeypatch.setattr(cluster._BareNode, "absent", absent, raising=False)
+        for trains in (False, True):
+            assert connect(None, Workers(max=1), trains=trains) == "here"
+    assert started == [(Workers(max=1), True)]
