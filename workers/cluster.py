@@ -332,16 +332,18 @@ def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> R
 
 def _room(workers: Workers) -> int:
     """Return how many workers fit beside other jobs; at least 1, because an autoscaler may add a node."""
-    free = ray.available_resources()
-    by_gpu = free.get("GPU", 0.0) // workers.gpus if workers.gpus else float("inf")
-    return max(1, int(min(free.get("CPU", 0.0) // workers.cpus, by_gpu)))
+    return max(1, _held(ray.available_resources(), workers))
 
 
 def whole_room(workers: Workers) -> int:
     """Return how many workers the cluster's nodes hold without other jobs; at least 1."""
+    return max(1, sum(_held(node, workers) for node in live_nodes()))
+
+
+def _held(resources: Mapping[str, float], workers: Workers) -> int:
+    """Return how many workers have room in these resources."""
     asked = {"CPU": float(workers.cpus), "GPU": workers.gpus}
-    of_nodes = (min(node.get(kind, 0.0) // amount for kind, amount in asked.items() if amount) for node in live_nodes())
-    return max(1, int(sum(of_nodes)))
+    return int(min(resources.get(kind, 0.0) // amount for kind, amount in asked.items() if amount))
 
 
 def machine_bytes() -> int:

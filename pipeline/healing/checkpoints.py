@@ -9,21 +9,17 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from manifests.errors import CorruptError, StorageError, reason
 from pipeline.healing.processes import Processes
-from pipeline.healing.training import BEST
 
 FOLDER = "healing"
 METADATA = ".metadata"  # written last by torch
@@ -56,21 +52,6 @@ def load_state(run_dir: Path, folder: str, state: dict[str, Tensor]) -> None:
             load(state, checkpoint_id=run_dir / folder)
     except Exception as error:  # torch raises many types about damaged files
         raise CorruptError(f"{run_dir / folder}: the checkpoint of a healing is damaged ({reason(error)})") from error
-
-
-def read_best(run_dir: Path, folder: str, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read some of the best tensors of a checkpoint. Raises CorruptError if it is missing or damaged."""
-    try:
-        metadata = FileSystemReader(run_dir / folder).read_metadata().state_dict_metadata
-        state = {}
-        for name in names:
-            stored = metadata[BEST + name]
-            assert isinstance(stored, TensorStorageMetadata)
-            state[BEST + name] = torch.empty(stored.size, dtype=stored.properties.dtype)
-    except Exception as error:  # torch unpickles the metadata: a damaged file raises many types
-        raise CorruptError(f"{run_dir / folder}: the checkpoint of a healing is damaged ({reason(error)})") from error
-    load_state(run_dir, folder, state)
-    return {name.removeprefix(BEST): tensor for name, tensor in state.items()}
 
 
 def sweep_states(run_dir: Path, live: str | None) -> None:

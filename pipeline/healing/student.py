@@ -73,11 +73,6 @@ class Student:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()
 
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens V."""
-        return int(self.model.config.vocab_size)
-
     def hidden(self, ids_BS: Tensor) -> Tensor:
         """Return the head's inputs (B, S, D).
 

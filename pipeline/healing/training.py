@@ -84,11 +84,6 @@ class Progress:
     curve: HealingCurve
     best: Mapping[str, Tensor]
 
-    @property
-    def divergence(self) -> float:
-        """The least divergence so far."""
-        return min(self.curve.divergences, default=math.inf)
-
 
 class Training:
     """Trains a student. `state` and `load` exchange everything that a later process needs to continue."""
@@ -110,7 +105,7 @@ class Training:
         self.progress = Progress(0, HealingCurve(), {})
         self.loss = math.nan  # of the last step
 
-    def run(self, after_step: Callable[[], None]) -> Progress:
+    def run(self, after_step: Callable[[], None]) -> None:
         """Train to the end. `after_step` is called after each step, and may raise or store the state.
 
         Raises NumericsError after `MOST_SKIPPED` steps whose gradient was not finite.
@@ -122,7 +117,6 @@ class Training:
             if self.schedule.is_evaluated(self.progress.step):
                 self._evaluate()
             after_step()
-        return self.progress
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name. They are not copies, unless they do not exist yet."""

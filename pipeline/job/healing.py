@@ -410,16 +410,21 @@ def _staged(
 ) -> tuple[dict[str, StagedRecord], tuple[str, ...]]:
     """Stage the layers with the best tensors of a checkpoint, one layer in memory at a time. Return their records by
     layer, and the names of tensors that changed."""
-    from pipeline.healing.checkpoints import read_best
+    from pipeline.healing.checkpoints import load_state
     from pipeline.healing.student import stored_forms
+    from pipeline.healing.training import BEST
 
     records, changed, forms = {}, list[str](), stored_forms(student)
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry = job.ledger.get(layer_key(layer))
         assert entry is not None
         tensors = read_staged(job.run_dir.storage, entry.staged)
-        best = read_best(run_dir, checkpoint, tensors.keys() & names.keys())
-        tensors |= {name: forms[name].stored(tensor) if name in forms else tensor for name, tensor in best.items()}
+        trained = {name: forms.get(name) for name in tensors.keys() & names.keys()}
+        weights = {name: form.weight(tensors[name]) if form else tensors[name] for name, form in trained.items()}
+        best = {BEST + name: torch.empty_like(weight) for name, weight in weights.items()}
+        load_state(run_dir, checkpoint, best)
+        for name, form in trained.items():
+            tensors[name] = form.stored(best[BEST + name]) if form else best[BEST + name]
         records[str(layer)] = staged = write_staged(job.run_dir.storage, layer, tensors)
         solved = entry.staged.tensors
         changed += [name for name, tensor in staged.tensors.items() if tensor.sha256 != solved[name].sha256]
