@@ -7,6 +7,12 @@ from typing import Literal
 from manifests.blocks import Block, Count, LearningRate
 from manifests.calibration import Text
 
+# How a healing trains, for the training and for its plan.
+STEP_TOKENS = 4096  # of a step; at least a window for each process
+MICRO_TOKENS = 2048  # about, of the windows that pass the model at a time
+CHECKPOINTED_BYTES = 4 * 2**30  # of activations of a micro-batch, from which they are computed twice
+LOGIT_ROWS = 256  # tokens whose logits are in memory at a time
+
 
 class Heal(Block):
     """Training of the whole compressed model against the dense one, [methods.md#healing](methods.md#healing).

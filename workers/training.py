@@ -22,7 +22,7 @@ from manifests.schema import Workers
 from workers.device_settings import configure_device
 
 if TYPE_CHECKING:
-    from pipeline.healing.process import Journal, TrainingTask
+    from pipeline.healing.training_process import Journal, TrainingTask
 
 LOSSES = 3  # of processes, after which a training is given up
 POLL_S = 0.2
@@ -65,7 +65,7 @@ class Mailbox:
 
 
 class _Sender:
-    """Implements `pipeline.healing.process.Journal` in a process."""
+    """Implements `pipeline.healing.training_process.Journal` in a process."""
 
     def __init__(self, mailbox: Any) -> None:
         self.mailbox = mailbox
@@ -91,7 +91,8 @@ class _Sender:
 def train_in_processes(task: TrainingTask, journal: Journal, processes: int, workers: Workers) -> None:
     """Train in some processes, each with the resources of a worker.
 
-    Raises the errors of `pipeline.healing.process.train`, and WorkerError if processes are lost again and again.
+    Raises the errors of `pipeline.healing.training_process.train`, and WorkerError if processes are lost again and
+    again.
     """
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     mailbox: Any = Mailbox.remote(journal.last())  # type: ignore[attr-defined]  # of the decorator
@@ -160,7 +161,7 @@ def _delivered(mailbox: Any, journal: Journal) -> list[LaminaError]:
 def _process(config: dict[str, Any]) -> None:
     """Run one process of a training."""
     prepare_process()
-    from pipeline.healing.process import train  # imports lamina
+    from pipeline.healing.training_process import train  # imports lamina
 
     mailbox, task = config["mailbox"], config["task"]
     configure_device(float(task.use_gpu))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from manifests.heal import CHECKPOINTED_BYTES, LOGIT_ROWS, MICRO_TOKENS, STEP_TOKENS
 from manifests.schema import Manifest
 from pipeline.cost_model.phases import WORKERS_SECONDS
 from pipeline.cost_model.rates import Rates
@@ -23,11 +24,7 @@ STATE_BYTES = 4 + 4 + 4  # of a trained number beside it: gradient, both moments
 EXCHANGED = 3 * MASTER_BYTES  # bytes of a number in a step between processes: gathered twice, its gradient summed once
 LONG_GROUP = 1024  # columns that share a scale, about, where rows have one
 MULTIPLIED_OUT = 8  # bytes of a number that its codes take in float32: the level, and its product with the scale
-STEP_TOKENS = 4096  # at least, and a window for each process
-ROWS = 256  # tokens whose logits are in memory at a time
 ROW_TENSORS = 6  # of their size, in float32
-LONG_ACTIVATIONS = 4 * 2**30  # bytes of activations from which they are computed twice
-MICRO_TOKENS = 2048
 ACTIVATION_NUMBERS = 32  # for each token and layer, in units of the hidden size
 
 
@@ -88,7 +85,7 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
     dense = scoring_flops(geometry, length)
     processes, layers = manifest.workers.max, geometry.num_layers
     activations = 4 * ACTIVATION_NUMBERS * geometry.hidden * layers * max(length, MICRO_TOKENS)
-    twice = activations > LONG_ACTIVATIONS
+    twice = activations > CHECKPOINTED_BYTES
     steps = math.ceil(heal.epochs * tokens / max(STEP_TOKENS, processes * length))
     numbers = int(geometry.model_numbers() * share)
     whole = min(numbers, geometry.model_numbers() - geometry.decoder_numbers())  # embeddings and head
@@ -102,7 +99,7 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
     memory += trained // processes * (MASTER_BYTES + STATE_BYTES)
     memory += 0 if manifest.workers.gpus else trained // processes * (MASTER_BYTES + itemsize)  # else on the host
     memory += 0 if processes == 1 else 2 * MASTER_BYTES * (trained // layers)  # a layer, and the next one
-    memory += ROWS * ROW_TENSORS * 4 * geometry.vocab
+    memory += LOGIT_ROWS * ROW_TENSORS * 4 * geometry.vocab
     kept = 4 * geometry.hidden * layers * max(length, MICRO_TOKENS)  # inputs of layers
     memory += activations // layers + kept if twice else activations
     rows = tokens * row_bytes(geometry.vocab) + held_out * geometry.hidden * 4

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from manifests.entries import TeacherEntry
+from manifests.heal import MICRO_TOKENS
 from stores.activations import ActivationStore
 from stores.arrays import ArrayReader
-
-MICRO_TOKENS = 2048  # about, of a micro-batch
 
 
 @dataclass(frozen=True)

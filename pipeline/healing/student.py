@@ -29,9 +29,8 @@ from lamina.factored_lamina import StoredFactor, stored_factors
 from lamina.levels_lamina import LEVELS, PACKED, SCALE, WORD_BITS, TableLinear
 from lamina.processor_lamina import product_dtype
 from manifests.errors import InputError
+from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
-
-CHECKPOINTED_BYTES = 4 * 2**30  # of activations of a micro-batch, from which they are computed twice
 
 
 class Student:

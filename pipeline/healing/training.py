@@ -17,17 +17,16 @@ from torch import Tensor
 
 from manifests.entries import HealingCurve
 from manifests.errors import NumericsError
+from manifests.heal import LOGIT_ROWS
 from pipeline.healing.processes import Processes, local
 from pipeline.healing.stored_text import StoredText
 from pipeline.healing.student import Student
 from pipeline.kernels.teacher_rows import full_divergence, row_divergence
 
-STEP_TOKENS = 4096
 WARM_UP = 3  # steps
 BETAS = (0.9, 0.95)
 EVALUATIONS = 8
 MOST_SKIPPED = 10  # steps whose gradient is not finite
-ROWS = 256  # tokens whose logits are in memory at a time
 BEST = "best/"  # of the names of best tensors in a checkpoint
 BASE_RATE, BASE_WIDTH = 3e-5, 576  # measured on SmolLM2-135M; Adam's rate of a hidden matrix falls with 1 / width
 
@@ -168,8 +167,8 @@ class Training:
             hidden_TD = self._scored(self.student.hidden(self.text.ids(batch).to(self.student.device)))
             # The head stays as it is, so that only the gradient at its inputs is needed: some tokens at a time.
             leaf_TD = hidden_TD.detach().requires_grad_()
-            for first in range(0, len(rows_TW), ROWS):
-                part = slice(first, first + ROWS)
+            for first in range(0, len(rows_TW), LOGIT_ROWS):
+                part = slice(first, first + LOGIT_ROWS)
                 loss = row_divergence(self.student.logits(leaf_TD[part]), rows_TW[part]) * (weight / scored)
                 loss.backward()
                 total += loss.item()
@@ -209,8 +208,8 @@ class Training:
             ids_BS = self.text.held_out_ids(window).to(self.student.device)
             hidden_TD = self._scored(self.student.hidden(ids_BS))
             teacher_TD = self._scored(self.text.held_out_outputs(window)[None])
-            for first in range(0, len(hidden_TD), ROWS):
-                part = slice(first, first + ROWS)
+            for first in range(0, len(hidden_TD), LOGIT_ROWS):
+                part = slice(first, first + LOGIT_ROWS)
                 teacher_TV = self.student.teacher_logits(teacher_TD[part])
                 total += weight * full_divergence(teacher_TV, self.student.logits(hidden_TD[part])).item()
         return self.processes.total(total) / (

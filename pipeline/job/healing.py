@@ -23,7 +23,7 @@ import torch
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.entries import HealedEntry, HealingEntry, TeacherEntry
 from manifests.errors import CorruptError, InputError
-from manifests.heal import Heal
+from manifests.heal import STEP_TOKENS, Heal
 from manifests.importing import quick_imports
 from manifests.records import ArrayRecord, StagedRecord
 from manifests.schema import Workers
@@ -44,8 +44,8 @@ from stores.headers import DTYPES
 from stores.staging import read_staged, write_staged
 
 if TYPE_CHECKING:
-    from pipeline.healing.process import TrainingTask
     from pipeline.healing.stored_text import TextSizes
+    from pipeline.healing.training_process import TrainingTask
 
 NAME = "teacher"  # of the dense model among scored models
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
@@ -266,9 +266,9 @@ def _trained(
     """Train from the last checkpoint, or from the start. Return the figures of the healing, and as `_staged` does the
     layers of the best step; none if the start is best. Raises CorruptError if the checkpoint is damaged."""
     with quick_imports():
-        from pipeline.healing.process import TrainingTask
         from pipeline.healing.stored_text import TextSizes
-        from pipeline.healing.training import STEP_TOKENS, Schedule, default_rate
+        from pipeline.healing.training import Schedule, default_rate
+        from pipeline.healing.training_process import TrainingTask
 
     settings, tokens, workers = healing.settings, healing.tokens, _process_resources(job)
     held_out, unscored = len(tokens.held_out), max(1, len(tokens.prefix))
@@ -361,7 +361,7 @@ def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) 
         journal = _Journal(job, task.run_dir)
         with interrupting(job.stop):
             if job.in_process:
-                from pipeline.healing.process import train
+                from pipeline.healing.training_process import train
 
                 train(task, journal)
             else:
@@ -382,7 +382,7 @@ def _activation_bytes(job: JobContext, sizes: TextSizes) -> int:
 
 
 class _Journal:
-    """Implements `pipeline.healing.process.Journal` for a job."""
+    """Implements `pipeline.healing.training_process.Journal` for a job."""
 
     def __init__(self, job: JobContext, run_dir: Path) -> None:
         self.job, self.run_dir = job, run_dir

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import pipeline.healing.checkpoints
-import pipeline.healing.process
 import pipeline.healing.training
 import pipeline.job.healing
 from manifests.errors import NumericsError
@@ -28,7 +27,7 @@ SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
 
 @pytest.fixture(autouse=True)
 def _small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.healing.training, "STEP_TOKENS", 96)
+    monkeypatch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) 
     root = tmp_path_factory.mktemp("healed")
     made = Job(root / "job", llama, text).write()
     with without_ray(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.healing.training, "STEP_TOKENS", 96)
+        patch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
         assert made.run().json
         made.keep()
         assert command("heal", str(made.run_dir), "--json", *SETTINGS).json["healed"]
@@ -120,7 +119,10 @@ def _dying(owner: Any, name: str, calls: int, after: bool = False) -> tuple[Any,
     ("dying", "said"),
     [
         (lambda: _dying(Training, "_step", 8), "resuming behind step 7 of 16"),
-        (lambda: _dying(pipeline.healing.process, "save_state", 4, after=True), "resuming behind step 3 of 16"),
+        (
+            lambda: _dying(pipeline.healing.training_process, "save_state", 4, after=True),
+            "resuming behind step 3 of 16",
+        ),
         (lambda: _dying(pipeline.job.healing, "forget_figures", 1), "resuming behind step 15 of 16"),
         (lambda: _dying(pipeline.job.healing, "score_held_out", 1), "healed: 16 steps"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import pipeline.healing.training
+import pipeline.job.healing
 from tests.end_to_end.jobs import Job, command, load, read_tensors
 from tests.end_to_end.sources import make_source
 
@@ -30,7 +30,7 @@ FAMILIES = ("opt", "gemma2", "mixtral", "qwen3_next")
 
 @pytest.fixture(autouse=True)
 def _small_steps(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.healing.training, "STEP_TOKENS", 96)
+    monkeypatch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
 
 
 def healed(made: Job) -> set[str]:

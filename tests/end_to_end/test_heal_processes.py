@@ -14,11 +14,11 @@ import psutil
 import pytest
 import torch
 
-import pipeline.healing.process
 import pipeline.healing.training
+import pipeline.healing.training_process
 import pipeline.job.healing
 from manifests.entries import HealingEntry
-from pipeline.healing.process import Journal, TrainingTask, train
+from pipeline.healing.training_process import Journal, TrainingTask, train
 from tests import factories
 from tests.end_to_end.children import CONTEXT, Child, end_group
 from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
@@ -29,7 +29,7 @@ SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
 
 def small_steps() -> None:
     """Make steps of three windows in a child."""
-    pipeline.healing.training.STEP_TOKENS = 96
+    pipeline.job.healing.STEP_TOKENS = 96
 
 
 def many_checkpoints() -> None:
@@ -116,7 +116,7 @@ def test_two_processes_heal_as_one_does(solved: Job, tmp_path: Path, monkeypatch
         assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
         one, figures = read_tensors(solved.output), solved.compression()["healed"]
         solved.put_back()
-        monkeypatch.setattr(pipeline.healing.process, "train", train_two)
+        monkeypatch.setattr(pipeline.healing.training_process, "train", train_two)
         assert command("heal", str(solved.run_dir), *SETTINGS).code == 0
     assert not (solved.run_dir / "healing").exists()
     assert_close(solved, one, figures)
@@ -136,7 +136,7 @@ def test_two_processes_of_ray_train_heal_as_one_does(solved: Job, monkeypatch: p
 
 
 def small_steps_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.healing.training, "STEP_TOKENS", 96)
+    monkeypatch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
 
 
 def assert_close(made: Job, one: dict[str, torch.Tensor], figures: dict[str, Any]) -> None:
