@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+import workers.cluster
+
 OBJECTS = 80 * 2**20  # bytes of a node's object store
 START_S = 60.0
 HEAD_ID = "f" * 51 + "00000"  # the head's name in Ray's provider of nodes that are processes
@@ -194,6 +196,11 @@ def _autoscaling_config(path: Path, most_nodes: int, gcs_address: str) -> Path:
     }
     path.write_text(json.dumps(config))
     return path
+
+
+def loopback() -> None:
+    """In a child that joins: 127.0.0.1 is meant as it is said."""
+    workers.cluster._listen_on_loopback()
 
 
 def free_port() -> int:

@@ -21,6 +21,7 @@ from manifests.entries import HealingEntry
 from pipeline.healing.training_process import Journal, TrainingTask, train
 from tests import factories
 from tests.end_to_end.children import CONTEXT, Child, end_group
+from tests.end_to_end.clusters import head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests, read_tensors, without_ray
 
 WAIT_S = 300.0
@@ -30,6 +31,12 @@ SETTINGS = ("--set", "heal.epochs=8", "--set", "heal.learning_rate=0.003")
 def small_steps() -> None:
     """Make steps of three windows in a child."""
     pipeline.job.healing.STEP_TOKENS = 96
+
+
+def on_loopback() -> None:
+    """Make small steps in a child that joins a cluster on loopback."""
+    small_steps()
+    loopback()
 
 
 def many_checkpoints() -> None:
@@ -49,8 +56,8 @@ def solved(request: pytest.FixtureRequest, tmp_path: Path, text: Path) -> Job:
     return made
 
 
-def heal(made: Job, processes: int = 2, prepare: Callable[[], None] = small_steps) -> Child:
-    options = [*SETTINGS, "--set", f"workers.max={processes}"]
+def heal(made: Job, *more: str, processes: int = 2, prepare: Callable[[], None] = small_steps) -> Child:
+    options = [*SETTINGS, "--set", f"workers.max={processes}", *more]
     return Child("heal", [str(made.run_dir), *options], made.root / "log", None, False, prepare)
 
 
@@ -178,3 +185,15 @@ def test_after_a_kill_another_number_of_processes_goes_on(solved: Job) -> None:
     figures = solved.compression()["healed"]
     assert figures["after"] < figures["before"]
     assert figures["steps"] == 16
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_a_process_on_each_of_two_nodes(solved: Job) -> None:
+    ended(heal(solved))
+    digests = file_digests(solved.output)
+    solved.put_back()
+    with head_node(1) as address, private_node(address, 1, solved.root.parent):
+        said = ended(heal(solved, "--address", address, prepare=on_loopback))
+    assert "processes: 2" in said
+    assert file_digests(solved.output) == digests

@@ -15,9 +15,8 @@ import pytest
 import workers.pools
 from tests import factories
 from tests.end_to_end.children import Child
-from tests.end_to_end.clusters import head_node, private_node
+from tests.end_to_end.clusters import head_node, loopback, private_node
 from tests.end_to_end.jobs import Job, command, file_digests
-from workers import cluster as cluster_module
 from workers.config import WorkerConfig
 from workers.in_process_pool import InProcessPool
 
@@ -36,11 +35,6 @@ def shared(tmp_path: Path, llama: Path) -> Path:
     folder = tmp_path / "shared"
     shutil.copytree(llama, folder / "model")
     return folder
-
-
-def loopback() -> None:
-    """In the child: 127.0.0.1 is meant as it is said."""
-    cluster_module._listen_on_loopback()
 
 
 class ElsewherePool(InProcessPool):
