@@ -4,6 +4,7 @@ Products are exact in float32, and sums are float32 in both cases, before they a
 """
 
 import os
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -39,9 +40,15 @@ def multiplies_fast(dtype: str) -> bool:
 
 def processor_flags() -> frozenset[str]:
     """Return the flags of the first processor, by Linux' names; none on other systems."""
-    if not CPU_INFO.exists():
+    return _flags_in(CPU_INFO)
+
+
+@cache
+def _flags_in(file: Path) -> frozenset[str]:
+    """Read them once, since products ask for them."""
+    if not file.exists():
         return frozenset()
-    with CPU_INFO.open(errors="replace") as lines:
+    with file.open(errors="replace") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             if name.strip() in ("flags", "Features"):
