@@ -1,6 +1,8 @@
 """Rounded linears while they are trained: scales, levels, and codes through a weight that is rounded again and again.
 
-docs/methods.md#healing. Legend: O outputs, I inputs, W words of a row, S scales of a row, g columns of a group, n levels.
+docs/methods.md#healing.
+
+Legend: O outputs, I inputs, W words of a row, S scales of a row, g columns of a group, n levels.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ Even = Mapping[str, tuple[int, int | None]]  # path of a linear -> bits, columns
 class TrainedTable(TableLinear):
     """A rounded linear, weight = level · scale, whose stored tensors are parameters, so that FSDP cuts them.
 
-    Where codes train, `latent` (O, I) is rounded to the nearest levels in each forward pass. Its gradient is that of the
-    rounded weight (straight-through estimator, arXiv 1308.3432). The gradient of a scale is the sum of gradients times
-    level - latent / scale (learned step size, arXiv 1902.08153), and that of a level the sum over its weights.
+    Where codes train, `latent` (O, I) is rounded to the nearest levels in each forward pass. Its gradient is that of
+    the rounded weight (straight-through estimator, arXiv 1308.3432). The gradient of a scale is the sum of gradients
+    times level - latent / scale (learned step size, arXiv 1902.08153), and that of a level the sum over its weights.
     """
 
     latent: Tensor
