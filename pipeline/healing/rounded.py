@@ -62,7 +62,8 @@ class TrainedTable(TableLinear):
         scale_OS1 = self.weight_scale[select][..., None]
         latent_OSg = self.latent[select].unflatten(1, (scale_OS1.shape[1], -1)) / scale_OS1
         level_OSg = self.weight_levels[_nearest(latent_OSg, self.weight_levels)]
-        return (scale_OS1 * (level_OSg + (latent_OSg - latent_OSg.detach()))).flatten(1)
+        weight_OI: Tensor = (scale_OS1 * (level_OSg + (latent_OSg - latent_OSg.detach()))).flatten(1)
+        return weight_OI
 
     def pack_codes(self) -> Tensor:
         """Enter the codes of the latent weight, and return them (O, W). All processes call it at the same time."""
