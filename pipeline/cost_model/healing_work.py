@@ -94,7 +94,7 @@ def healing_work(manifest: Manifest, geometry: Geometry, share: float, itemsize:
     rounding, trained = manifest.quantize, written
     memory = whole * MASTER_BYTES
     if rounding is not None:  # scales train, and codes stay; rows are multiplied out while a layer computes
-        trained = written // (rounding.group or LONG_GROUP)
+        trained = written if heal.what == "codes" else written // (rounding.group or LONG_GROUP)
         bits = 8 if rounding.bits == "auto" else rounding.bits
         memory += written * bits // 8 // processes + MULTIPLIED_OUT * (written // layers if twice else written)
     memory += trained // processes * (MASTER_BYTES + STATE_BYTES)
