@@ -79,7 +79,10 @@ def healing_manifest(arguments: Any) -> Manifest:
     """Return the manifest of a finished job, with `heal`. Raises InputError."""
     run_dir = existing_run(arguments.run_dir)
     if run_dir.storage.has(SWEEP):
-        raise InputError(f"{run_dir.place}: the run directory of a sweep; heal the job of one of its points")
+        raise InputError(
+            f"{run_dir.place}: the run directory of a sweep; add `heal: {{}}` to the sweep, name sizes in `save`, and "
+            "run `python -m pipeline.sweep` again: it heals the saved points"
+        )
     if not run_dir.storage.has(MANIFEST) or not {COMPLETE, HEALING, HEALED} & {*run_dir.ledger.keys()}:
         raise InputError(
             f"{run_dir.place}: the job is not finished; run it first, or give heal in its manifest, so that it is "

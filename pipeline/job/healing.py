@@ -10,13 +10,13 @@ import hashlib
 import json
 import logging
 import math
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -36,16 +36,19 @@ from pipeline.job.context import JobContext
 from pipeline.job.healed_ledger import HealedLedger, forget_figures
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
-from pipeline.job.worker_session import job_workers, teacher_arrays
+from pipeline.job.worker_session import JobWorkers, job_workers, teacher_arrays
 from pipeline.kernels.teacher_rows import FORMAT
 from pipeline.units.scores import Windows
 from stores.checkpoint import verify_shard
 from stores.headers import DTYPES
 from stores.staging import read_staged, write_staged
+from stores.storage import Storage, on_this_machine, open_storage
 
 if TYPE_CHECKING:
     from pipeline.healing.stored_text import TextSizes
     from pipeline.healing.training_process import TrainingTask
+
+Pool: TypeAlias = Callable[[], AbstractContextManager[JobWorkers]]  # starts workers, and stops them behind the block
 
 NAME = "teacher"  # of the dense model among scored models
 STUDENT = "student-"  # prefix of the folder of the checkpoint that is trained
@@ -70,20 +73,32 @@ def heal_layers(job: JobContext, heartbeat: Heartbeat) -> JobContext:
     the healed ones where a healing made them better, if only by an earlier run.
 
     Raises:
-        InputError: a stored form does not train, or RUN_DIR is a bucket.
+        InputError: a stored form does not train.
         NumericsError: gradients are not finite.
         Interrupted: a signal came; the training continues from its last checkpoint.
     """
-    healing, entered = _asked(job), _entered(job)
-    if healing is not None and (entered is None or entered.of != healing.of):
-        entered = _heal(job, healing, heartbeat)
+    entered = train_layers(job, partial(job_workers, job, heartbeat))
     if entered is None or not entered.layers:
         return job
-    healed = replace(job, run_dir=job.run_dir.with_ledger(HealedLedger(job.ledger, entered)))
+    healed = healed_job(job, entered)
     with job_workers(healed, heartbeat) as workers:
         workers.compare(healed)
         score_held_out(healed, workers)
     return healed
+
+
+def train_layers(job: JobContext, pool: Pool) -> HealedEntry | None:
+    """Train the compressed layers if the manifest asks for it, once. Return the finished healing, if only of an earlier
+    run; None without one. `pool` starts workers for the teacher's pass. Raises the errors of `heal_layers`."""
+    healing, entered = _asked(job), _entered(job)
+    if healing is not None and (entered is None or entered.of != healing.of):
+        entered = _heal(job, healing, pool)
+    return entered
+
+
+def healed_job(job: JobContext, entered: HealedEntry) -> JobContext:
+    """Return the job with the healed layers in place of the solved ones."""
+    return replace(job, run_dir=job.run_dir.with_ledger(HealedLedger(job.ledger, entered)))
 
 
 def healing_due(job: JobContext) -> bool:
@@ -96,11 +111,6 @@ def check_healing(job: JobContext) -> None:
     """Raise InputError if the job cannot be healed, before anything is computed."""
     if job.manifest.heal is None:
         return
-    if job.run_dir.storage.folder is None:
-        raise InputError(
-            f"heal: run_dir {job.run_dir.place} is a bucket, and checkpoints of the training are files; set run_dir to "
-            "a directory"
-        )
     if own_class(job.inputs):
         raise InputError(
             "heal: the method mla writes a checkpoint of another class, which does not train yet; leave out heal"
@@ -125,15 +135,27 @@ def _asked(job: JobContext) -> Healing | None:
     if settings is None:
         return None
     tokens, base = _tokens(job), _base(job)
-    described = {
+    return Healing(settings, tokens, base, _digest({**_described(job, settings, tokens), "base": base}))
+
+
+def healing_digest(job: JobContext) -> str | None:
+    """Return a digest of the settings and of the text of the healing that the manifest asks for; None without one."""
+    settings = job.manifest.heal
+    return None if settings is None else _digest(_described(job, settings, _tokens(job)))
+
+
+def _described(job: JobContext, settings: Heal, tokens: HealingTokens) -> dict[str, Any]:
+    return {
         "settings": settings.model_dump(mode="json", exclude={"text", "tokens"}),
         "trained": tokens_digest(tokens.trained),
         "held_out": tokens_digest(tokens.held_out),
         "prefix": tokens.prefix,
-        "base": base,
         "seed": job.manifest.seed,
     }
-    return Healing(settings, tokens, base, hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest())
+
+
+def _digest(described: Any) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _entered(job: JobContext) -> HealedEntry | None:
@@ -164,17 +186,15 @@ def _base(job: JobContext) -> tuple[str | None, ...]:
     return tuple(entry.staged.sha256 if entry else None for entry in entries)
 
 
-def _heal(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> HealedEntry:
+def _heal(job: JobContext, healing: Healing, pool: Pool) -> HealedEntry:
     """Train, stage the healed layers if they are better, and enter the healing."""
     with quick_imports():
         from pipeline.healing.checkpoints import sweep_states
 
-    assert job.run_dir.storage.folder is not None
-    run_dir = Path(job.run_dir.storage.folder).absolute()
-    teacher = _teacher(job, healing, heartbeat)
+    teacher = _teacher(job, pool)
     for left in range(TRIES - 1, -1, -1):
         try:
-            figures, layers, trained = _trained(job, healing, teacher, run_dir)
+            figures, layers, trained = _trained(job, healing, teacher)
             break
         except CorruptError as error:
             of_teacher = error.path in {record.path for record in teacher_arrays(job.ledger)}
@@ -183,7 +203,7 @@ def _heal(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> HealedEntr
             if not left:
                 raise
             job.observer.repaired(str(error), [damaged])
-            teacher = _teacher(job, healing, heartbeat)
+            teacher = _teacher(job, pool)
     if not layers:
         job.observer.say(
             f"heal: no step came closer to the dense model on held-out text than the start ({figures['before']:.4f} "
@@ -195,31 +215,46 @@ def _heal(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> HealedEntr
     entered = HealedEntry(of=healing.of, base=healing.base, layers=layers, trained=trained, figures=figures)
     job.ledger.commit(HEALED, entered)
     job.ledger.retract(HEALING)
-    sweep_states(run_dir, None)
+    sweep_states(job.run_dir.storage, None)
     return entered
 
 
-def _teacher(job: JobContext, healing: Healing, heartbeat: Heartbeat) -> TeacherEntry:
+def _teacher(job: JobContext, pool: Pool) -> TeacherEntry:
     """Return the dense model's distribution on the text. Compute it by a pass of the workers if it is not stored."""
-    tokens, entered = healing.tokens, job.ledger.get(TEACHER)
-    described = (FORMAT, tokens_digest(tokens.windows), len(tokens.trained), tokens.prefix)
-    of = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    if entered is not None and entered.of == of:
+    forget_other_teacher(job)
+    if (entered := job.ledger.get(TEACHER)) is not None:
         return entered
-    if entered is not None:
+    with pool() as workers:
+        return enter_teacher(job, workers)
+
+
+def forget_other_teacher(job: JobContext) -> None:
+    """Retract the dense model's distribution on another text than that of the healing."""
+    entered = job.ledger.get(TEACHER)
+    if entered is not None and job.manifest.heal is not None and entered.of != _text_digest(_tokens(job)):
         job.ledger.retract(TEACHER)
         job.run_dir.activations.drop(entered.tokens, *entered.rows, *entered.outputs)
-    with job_workers(job, heartbeat) as workers:
-        stored = job.run_dir.activations.write_tokens(tokens.windows.to(torch.int32))
-        workers.always.append(stored)
-        windows, taught = _teacher_windows(job, tokens, stored)
-        scorer = workers.scorer(job)
-        rows, outputs = scorer.taught(windows, NAME, [None] * job.inputs.geometry.num_layers, taught)
-        entry = TeacherEntry(of=of, tokens=stored, rows=rows, outputs=outputs)
-        job.ledger.commit(TEACHER, entry)
-        workers.always.extend(teacher_arrays(job.ledger))
-        scorer.forget(NAME)
+
+
+def enter_teacher(job: JobContext, workers: JobWorkers) -> TeacherEntry:
+    """Compute the dense model's distribution on the text of the healing, unless it is entered. Return its entry."""
+    if (entered := job.ledger.get(TEACHER)) is not None:
+        return entered
+    tokens = _tokens(job)
+    stored = job.run_dir.activations.write_tokens(tokens.windows.to(torch.int32))
+    workers.always.append(stored)
+    windows, taught = _teacher_windows(job, tokens, stored)
+    scorer = workers.scorer(job)
+    rows, outputs = scorer.taught(windows, NAME, [None] * job.inputs.geometry.num_layers, taught)
+    entry = TeacherEntry(of=_text_digest(tokens), tokens=stored, rows=rows, outputs=outputs)
+    job.ledger.commit(TEACHER, entry)
+    workers.always.extend(teacher_arrays(job.ledger))
+    scorer.forget(NAME)
     return entry
+
+
+def _text_digest(tokens: HealingTokens) -> str:
+    return _digest((FORMAT, tokens_digest(tokens.windows), len(tokens.trained), tokens.prefix))
 
 
 def _teacher_windows(job: JobContext, tokens: HealingTokens, stored: ArrayRecord) -> tuple[Windows, int]:
@@ -235,13 +270,18 @@ def _teacher_windows(job: JobContext, tokens: HealingTokens, stored: ArrayRecord
 
 
 @contextmanager
-def _student_folder(job: JobContext, run_dir: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any]]]:
     """Assemble the solved layers as a checkpoint in RUN_DIR, of links where possible, for the block."""
-    for left in run_dir.glob(f"{STUDENT}*"):  # by a killed process
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix=STUDENT) as folder:
-        assembler = Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, output=folder)
-        yield Path(folder), assembler.run()
+    run_dir = job.run_dir.storage
+    for left in run_dir.folders():  # by a killed process
+        if left.startswith(STUDENT):
+            run_dir.delete_folder(left)
+    name = f"{STUDENT}{uuid.uuid4().hex}"
+    folder = run_dir.below(name)
+    try:
+        yield folder, Assembler(job.inputs, job.ledger, run_dir, job.source_files, output=folder).run()
+    finally:
+        run_dir.delete_folder(name)
 
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
@@ -261,7 +301,7 @@ def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: H
 
 
 def _trained(
-    job: JobContext, healing: Healing, teacher: TeacherEntry, run_dir: Path
+    job: JobContext, healing: Healing, teacher: TeacherEntry
 ) -> tuple[dict[str, Any], dict[str, StagedRecord], tuple[str, ...]]:
     """Train from the last checkpoint, or from the start. Return the figures of the healing, and as `_staged` does the
     layers of the best step; none if the start is best. Raises CorruptError if the checkpoint is damaged."""
@@ -283,13 +323,13 @@ def _trained(
         peak=default_rate(job.inputs.geometry.hidden) if asked == "auto" else asked,
         seed=job.manifest.seed,
     )
-    with _student_folder(job, run_dir) as (folder, compression):
+    with _student_folder(job) as (folder, compression):
         names = trained_tensors(job, compression, settings)
         numbers = sum(math.prod(compression["tensors"][name]["shape"]) for name in names)
         task = TrainingTask(
-            run_dir=run_dir,
+            run_dir=open_storage(job.run_dir.storage.address),
             of=healing.of,
-            student=folder,
+            student=open_storage(folder.address),
             names=names,
             sizes=sizes,
             teacher=teacher,
@@ -306,7 +346,7 @@ def _trained(
         )
         entry = _checkpoint_at_the_end(job, task, processes)
         best = entry.curve.best
-        layers, trained = _staged(job, folder, run_dir, entry.folder, names) if best else ({}, ())
+        layers, trained = _staged(job, folder, entry.folder, names) if best else ({}, ())
     curve = entry.curve
     figures = {
         "text": list(tokens.names),
@@ -358,7 +398,7 @@ def _checkpoint_at_the_end(job: JobContext, task: TrainingTask, processes: int) 
     entered = job.ledger.get(HEALING)
     sweep_states(task.run_dir, entered.folder if entered else None)
     if entered is None or entered.step < task.schedule.steps:
-        journal = _Journal(job, task.run_dir)
+        journal = _Journal(job)
         with interrupting(job.stop):
             if job.in_process:
                 from pipeline.healing.training_process import train
@@ -384,8 +424,8 @@ def _activation_bytes(job: JobContext, sizes: TextSizes) -> int:
 class _Journal:
     """Implements `pipeline.healing.training_process.Journal` for a job."""
 
-    def __init__(self, job: JobContext, run_dir: Path) -> None:
-        self.job, self.run_dir = job, run_dir
+    def __init__(self, job: JobContext) -> None:
+        self.job = job
 
     def last(self) -> HealingEntry | None:
         return self.job.ledger.get(HEALING)
@@ -402,19 +442,22 @@ class _Journal:
         before = self.last()
         self.job.ledger.commit(HEALING, entry)
         if before is not None and before.folder != entry.folder:  # the processes may write the next one already
-            shutil.rmtree(self.run_dir / before.folder, ignore_errors=True)
+            self.job.run_dir.storage.delete_folder(before.folder)
 
 
 def _staged(
-    job: JobContext, student: Path, run_dir: Path, checkpoint: str, names: Mapping[str, torch.dtype]
+    job: JobContext, student: Storage, checkpoint: str, names: Mapping[str, torch.dtype]
 ) -> tuple[dict[str, StagedRecord], tuple[str, ...]]:
     """Stage the layers with the best tensors of a checkpoint, one layer in memory at a time. Return their records by
     layer, and the names of tensors that changed."""
     from pipeline.healing.checkpoints import load_state
     from pipeline.healing.student import stored_forms
     from pipeline.healing.training import BEST
+    from pipeline.healing.training_process import without_weights
 
-    records, changed, forms = {}, list[str](), stored_forms(student)
+    records, changed = {}, list[str]()
+    with on_this_machine(student, without_weights) as folder:
+        forms = stored_forms(Path(folder))
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry = job.ledger.get(layer_key(layer))
         assert entry is not None
@@ -422,7 +465,7 @@ def _staged(
         trained = {name: forms.get(name) for name in tensors.keys() & names.keys()}
         weights = {name: form.weight(tensors[name]) if form else tensors[name] for name, form in trained.items()}
         best = {BEST + name: torch.empty_like(weight) for name, weight in weights.items()}
-        load_state(run_dir, checkpoint, best)
+        load_state(job.run_dir.storage, checkpoint, best)
         for name, form in trained.items():
             tensors[name] = form.stored(best[BEST + name]) if form else best[BEST + name]
         records[str(layer)] = staged = write_staged(job.run_dir.storage, layer, tensors)
