@@ -17,7 +17,7 @@ from manifests.errors import Interrupted
 from pipeline.healing.checkpoints import load_state, save_state
 from pipeline.healing.processes import Processes
 from pipeline.healing.stored_text import StoredText, TextSizes
-from pipeline.healing.student import Student
+from pipeline.healing.student import DENSE_HEAD, Student
 from pipeline.healing.training import Schedule, Training
 from stores.activations import ActivationStore
 from stores.run_directory import ACTIVATIONS
@@ -158,8 +158,8 @@ class _Process:
 
 
 def without_weights(checkpoint: Storage) -> list[str]:
-    """Return the names of a checkpoint's files without its weights, which process 0 alone reads."""
-    return [name for name in checkpoint.files() if not name.endswith(".safetensors")]
+    """Return the names of a student's files without its weights, which process 0 alone reads."""
+    return [name for name in checkpoint.files() if name == DENSE_HEAD or not name.endswith(".safetensors")]
 
 
 def _nothing(line: str) -> None:

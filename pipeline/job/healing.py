@@ -27,7 +27,7 @@ from manifests.heal import STEP_TOKENS, Heal
 from manifests.importing import quick_imports
 from manifests.records import ArrayRecord, StagedRecord
 from manifests.schema import Workers
-from pipeline.checkpoint.assembling import Assembler, own_class
+from pipeline.checkpoint.assembling import Assembler
 from pipeline.console.signals import interrupting
 from pipeline.driver.ledger_keys import COMPLETE, HEALED, HEALING, TEACHER, layer_key
 from pipeline.inputs.calibration import tokens_digest
@@ -39,7 +39,7 @@ from pipeline.job.held_out import score_held_out
 from pipeline.job.worker_session import JobWorkers, job_workers, teacher_arrays
 from pipeline.kernels.teacher_rows import FORMAT
 from pipeline.units.scores import Windows
-from stores.checkpoint import verify_shard
+from stores.checkpoint import copy_shard, verify_shard
 from stores.headers import DTYPES
 from stores.staging import read_staged, write_staged
 from stores.storage import Storage, on_this_machine, open_storage
@@ -111,15 +111,6 @@ def check_healing(job: JobContext) -> None:
     """Raise InputError if the job cannot be healed, before anything is computed."""
     if job.manifest.heal is None:
         return
-    if own_class(job.inputs):
-        raise InputError(
-            "heal: the method mla writes a checkpoint of another class, which does not train yet; leave out heal"
-        )
-    if job.manifest.quantize is not None and job.manifest.quantize.what == "all":
-        raise InputError(
-            "heal: the head is the dense model's while layers are healed, and quantize.what: all rounds it; set "
-            "quantize.what to factors, or leave out heal"
-        )
     if kept := sorted({record.form.kind for record in job.inputs.source.tensors.values() if record.form is not None}):
         raise InputError(
             f"heal: the source stores weights as {', '.join(kept)}, which do not train yet; leave out heal, or convert "
@@ -271,7 +262,10 @@ def _teacher_windows(job: JobContext, tokens: HealingTokens, stored: ArrayRecord
 
 @contextmanager
 def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any]]]:
-    """Assemble the solved layers as a checkpoint in RUN_DIR, of links where possible, for the block."""
+    """Assemble the solved layers as a checkpoint in RUN_DIR, of links where possible, for the block. The dense head is
+    beside it if the checkpoint has a rounded one."""
+    from pipeline.healing.student import DENSE_HEAD, WEIGHT
+
     run_dir = job.run_dir.storage
     for left in run_dir.folders():  # by a killed process
         if left.startswith(STUDENT):
@@ -279,14 +273,19 @@ def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any
     name = f"{STUDENT}{uuid.uuid4().hex}"
     folder = run_dir.below(name)
     try:
-        yield folder, Assembler(job.inputs, job.ledger, run_dir, job.source_files, output=folder).run()
+        compression = Assembler(job.inputs, job.ledger, run_dir, job.source_files, output=folder).run()
+        if job.manifest.quantize is not None and "head" in job.manifest.quantize.outer_roles:
+            head = f"{job.inputs.config['block']['head']}.{WEIGHT}"
+            copy_shard(folder, DENSE_HEAD, job.inputs.source, [WEIGHT], {WEIGHT: head})
+        yield folder, compression
     finally:
         run_dir.delete_folder(name)
 
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
     """Return the stored names of the tensors that are trained, with their dtypes: in compressed layers, the tensors
-    that a method wrote, norms and biases. Routers stay."""
+    that a method wrote, norms and biases. Routers stay, and rounded embeddings and heads, which are staged beside a
+    layer."""
     names = {}
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry, geometry = job.ledger.get(layer_key(layer)), job.inputs.geometry.layers[layer]
@@ -295,7 +294,8 @@ def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: H
         for name, tensor in entry.staged.tensors.items():
             dtype, flat = DTYPES[tensor.dtype], len(tensor.shape) == 1
             written = compression["tensors"][name]["origin"] != "copied" and settings.what == "auto"
-            if dtype.is_floating_point and (flat or written) and not name.startswith(routers):
+            inside = name.startswith(geometry.prefix) and not name.startswith(routers)
+            if dtype.is_floating_point and (flat or written) and inside:
                 names[name] = dtype
     return names
 

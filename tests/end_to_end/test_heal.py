@@ -214,11 +214,6 @@ def test_wrong_settings_leave_output_as_it_was(options: tuple[str, ...], said: s
     assert file_digests(made.output) == digests
 
 
-def test_a_rounded_head_is_refused_before_anything_is_computed(job: MakeJob) -> None:
-    ended = job(quantize={"bits": 8, "feedback": False, "what": "all"}, heal={}).run()
-    assert (ended.code, "quantize.what: all rounds it" in ended.err) == (2, True), ended.err
-
-
 def test_a_source_of_stored_formats_is_refused(job: MakeJob, tmp_path: Path) -> None:
     source, _ = encode_model(factories.make_model(tmp_path / "source"), tmp_path, "fp8 blocks")
     ended = job(source, heal={}).run()
