@@ -145,6 +145,11 @@ def decode_sweep(content: bytes, path: str) -> Sweep:
     return parse_sweep(decode_resolved(content, f"sweep {path}"), path)[0]
 
 
+def decode_points(content: bytes, path: str) -> tuple[Point, ...]:
+    """Parse the points of the sweep of a run directory. Raises InputError."""
+    return parse_sweep(decode_resolved(content, f"sweep {path}"), path)[1]
+
+
 def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Sweep, tuple[Point, ...]]:
     """Check a document. Raises InputError with one line for every fault."""
     expanded, faults = expand_environment(document, f"sweep {origin}")

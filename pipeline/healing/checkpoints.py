@@ -148,10 +148,10 @@ class _Writing(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        count = memoryview(data).nbytes
-        self.file.write(data)
-        self.place += count
-        return count
+        copy = bytes(data)  # a bucket reads it later, and torch's buffer is gone then
+        self.file.write(copy)
+        self.place += len(copy)
+        return len(copy)
 
     def tell(self) -> int:
         return self.place

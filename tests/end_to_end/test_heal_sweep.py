@@ -90,15 +90,20 @@ def test_killed_it_goes_on_and_trains_nothing_twice(sweep: Sweep, monkeypatch: p
             ended = sweep.run()
             said.append(ended.err)
             assert ended.code == 75
+            state = command("status", str(sweep.job.run_dir), "--json").json
+            assert (state["points"], state["state"]) == ({"done": 1, "of": 3}, "interrupted")
     assert real is pipeline.sweeping.point_healing.assemble_output
     ended = sweep.run()
     said.append(ended.err)
     assert "".join(said).count("heal step 16 of 16") == 2
-    assert all(row["healed"]["best_step"] for row in ended.json["points"] if row["output"])
+    assert [bool(row.get("healed")) for row in ended.json["points"]] == [True, False, True]
+    assert ended.json["points"][0]["healed"]["best_step"]
     sweep.document["evaluation"] = {"perplexity": {**sweep.evaluation["perplexity"], "window": 16}}
     other = sweep.run()
     assert "heal step" not in other.err
-    assert all(row["healed"]["loss"] < row["loss"] for row in other.json["points"] if row["output"])
+    (first, *_) = other.json["points"]
+    assert first["healed"]["divergence"] == ended.json["points"][0]["healed"]["divergence"] < first["divergence"]
+    assert first["healed"]["loss"] != ended.json["points"][0]["healed"]["loss"]
 
 
 def _dying(name: str, calls: int) -> Callable[..., Any]:
