@@ -19,6 +19,7 @@ MakeJob = Callable[..., Job]
 HEAL = {"epochs": 8, "learning_rate": 0.003}
 
 
+@pytest.mark.nightly
 def test_a_killed_healing_in_a_bucket_goes_on(
     job: MakeJob, s3_bucket: str, llama: Path, text: Path, inline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
