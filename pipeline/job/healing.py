@@ -12,7 +12,7 @@ import logging
 import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.entries import HealedEntry, HealingEntry, TeacherEntry
-from manifests.errors import CorruptError, InputError
+from manifests.errors import CorruptError, InputError, StorageError
 from manifests.heal import STEP_TOKENS, Heal
 from manifests.importing import quick_imports
 from manifests.records import ArrayRecord, StagedRecord
@@ -279,7 +279,8 @@ def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any
             copy_shard(folder, DENSE_HEAD, job.inputs.source, [WEIGHT], {WEIGHT: head})
         yield folder, compression
     finally:
-        run_dir.delete_folder(name)
+        with suppress(StorageError):  # the next start removes what is left
+            run_dir.delete_folder(name)
 
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
@@ -442,7 +443,8 @@ class _Journal:
         before = self.last()
         self.job.ledger.commit(HEALING, entry)
         if before is not None and before.folder != entry.folder:  # the processes may write the next one already
-            self.job.run_dir.storage.delete_folder(before.folder)
+            with suppress(StorageError):  # the next start removes what is left
+                self.job.run_dir.storage.delete_folder(before.folder)
 
 
 def _staged(

@@ -51,6 +51,7 @@ TEMPORARY = (
     "scored/",
     "after_healing/",
 )  # entries retracted with a point's result
+HEALED_FROM = ("layer/", "compared")  # those of them that its healing needs
 
 
 def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
@@ -175,14 +176,13 @@ def _solve(
         tasks=on_tasks,
     )
     job.ledger.commit(RESULT, entry)
-    if not sweep.heals(point):
-        forget_work(job)
+    forget_work(job, kept=HEALED_FROM if sweep.heals(point) else ())
     job.observer.say(_result_line(point.point.label, entry))
 
 
-def forget_work(job: JobContext) -> None:
-    """Retract the entries of a point that only its result needs."""
-    for key in (key for kind in TEMPORARY for key in job.ledger.keys(kind)):
+def forget_work(job: JobContext, kept: Sequence[str] = ()) -> None:
+    """Retract the entries of a point that only its result needs, but for some kinds."""
+    for key in (key for kind in TEMPORARY if kind not in kept for key in job.ledger.keys(kind)):
         job.ledger.retract(key)
 
 
