@@ -239,33 +239,43 @@ def _train_codes(model: nn.Module, even: Mapping[str, tuple[int, int | None]]) -
                 module.register_parameter(name, nn.Parameter(stored, requires_grad=False))
 
 
-def _multiply_out(model: nn.Module, ends: tuple[Any, ...]) -> None:
+def _multiply_out(model: nn.Module, ends: tuple[nn.Module, ...]) -> None:
     """Replace rounded embeddings and a rounded head, which do not train, by modules with their weights."""
     paths = {module: path for path, module in model.named_modules()}
     for module in ends:
-        table = module
-        if isinstance(module, nn.Embedding) and hasattr(module, PACKED):  # even steps, as compressed-tensors has them
-            words, scales = getattr(module, PACKED).shape[1], getattr(module, SCALE).shape[1]
-            bits = words * WORD_BITS // module.embedding_dim
-            table = TableEmbedding(module, bits, module.embedding_dim // scales if scales > 1 else None)
-            table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
-            for name in (PACKED, SCALE):
-                setattr(table, name, getattr(module, name).detach())
-        if not isinstance(table, TableLinear | TableEmbedding):
-            continue
-        count, step = table.weight_packed.shape[0], max(1, BLOCK_NUMBERS // table.columns)
-        weight_VD = torch.cat([table.rows(slice(at, at + step)).detach() for at in range(0, count, step)]).float()
-        with torch.device("meta"):
-            whole: nn.Linear | nn.Embedding
-            if isinstance(table, TableLinear):
-                whole = nn.Linear(table.columns, count, bias=False)
-                whole.bias = table.bias
-            elif table.embed_scale is None:
-                whole = Embedding(count, table.columns)
-            else:
-                whole = ScaledEmbedding(count, table.columns, table.embed_scale)
-        whole.weight = nn.Parameter(weight_VD)
-        model.set_submodule(paths[module], whole)
+        is_even = isinstance(module, nn.Embedding) and hasattr(module, PACKED)
+        table = _even_embedding(module) if is_even else module
+        if isinstance(table, TableLinear | TableEmbedding):
+            model.set_submodule(paths[module], _whole(table))
+
+
+def _even_embedding(embedding: Any) -> TableEmbedding:
+    """Return embeddings whose codes of even steps compressed-tensors has loaded as ones with a table of levels."""
+    packed, scale = getattr(embedding, PACKED).detach(), getattr(embedding, SCALE).detach()
+    columns, scales = embedding.embedding_dim, scale.shape[1]
+    bits = packed.shape[1] * WORD_BITS // columns
+    table = TableEmbedding(embedding, bits, columns // scales if scales > 1 else None)
+    table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
+    table.weight_packed, table.weight_scale = packed, scale
+    return table
+
+
+def _whole(table: TableLinear | TableEmbedding) -> nn.Module:
+    """Return a module with the weight (V, D) of a rounded one, in float32."""
+    rows, columns = table.weight_packed.shape[0], table.columns
+    step = max(1, BLOCK_NUMBERS // columns)
+    weight_VD = torch.cat([table.rows(slice(at, at + step)).detach() for at in range(0, rows, step)]).float()
+    with torch.device("meta"):
+        whole: nn.Linear | nn.Embedding
+        if isinstance(table, TableLinear):
+            whole = nn.Linear(columns, rows, bias=False)
+            whole.bias = table.bias
+        elif table.embed_scale is None:
+            whole = Embedding(rows, columns)
+        else:
+            whole = ScaledEmbedding(rows, columns, table.embed_scale)
+    whole.weight = nn.Parameter(weight_VD)
+    return whole
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
