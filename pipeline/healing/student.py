@@ -8,7 +8,7 @@ Legend: B windows, S tokens of a window, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,13 +25,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lamina  # noqa: F401 - registers its classes, so that no code of the checkpoint runs
 from lamina.decoder_layer_lamina import find
-from lamina.embedding_lamina import Embedding, ScaledEmbedding, finish_logits
+from lamina.embedding_lamina import finish_logits
 from lamina.factored_lamina import StoredFactor, stored_factors
-from lamina.levels_lamina import BLOCK_NUMBERS, LEVELS, PACKED, SCALE, WORD_BITS, TableEmbedding, TableLinear
+from lamina.levels_lamina import PACKED
 from lamina.processor_lamina import product_dtype
 from manifests.errors import InputError
 from manifests.heal import CHECKPOINTED_BYTES
 from pipeline.healing.processes import Processes, local
+from pipeline.healing.rounded import LATENT, TrainedTable, even_codes, train_rounded
+from pipeline.healing.rounded_ends import multiply_out
 
 DENSE_HEAD, WEIGHT = "dense_head.safetensors", "weight"  # beside a student with a rounded head; its tensor
 
@@ -40,7 +42,7 @@ class Student:
     """A compressed model. Only the named tensors are trained.
 
     Attributes:
-        trained: stored name -> parameter in float32.
+        trained: stored name -> parameter in float32; of packed codes, the weight that they follow.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Student:
 
         Raises InputError if a named tensor is no parameter.
         """
-        self.model = _loaded(folder, device, processes)
+        self.model = _loaded(folder, device, processes, names)
         self.model.config.attention_dropout = 0.0
         self.dtypes, self.device = names, device
         head_file = folder / DENSE_HEAD
@@ -70,6 +72,7 @@ class Student:
         self.factors = {stored: (name, factor) for name, (stored, factor) in stored_factors(self.model).items()}
         parameters = dict(self.model.named_parameters())
         self.trained = {name: _parameter(parameters, self._path(name), name) for name in sorted(names)}
+        self.tables = {name: self._table(name) for name in self.trained if name.endswith(f".{PACKED}")}
         for parameter in self.trained.values():
             parameter.requires_grad_(True)
         self.model.eval()
@@ -111,15 +114,18 @@ class Student:
         return finished_TV
 
     def rounded_copy(self) -> dict[str, Tensor]:
-        """Return this process's parts of the trained tensors, on the CPU, in the dtypes that a checkpoint stores."""
+        """Return this process's parts of the trained tensors, on the CPU, in the dtypes that a checkpoint stores. Codes
+        are those for the present scales: call it in the block of `rounded`."""
+        stored = {name: table.pack_codes() for name, table in self.tables.items()}
         return {
-            name: parameter.detach().to("cpu", self.dtypes[name], copy=True) for name, parameter in self.trained.items()
+            name: stored.get(name, parameter.detach()).to("cpu", self.dtypes[name], copy=True)
+            for name, parameter in self.trained.items()
         }
 
     @contextmanager
     def rounded(self) -> Iterator[None]:
         """Compute with the weights as they would be stored, in the block. The exact ones wait on the CPU."""
-        parts = {name: local(parameter.detach()) for name, parameter in self.trained.items()}
+        parts = {name: local(self.trained[name].detach()) for name in self.trained.keys() - self.tables.keys()}
         masters = {name: part.to("cpu", copy=True) for name, part in parts.items()}
         for name, part in parts.items():
             part.copy_(part.to(self.dtypes[name]))
@@ -130,7 +136,14 @@ class Student:
                 part.copy_(masters[name])
 
     def _path(self, stored: str) -> str:
+        if stored.endswith(f".{PACKED}"):
+            return f"{stored.removesuffix(PACKED)}{LATENT}"
         return self.factors[stored][0] if stored in self.factors else stored
+
+    def _table(self, stored: str) -> TrainedTable:
+        table = self.model.get_submodule(stored.removesuffix(f".{PACKED}"))
+        assert isinstance(table, TrainedTable)
+        return table
 
 
 def stored_forms(folder: Path) -> dict[str, StoredFactor]:
@@ -162,15 +175,15 @@ def _path_of(base: Any, name: str) -> tuple[str, ...]:
     return tuple(names[name])
 
 
-def _loaded(folder: Path, device: torch.device, processes: Processes) -> Any:
+def _loaded(folder: Path, device: torch.device, processes: Processes, trained: Container[str]) -> Any:
     """Load a model in float32, each process a part of its layers. Process 0 reads it, and sends it layer by layer."""
     if processes.rank == 0:
         with _undivided():
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     else:
         model = _empty(folder)
-    _train_codes(model, processes.first(_even_codes(model)))
-    _multiply_out(model, (model.get_input_embeddings(), model.get_output_embeddings()))
+    train_rounded(model, processes.first(even_codes(model)), trained)
+    multiply_out(model, (model.get_input_embeddings(), model.get_output_embeddings()))
     model.requires_grad_(False)
     if processes.count == 1:
         return model.to(device)
@@ -207,75 +220,6 @@ def _undivided() -> Iterator[None]:
         yield
     finally:
         compressor.is_distributed = original
-
-
-def _even_codes(model: nn.Module) -> dict[str, tuple[int, int | None]]:
-    """Return the linears that compressed-tensors stores as codes of even steps: path → (bits, group)."""
-    even = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and hasattr(module, PACKED):
-            words, scales = getattr(module, PACKED).shape[1], getattr(module, SCALE).shape[1]
-            group = module.in_features // scales if scales > 1 else None
-            even[path] = (words * WORD_BITS // module.in_features, group)
-    return even
-
-
-def _train_codes(model: nn.Module, even: Mapping[str, tuple[int, int | None]]) -> None:
-    """Make the stored tensors of rounded matrices parameters, which FSDP cuts. Scales and levels train; the levels of
-    even steps do not."""
-    for path, (bits, group) in even.items():
-        linear: Any = model.get_submodule(path)
-        with next(linear.parameters()).device:
-            table = TableLinear(linear, bits, group)
-            table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
-        for name in (PACKED, SCALE) if hasattr(linear, PACKED) else ():
-            setattr(table, name, getattr(linear, name).detach())
-        model.set_submodule(path, table)
-    for path, module in model.named_modules():
-        if isinstance(module, TableLinear):
-            for name in (PACKED, SCALE) if path in even else (PACKED, SCALE, LEVELS):
-                stored: Tensor = getattr(module, name)
-                delattr(module, name)
-                module.register_parameter(name, nn.Parameter(stored, requires_grad=False))
-
-
-def _multiply_out(model: nn.Module, ends: tuple[nn.Module, ...]) -> None:
-    """Replace rounded embeddings and a rounded head, which do not train, by modules with their weights."""
-    paths = {module: path for path, module in model.named_modules()}
-    for module in ends:
-        is_even = isinstance(module, nn.Embedding) and hasattr(module, PACKED)
-        table = _even_embedding(module) if is_even else module
-        if isinstance(table, TableLinear | TableEmbedding):
-            model.set_submodule(paths[module], _whole(table))
-
-
-def _even_embedding(embedding: Any) -> TableEmbedding:
-    """Return embeddings whose codes of even steps compressed-tensors has loaded as ones with a table of levels."""
-    packed, scale = getattr(embedding, PACKED).detach(), getattr(embedding, SCALE).detach()
-    columns, scales = embedding.embedding_dim, scale.shape[1]
-    bits = packed.shape[1] * WORD_BITS // columns
-    table = TableEmbedding(embedding, bits, columns // scales if scales > 1 else None)
-    table.weight_levels = torch.arange(2**bits, dtype=torch.float32) - 2 ** (bits - 1)
-    table.weight_packed, table.weight_scale = packed, scale
-    return table
-
-
-def _whole(table: TableLinear | TableEmbedding) -> nn.Module:
-    """Return a module with the weight (V, D) of a rounded one, in float32."""
-    rows, columns = table.weight_packed.shape[0], table.columns
-    step = max(1, BLOCK_NUMBERS // columns)
-    weight_VD = torch.cat([table.rows(slice(at, at + step)).detach() for at in range(0, rows, step)]).float()
-    with torch.device("meta"):
-        whole: nn.Linear | nn.Embedding
-        if isinstance(table, TableLinear):
-            whole = nn.Linear(columns, rows, bias=False)
-            whole.bias = table.bias
-        elif table.embed_scale is None:
-            whole = Embedding(rows, columns)
-        else:
-            whole = ScaledEmbedding(rows, columns, table.embed_scale)
-    whole.weight = nn.Parameter(weight_VD)
-    return whole
 
 
 def _place(module: nn.Module, device: torch.device) -> None:

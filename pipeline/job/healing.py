@@ -23,7 +23,7 @@ import torch
 from lamina.mixture_lamina import ROUTER, ROUTER_BIAS
 from manifests.entries import HealedEntry, HealingEntry, TeacherEntry
 from manifests.errors import CorruptError, InputError, StorageError
-from manifests.heal import STEP_TOKENS, Heal
+from manifests.heal import Heal, step_windows
 from manifests.importing import quick_imports
 from manifests.records import ArrayRecord, StagedRecord
 from manifests.schema import Workers
@@ -38,6 +38,7 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
 from pipeline.job.worker_session import JobWorkers, job_workers, teacher_arrays
 from pipeline.kernels.teacher_rows import FORMAT
+from pipeline.rounding.schemes import LEVELS, PACKED
 from pipeline.units.scores import Windows
 from stores.checkpoint import copy_shard, verify_shard
 from stores.headers import DTYPES
@@ -285,18 +286,19 @@ def _student_folder(job: JobContext) -> Iterator[tuple[Storage, Mapping[str, Any
 
 def trained_tensors(job: JobContext, compression: Mapping[str, Any], settings: Heal) -> dict[str, torch.dtype]:
     """Return the stored names of the tensors that are trained, with their dtypes: in compressed layers, the tensors
-    that a method wrote, norms and biases. Routers stay, and rounded embeddings and heads, which are staged beside a
-    layer."""
+    that a method wrote, norms and biases; packed codes if asked for. Routers stay, and rounded embeddings and heads,
+    which are staged beside a layer."""
     names = {}
     for layer in sorted({task.layer for task in job.inputs.tasks}):
         entry, geometry = job.ledger.get(layer_key(layer)), job.inputs.geometry.layers[layer]
         assert entry is not None
         routers = tuple(f"{geometry.path(role)}." for role in (ROUTER, ROUTER_BIAS) if role in geometry.roles)
         for name, tensor in entry.staged.tensors.items():
-            dtype, flat = DTYPES[tensor.dtype], len(tensor.shape) == 1
-            written = compression["tensors"][name]["origin"] != "copied" and settings.what == "auto"
+            dtype, flat = DTYPES[tensor.dtype], len(tensor.shape) == 1 and not name.endswith(LEVELS)
+            written = compression["tensors"][name]["origin"] != "copied" and settings.what != "norms"
+            trains = dtype.is_floating_point or (settings.what == "codes" and name.endswith(PACKED))
             inside = name.startswith(geometry.prefix) and not name.startswith(routers)
-            if dtype.is_floating_point and (flat or written) and inside:
+            if trains and (flat or written) and inside:
                 names[name] = dtype
     return names
 
@@ -319,7 +321,9 @@ def _trained(
     begun = _begun(job, healing)
     schedule = Schedule(
         windows=sizes.trained,
-        per_step=begun.per_step if begun and begun.per_step else max(1, STEP_TOKENS // sizes.length, processes),
+        per_step=begun.per_step
+        if begun and begun.per_step
+        else step_windows(sizes.trained, sizes.length, settings.epochs, processes),
         epochs=settings.epochs,
         peak=default_rate(job.inputs.geometry.hidden) if asked == "auto" else asked,
         seed=job.manifest.seed,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import manifests.heal
 import pipeline.job.healing
 from pipeline.healing.training import Training
 from stores.bucket import Bucket
@@ -23,7 +24,8 @@ HEAL = {"epochs": 8, "learning_rate": 0.003}
 def test_a_killed_healing_in_a_bucket_goes_on(
     job: MakeJob, s3_bucket: str, llama: Path, text: Path, inline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
+    monkeypatch.setattr(manifests.heal, "STEPS", 1)
+    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
     monkeypatch.setattr(pipeline.job.healing, "CHECKPOINT_S", 0.0)
     buckets.put_inputs(s3_bucket, llama, text)
     local, remote = job(heal=HEAL), job(heal=HEAL, **buckets.job_places(s3_bucket))

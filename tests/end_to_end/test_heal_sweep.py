@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import pipeline.job.healing
+import manifests.heal
 import pipeline.sweeping.point_healing
 from tests.end_to_end.jobs import Job, command, file_digests, load
 
@@ -41,7 +41,8 @@ class Sweep:
 
 @pytest.fixture
 def sweep(job: MakeJob, scored: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> Sweep:
-    monkeypatch.setattr(pipeline.job.healing, "STEP_TOKENS", 96)
+    monkeypatch.setattr(manifests.heal, "STEPS", 1)
+    monkeypatch.setattr(manifests.heal, "STEP_TOKENS", 96)
     return Sweep(job(), scored)
 
 
