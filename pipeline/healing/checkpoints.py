@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -98,7 +98,7 @@ class _Reader(FileSystemReader):
         self.path = folder
 
 
-class _Files(FileSystemBase):
+class _Files(FileSystem):
     """A storage as torch's checkpoints see it. Paths are names in it."""
 
     def __init__(self, storage: Storage) -> None:
