@@ -85,7 +85,8 @@ def test_scales_and_levels_train_while_codes_stay(form: str, job: MakeJob) -> No
     assert figures["before"] == pytest.approx(held_out["divergence"], rel=0.02)
 
 
-@pytest.mark.parametrize("levels", ["uniform", pytest.param("normal", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("levels", ["uniform", "normal"])
 def test_a_rounded_head_stays_while_layers_heal(levels: str, job: MakeJob) -> None:
     quantize = {"bits": 3, "levels": levels, "what": "all"}
     made = job(quantize=quantize, heal={"epochs": 4, "learning_rate": 0.0005}, **WHOLE, **DENSE)
