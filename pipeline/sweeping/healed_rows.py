@@ -18,7 +18,7 @@ def healed_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def healed_cell(row: Mapping[str, Any], name: str, form: str) -> str:
     """Return a score of a healed point for a table; empty for another point, or if it was not measured."""
-    if (healed := row.get("healed")) is None:
+    if (healed := row.get("healed")) is None or row[name] is None:
         return ""
     if not healed["best_step"]:
         return NO_GAIN
